@@ -1,0 +1,43 @@
+"""PPO for language models: the algorithm, apart from any flow, registry or store.
+
+The names below are loaded when they are first used, so that importing `ppo_core` costs
+nothing: launch machines parse the flow without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ppo_core.config import PPOConfig
+    from ppo_core.errors import ConfigError, DataError, ModelError, PPOError, TrainingError
+    from ppo_core.models import Critic, RewardModel, load_policy, load_reward_model, load_tokenizer
+    from ppo_core.rollout import generate_texts
+    from ppo_core.supervised import SupervisedConfig, train_reward_model, train_sft
+    from ppo_core.trainer import PPOTrainer
+
+_HOMES = {
+    "PPOConfig": "config",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "ModelError": "errors",
+    "PPOError": "errors",
+    "TrainingError": "errors",
+    "Critic": "models",
+    "RewardModel": "models",
+    "load_policy": "models",
+    "load_reward_model": "models",
+    "load_tokenizer": "models",
+    "generate_texts": "rollout",
+    "SupervisedConfig": "supervised",
+    "train_reward_model": "supervised",
+    "train_sft": "supervised",
+    "PPOTrainer": "trainer",
+}
+
+__all__ = list(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ppo_core' has no attribute {name!r}")
+    return getattr(import_module(f"ppo_core.{_HOMES[name]}"), name)

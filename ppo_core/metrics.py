@@ -1,0 +1,71 @@
+"""Records in, named numbers out: over counted tokens only, over all processes."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ppo_core.records import Rollout, Scores
+from ppo_core.tensors import SumOverProcesses
+
+Metrics = dict[str, float]
+
+
+class UpdateSums(Protocol):
+    """Sums over the counted tokens of an update, over all processes (see `update.TokenSums`)."""
+
+    tokens: float
+    policy_loss: float
+    value_loss: float
+    entropy: float
+    approxkl: float
+    clipped: float
+    value_clipped: float
+    ratio_error: float
+    ratio_error_squared: float
+    first_tokens: float
+    first_ratio_error: float
+
+
+def objective_metrics(
+    rollout: Rollout,
+    scores: Scores,
+    kl: Tensor,
+    *,
+    kl_coef: float,
+    sum_over_processes: SumOverProcesses,
+) -> Metrics:
+    """Means over responses of what the policy is trained for; kl is (B, T), 0 if not counted."""
+    response_kl = kl.sum(dim=1)
+    sums = {
+        "objective/kl": response_kl.sum(),
+        "objective/entropy": -rollout.logprobs.sum(),
+        "objective/non_score_reward": -kl_coef * response_kl.sum(),
+        "objective/scores": scores.scores.sum(),
+        "val/response_length": rollout.response_lengths.sum(),
+        "val/num_eos_tokens": rollout.has_stop.sum(),
+    }
+    count = torch.tensor(len(rollout), device=kl.device)
+    own = torch.stack([*(value.to(kl) for value in sums.values()), count.to(kl)])
+    *totals, responses = sum_over_processes(own).tolist()
+    means = {name: total / responses for name, total in zip(sums, totals, strict=True)}
+    means["val/num_eos_tokens"] *= responses
+    means["objective/rlhf_reward"] = means["objective/non_score_reward"] + means["objective/scores"]
+    return means
+
+
+def update_metrics(sums: UpdateSums) -> Metrics:
+    """Means over all counted tokens of all optimizer steps of one update."""
+    tokens = sums.tokens
+    ratio_error = sums.ratio_error / tokens
+    return {
+        "policy/approxkl_avg": sums.approxkl / tokens,
+        "policy/clipfrac_avg": sums.clipped / tokens,
+        "policy/entropy_avg": sums.entropy / tokens,
+        "loss/policy_avg": sums.policy_loss / tokens,
+        "loss/value_avg": sums.value_loss / tokens,
+        "val/clipfrac_avg": sums.value_clipped / tokens,
+        "val/ratio": 1 + ratio_error,
+        "val/ratio_var": sums.ratio_error_squared / tokens - ratio_error**2,
+        "val/first_ratio_error": sums.first_ratio_error / sums.first_tokens,
+    }

@@ -1,0 +1,340 @@
+"""The four models of PPO: policy and reference, critic, reward model."""
+
+import copy
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ppo_core.errors import DataError, ModelError
+from ppo_core.prompts import encode_prompt, encode_response
+from ppo_core.records import TokenRows
+from ppo_core.tensors import length_sorted_batches, log_softmax_at_temperature, pad_rows
+
+LOGITS_PER_CHUNK = 2**22
+"""Logits that exist at a time while log-probabilities are computed: 16 MiB in fp32."""
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id.
+
+    Raises:
+        ModelError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"No tokenizer can be loaded from '{path}': {error}") from error
+
+
+def load_config(path: str | Path) -> Any:
+    """The transformers configuration of a folder or hub id, without its weights.
+
+    Raises:
+        ModelError: there is none, or only code that is not part of transformers can read it.
+    """
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"No model can be loaded from '{path}': {error}") from error
+
+
+def load_policy(path: str | Path) -> PreTrainedModel:
+    """A causal language model in fp32, ready to be sampled from.
+
+    Raises:
+        ModelError: there is none at this folder or hub id, or it is not decoder-only.
+    """
+    if load_config(path).is_encoder_decoder:
+        raise ModelError(f"'{path}' has an encoder; the policy must be a decoder-only model.")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"No causal language model can be loaded from '{path}': {error}") from error
+    return model.eval()
+
+
+def check_reward_config(path: str | Path) -> None:
+    """Refuse a reward model that does not give one score, by its configuration alone.
+
+    Raises:
+        ModelError: it has more or fewer than one label, or is no sequence classifier.
+    """
+    config = load_config(path)
+    architectures = config.architectures or []
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        raise ModelError(
+            f"'{path}' is {', '.join(architectures) or 'of unknown kind'}, not a "
+            "...ForSequenceClassification: its head would start random and its scores mean "
+            "nothing. Train a reward model from it with --preferences."
+        )
+    if config.num_labels != 1:
+        raise ModelError(
+            f"The reward model '{path}' has {config.num_labels} labels; a reward model has one, "
+            "its score. Train one with num_labels=1."
+        )
+
+
+def load_reward_model(path: str | Path, *, bias: float = 0.0) -> "RewardModel":
+    """A sequence classifier with one label, and its own tokenizer.
+
+    Raises:
+        ModelError: there is none at this folder or hub id, or it does not give one score.
+    """
+    check_reward_config(path)
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"No reward model can be loaded from '{path}': {error}") from error
+    return RewardModel(model.eval(), load_tokenizer(path), bias=bias)
+
+
+def context_length(config: Any) -> int | None:
+    """Most tokens that a model takes; None where its configuration sets no bound."""
+    return getattr(config, "max_position_embeddings", None)
+
+
+class LanguageModel(nn.Module):
+    """A decoder-only model, split into its backbone and its head.
+
+    The head (D x V, often the largest matrix) is applied to counted response positions alone
+    and in chunks, so that no (tokens, V) tensor outlives its chunk.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Wrap a `...ForCausalLM`.
+
+        Raises:
+            ModelError: its logits are not what backbone and head give, so a log-probability
+                computed from them would belong to another model.
+        """
+        super().__init__()
+        self.model = model
+        config = model.config
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._scale = getattr(config, "logit_scale", None) or 1 / getattr(
+            config, "logits_scaling", 1.0
+        )
+        self.takes_position_ids = (
+            "position_ids" in inspect.signature(model.base_model.forward).parameters
+        )
+        self._check_head()
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.model.device
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        ids = torch.arange(4, device=self.device)[None]
+        expected = self.model(input_ids=ids, use_cache=False).logits.float()
+        actual = self.logits(self.hidden_states(ids)).float()
+        difference = (actual - expected).abs().max().item()
+        if not difference <= 1e-3 * max(1.0, expected.abs().max().item()):
+            raise ModelError(
+                f"{type(self.model).__name__} changes its logits after the head in a way unknown "
+                f"here (they differ by {difference:.3g}): log-probabilities would be wrong. "
+                "Its rule belongs into ppo_core.models.LanguageModel.logits."
+            )
+
+    def hidden_states(self, ids: Tensor, **cache: Any) -> Tensor:
+        """Last hidden states (B, S, D) of token ids (B, S), filled up on the right.
+
+        A causal row never sees what follows it, so fillers on the right need no mask.
+        """
+        inputs = {"use_cache": False, **cache}
+        states: Tensor = self.model.base_model(input_ids=ids, **inputs).last_hidden_state
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states (..., D)."""
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        if self._scale != 1:
+            logits = logits * self._scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def forward(self, rows: TokenRows, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability of each counted token, and entropy of the policy there: (N,), (N,).
+
+        The entropy carries no gradient.
+        """
+        hidden = self.hidden_states(rows.ids)[rows.row, rows.state]
+        size = max(1, LOGITS_PER_CHUNK // self.model.config.get_text_config().vocab_size)
+        chunks = [
+            self._chunk(*chunk, temperature)
+            for chunk in zip(hidden.split(size), rows.targets.split(size), strict=True)
+        ]
+        logprobs, entropies = zip(*chunks, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        if not torch.is_grad_enabled():
+            return self._token_logprobs(hidden, targets, temperature)
+        # The logits are computed again in the backward pass instead of being kept.
+        outputs: tuple[Tensor, Tensor] = checkpoint(
+            self._token_logprobs,
+            hidden,
+            targets,
+            temperature,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        return outputs
+
+    def _token_logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = log_softmax_at_temperature(self.logits(hidden), temperature)
+        with torch.no_grad():
+            entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
+        return logprobs.gather(1, targets[:, None])[:, 0], entropies
+
+
+class RewardModel:
+    """A sequence classifier with one label: one score for a prompt with its response."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, bias: float = 0.0
+    ) -> None:
+        """Take `bias` off every score, so that reference answers can score 0 on average.
+
+        Raises:
+            ModelError: the model has several labels.
+        """
+        if model.config.num_labels != 1:
+            raise ModelError(
+                f"The reward model {type(model).__name__} has {model.config.num_labels} labels; "
+                "a reward model has one, its score."
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.bias = bias
+
+    @property
+    def token_head(self) -> nn.Linear | None:
+        """The head of a decoder-only classifier, which can score any position; else None."""
+        head = getattr(self.model, "score", None)
+        return head if isinstance(head, nn.Linear) else None
+
+    def reads_tokens_of(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether a token id means the same to both; if not, only texts can be handed over."""
+        return self.tokenizer.get_vocab() == tokenizer.get_vocab()
+
+    @torch.no_grad()
+    def score_rows(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Scores (B,) of token rows (B, S), filled up on the right, of the given lengths (B,).
+
+        A decoder-only model is read at each row's last token. Which one that is, the lengths
+        say: comparing with the pad token would go wrong where pad equals eos (TRL #5303).
+
+        Raises:
+            DataError: a row is longer than the model's context.
+        """
+        context = context_length(self.model.config)
+        if context is not None and int(lengths.max()) > context:
+            raise DataError(
+                f"A prompt with its response has {int(lengths.max())} tokens for the reward model, "
+                f"whose context is {context}. Shorten the prompts or lower response_length."
+            )
+        if self.token_head is not None:
+            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            rows = torch.arange(len(ids), device=ids.device)
+            scores = self.token_head(hidden[rows, lengths - 1])[:, 0]
+        else:
+            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+            scores = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
+        return scores.float() - self.bias
+
+    def encode(self, prompt: str, response: str, *, end: bool) -> list[int]:
+        """Token ids of a prompt with its response, by the reward model's own tokenizer."""
+        return encode_prompt(self.tokenizer, prompt) + encode_response(
+            self.tokenizer, response, end=end
+        )
+
+    def score_encoded(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
+        """Scores (B,), on the CPU, of token rows of any lengths, `batch_size` at a time."""
+        scores = torch.empty(len(rows))
+        device = self.model.device
+        for batch in length_sorted_batches(torch.tensor([len(row) for row in rows]), batch_size):
+            ids, lengths = pad_rows([rows[i] for i in batch.tolist()])
+            scores[batch] = self.score_rows(ids.to(device), lengths.to(device)).cpu()
+        return scores
+
+    def score_texts(
+        self, prompts: Sequence[str], responses: Sequence[str], *, end: bool, batch_size: int = 64
+    ) -> Tensor:
+        """Scores (B,), on the CPU, of texts; `end` appends an end-of-sequence token to each."""
+        rows = [
+            self.encode(prompt, response, end=end)
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        return self.score_encoded(rows, batch_size)
+
+
+class Critic(nn.Module):
+    """A backbone and a linear head: the expected return of the state before each token."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    @classmethod
+    def from_reward_model(cls, reward_model: RewardModel) -> "Critic":
+        """A copy of the reward model: it starts as the score of the response so far."""
+        score = reward_model.token_head
+        if score is None:
+            raise ModelError(
+                f"{type(reward_model.model).__name__} scores whole texts only; a critic needs a "
+                "value at every token. Start it from the policy."
+            )
+        head = nn.Linear(score.in_features, 1).to(score.weight)
+        with torch.no_grad():
+            head.weight.copy_(score.weight)
+            head.bias.fill_(-reward_model.bias)
+            if score.bias is not None:
+                head.bias += score.bias
+        return cls(copy.deepcopy(reward_model.model.base_model), head)
+
+    @classmethod
+    def from_policy(cls, policy: PreTrainedModel) -> "Critic":
+        """A copy of the policy's backbone with a head of zeros: it starts by expecting 0."""
+        head = nn.Linear(policy.config.get_text_config().hidden_size, 1).to(policy.device)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        return cls(copy.deepcopy(policy.base_model), head)
+
+    def forward(self, rows: TokenRows) -> Tensor:
+        """Values (N,) of the states in which the counted tokens were sampled, in fp32."""
+        hidden = self.backbone(input_ids=rows.ids, use_cache=False).last_hidden_state
+        values: Tensor = self.head(hidden[rows.row, rows.state])
+        return values[:, 0].float()
+
+
+class ActorCritic(nn.Module):
+    """Policy and critic as one module, so that one engine can shard and train both."""
+
+    def __init__(self, policy: LanguageModel, critic: Critic) -> None:
+        super().__init__()
+        self.policy = policy
+        self.critic = critic
+
+    def forward(self, rows: TokenRows, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities, entropies and values of the counted tokens: (N,) each."""
+        logprobs, entropies = self.policy(rows, temperature)
+        return logprobs, entropies, self.critic(rows)

@@ -1,0 +1,115 @@
+"""What one phase of a PPO step hands to the next. Frozen; shapes as in `tensors`."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ppo_core.tensors import length_mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Prompts and the responses that the policy sampled for them."""
+
+    prompt_ids: Tensor
+    """(B, P) token ids, filled up on the right."""
+
+    prompt_lengths: Tensor
+    """(B,) tokens of each prompt."""
+
+    response_ids: Tensor
+    """(B, T) token ids, filled up on the right."""
+
+    response_lengths: Tensor
+    """(B,) counted tokens of each response, the stop token included; at least 1."""
+
+    has_stop: Tensor
+    """(B,) True where the response ends in the stop token."""
+
+    logprobs: Tensor
+    """(B, T) log-probability of each token under the policy that sampled it; 0 where not counted."""
+
+    temperature: float
+    """The temperature it was sampled at."""
+
+    response_mask: Tensor = field(init=False)
+    """(B, T) True for the tokens that count: the one mask of the whole step."""
+
+    def __post_init__(self) -> None:
+        """Make the mask, once."""
+        mask = length_mask(self.response_lengths, self.response_ids.shape[1])
+        object.__setattr__(self, "response_mask", mask)
+
+    def __len__(self) -> int:
+        """Responses in this rollout."""
+        return len(self.response_ids)
+
+    @property
+    def row_lengths(self) -> Tensor:
+        """(B,) tokens of prompt and response together."""
+        return self.prompt_lengths + self.response_lengths
+
+    def token_rows(self, rows: Tensor) -> "TokenRows":
+        """Prompt and response of some rows joined, without a gap between them."""
+        prompt_lengths = self.prompt_lengths[rows]
+        response_mask = self.response_mask[rows]
+        lengths = self.row_lengths[rows]
+        width = int(lengths.max())
+        prompts = self.prompt_ids[rows][:, :width]
+        ids = torch.nn.functional.pad(prompts, (0, width - prompts.shape[1]))
+        ids = torch.where(length_mask(prompt_lengths, width), ids, 0)
+        row, t = response_mask.nonzero(as_tuple=True)
+        place = prompt_lengths[row] + t
+        targets = self.response_ids[rows][row, t]
+        ids[row, place] = targets
+        return TokenRows(ids=ids, lengths=lengths, row=row, state=place - 1, targets=targets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows:
+    """Joined rows, and where in them the N counted tokens are, row by row."""
+
+    ids: Tensor
+    """(B, S) token ids, filled up on the right."""
+
+    lengths: Tensor
+    """(B,) tokens of each row."""
+
+    row: Tensor
+    """(N,) the row of each counted token."""
+
+    state: Tensor
+    """(N,) the place before each counted token: the state that the token was sampled in."""
+
+    targets: Tensor
+    """(N,) the counted tokens themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What reference, critic and reward model say about a rollout."""
+
+    ref_logprobs: Tensor
+    """(B, T) log-probabilities under the reference; 0 where not counted."""
+
+    values: Tensor
+    """(B, T) the critic's value of the state before each token; 0 where not counted."""
+
+    scores: Tensor
+    """(B,) the reward model's score of each response."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """What the update learns from."""
+
+    rollout: Rollout
+    values: Tensor
+    """(B, T) values at sampling time."""
+
+    advantages: Tensor
+    """(B, T) advantages, standardised if the settings say so."""
+
+    returns: Tensor
+    """(B, T) what the critic is to predict: advantages before standardising, plus values."""

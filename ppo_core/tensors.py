@@ -1,0 +1,92 @@
+"""Masks, masked statistics and log-probabilities of tokens.
+
+Legend, here and everywhere: B responses, P prompt tokens, T response tokens, S = P + T
+tokens of a joined row, N counted tokens, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+SumOverProcesses = Callable[[Tensor], Tensor]
+"""Adds a tensor up over all processes; the identity where there is one."""
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """The sum over processes where there is only one."""
+    return tensor
+
+
+def length_mask(lengths: Tensor, width: int) -> Tensor:
+    """True for the first `lengths[b]` of `width` places: (B,) -> (B, width)."""
+    return torch.arange(width, device=lengths.device) < lengths[:, None]
+
+
+def pad_rows(rows: Sequence[Sequence[int]], *, side: str = "right") -> tuple[Tensor, Tensor]:
+    """Lists of token ids as one tensor (B, longest) filled up with 0, and their lengths (B,).
+
+    Nothing tells a filler from a token but the lengths, so any token may be 0.
+    """
+    lengths = torch.tensor([len(row) for row in rows])
+    width = int(lengths.max())
+    padded = torch.zeros(len(rows), width, dtype=torch.long)
+    for b, row in enumerate(rows):
+        start = width - len(row) if side == "left" else 0
+        padded[b, start : start + len(row)] = torch.as_tensor(row, dtype=torch.long)
+    return padded, lengths
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum of the values where the mask holds; what the mask hides may even be NaN."""
+    return torch.where(mask, values, 0).sum()
+
+
+def masked_mean(
+    values: Tensor, mask: Tensor, sum_over_processes: SumOverProcesses = alone
+) -> Tensor:
+    """Mean of the values where the mask holds, over all processes; 0 where it never holds."""
+    total, count = sum_over_processes(torch.stack([masked_sum(values, mask), mask.sum()]))
+    return total / count.clamp(min=1)
+
+
+def standardise(
+    values: Tensor,
+    mask: Tensor,
+    *,
+    keep_mean: bool,
+    sum_over_processes: SumOverProcesses = alone,
+    epsilon: float = 1e-8,
+) -> Tensor:
+    """Values (B, T) scaled to standard deviation 1 under the mask, and 0 outside of it.
+
+        out = (values - mean) / sqrt(variance + epsilon)  [+ mean, if keep_mean]
+
+    Mean and variance (with Bessel's correction) are those of the counted tokens of all
+    processes, so that the split over processes changes nothing. Advantages lose their
+    mean, rewards keep it (arXiv:1909.08593; arXiv:2403.17031, detail 18).
+    """
+    mean = masked_mean(values, mask, sum_over_processes)
+    deviations = torch.where(mask, values - mean, 0)
+    squares, count = sum_over_processes(torch.stack([(deviations**2).sum(), mask.sum()]))
+    variance = squares / (count - 1).clamp(min=1)
+    scaled = deviations * torch.rsqrt(variance + epsilon)
+    return torch.where(mask, scaled + mean, 0) if keep_mean else scaled
+
+
+def log_softmax_at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities (..., V) of the policy softmax(logits / temperature), in fp32.
+
+    The only place where the temperature is applied: sampling, reference and update share it.
+    """
+    return torch.log_softmax(logits.float() / temperature, dim=-1)
+
+
+def length_sorted_batches(lengths: Tensor, batch_size: int) -> list[Tensor]:
+    """Row numbers in batches of similar length, longest first.
+
+    Padding costs little in such batches, and a batch that does not fit into memory fails at
+    once. Rows of equal length keep their order.
+    """
+    order = torch.argsort(lengths, descending=True, stable=True)
+    return list(order.split(batch_size))
