@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from ppo_core.errors import TrainingError
@@ -26,15 +26,15 @@ class Engine:
             TrainingError: the launcher started several processes, and they did not find
                 each other: each would train alone.
         """
-        # On CPU the backend must be named: else each process silently believes it is alone.
-        backend = None if torch.cuda.is_available() else InitProcessGroupKwargs(backend="gloo")
-        self._accelerator = Accelerator(kwargs_handlers=[backend] if backend else None)
+        self._accelerator = Accelerator(cpu=not torch.cuda.is_available())
         expected = int(os.environ.get("WORLD_SIZE", "1"))
-        if self.num_processes != expected:
+        # Accelerate can know of the others and still not talk to them: it must say how, too.
+        talking = expected == 1 or self._accelerator.distributed_type != DistributedType.NO
+        if self.num_processes != expected or not talking:
             raise TrainingError(
-                f"WORLD_SIZE={expected}, but the processes that found each other are "
-                f"{self.num_processes}: each would train alone. Start them with torchrun or "
-                "accelerate launch."
+                f"WORLD_SIZE={expected}, but accelerate found {self.num_processes} processes and "
+                f"connects them as {self._accelerator.distributed_type}: each would train alone. "
+                "Start them with torchrun or accelerate launch."
             )
 
     @property

@@ -21,7 +21,13 @@ from transformers import (
 from ppo_core.errors import DataError, ModelError
 from ppo_core.prompts import encode_prompt, encode_response
 from ppo_core.records import TokenRows
-from ppo_core.tensors import length_sorted_batches, log_softmax_at_temperature, pad_rows
+from ppo_core.tensors import (
+    at_least_fp32,
+    length_mask,
+    length_sorted_batches,
+    log_softmax_at_temperature,
+    pad_rows,
+)
 
 LOGITS_PER_CHUNK = 2**22
 """Logits that exist at a time while log-probabilities are computed: 16 MiB in fp32."""
@@ -256,9 +262,9 @@ class RewardModel:
             rows = torch.arange(len(ids), device=ids.device)
             scores = self.token_head(hidden[rows, lengths - 1])[:, 0]
         else:
-            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+            mask = length_mask(lengths, ids.shape[1])
             scores = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
-        return scores.float() - self.bias
+        return at_least_fp32(scores) - self.bias
 
     def encode(self, prompt: str, response: str, *, end: bool) -> list[int]:
         """Token ids of a prompt with its response, by the reward model's own tokenizer."""
@@ -320,10 +326,10 @@ class Critic(nn.Module):
         return cls(copy.deepcopy(policy.base_model), head)
 
     def forward(self, rows: TokenRows) -> Tensor:
-        """Values (N,) of the states in which the counted tokens were sampled, in fp32."""
+        """Values (N,) of the states in which the counted tokens were sampled."""
         hidden = self.backbone(input_ids=rows.ids, use_cache=False).last_hidden_state
         values: Tensor = self.head(hidden[rows.row, rows.state])
-        return values[:, 0].float()
+        return at_least_fp32(values[:, 0])
 
 
 class ActorCritic(nn.Module):

@@ -18,6 +18,7 @@ from transformers import (
     PrinterCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
     TrainerState,
     TrainingArguments,
     set_seed,
@@ -206,8 +207,8 @@ def collate_pairs(rows: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
     """Padded on the right: input_ids (B, 2, T) and lengths (B, 2), the chosen response first."""
     sequences = [row[name] for row in rows for name in ("chosen", "rejected")]
     return {
-        "input_ids": _pad(sequences, 0).unflatten(0, (-1, 2)),
-        "lengths": torch.tensor([len(ids) for ids in sequences]).unflatten(0, (-1, 2)),
+        "input_ids": _pad(sequences, 0).view(len(rows), 2, -1),
+        "lengths": torch.tensor([len(ids) for ids in sequences]).view(len(rows), 2),
     }
 
 
@@ -366,9 +367,11 @@ class _Report(TrainerCallback):
         self.bar.update(1)
 
     def on_log(
-        self, _: Any, state: TrainerState, __: Any, logs: dict[str, float], **___: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        loss = logs.get("loss", 0.0)
+        loss = kwargs["logs"].get("loss")
+        if loss is None:  # the closing entry, which sums up the run
+            return
         if not math.isfinite(loss):
             raise TrainingError(
                 f"The loss is {loss} at step {state.global_step}: the weights are spoilt and "

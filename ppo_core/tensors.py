@@ -74,12 +74,17 @@ def standardise(
     return torch.where(mask, scaled + mean, 0) if keep_mean else scaled
 
 
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """Half precision as fp32; anything finer as it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def log_softmax_at_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities (..., V) of the policy softmax(logits / temperature), in fp32.
+    """Log-probabilities (..., V) of the policy softmax(logits / temperature), at least in fp32.
 
     The only place where the temperature is applied: sampling, reference and update share it.
     """
-    return torch.log_softmax(logits.float() / temperature, dim=-1)
+    return torch.log_softmax(at_least_fp32(logits) / temperature, dim=-1)
 
 
 def length_sorted_batches(lengths: Tensor, batch_size: int) -> list[Tensor]:

@@ -105,7 +105,9 @@ class PPOTrainer:
                 if self.engine.is_main:
                     self._log(metrics)
                 bar.set_postfix(
-                    score=f"{metrics['objective/scores']:.2f}", kl=f"{metrics['objective/kl']:.2f}"
+                    score=f"{metrics['objective/scores']:.2f}",
+                    kl=f"{metrics['objective/kl']:.2f}",
+                    refresh=False,
                 )
                 bar.update(self.config.batch_size)
         return history

@@ -1,0 +1,198 @@
+"""Sampling: the right distribution, the right ends, nothing from the neighbours."""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch.testing import assert_close
+
+from ppo_core.errors import DataError, ModelError
+from ppo_core.models import LanguageModel
+from ppo_core.prompts import (
+    PromptStream,
+    check_prompt_lengths,
+    encode_prompt,
+    encode_response,
+    response_text,
+)
+from ppo_core.rollout import generate_texts, sample_responses, sample_tokens, stop_token
+from tests.tiny import CONFIGS, EOS, PAD, make_policy, make_prompts, make_tokenizer
+
+LENGTHS = [3, 9, 5, 12, 1, 7]
+
+
+def sample(policy, prompts, *, stop=EOS, batch_size=4, temperature=0.7, length=15, seed=0):
+    uniforms = torch.rand(len(prompts), length, generator=torch.Generator().manual_seed(seed))
+    return sample_responses(
+        policy,
+        prompts,
+        uniforms,
+        stop_token_id=stop,
+        temperature=temperature,
+        batch_size=batch_size,
+    )
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_recorded_log_probabilities_are_those_of_a_training_pass(family):
+    policy = LanguageModel(make_policy(family))
+    rollout = sample(policy, make_prompts(LENGTHS))
+    with torch.no_grad():
+        expected, _ = policy(rollout.token_rows(torch.arange(len(rollout))), 0.7)
+    assert_close(rollout.logprobs[rollout.response_mask], expected, rtol=0, atol=1e-5)
+    assert (rollout.logprobs[~rollout.response_mask] == 0).all()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_tokens_are_those_of_generate(family):
+    model = make_policy(family)
+    prompts = make_prompts(LENGTHS)
+    rollout = sample(LanguageModel(model), prompts, temperature=0)
+    for b, prompt in enumerate(prompts):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=15,
+            do_sample=False,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+        )[0, len(prompt) :]
+        assert rollout.response_ids[b, : rollout.response_lengths[b]].tolist() == expected.tolist()
+
+
+def test_tokens_come_as_often_as_their_probability_says():
+    torch.manual_seed(0)
+    logits, n = torch.randn(20), 20_000
+    uniforms = torch.rand(n, generator=torch.Generator().manual_seed(1))
+    drawn, logprobs = sample_tokens(logits.expand(n, -1), uniforms, 0.7)
+    probabilities = torch.softmax(logits / 0.7, -1)
+    expected = (probabilities.double() / probabilities.double().sum() * n).numpy()
+    assert chisquare(torch.bincount(drawn, minlength=20).numpy(), expected).pvalue > 0.001
+    assert_close(logprobs, probabilities[drawn].log())
+
+
+def test_a_token_without_probability_is_never_drawn():
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(3, -1)
+    drawn, _ = sample_tokens(logits, torch.tensor([0.0, 0.5, 1 - 2**-24]), 1.0)
+    assert drawn.tolist() == [1, 3, 3]
+
+
+def test_a_response_does_not_depend_on_neighbours_order_or_batch_size():
+    policy, prompts = LanguageModel(make_policy()), make_prompts(LENGTHS)
+    together = sample(policy, prompts)
+    uniforms = torch.rand(len(prompts), 15, generator=torch.Generator().manual_seed(0))
+    for b, prompt in enumerate(prompts):
+        alone = sample_responses(
+            policy,
+            [prompt],
+            uniforms[b : b + 1],
+            stop_token_id=EOS,
+            temperature=0.7,
+            batch_size=1,
+        )
+        assert alone.response_ids[0].tolist() == together.response_ids[b].tolist()
+        assert_close(alone.logprobs[0], together.logprobs[b], rtol=0, atol=1e-5)
+
+
+def test_a_response_ends_with_its_first_stop_token_or_at_the_length():
+    rollout = sample(LanguageModel(make_policy()), make_prompts([4] * 40), stop=9, length=30)
+    assert 0 < rollout.has_stop.sum() < 40
+    for ids, length, stopped in zip(
+        rollout.response_ids.tolist(),
+        rollout.response_lengths.tolist(),
+        rollout.has_stop.tolist(),
+        strict=True,
+    ):
+        counted, rest = ids[:length], ids[length:]
+        assert 9 not in counted[:-1]
+        assert (counted[-1] == 9) == stopped
+        assert stopped or length == 30
+        assert not any(rest)
+
+
+def test_a_sampled_pad_token_counts_like_any_other():
+    rollout = sample(LanguageModel(make_policy()), make_prompts([4] * 60), length=30)
+    counted = rollout.response_ids[rollout.response_mask]
+    assert (counted == PAD).any()
+    goes_on = rollout.response_ids[:, :-1] == PAD
+    assert (goes_on & rollout.response_mask[:, 1:]).any()
+
+
+def test_an_end_token_in_the_prompt_ends_nothing():
+    prompts = [[EOS, 5, EOS, 6], [7, EOS]]
+    rollout = sample(LanguageModel(make_policy()), prompts, stop=EOS)
+    assert (rollout.response_lengths > 1).all()
+
+
+def test_the_whole_batch_may_stop_at_once():
+    prompts = make_prompts([3, 3])
+    policy = LanguageModel(make_policy())
+    first = sample(policy, prompts, temperature=0, length=1).response_ids[0, 0].item()
+    rollout = sample(policy, prompts[:1], temperature=0, stop=first)
+    assert rollout.response_lengths.tolist() == [1]
+    assert rollout.has_stop.tolist() == [True]
+
+
+def test_texts_are_generated_by_the_same_sampler():
+    model, tokenizer = make_policy(), make_tokenizer()
+    settings = {"response_length": 12, "temperature": 0.7, "seed": 3, "stop_token_id": 9}
+    prompts = ["w1 w2 w3", "w4", "w5 w6"]
+    texts = generate_texts(model, tokenizer, prompts, **settings)
+    assert texts == generate_texts(model, tokenizer, prompts, **settings, batch_size=1)
+    assert texts != generate_texts(model, tokenizer, prompts, **{**settings, "seed": 4})
+    assert all(text.split()[0].startswith(("w", "<")) for text in texts if text)
+
+
+def test_the_stop_token_is_the_one_that_is_set_else_the_end_of_sequence():
+    tokenizer = make_tokenizer()
+    assert stop_token(tokenizer, None) == EOS
+    assert stop_token(tokenizer, 7) == 7
+    tokenizer.eos_token = None
+    with pytest.raises(ModelError, match="Set stop_token_id"):
+        stop_token(tokenizer, None)
+
+
+def test_prompts_keep_their_start_token_and_lose_an_end_token():
+    tokenizer = make_tokenizer()
+    assert encode_prompt(tokenizer, "w0 w1") == [3, 4]
+    assert encode_response(tokenizer, "w0", end=True) == [3, EOS]
+    assert encode_response(tokenizer, "w0", end=False) == [3]
+    tokenizer.backend_tokenizer.post_processor = ends_everything()
+    assert tokenizer("w0")["input_ids"] == [3, EOS]
+    assert encode_prompt(tokenizer, "w0 w1") == [3, 4]
+    assert encode_prompt(tokenizer, "w0 <eos>") == [3, EOS, EOS]
+
+
+def ends_everything():
+    from tokenizers.processors import TemplateProcessing
+
+    return TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", EOS)])
+
+
+def test_text_is_what_the_response_adds_to_its_prompt():
+    tokenizer = make_tokenizer()
+    assert response_text(tokenizer, [3, 4], [5, EOS]) == " w2"
+    assert response_text(tokenizer, [3, 4], [EOS]) == ""
+
+
+def test_every_pass_shows_every_prompt_once_in_a_new_order():
+    stream = PromptStream(7, seed=5)
+    rows = [row for _ in range(7) for row in stream.next_batch(4)]
+    passes = [rows[i : i + 7] for i in range(0, 28, 7)]
+    assert all(sorted(one) == list(range(7)) for one in passes)
+    assert passes[0] != passes[1]
+    assert PromptStream(7, seed=5).next_batch(28) == rows
+    assert PromptStream(7, seed=6).next_batch(28) != rows
+
+
+def test_prompts_that_leave_no_room_are_refused_with_their_row():
+    prompts = make_prompts([3, 11, 4])
+    check_prompt_lengths(prompts, context=16, response_length=5)
+    check_prompt_lengths(prompts, context=None, response_length=5)
+    with pytest.raises(DataError, match=r"1 of 3 prompts are longer than 10 .*row 1, has 11"):
+        check_prompt_lengths(prompts, context=16, response_length=6)
+    with pytest.raises(DataError, match="row 1"):
+        check_prompt_lengths([[3], []], context=16, response_length=6)
+    with pytest.raises(DataError, match="no prompts"):
+        check_prompt_lengths([], context=16, response_length=6)
+
+

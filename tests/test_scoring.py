@@ -1,0 +1,93 @@
+"""Reference, critic and reward on a rollout: row by row what each model says alone."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_core.models import Critic, LanguageModel, RewardModel
+from ppo_core.scoring import critic_values, reference_logprobs, score, score_texts, score_tokens
+from tests.test_models import make_rollout, row_of
+from tests.tiny import EOS, make_classifier, make_policy, make_tokenizer
+
+
+def make_wordy_rollout():
+    """A rollout of plain words, which survive the way through text."""
+    rollout = make_rollout((3, 7, 1, 4), (5, 2, 4, 1))
+    return dataclasses.replace(
+        rollout,
+        prompt_ids=rollout.prompt_ids.clamp(min=3),
+        response_ids=rollout.response_ids.clamp(min=3),
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+def test_every_row_gets_what_its_own_tokens_give(batch_size):
+    rollout = make_wordy_rollout()
+    reference = LanguageModel(make_policy())
+    critic = Critic.from_reward_model(RewardModel(make_classifier(), make_tokenizer()))
+    reward_model = RewardModel(make_classifier(), make_tokenizer())
+    scores = score(
+        rollout,
+        reference=reference,
+        critic=critic,
+        reward=lambda rollout: score_tokens(reward_model, rollout, batch_size),
+        batch_size=batch_size,
+    )
+    mask = rollout.response_mask
+    assert (scores.ref_logprobs[~mask] == 0).all()
+    assert (scores.values[~mask] == 0).all()
+    for b in range(4):
+        joined = rollout.token_rows(torch.tensor([b]))
+        with torch.no_grad():
+            logprobs, _ = reference(joined, rollout.temperature)
+            values = critic(joined)
+        assert_close(scores.ref_logprobs[b][mask[b]], logprobs)
+        assert_close(scores.values[b][mask[b]], values)
+        assert_close(scores.scores[b], reward_model.score_encoded([row_of(rollout, b)], 1)[0])
+
+
+def test_scores_by_text_are_those_by_token_where_both_read_the_same_words():
+    rollout = make_wordy_rollout()
+    rollout.response_ids[1, 1] = EOS
+    rollout.has_stop[1] = True
+    tokenizer = make_tokenizer()
+    reward_model = RewardModel(make_classifier(), tokenizer)
+    prompts = [
+        tokenizer.decode(ids[:n])
+        for ids, n in zip(rollout.prompt_ids, rollout.prompt_lengths, strict=True)
+    ]
+    by_text = score_texts(reward_model, tokenizer, prompts, rollout, 2)
+    assert_close(by_text, score_tokens(reward_model, rollout, 2))
+
+
+def test_scores_by_text_use_the_reward_models_own_ids():
+    # Another vocabulary in another order: misreading the policy's ids would change the score.
+    rollout, tokenizer = make_wordy_rollout(), make_tokenizer()
+    other = make_tokenizer(prefix="v")
+    other.add_tokens(["w7"])
+    rollout.response_ids[:] = tokenizer.get_vocab()["w7"]
+    model = make_classifier()
+    model.resize_token_embeddings(len(other))
+    reward_model = RewardModel(model, other)
+    assert not reward_model.reads_tokens_of(tokenizer)
+    actual = score_texts(reward_model, tokenizer, ["v1"] * 4, rollout, 4)
+    w7, v1 = other.get_vocab()["w7"], other.get_vocab()["v1"]
+    expected = reward_model.score_encoded([[v1] + [w7] * n for n in (5, 2, 4, 1)], 4)
+    assert_close(actual, expected)
+
+
+def test_the_reference_at_the_policys_weights_has_the_policys_log_probabilities():
+    rollout = make_wordy_rollout()
+    policy, reference = LanguageModel(make_policy()), LanguageModel(make_policy())
+    assert_close(
+        reference_logprobs(reference, rollout, 2), reference_logprobs(policy, rollout, 3)
+    )
+
+
+def test_scoring_keeps_no_graph():
+    rollout = make_wordy_rollout()
+    critic = Critic.from_policy(make_policy())
+    assert not critic_values(critic, rollout, 2).requires_grad
+    assert not reference_logprobs(LanguageModel(make_policy()), rollout, 2).requires_grad

@@ -1,0 +1,275 @@
+"""The whole loop on tiny models: it learns, repeats itself to the bit, and says what is wrong."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_core.config import PPOConfig
+from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
+from ppo_core.models import RewardModel, load_policy
+from ppo_core.trainer import PPOTrainer
+from tests.tiny import make_classifier, make_policy, make_tokenizer
+
+PROMPTS = [f"w{i} w{(3 * i) % 50} w{(7 * i) % 50}"[: 3 + 3 * (i % 3)].strip() for i in range(40)]
+
+CONFIG = PPOConfig(
+    total_episodes=32,
+    batch_size=16,
+    num_ppo_epochs=2,
+    num_mini_batches=2,
+    microbatch_size=3,
+    generation_batch_size=5,
+    response_length=8,
+    learning_rate=1e-3,
+    temperature=1.0,
+    missing_eos_penalty=1.0,
+    stop_token_id=9,
+    whiten_rewards=True,
+)
+
+METRICS = {
+    "eps",
+    "objective/kl",
+    "objective/entropy",
+    "objective/non_score_reward",
+    "objective/rlhf_reward",
+    "objective/scores",
+    "policy/approxkl_avg",
+    "policy/clipfrac_avg",
+    "policy/entropy_avg",
+    "loss/policy_avg",
+    "loss/value_avg",
+    "val/clipfrac_avg",
+    "val/ratio",
+    "val/ratio_var",
+    "val/num_eos_tokens",
+    "lr",
+    "episode",
+}
+CLOCKS = {"eps", "time/sampling", "time/scoring", "time/updating"}
+
+
+def make_trainer(config=CONFIG, *, prompts=PROMPTS, **changes) -> PPOTrainer:
+    parts = {
+        "processing_class": make_tokenizer(),
+        "model": make_policy(),
+        "ref_model": make_policy(),
+        "reward_model": RewardModel(make_classifier(), make_tokenizer()),
+        **changes,
+    }
+    return PPOTrainer(config, train_dataset=prompts, **parts)
+
+
+def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.policy.model.state_dict().items()}
+
+
+def test_every_metric_is_logged_after_every_update():
+    logged = []
+    history = make_trainer(log=logged.append).train()
+    assert logged == history
+    assert len(history) == 2
+    assert set(history[0]) >= METRICS
+    assert [metrics["episode"] for metrics in history] == [16, 32]
+    assert history[0]["lr"] == pytest.approx(1e-3)
+    assert history[1]["lr"] == pytest.approx(0.5e-3)
+
+
+def test_the_first_update_starts_at_the_reference():
+    first = make_trainer().train()[0]
+    assert abs(first["objective/kl"]) < 1e-4
+    assert first["val/first_ratio_error"] < 1e-5
+    assert first["objective/rlhf_reward"] == pytest.approx(
+        first["objective/non_score_reward"] + first["objective/scores"]
+    )
+
+
+def test_the_same_seed_gives_the_same_weights_to_the_bit_and_another_does_not():
+    runs = []
+    for seed in (1, 1, 2):
+        trainer = make_trainer(dataclasses.replace(CONFIG, seed=seed))
+        history = trainer.train()
+        for metrics in history:
+            for clock in CLOCKS:
+                del metrics[clock]
+        runs.append((weights(trainer), history))
+    assert all(torch.equal(runs[0][0][name], runs[1][0][name]) for name in runs[0][0])
+    assert runs[0][1] == runs[1][1]
+    assert any(not torch.equal(runs[0][0][name], runs[2][0][name]) for name in runs[0][0])
+
+
+def test_batch_splitting_changes_nothing_but_rounding():
+    split = make_trainer()
+    whole = make_trainer(
+        dataclasses.replace(CONFIG, microbatch_size=16, generation_batch_size=16)
+    )
+    split.step(), whole.step()
+    for name, weight in weights(whole).items():
+        # Adam divides by the gradient's own size, so rounding in a tiny gradient shows.
+        assert_close(weights(split)[name], weight, rtol=0, atol=2e-5, msg=name)
+
+
+def test_the_policy_learns_what_the_reward_model_likes():
+    config = dataclasses.replace(
+        CONFIG,
+        total_episodes=64 * 24,
+        batch_size=64,
+        microbatch_size=64,
+        generation_batch_size=64,
+        kl_coef=0.0,
+        missing_eos_penalty=0.0,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+    )
+    history = make_trainer(config).train()
+    scores = [metrics["objective/scores"] for metrics in history]
+    assert scores[-1] > scores[0] + 0.4
+    assert history[-1]["objective/kl"] > 0.1
+
+
+def test_the_divergence_holds_the_policy_back():
+    divergences = []
+    for kl_coef in (0.0, 1.0):
+        config = dataclasses.replace(CONFIG, total_episodes=160, kl_coef=kl_coef)
+        divergences.append(make_trainer(config).train()[-1]["objective/kl"])
+    assert divergences[1] < divergences[0]
+
+
+def test_the_reference_and_the_reward_model_do_not_move():
+    trainer = make_trainer()
+    trainer.train()
+    for frozen, fresh in (
+        (trainer.reference.model, make_policy()),
+        (trainer.reward_model.model, make_classifier()),
+    ):
+        for name, weight in fresh.state_dict().items():
+            assert torch.equal(frozen.state_dict()[name], weight)
+
+
+def test_a_reward_model_with_other_tokens_reads_texts():
+    tokenizer = make_tokenizer(words=100)
+    model = make_classifier()
+    model.resize_token_embeddings(len(tokenizer))
+    reward_model, seen = RewardModel(model, tokenizer), []
+    plain = reward_model.encode
+    reward_model.encode = lambda prompt, response, *, end: seen.append(prompt) or plain(
+        prompt, response, end=end
+    )
+    make_trainer(reward_model=reward_model).step()
+    assert len(seen) == CONFIG.batch_size
+    assert set(seen) <= set(PROMPTS)
+
+
+def test_a_critic_of_other_tokens_is_never_copied():
+    reward_model = RewardModel(make_classifier("gpt2"), make_tokenizer(prefix="v"))
+    trainer = make_trainer(reward_model=reward_model)
+    assert type(trainer.critic.backbone) is type(trainer.policy.model.base_model)
+    assert (trainer.critic.head.weight == 0).all()
+
+
+def test_saving_writes_what_transformers_loads(tmp_path):
+    trainer = make_trainer()
+    trainer.train()
+    trainer.save_model(tmp_path)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(load_policy(tmp_path)(ids).logits, trainer.policy.model(ids).logits)
+    assert (tmp_path / "model.safetensors").exists()
+    assert (tmp_path / "tokenizer.json").exists()
+
+
+def test_a_score_that_is_not_finite_stops_the_run_with_its_prompt():
+    model = make_classifier()
+    model.model.embed_tokens.weight.data[make_tokenizer().get_vocab()["w48"]] = torch.nan
+    trainer = make_trainer(
+        prompts=["w1 w2", "w48 w3"], reward_model=RewardModel(model, make_tokenizer())
+    )
+    before = weights(trainer)
+    with pytest.raises(TrainingError, match=r"score is nan for the prompt '(w48 w3|w1 w2)'"):
+        trainer.train()
+    assert all(torch.equal(before[name], weight) for name, weight in weights(trainer).items())
+
+
+def test_the_same_object_as_policy_and_reference_is_refused():
+    policy = make_policy()
+    with pytest.raises(ModelError, match="the same object"):
+        make_trainer(model=policy, ref_model=policy)
+
+
+def test_a_policy_that_cannot_learn_is_refused():
+    with pytest.raises(ModelError, match="requires a gradient"):
+        make_trainer(model=make_policy().requires_grad_(False))
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_before_training():
+    with pytest.raises(DataError, match="longer than 56 tokens"):
+        make_trainer(prompts=["w1", "w1 " * 57])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_mini_batches": 3}, "does not divide"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
+        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty=-1.0 must be at least 0"),
+        ({"lam": 1.5}, "lam=1.5 must be between 0 and 1"),
+        ({"kl_estimator": "k9"}, "kl_estimator='k9' must be one of k1, k3"),
+        ({"adam_beta2": 1.0}, "adam_beta2=1.0"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(CONFIG, **changes)
+
+
+def test_the_published_defaults():
+    config = PPOConfig()
+    assert (config.kl_coef, config.cliprange, config.cliprange_value) == (0.05, 0.2, 0.2)
+    assert (config.vf_coef, config.gamma, config.lam) == (0.1, 1.0, 0.95)
+    assert (config.num_ppo_epochs, config.num_mini_batches) == (4, 1)
+    assert (config.temperature, config.response_length) == (0.7, 53)
+    assert (config.learning_rate, config.adam_epsilon) == (3e-6, 1e-5)
+
+
+TWO_PROCESSES = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+from tests.test_trainer import CONFIG, make_trainer
+import dataclasses
+trainer = make_trainer(dataclasses.replace(CONFIG, num_mini_batches=1, num_ppo_epochs=1, total_episodes=16))
+metrics = trainer.train()[0]
+if trainer.engine.is_main:
+    trainer.save_model(sys.argv[1])
+    with open(sys.argv[1] + "/metrics.json", "w") as file:
+        json.dump(metrics, file)
+"""
+
+
+def test_two_processes_are_one(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TWO_PROCESSES)
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
+    results = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [sys.executable, *launcher, str(script), str(folder)]
+        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=240)
+        results.append((load_policy(folder), json.loads((folder / "metrics.json").read_text())))
+    (one, one_metrics), (two, two_metrics) = results
+    for name in METRICS - CLOCKS:
+        assert two_metrics[name] == pytest.approx(one_metrics[name], abs=1e-4), name
+    for name, weight in one.state_dict().items():
+        # One step of Adam at 1e-3; rounding shows where a gradient is near its epsilon.
+        assert_close(two.state_dict()[name], weight, rtol=0, atol=2e-5, msg=name)
