@@ -5,15 +5,7 @@ nothing: launch machines parse the flow without torch.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ppo_core.config import PPOConfig
-    from ppo_core.errors import ConfigError, DataError, ModelError, PPOError, TrainingError
-    from ppo_core.models import Critic, RewardModel, load_policy, load_reward_model, load_tokenizer
-    from ppo_core.rollout import generate_texts
-    from ppo_core.supervised import SupervisedConfig, train_reward_model, train_sft
-    from ppo_core.trainer import PPOTrainer
+from typing import Any
 
 _HOMES = {
     "PPOConfig": "config",
@@ -34,10 +26,11 @@ _HOMES = {
     "PPOTrainer": "trainer",
 }
 
-__all__ = list(_HOMES)  # noqa: PLE0605
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    """Load a public name from its file, the first time that it is asked for."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ppo_core' has no attribute {name!r}")
     return getattr(import_module(f"ppo_core.{_HOMES[name]}"), name)

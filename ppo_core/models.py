@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,12 +24,9 @@ from ppo_core.tensors import (
     at_least_fp32,
     length_mask,
     length_sorted_batches,
-    log_softmax_at_temperature,
     pad_rows,
 )
-
-LOGITS_PER_CHUNK = 2**22
-"""Logits that exist at a time while log-probabilities are computed: 16 MiB in fp32."""
+from ppo_core.token_head import token_logprobs
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -68,7 +64,9 @@ def load_policy(path: str | Path) -> PreTrainedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        raise ModelError(f"No causal language model can be loaded from '{path}': {error}") from error
+        raise ModelError(
+            f"No causal language model can be loaded from '{path}': {error}"
+        ) from error
     return model.eval()
 
 
@@ -93,8 +91,10 @@ def check_reward_config(path: str | Path) -> None:
         )
 
 
-def load_reward_model(path: str | Path, *, bias: float = 0.0) -> "RewardModel":
-    """A sequence classifier with one label, and its own tokenizer.
+def load_reward_model(
+    path: str | Path, *, bias: float = 0.0, end_of_text: bool = True
+) -> "RewardModel":
+    """A sequence classifier with one label and its own tokenizer, as `RewardModel` has them.
 
     Raises:
         ModelError: there is none at this folder or hub id, or it does not give one score.
@@ -104,7 +104,8 @@ def load_reward_model(path: str | Path, *, bias: float = 0.0) -> "RewardModel":
         model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ModelError(f"No reward model can be loaded from '{path}': {error}") from error
-    return RewardModel(model.eval(), load_tokenizer(path), bias=bias)
+    tokenizer = load_tokenizer(path)
+    return RewardModel(model.eval(), tokenizer, bias=bias, end_of_text=end_of_text)
 
 
 def context_length(config: Any) -> int | None:
@@ -180,47 +181,31 @@ class LanguageModel(nn.Module):
         The entropy carries no gradient.
         """
         hidden = self.hidden_states(rows.ids)[rows.row, rows.state]
-        size = max(1, LOGITS_PER_CHUNK // self.model.config.get_text_config().vocab_size)
-        chunks = [
-            self._chunk(*chunk, temperature)
-            for chunk in zip(hidden.split(size), rows.targets.split(size), strict=True)
-        ]
-        logprobs, entropies = zip(*chunks, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
-
-    def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        if not torch.is_grad_enabled():
-            return self._token_logprobs(hidden, targets, temperature)
-        # The logits are computed again in the backward pass instead of being kept.
-        outputs: tuple[Tensor, Tensor] = checkpoint(
-            self._token_logprobs,
-            hidden,
-            targets,
-            temperature,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        return outputs
-
-    def _token_logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        logprobs = log_softmax_at_temperature(self.logits(hidden), temperature)
-        with torch.no_grad():
-            entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
-        return logprobs.gather(1, targets[:, None])[:, 0], entropies
+        head = self.model.get_output_embeddings()
+        return token_logprobs(hidden, rows.targets, self.logits, head, temperature)
 
 
 class RewardModel:
     """A sequence classifier with one label: one score for a prompt with its response."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, bias: float = 0.0
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        bias: float = 0.0,
+        end_of_text: bool = True,
     ) -> None:
-        """Take `bias` off every score, so that reference answers can score 0 on average.
+        """Take the model, and how it is to be read.
+
+        `bias` is taken off every score, so that reference answers can score 0 on average.
+        `end_of_text` says whether the texts that it was trained on ended in the
+        end-of-sequence token. Whatever is scored ends likewise, also a response that was cut
+        off: a head that was trained on that token says little at any other (measured on film
+        reviews: 0.70 against 0.66 accuracy).
 
         Raises:
-            ModelError: the model has several labels.
+            ModelError: the model has several labels, or the token it needs is missing.
         """
         if model.config.num_labels != 1:
             raise ModelError(
@@ -230,6 +215,12 @@ class RewardModel:
         self.model = model
         self.tokenizer = tokenizer
         self.bias = bias
+        self.end_of_text = end_of_text
+        if end_of_text and tokenizer.eos_token_id is None:
+            raise ModelError(
+                "The reward model's tokenizer has no end-of-sequence token to end a text with. "
+                "Set end_of_text = false if it was trained without."
+            )
 
     @property
     def token_head(self) -> nn.Linear | None:
@@ -266,10 +257,10 @@ class RewardModel:
             scores = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
         return at_least_fp32(scores) - self.bias
 
-    def encode(self, prompt: str, response: str, *, end: bool) -> list[int]:
+    def encode(self, prompt: str, response: str) -> list[int]:
         """Token ids of a prompt with its response, by the reward model's own tokenizer."""
         return encode_prompt(self.tokenizer, prompt) + encode_response(
-            self.tokenizer, response, end=end
+            self.tokenizer, response, end=self.end_of_text
         )
 
     def score_encoded(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
@@ -282,13 +273,10 @@ class RewardModel:
         return scores
 
     def score_texts(
-        self, prompts: Sequence[str], responses: Sequence[str], *, end: bool, batch_size: int = 64
+        self, prompts: Sequence[str], responses: Sequence[str], batch_size: int = 64
     ) -> Tensor:
-        """Scores (B,), on the CPU, of texts; `end` appends an end-of-sequence token to each."""
-        rows = [
-            self.encode(prompt, response, end=end)
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
+        """Scores (B,), on the CPU, of responses to prompts."""
+        rows = [self.encode(*texts) for texts in zip(prompts, responses, strict=True)]
         return self.score_encoded(rows, batch_size)
 
 
@@ -296,6 +284,7 @@ class Critic(nn.Module):
     """A backbone and a linear head: the expected return of the state before each token."""
 
     def __init__(self, backbone: nn.Module, head: nn.Linear) -> None:
+        """Take the backbone and its head, which are trained in place."""
         super().__init__()
         self.backbone = backbone
         self.head = head
@@ -336,6 +325,7 @@ class ActorCritic(nn.Module):
     """Policy and critic as one module, so that one engine can shard and train both."""
 
     def __init__(self, policy: LanguageModel, critic: Critic) -> None:
+        """Take both, which are trained in place."""
         super().__init__()
         self.policy = policy
         self.critic = critic

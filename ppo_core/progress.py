@@ -9,7 +9,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class _OneLineEach:
-    """A stream on which each refresh of a bar is a line: for logs, which have no carriage return."""
+    """A stream on which each refresh of a bar is a line: logs have no carriage return."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

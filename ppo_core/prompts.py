@@ -50,14 +50,14 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt: Tokens, response: 
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
-    """The text of each response of a rollout."""
+    """The text of each response of a rollout, up to its stop token."""
     return [
         response_text(tokenizer, prompt[:prompt_length], response[:response_length])
         for prompt, prompt_length, response, response_length in zip(
             rollout.prompt_ids.tolist(),
             rollout.prompt_lengths.tolist(),
             rollout.response_ids.tolist(),
-            rollout.response_lengths.tolist(),
+            (rollout.response_lengths - rollout.has_stop.long()).tolist(),
             strict=True,
         )
     ]
@@ -96,6 +96,7 @@ class PromptStream:
     """Batches of row numbers without end: every pass over the data in a new seeded order."""
 
     def __init__(self, num_prompts: int, *, seed: int) -> None:
+        """Draw from rows 0 .. num_prompts - 1."""
         self._num_prompts = num_prompts
         self._generator = torch.Generator().manual_seed(seed)
         self._rows = self._draw_rows()

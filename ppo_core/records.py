@@ -28,7 +28,7 @@ class Rollout:
     """(B,) True where the response ends in the stop token."""
 
     logprobs: Tensor
-    """(B, T) log-probability of each token under the policy that sampled it; 0 where not counted."""
+    """(B, T) log-probability of each token when it was sampled; 0 where not counted."""
 
     temperature: float
     """The temperature it was sampled at."""

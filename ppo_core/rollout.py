@@ -11,7 +11,7 @@ from ppo_core.models import LanguageModel
 from ppo_core.progress import progress
 from ppo_core.prompts import Tokens, encode_prompt, response_texts
 from ppo_core.records import Rollout
-from ppo_core.tensors import length_sorted_batches, log_softmax_at_temperature, pad_rows
+from ppo_core.tensors import at_least_fp32, length_sorted_batches, pad_rows, tempered
 
 
 def stop_token(tokenizer: PreTrainedTokenizerBase, stop_token_id: int | None) -> int:
@@ -40,10 +40,10 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple
     Temperature 0 takes the likeliest token, its log-probability that of temperature 1.
     """
     if temperature == 0:
-        logprobs = log_softmax_at_temperature(logits, 1.0)
+        logprobs = torch.log_softmax(at_least_fp32(logits), dim=-1)
         chosen = logprobs.argmax(dim=-1, keepdim=True)
     else:
-        logprobs = log_softmax_at_temperature(logits, temperature)
+        logprobs = torch.log_softmax(tempered(logits, temperature), dim=-1)
         cumulative = logprobs.exp().cumsum(dim=-1)
         thresholds = uniforms[:, None] * cumulative[:, -1:]
         chosen = torch.searchsorted(cumulative, thresholds, right=True)

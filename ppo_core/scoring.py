@@ -32,11 +32,20 @@ def score(
 
 
 def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -> Tensor:
-    """Scores (B,) of the very tokens that were sampled, for a reward model that reads them."""
+    """Scores (B,) of the very tokens that were sampled, for a reward model that reads them.
+
+    The stop token gives way to the end that the reward model was trained with.
+    """
     scores = torch.empty(len(rollout), device=rollout.logprobs.device)
     for rows in length_sorted_batches(rollout.row_lengths, batch_size):
-        joined = rollout.token_rows(rows)
-        scores[rows] = reward_model.score_rows(joined.ids, joined.lengths)
+        ids = rollout.token_rows(rows).ids
+        lengths = rollout.row_lengths[rows] - rollout.has_stop[rows].long()
+        if reward_model.end_of_text:
+            ids = torch.nn.functional.pad(ids, (0, 1))
+            end = torch.full_like(lengths, int(reward_model.tokenizer.eos_token_id))
+            ids = ids.scatter(1, lengths[:, None], end[:, None])
+            lengths = lengths + 1
+        scores[rows] = reward_model.score_rows(ids, lengths)
     return scores
 
 
@@ -49,16 +58,10 @@ def score_texts(
 ) -> Tensor:
     """Scores (B,) of the texts that were sampled, for a reward model with other tokens.
 
-    `tokenizer` is the policy's; the reward model encodes the texts by its own, and its
-    end-of-sequence token stands in for the policy's stop token (TRL #1674, #3595).
+    `tokenizer` is the policy's; the reward model encodes the texts by its own (TRL #1674, #3595).
     """
-    rows = [
-        reward_model.encode(prompt, response, end=end)
-        for prompt, response, end in zip(
-            prompts, response_texts(tokenizer, rollout), rollout.has_stop.tolist(), strict=True
-        )
-    ]
-    return reward_model.score_encoded(rows, batch_size).to(rollout.logprobs)
+    texts = response_texts(tokenizer, rollout)
+    return reward_model.score_texts(prompts, texts, batch_size).to(rollout.logprobs)
 
 
 @torch.no_grad()

@@ -79,12 +79,14 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def log_softmax_at_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities (..., V) of the policy softmax(logits / temperature), at least in fp32.
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Logits (..., V) divided by the temperature, at least in fp32.
 
-    The only place where the temperature is applied: sampling, reference and update share it.
+    The only place where the temperature is applied: the policy is softmax(tempered logits) in
+    sampling, reference and update alike.
     """
-    return torch.log_softmax(at_least_fp32(logits) / temperature, dim=-1)
+    logits = at_least_fp32(logits)
+    return logits if temperature == 1 else logits / temperature
 
 
 def length_sorted_batches(lengths: Tensor, batch_size: int) -> list[Tensor]:

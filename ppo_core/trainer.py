@@ -24,7 +24,7 @@ from ppo_core.rewards import penalise_missing_stop, token_rewards
 from ppo_core.rollout import sample_responses, stop_token
 from ppo_core.scoring import score, score_texts, score_tokens
 from ppo_core.tensors import standardise
-from ppo_core.update import Trainee, TokenSums, update_policy
+from ppo_core.update import TokenSums, Trainee, update_policy
 
 
 class PPOTrainer:
@@ -160,7 +160,10 @@ class PPOTrainer:
         Both are drawn for the whole batch in every process, so that a response does not depend
         on how many processes there are.
         """
-        size, share = self.config.batch_size, slice(self.engine.rank, None, self.engine.num_processes)
+        size, share = (
+            self.config.batch_size,
+            slice(self.engine.rank, None, self.engine.num_processes),
+        )
         rows = self._stream.next_batch(size)
         uniforms = torch.rand(size, self.config.response_length, generator=self._sampling)
         return rows[share], uniforms[share]
@@ -206,9 +209,7 @@ class PPOTrainer:
             rollout=rollout, values=scores.values, advantages=advantages, returns=returns
         )
 
-    def _summarize(
-        self, rollout: Rollout, scores: Scores, kl: Tensor, sums: TokenSums
-    ) -> Metrics:
+    def _summarize(self, rollout: Rollout, scores: Scores, kl: Tensor, sums: TokenSums) -> Metrics:
         objective = objective_metrics(
             rollout,
             scores,

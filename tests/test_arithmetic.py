@@ -16,11 +16,11 @@ from ppo_core.rewards import penalise_missing_stop, token_rewards
 from ppo_core.tensors import (
     length_mask,
     length_sorted_batches,
-    log_softmax_at_temperature,
     masked_mean,
     masked_sum,
     pad_rows,
     standardise,
+    tempered,
 )
 
 NAN = float("nan")
@@ -105,7 +105,9 @@ def test_padding_changes_no_advantage():
     rewards, values = torch.randn(3, 5), torch.randn(3, 5)
     short = gae_advantages(rewards, values, gamma=0.9, gae_lambda=0.7)
     padded = torch.nn.functional.pad
-    long = gae_advantages(padded(rewards, (0, 4)), padded(values, (0, 4)), gamma=0.9, gae_lambda=0.7)
+    long = gae_advantages(
+        padded(rewards, (0, 4)), padded(values, (0, 4)), gamma=0.9, gae_lambda=0.7
+    )
     assert_close(long, padded(short, (0, 4)), rtol=0, atol=0)
 
 
@@ -192,7 +194,9 @@ def standardise_of_half(values, mask, rows):
     missing = iter(
         [
             torch.stack([masked_sum(values[others], mask[others]), mask[others].sum()]),
-            torch.stack([masked_sum((values[others] - mean) ** 2, mask[others]), mask[others].sum()]),
+            torch.stack(
+                [masked_sum((values[others] - mean) ** 2, mask[others]), mask[others].sum()]
+            ),
         ]
     )
     return standardise(
@@ -209,13 +213,12 @@ def test_masked_mean_of_nothing_is_zero():
 
 
 def test_the_temperature_divides_the_logits():
-    logits = tensor([[1.0, 3.0]])
-    actual = log_softmax_at_temperature(logits, 0.5)
-    assert_close(actual, torch.log_softmax(tensor([[2.0, 6.0]]), -1))
+    assert_close(tempered(tensor([[1.0, 3.0]]), 0.5), tensor([[2.0, 6.0]]))
 
 
 def test_half_precision_logits_are_normalised_in_full_precision():
-    assert log_softmax_at_temperature(torch.zeros(1, 3, dtype=torch.bfloat16), 1.0).dtype == torch.float32
+    assert tempered(torch.zeros(1, 3, dtype=torch.bfloat16), 1.0).dtype == torch.float32
+    assert tempered(torch.zeros(1, 3, dtype=torch.float64), 1.0).dtype == torch.float64
 
 
 def test_rows_are_padded_on_the_side_that_is_asked_for():

@@ -12,7 +12,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from ppo_core import models
+from ppo_core import token_head
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models import (
     ActorCritic,
@@ -25,7 +25,15 @@ from ppo_core.models import (
     load_tokenizer,
 )
 from ppo_core.records import Rollout
-from tests.tiny import CONFIGS, EOS, VOCABULARY, make_classifier, make_policy, make_prompts, make_tokenizer
+from tests.tiny import (
+    CONFIGS,
+    EOS,
+    VOCABULARY,
+    make_classifier,
+    make_policy,
+    make_prompts,
+    make_tokenizer,
+)
 
 TEMPERATURE = 0.7
 
@@ -65,7 +73,7 @@ def test_rows_join_prompt_and_response_without_a_gap():
 def test_log_probabilities_entropies_and_gradients_are_those_of_the_plain_forward(
     family, monkeypatch
 ):
-    monkeypatch.setattr(models, "LOGITS_PER_CHUNK", 3 * VOCABULARY)  # several chunks
+    monkeypatch.setattr(token_head, "LOGITS_PER_CHUNK", 3 * VOCABULARY)  # several chunks
     policy, rollout = make_policy(family).double(), make_rollout()
     logprobs, entropies = LanguageModel(policy)(rollout.token_rows(torch.arange(3)), TEMPERATURE)
     logprobs.sum().backward()
@@ -89,11 +97,13 @@ def test_log_probabilities_entropies_and_gradients_are_those_of_the_plain_forwar
 
 
 def test_logits_of_one_chunk_are_all_that_exists(monkeypatch):
-    monkeypatch.setattr(models, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
+    monkeypatch.setattr(token_head, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
     policy = LanguageModel(make_policy())
     widths = []
     plain = policy.logits
-    monkeypatch.setattr(policy, "logits", lambda hidden: widths.append(len(hidden)) or plain(hidden))
+    monkeypatch.setattr(
+        policy, "logits", lambda hidden: widths.append(len(hidden)) or plain(hidden)
+    )
     policy(make_rollout().token_rows(torch.arange(3)), TEMPERATURE)
     assert widths == [4, 4, 3]
 

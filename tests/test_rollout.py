@@ -194,5 +194,3 @@ def test_prompts_that_leave_no_room_are_refused_with_their_row():
         check_prompt_lengths([[3], []], context=16, response_length=6)
     with pytest.raises(DataError, match="no prompts"):
         check_prompt_lengths([], context=16, response_length=6)
-
-

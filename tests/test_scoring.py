@@ -45,7 +45,23 @@ def test_every_row_gets_what_its_own_tokens_give(batch_size):
             values = critic(joined)
         assert_close(scores.ref_logprobs[b][mask[b]], logprobs)
         assert_close(scores.values[b][mask[b]], values)
-        assert_close(scores.scores[b], reward_model.score_encoded([row_of(rollout, b)], 1)[0])
+        ended = [*row_of(rollout, b), EOS]
+        assert_close(scores.scores[b], reward_model.score_encoded([ended], 1)[0])
+
+
+@pytest.mark.parametrize("end_of_text", [True, False])
+def test_what_is_scored_ends_as_what_the_reward_model_was_trained_on(end_of_text):
+    rollout = make_wordy_rollout()
+    stop = 9
+    rollout.response_ids[0, 4] = stop
+    rollout.has_stop[0] = True
+    reward_model = RewardModel(make_classifier(), make_tokenizer(), end_of_text=end_of_text)
+    scores = score_tokens(reward_model, rollout, 4)
+    end = [EOS] if end_of_text else []
+    stopped, cut_off = row_of(rollout, 0), row_of(rollout, 1)
+    assert stopped[-1] == stop
+    expected = reward_model.score_encoded([stopped[:-1] + end, cut_off + end], 2)
+    assert_close(scores[:2], expected)
 
 
 def test_scores_by_text_are_those_by_token_where_both_read_the_same_words():
@@ -74,16 +90,14 @@ def test_scores_by_text_use_the_reward_models_own_ids():
     assert not reward_model.reads_tokens_of(tokenizer)
     actual = score_texts(reward_model, tokenizer, ["v1"] * 4, rollout, 4)
     w7, v1 = other.get_vocab()["w7"], other.get_vocab()["v1"]
-    expected = reward_model.score_encoded([[v1] + [w7] * n for n in (5, 2, 4, 1)], 4)
+    expected = reward_model.score_encoded([[v1] + [w7] * n + [EOS] for n in (5, 2, 4, 1)], 4)
     assert_close(actual, expected)
 
 
 def test_the_reference_at_the_policys_weights_has_the_policys_log_probabilities():
     rollout = make_wordy_rollout()
     policy, reference = LanguageModel(make_policy()), LanguageModel(make_policy())
-    assert_close(
-        reference_logprobs(reference, rollout, 2), reference_logprobs(policy, rollout, 3)
-    )
+    assert_close(reference_logprobs(reference, rollout, 2), reference_logprobs(policy, rollout, 3))
 
 
 def test_scoring_keeps_no_graph():

@@ -107,9 +107,7 @@ def test_the_same_seed_gives_the_same_weights_to_the_bit_and_another_does_not():
 
 def test_batch_splitting_changes_nothing_but_rounding():
     split = make_trainer()
-    whole = make_trainer(
-        dataclasses.replace(CONFIG, microbatch_size=16, generation_batch_size=16)
-    )
+    whole = make_trainer(dataclasses.replace(CONFIG, microbatch_size=16, generation_batch_size=16))
     split.step(), whole.step()
     for name, weight in weights(whole).items():
         # Adam divides by the gradient's own size, so rounding in a tiny gradient shows.
@@ -159,8 +157,8 @@ def test_a_reward_model_with_other_tokens_reads_texts():
     model.resize_token_embeddings(len(tokenizer))
     reward_model, seen = RewardModel(model, tokenizer), []
     plain = reward_model.encode
-    reward_model.encode = lambda prompt, response, *, end: seen.append(prompt) or plain(
-        prompt, response, end=end
+    reward_model.encode = lambda prompt, response, *, end: (
+        seen.append(prompt) or plain(prompt, response, end=end)
     )
     make_trainer(reward_model=reward_model).step()
     assert len(seen) == CONFIG.batch_size
@@ -246,7 +244,8 @@ import torch
 torch.set_num_threads(1)
 from tests.test_trainer import CONFIG, make_trainer
 import dataclasses
-trainer = make_trainer(dataclasses.replace(CONFIG, num_mini_batches=1, num_ppo_epochs=1, total_episodes=16))
+config = dataclasses.replace(CONFIG, num_mini_batches=1, num_ppo_epochs=1, total_episodes=16)
+trainer = make_trainer(config)
 metrics = trainer.train()[0]
 if trainer.engine.is_main:
     trainer.save_model(sys.argv[1])

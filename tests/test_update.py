@@ -72,7 +72,10 @@ def test_one_step_is_plain_autograd_on_the_mean_over_all_counted_tokens():
         values = trainee.module.critic.head(hidden)[:, 0]
         policy_losses.append(
             policy_loss(
-                logprobs, rollout.logprobs[b, tokens], experience.advantages[b, tokens], cliprange=0.2
+                logprobs,
+                rollout.logprobs[b, tokens],
+                experience.advantages[b, tokens],
+                cliprange=0.2,
             )[0]
         )
         value_losses.append(
