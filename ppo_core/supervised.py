@@ -1,5 +1,6 @@
 """SFT and reward-model training: encoding, checks and two losses over transformers.Trainer."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -25,8 +25,10 @@ from transformers import (
 )
 
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
+from ppo_core.models import context_length, load_policy, load_tokenizer
 from ppo_core.progress import progress
 from ppo_core.prompts import encode_prompt, encode_response
+from ppo_core.tensors import length_mask, pad_rows
 
 IGNORED_LABEL = -100
 """Target of a token that does not count in the loss; torch's own convention."""
@@ -105,10 +107,10 @@ def train_sft(
         DataError: there are no rows, a text is no string, or a row is empty or too long.
         TrainingError: the loss is not finite.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     rows = [encode_example(tokenizer, row, number, config) for number, row in enumerate(examples)]
     set_seed(config.seed)
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = load_policy(model)
     _require_usable([len(row["input_ids"]) for row in rows], policy, config)
     metrics = _train(policy, rows, collate_examples, config, "SFT", output_dir)
     _save(policy, tokenizer, output_dir)
@@ -141,13 +143,10 @@ def train_reward_model(
         ModelError: the architecture has no last-token classifier.
         TrainingError: the loss is not finite.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     rows = [encode_pair(tokenizer, row, number, config) for number, row in enumerate(pairs)]
     set_seed(config.seed)
-    classifier = AutoModelForSequenceClassification.from_pretrained(
-        model, num_labels=1, dtype=torch.float32
-    )
-    classifier.config.pad_token_id = tokenizer.pad_token_id
+    classifier = make_classifier(load_policy(model), tokenizer.pad_token_id)
     _require_usable([max(map(len, row.values())) for row in rows], classifier, config)
     ranker = PairRanker(classifier)
     metrics = _train(ranker, rows, collate_pairs, config, "reward model", output_dir)
@@ -195,11 +194,13 @@ def encode_pair(
 
 def collate_examples(rows: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
     """Padded on the right: input_ids, labels and attention_mask, each (B, T)."""
-    inputs = [row["input_ids"] for row in rows]
+    input_ids, lengths = pad_rows([row["input_ids"] for row in rows])
+    labels, _ = pad_rows([row["labels"] for row in rows])
+    counted = length_mask(lengths, input_ids.shape[1])
     return {
-        "input_ids": _pad(inputs, 0),
-        "labels": _pad([row["labels"] for row in rows], IGNORED_LABEL),
-        "attention_mask": _pad([[1] * len(ids) for ids in inputs], 0),
+        "input_ids": input_ids,
+        "labels": labels.masked_fill(~counted, IGNORED_LABEL),
+        "attention_mask": counted.long(),
     }
 
 
@@ -243,7 +244,7 @@ def _require_usable(
         raise DataError(
             f"Row {lengths.index(0)} has no token at all. Drop it, or set end_of_text=True."
         )
-    context = getattr(model.config, "max_position_embeddings", config.max_length)
+    context = context_length(model.config) or config.max_length
     limit = min(config.max_length, context)
     too_long = [number for number, length in enumerate(lengths) if length > limit]
     if too_long:
@@ -255,6 +256,21 @@ def _require_usable(
 
 
 # --- The model of pairs ----------------------------------------------------------
+
+
+def make_classifier(policy: PreTrainedModel, pad_token_id: int | None) -> PreTrainedModel:
+    """A classifier with one output over a copy of the policy's backbone.
+
+    Not `AutoModelForSequenceClassification.from_pretrained`: where a checkpoint keeps tied
+    embeddings under the name of the head, that one starts from random embeddings, with a
+    line in the log.
+    """
+    config = copy.deepcopy(policy.config)
+    config.num_labels = 1
+    config.pad_token_id = pad_token_id
+    classifier = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
+    classifier.base_model.load_state_dict(policy.base_model.state_dict())
+    return classifier
 
 
 class PairRanker(nn.Module):
@@ -289,9 +305,8 @@ class PairRanker(nn.Module):
 
     def score(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
         """Scores (N,) of the sequences input_ids (N, T), padded on the right."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        mask = positions < lengths[:, None]
-        hidden = self.backbone(input_ids, attention_mask=mask.long(), use_cache=False)
+        # A causal row never sees what follows it, so fillers on the right need no mask.
+        hidden = self.backbone(input_ids, use_cache=False)
         rows = torch.arange(len(lengths), device=input_ids.device)
         scores: Tensor = self.head(hidden.last_hidden_state[rows, lengths - 1])
         return scores.squeeze(-1)
@@ -317,7 +332,9 @@ def _train(
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=rows,
+        train_dataset=Dataset.from_list(
+            [{**row, "length": max(map(len, row.values()))} for row in rows]
+        ),
         data_collator=collate,
     )
     trainer.remove_callback(PrinterCallback)
@@ -350,6 +367,8 @@ def _training_arguments(
         logging_steps=max(1, steps // 10),
         logging_nan_inf_filter=False,
         remove_unused_columns=False,
+        # Rows of similar length share a batch, so that little of it is padding.
+        train_sampling_strategy="group_by_length",
         dataloader_pin_memory=False,
         save_strategy="no",
         report_to="none",

@@ -1,0 +1,1 @@
+"""Orchestration: the Metaflow flow, its presets, and the pipeline that its steps call."""

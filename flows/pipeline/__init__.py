@@ -1,0 +1,1 @@
+"""What the steps of the flow call: plain values in, plain values out."""

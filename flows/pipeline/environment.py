@@ -1,0 +1,27 @@
+"""The environment of the steps: quiet libraries, and a user for Metaflow."""
+
+import os
+
+from metaflow.util import get_username
+
+DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
+    # Three retries are given up after 14 seconds, MLflow's own seven after four minutes.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def prepare_environment() -> None:
+    """Set what is not set already; the processes of the steps inherit it.
+
+    Metaflow refuses to run for root and for nobody, as which a container runs.
+    """
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if get_username() is None:
+        os.environ["USERNAME"] = "rlhf"

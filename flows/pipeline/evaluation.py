@@ -1,0 +1,27 @@
+"""What a policy answers on held-out prompts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.settings import Settings
+from ppo_core.models import load_policy, load_tokenizer
+from ppo_core.rollout import generate_texts
+
+
+def answer(policy: Path | str, prompts: Sequence[str], settings: Settings) -> list[str]:
+    """One sampled answer of the policy in a folder to each prompt."""
+    return generate_texts(
+        load_policy(policy),
+        load_tokenizer(policy),
+        prompts,
+        response_length=settings.ppo.response_length,
+        temperature=settings.evaluation.temperature,
+        seed=settings.seed,
+        batch_size=settings.ppo.generation_batch_size,
+        stop_token_id=settings.ppo.stop_token_id,
+    )
+
+
+def distinct_share(texts: Sequence[str]) -> float:
+    """Share of the texts that are different: 1 if none repeats another."""
+    return len(set(texts)) / len(texts)

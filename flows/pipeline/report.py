@@ -1,0 +1,70 @@
+"""The summary of a run as tables in the terminal."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+TITLES = {
+    "sft_vs_reference": "SFT against the references",
+    "ppo_vs_reference": "PPO against the references",
+    "ppo_vs_sft": "PPO against SFT",
+}
+
+SHOWN_METRICS = ("objective/scores", "objective/rlhf_reward", "objective/kl", "objective/entropy")
+
+
+def render_summary(summary: Mapping[str, Any]) -> str:
+    """The summary as text, 100 columns wide."""
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as capture:
+        console.print(_win_rates(summary["win_rate"]))
+        console.print(_the_rest(summary))
+    return capture.get()
+
+
+def _win_rates(win_rates: Mapping[str, Mapping[str, Any]]) -> Table:
+    judge = win_rates["ppo_vs_sft"]["judge"]
+    table = Table("", title=f"Win rates, judged by {judge}", title_justify="left")
+    for column in ("wins", "95 % interval", "pairs", "ties", "invalid"):
+        table.add_column(column, justify="right")
+    for name, win_rate in win_rates.items():
+        table.add_row(
+            TITLES[name],
+            f"{win_rate['rate']:.1%}",
+            _interval(win_rate),
+            str(win_rate["n"]),
+            str(win_rate["ties"]),
+            str(win_rate["invalid"]),
+        )
+    return table
+
+
+def _the_rest(summary: Mapping[str, Any]) -> Table:
+    table = Table(show_header=False)
+    accuracy, timings = summary["reward_model"], summary["timings"]
+    table.add_row(
+        "Reward model",
+        f"right in {accuracy['accuracy']:.1%} of {accuracy['n']} held-out pairs, "
+        f"95 % interval {_interval(accuracy)}",
+    )
+    for name in SHOWN_METRICS:
+        metric = summary["objective"][name]
+        table.add_row(name, f"{metric['first']:.3f} -> {metric['last']:.3f}")
+    table.add_row(
+        "Seconds",
+        ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in timings["seconds"].items()),
+    )
+    table.add_row(
+        "PPO",
+        f"{timings['episodes_per_second']:.1f} episodes/s, "
+        f"peak memory {timings['peak_rss_bytes'] / 2**30:.2f} GiB",
+    )
+    table.add_row("Registered", summary["model"]["uri"])
+    return table
+
+
+def _interval(of: Mapping[str, Any]) -> str:
+    return f"{of['low']:.1%} .. {of['high']:.1%}"

@@ -1,0 +1,233 @@
+"""Settings of a run of the flow: a TOML file and the command line, read strictly."""
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from ppo_core.config import PPOConfig
+from ppo_core.errors import ConfigError
+from ppo_core.supervised import SupervisedConfig
+
+PRESETS = Path(__file__).parent.parent / "presets"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """How the policies are compared.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    num_prompts: int = 200
+    """Most prompts of `eval_prompts` that are answered and judged, from the first on."""
+
+    temperature: float = 0.7
+    """Temperature of the answers; 0 always takes the likeliest token."""
+
+    max_invalid: float = 0.05
+    """Share of verdicts the judge may fail to give before its result is refused."""
+
+    num_samples: int = 20
+    """Prompts whose answers are kept in the registry beside the model."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if self.num_prompts < 1:
+            raise ConfigError(f"evaluation.num_prompts={self.num_prompts} must be at least 1.")
+        if self.temperature < 0:
+            raise ConfigError(f"evaluation.temperature={self.temperature} must be at least 0.")
+        if not 0 <= self.max_invalid < 1:
+            raise ConfigError(
+                f"evaluation.max_invalid={self.max_invalid} must be at least 0 and below 1."
+            )
+        if self.num_samples < 0:
+            raise ConfigError(f"evaluation.num_samples={self.num_samples} must be at least 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that decides what a run does.
+
+    Raises:
+        ConfigError: an input is missing, or two settings contradict each other.
+    """
+
+    task: Literal["", "tldr"] = ""
+    """A built-in task, which makes every input itself; empty for your own inputs."""
+
+    policy: str = ""
+    """Folder or hub id of the causal language model to improve."""
+
+    sft_data: str = ""
+    """Rows of prompt and completion; `policy` is fine-tuned on them first. Empty: it is ready."""
+
+    reward_model: str = ""
+    """Folder or hub id of a reward model with one label; empty trains one from the policy."""
+
+    preferences: str = ""
+    """Rows of chosen, rejected and perhaps prompt, to train the reward model on."""
+
+    preferences_test: str = ""
+    """Preferences to validate the reward model on; empty holds out `held_out_share`."""
+
+    held_out_share: float = 0.1
+    """Share of `preferences`, the last rows, held out when there is no `preferences_test`."""
+
+    prompts: str = ""
+    """Rows of prompt, and perhaps reference, that PPO trains on."""
+
+    eval_prompts: str = ""
+    """Rows of prompt and reference that the policies are judged on."""
+
+    judge: str = ""
+    """Who compares two answers: rule, reward-model:PATH or python:FILE_OR_MODULE:FUNCTION."""
+
+    registered_model: str = "rlhf-policy"
+    """Name under which the policy is registered in MLflow."""
+
+    output_dir: str = "outputs"
+    """Folder for the cache and for what each run writes."""
+
+    summary_json: str = ""
+    """File for the summary of the run; empty for none."""
+
+    seed: int = 1
+    """Seed of everything random in the run: data, training, sampling."""
+
+    sft: SupervisedConfig = field(default_factory=SupervisedConfig)
+    """How the policy is fine-tuned on `sft_data`."""
+
+    reward_model_training: SupervisedConfig = field(default_factory=SupervisedConfig)
+    """How the reward model is trained; its `end_of_text` also says how texts are scored."""
+
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    """What PPO does."""
+
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """How the policies are compared."""
+
+    def __post_init__(self) -> None:
+        """Refuse inputs that are missing or contradict each other."""
+        if not 0 < self.held_out_share < 1:
+            raise ConfigError(f"held_out_share={self.held_out_share} must be between 0 and 1.")
+        if self.task:
+            self._refuse_inputs_of_a_task()
+        else:
+            self._require_inputs()
+
+    def _refuse_inputs_of_a_task(self) -> None:
+        named = [name for name in INPUTS if getattr(self, name)]
+        if named:
+            raise ConfigError(
+                f"task='{self.task}' makes its inputs itself, and {_listed(named)} would be "
+                "ignored. Remove either the task or these settings."
+            )
+
+    def _require_inputs(self) -> None:
+        needed = ["policy", "preferences", "prompts", "eval_prompts", "judge"]
+        missing = [name for name in needed if not getattr(self, name)]
+        if self.reward_model and self.preferences_test:
+            missing = [name for name in missing if name != "preferences"]
+        if missing:
+            raise ConfigError(
+                f"{_listed(missing)} missing: a run on your own data needs {_listed(needed)}. "
+                "Name them on the command line (--eval-prompts FILE) or in the settings file, "
+                "or name no input at all to run the built-in task."
+            )
+
+
+INPUTS = (
+    "policy",
+    "sft_data",
+    "reward_model",
+    "preferences",
+    "preferences_test",
+    "prompts",
+    "eval_prompts",
+)
+
+
+def make_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, Any]) -> Settings:
+    """The settings of a run: the command line wins over the file, the file over the defaults.
+
+    With no file and no input named, the preset of the built-in task takes the file's place.
+    The seed of the run is the seed of every section.
+
+    Args:
+        from_file: the parsed TOML file, empty if there is none.
+        from_command_line: parameter names to values; None where it was not given.
+
+    Raises:
+        ConfigError: a setting is unknown, has the wrong type, is out of range or is missing.
+    """
+    given = {name: value for name, value in from_command_line.items() if value is not None}
+    if not from_file and not any(name in given for name in INPUTS):
+        from_file = read_preset("tldr")
+    total_episodes = given.pop("total_episodes", None)
+    table = {**from_file, **given}
+    if total_episodes is not None:
+        table["ppo"] = {**table.get("ppo", {}), "total_episodes": total_episodes}
+    settings: Settings = _read(Settings, table, "")
+    return _with_one_seed(settings)
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """The parsed preset `flows/presets/NAME.toml`."""
+    return tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def as_plain_dict(settings: Settings) -> dict[str, Any]:
+    """The settings as nested plain dicts, for JSON and for the registry."""
+    return dataclasses.asdict(settings)
+
+
+def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
+    """Make the dataclass `kind` of a TOML table; `where` is the table's name with a dot."""
+    types = get_type_hints(kind)
+    if where:
+        types.pop("seed", None)
+    values = {}
+    for key, value in table.items():
+        if key not in types:
+            raise ConfigError(_describe_unknown(key, list(types), where))
+        if dataclasses.is_dataclass(types[key]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where}{key}={value!r} must be a section, [{where}{key}].")
+            values[key] = _read(types[key], value, f"{where}{key}.")
+        else:
+            values[key] = _check_type(types[key], value, where + key)
+    return kind(**values)
+
+
+def _check_type(kind: Any, value: Any, name: str) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise ConfigError(f"{name}={value!r}: {error.errors()[0]['msg']}.") from error
+
+
+def _describe_unknown(key: str, known: list[str], where: str) -> str:
+    if key == "seed" and where:
+        return f"{where}seed is not a setting of its own: set `seed` at the top of the file."
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"Did you mean {where}{near[0]}?" if near else f"Known here: {', '.join(known)}."
+    return f"Unknown setting {where}{key}. {hint}"
+
+
+def _with_one_seed(settings: Settings) -> Settings:
+    sections = {
+        name: dataclasses.replace(getattr(settings, name), seed=settings.seed)
+        for name in ("sft", "reward_model_training", "ppo")
+    }
+    return dataclasses.replace(settings, **sections)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,163 @@
+"""RLHF from preferences to a registered policy: `python flows/rlhf.py run`.
+
+Without arguments it runs the built-in task. Your own data and models:
+
+    python flows/rlhf.py run --policy gpt2 --preferences pairs.jsonl --prompts train.jsonl \
+        --eval-prompts test.jsonl --judge python:judge.py:judge
+
+Every other setting is read from a file: `python flows/rlhf.py --config settings FILE.toml run`.
+"""
+
+import time
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+from metaflow import Config, FlowSpec, Parameter, current, step, user_step_decorator
+from metaflow.exception import MetaflowException
+
+import ppo_core
+from pipeline import stages
+from pipeline.environment import prepare_environment
+from ppo_core.errors import PPOError
+
+# Metaflow ships the folder of this file to remote machines; this line adds the library.
+ppo_core.METAFLOW_PACKAGE_POLICY = "include"  # type: ignore[attr-defined]
+
+
+class RunStoppedError(MetaflowException):
+    """An error that the project raised on purpose: Metaflow prints it without a traceback."""
+
+    headline = "The run stopped"
+
+
+@user_step_decorator
+def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None) -> Iterator[None]:
+    """Measure how long a step works, and report an error of the project as its message."""
+    started = time.perf_counter()
+    try:
+        yield
+    except PPOError as error:
+        raise RunStoppedError(str(error)) from error
+    flow.seconds = {**getattr(flow, "seconds", {}), step_name: time.perf_counter() - started}
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a settings file."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RunStoppedError(f"The settings file is no valid TOML: {error}.") from error
+
+
+class RLHF(FlowSpec):
+    """Improve a policy from human preferences, judge it, and register it."""
+
+    file_settings = Config(
+        "settings",
+        default_value="",
+        parser=parse_toml,
+        plain=True,
+        help="TOML file with settings; ready ones are in flows/presets.",
+    )
+    policy = Parameter("policy", type=str, help="Language model to improve: folder or hub id.")
+    reward_model = Parameter(
+        "reward-model", type=str, help="Reward model with one label; else one is trained."
+    )
+    preferences = Parameter(
+        "preferences", type=str, help="Rows of chosen, rejected and perhaps prompt."
+    )
+    prompts = Parameter("prompts", type=str, help="Rows of prompt to train on.")
+    eval_prompts = Parameter("eval-prompts", type=str, help="Rows of prompt and reference.")
+    judge = Parameter(
+        "judge", type=str, help="rule, reward-model:PATH or python:FILE_OR_MODULE:FUNCTION."
+    )
+    total_episodes = Parameter("total-episodes", type=int, help="Responses PPO samples in all.")
+    seed = Parameter("seed", type=int, help="Seed of everything random.")
+    registered_model = Parameter("registered-model", type=str, help="Name in MLflow.")
+    output_dir = Parameter("output-dir", type=str, help="Folder for the cache and the runs.")
+    summary_json = Parameter("summary-json", type=str, help="File to write the summary to.")
+
+    @phase
+    @step
+    def start(self) -> None:
+        """Read the settings and check every input."""
+        self.settings = stages.read_settings(self.file_settings, self._command_line())
+        self.next(self.load_policy)
+
+    @phase
+    @step
+    def load_policy(self) -> None:
+        """Load the policy, or fine-tune it first."""
+        self.sft = stages.load_policy(self.settings)
+        self.next(self.load_reward_model)
+
+    @phase
+    @step
+    def load_reward_model(self) -> None:
+        """Load the reward model, or train it on preferences."""
+        self.rewarder = stages.load_reward_model(self.settings, self.sft)
+        self.next(self.validate_reward_model)
+
+    @phase
+    @step
+    def validate_reward_model(self) -> None:
+        """Measure the reward model on preferences it has not seen."""
+        self.validation = stages.validate_reward_model(self.settings, self.rewarder)
+        self.next(self.train_policy)
+
+    @phase
+    @step
+    def train_policy(self) -> None:
+        """Train the policy with PPO against the validated reward model."""
+        self.trained = stages.train_policy(
+            self.settings, self.sft, self.rewarder, self.validation, current.run_id
+        )
+        self.next(self.evaluate_win_rate)
+
+    @phase
+    @step
+    def evaluate_win_rate(self) -> None:
+        """Judge the answers of both policies on prompts they have not seen."""
+        self.evaluation = stages.evaluate_win_rate(
+            self.settings, self.sft, self.trained, current.run_id
+        )
+        self.next(self.register)
+
+    @phase
+    @step
+    def register(self) -> None:
+        """Register the policy in MLflow."""
+        self.model = stages.register(
+            self.settings, self.validation, self.trained, self.evaluation, current.run_id
+        )
+        self.next(self.end)
+
+    @phase
+    @step
+    def end(self) -> None:
+        """Sum the run up."""
+        self.summary = stages.summarize(
+            self.settings, self.validation, self.trained, self.evaluation, self.model, self.seconds
+        )
+
+    def _command_line(self) -> dict[str, Any]:
+        """What was given on the command line, None where nothing was."""
+        return {
+            "policy": self.policy,
+            "reward_model": self.reward_model,
+            "preferences": self.preferences,
+            "prompts": self.prompts,
+            "eval_prompts": self.eval_prompts,
+            "judge": self.judge,
+            "total_episodes": self.total_episodes,
+            "seed": self.seed,
+            "registered_model": self.registered_model,
+            "output_dir": self.output_dir,
+            "summary_json": self.summary_json,
+        }
+
+
+if __name__ == "__main__":
+    prepare_environment()
+    RLHF()

@@ -1,0 +1,44 @@
+"""Real stories: a small piece of the run that `make stories` does whole."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline import stages
+from pipeline.settings import make_settings, read_preset
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT.parent / "shared" / "data"
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is missing"),
+]
+
+
+def test_ppo_makes_stories_happier(tmp_path: Path, monkeypatch):
+    # 3,000 of 8,000 pairs, a quarter of the episodes, and larger steps to make up for them.
+    monkeypatch.chdir(ROOT)
+    preset = read_preset("stories")
+    preset["ppo"]["learning_rate"] = 1e-3
+    pairs = Path(preset["preferences"]).read_text().splitlines(keepends=True)
+    (tmp_path / "pairs.jsonl").write_text("".join(pairs[:3000]))
+    settings = make_settings(
+        preset,
+        {
+            "preferences": str(tmp_path / "pairs.jsonl"),
+            "output_dir": str(tmp_path / "outputs"),
+            "total_episodes": 960,
+        },
+    )
+    policy = stages.load_policy(settings)
+    reward_model = stages.load_reward_model(settings, policy)
+    validation = stages.validate_reward_model(settings, reward_model)
+    trained = stages.train_policy(settings, policy, reward_model, validation, "stories")
+    evaluation = stages.evaluate_win_rate(settings, policy, trained, "stories")
+
+    assert policy["path"] == settings.policy
+    assert validation["accuracy"] > 0.58
+    assert evaluation["win_rate"]["ppo_vs_sft"]["low"] > 0.5
+    assert trained["objective"]["objective/kl"]["last"] < 10
+    assert evaluation["distinct"]["ppo"] > 0.95

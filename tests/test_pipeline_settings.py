@@ -1,0 +1,96 @@
+from typing import Any
+
+import pytest
+
+from pipeline.settings import INPUTS, Settings, as_plain_dict, make_settings, read_preset
+from ppo_core.errors import ConfigError
+
+OWN = {
+    "policy": "p",
+    "preferences": "pairs.jsonl",
+    "prompts": "train.jsonl",
+    "eval_prompts": "test.jsonl",
+    "judge": "python:judge.py:judge",
+}
+
+
+def settings(table: dict[str, Any], **command_line: Any) -> Settings:
+    return make_settings({**OWN, **table}, command_line)
+
+
+def test_without_any_input_the_built_in_task_runs():
+    made = make_settings({}, {"policy": None, "seed": 3, "total_episodes": 64})
+    assert made.task == "tldr"
+    assert made.seed == 3
+    assert made.ppo.total_episodes == 64
+    assert made.ppo.batch_size == read_preset("tldr")["ppo"]["batch_size"]
+
+
+def test_both_presets_can_be_read():
+    assert make_settings(read_preset("tldr"), {}).judge == "rule"
+    assert make_settings(read_preset("stories"), {}).policy.endswith("tinystories-656k")
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults():
+    made = settings({"seed": 2, "ppo": {"kl_coef": 0.1, "total_episodes": 512}}, total_episodes=8)
+    assert (made.seed, made.ppo.kl_coef, made.ppo.total_episodes) == (2, 0.1, 8)
+    assert made.ppo.gamma == 1.0
+    assert settings({"seed": 2}, seed=5).seed == 5
+
+
+def test_one_seed_is_the_seed_of_every_section():
+    made = settings({"seed": 7})
+    assert {made.sft.seed, made.reward_model_training.seed, made.ppo.seed} == {7}
+
+
+def test_a_whole_number_is_taken_where_a_fraction_is_due():
+    assert settings({"ppo": {"learning_rate": 1}}).ppo.learning_rate == 1.0
+
+
+def test_what_is_handed_in_is_not_changed():
+    section = {"kl_coef": 0.1}
+    settings({"ppo": section}, total_episodes=8)
+    assert section == {"kl_coef": 0.1}
+
+
+def test_a_reward_model_and_pairs_to_validate_it_need_no_pairs_to_train_on():
+    given = {**OWN, "reward_model": "r", "preferences_test": "t.jsonl"}
+    del given["preferences"]
+    assert make_settings(given, {}).preferences == ""
+
+
+def test_the_plain_dict_holds_every_setting():
+    plain = as_plain_dict(settings({}))
+    assert set(INPUTS) < set(plain)
+    assert plain["ppo"]["kl_coef"] == 0.05
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"registred_model": "x"}, r"Unknown setting registred_model.*registered_model\?"),
+        ({"ppo": {"kl_coeff": 0.1}}, r"Unknown setting ppo\.kl_coeff.*ppo\.kl_coef\?"),
+        ({"ppo": {"zzz": 1}}, r"Unknown setting ppo\.zzz\. Known here: total_episodes"),
+        ({"ppo": {"seed": 4}}, r"ppo\.seed is not a setting of its own"),
+        ({"ppo": {"batch_size": "many"}}, r"ppo\.batch_size='many': .*valid integer"),
+        ({"ppo": {"batch_size": 2.5}}, r"ppo\.batch_size=2\.5"),
+        ({"ppo": {"whiten_rewards": 1}}, r"ppo\.whiten_rewards=1: .*boolean"),
+        ({"ppo": {"kl_estimator": "k2"}}, r"ppo\.kl_estimator='k2'"),
+        ({"ppo": 3}, r"ppo=3 must be a section, \[ppo\]"),
+        ({"seed": True}, r"seed=True"),
+        ({"task": "xsum"}, r"task='xsum': .*tldr"),
+        ({"held_out_share": 1.0}, r"held_out_share=1\.0"),
+        ({"ppo": {"batch_size": 10, "num_mini_batches": 4}}, r"2 responses would be dropped"),
+        ({"evaluation": {"num_prompts": 0}}, r"evaluation\.num_prompts=0"),
+        ({"evaluation": {"max_invalid": 1.0}}, r"evaluation\.max_invalid=1\.0"),
+        ({"task": "tldr"}, r"task='tldr' makes its inputs itself, and policy, preferences"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_by_name(table: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        settings(table)
+
+
+def test_missing_inputs_are_named():
+    with pytest.raises(ConfigError, match=r"^preferences, eval_prompts, judge missing"):
+        make_settings({}, {"policy": "p", "prompts": "x.jsonl"})
