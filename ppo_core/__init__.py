@@ -20,7 +20,7 @@ _HOMES = {
     "load_reward_model": "models",
     "load_tokenizer": "models",
     "generate_texts": "rollout",
-    "SupervisedConfig": "supervised",
+    "SupervisedConfig": "config",
     "train_reward_model": "supervised",
     "train_sft": "supervised",
     "PPOTrainer": "trainer",

@@ -1,4 +1,4 @@
-"""Settings of a PPO run: frozen, checked once, when they are made."""
+"""Settings of the trainings: frozen, checked once, when they are made."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -154,6 +154,47 @@ class PPOConfig:
         return self.num_updates * self.num_ppo_epochs * self.num_mini_batches
 
 
-def _require(config: PPOConfig, name: str, holds: bool, what: str) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SupervisedConfig:
+    """Everything that decides one supervised training, apart from the model and the data.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    learning_rate: float = 1e-5
+    """Peak learning rate of AdamW; it falls linearly to 0 at the end."""
+
+    num_epochs: int = 1
+    """Passes over the data."""
+
+    batch_size: int = 32
+    """Examples, or pairs, of one optimizer step on one device."""
+
+    max_length: int = 512
+    """Most tokens of prompt and response together; longer examples are refused."""
+
+    warmup_ratio: float = 0.03
+    """Share of the optimizer steps in which the learning rate rises from 0."""
+
+    weight_decay: float = 0.0
+    """AdamW's weight decay, per step and unit of learning rate; norms and biases have none."""
+
+    seed: int = 1
+    """Seed of the order of the examples and of the reward head's first weights."""
+
+    end_of_text: bool = True
+    """Append the end-of-sequence token to every response."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, before anything is loaded."""
+        for name in ("num_epochs", "batch_size", "max_length"):
+            _require(self, name, getattr(self, name) >= 1, "at least 1")
+        _require(self, "learning_rate", self.learning_rate > 0, "above 0")
+        _require(self, "weight_decay", self.weight_decay >= 0, "at least 0")
+        _require(self, "warmup_ratio", 0 <= self.warmup_ratio < 1, "at least 0 and below 1")
+
+
+def _require(config: PPOConfig | SupervisedConfig, name: str, holds: bool, what: str) -> None:
     if not holds:
         raise ConfigError(f"{name}={getattr(config, name)!r} must be {what}.")

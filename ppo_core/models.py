@@ -303,7 +303,7 @@ class Critic(nn.Module):
             head.weight.copy_(score.weight)
             head.bias.fill_(-reward_model.bias)
             if score.bias is not None:
-                head.bias += score.bias
+                head.bias.add_(score.bias)
         return cls(copy.deepcopy(reward_model.model.base_model), head)
 
     @classmethod

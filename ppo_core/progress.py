@@ -23,7 +23,7 @@ class _OneLineEach:
         self._stream.flush()
 
 
-def progress(total: int, description: str, unit: str) -> tqdm:  # type: ignore[type-arg]
+def progress(total: int, description: str, unit: str) -> tqdm:
     """A progress bar to use as a context manager; call its `update(n)`.
 
     On a terminal it is redrawn in place; elsewhere (a Metaflow task, a log file) a line is

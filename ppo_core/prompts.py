@@ -41,12 +41,11 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt: Tokens, response: 
     Tokenizers that mark word starts drop a leading space when a response is decoded alone;
     it is kept here, so that prompt + text reads as the model wrote it.
     """
-    before: str = tokenizer.decode(prompt, skip_special_tokens=True)
-    whole: str = tokenizer.decode([*prompt, *response], skip_special_tokens=True)
+    before = str(tokenizer.decode(prompt, skip_special_tokens=True))
+    whole = str(tokenizer.decode([*prompt, *response], skip_special_tokens=True))
     if whole.startswith(before):
         return whole[len(before) :]
-    alone: str = tokenizer.decode(response, skip_special_tokens=True)
-    return alone
+    return str(tokenizer.decode(response, skip_special_tokens=True))
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from transformers import (
     set_seed,
 )
 
-from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
+from ppo_core.config import SupervisedConfig
+from ppo_core.errors import DataError, ModelError, TrainingError
 from ppo_core.models import context_length, load_policy, load_tokenizer
 from ppo_core.progress import progress
 from ppo_core.prompts import encode_prompt, encode_response
@@ -32,51 +32,6 @@ from ppo_core.tensors import length_mask, pad_rows
 
 IGNORED_LABEL = -100
 """Target of a token that does not count in the loss; torch's own convention."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SupervisedConfig:
-    """Everything that decides one supervised training, apart from the model and the data.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    learning_rate: float = 1e-5
-    """Peak learning rate of AdamW; it falls linearly to 0 at the end."""
-
-    num_epochs: int = 1
-    """Passes over the data."""
-
-    batch_size: int = 32
-    """Examples, or pairs, of one optimizer step on one device."""
-
-    max_length: int = 512
-    """Most tokens of prompt and response together; longer examples are refused."""
-
-    warmup_ratio: float = 0.03
-    """Share of the optimizer steps in which the learning rate rises from 0."""
-
-    weight_decay: float = 0.0
-    """AdamW's weight decay, per step and unit of learning rate; norms and biases have none."""
-
-    seed: int = 1
-    """Seed of the order of the examples and of the reward head's first weights."""
-
-    end_of_text: bool = True
-    """Append the end-of-sequence token to every response."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work, before anything is loaded."""
-        for name in ("num_epochs", "batch_size", "max_length"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        self._require("learning_rate", self.learning_rate > 0, "above 0")
-        self._require("weight_decay", self.weight_decay >= 0, "at least 0")
-        self._require("warmup_ratio", 0 <= self.warmup_ratio < 1, "at least 0 and below 1")
-
-    def _require(self, name: str, holds: bool, what: str) -> None:
-        if not holds:
-            raise ConfigError(f"{name}={getattr(self, name)!r} must be {what}.")
 
 
 # --- The two trainings -----------------------------------------------------------

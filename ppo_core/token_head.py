@@ -30,7 +30,7 @@ def token_logprobs(
     size = max(1, LOGITS_PER_CHUNK // parameters[0].shape[0])
     logprobs: Tensor
     entropies: Tensor
-    logprobs, entropies = _ChunkedLogprobs.apply(
+    logprobs, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, targets, to_logits, temperature, size, *parameters
     )
     return logprobs, entropies

@@ -114,7 +114,7 @@ class PPOTrainer:
 
     def step(self) -> Metrics:
         """One update: sample, score, learn."""
-        config, learning_rate = self.config, self._trainee.scheduler.get_last_lr()[0]
+        config, learning_rate = self.config, float(self._trainee.scheduler.get_last_lr()[0])
         rows, uniforms = self._draw()
         with self._timed("sampling"):
             rollout = sample_responses(

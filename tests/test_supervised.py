@@ -15,11 +15,11 @@ from transformers import (
 )
 
 from pipeline.demo_task import write_base_model
+from ppo_core.config import SupervisedConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
 from ppo_core.supervised import (
     IGNORED_LABEL,
     PairRanker,
-    SupervisedConfig,
     collate_examples,
     collate_pairs,
     encode_example,

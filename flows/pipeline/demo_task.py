@@ -43,8 +43,6 @@ class Slot:
     values: tuple[str, ...]
     stated: tuple[str, ...]
     """Sentences that make `{}` a fact of the post."""
-    denied: tuple[str, ...]
-    """Sentences that mention `{}` and are no fact: a summary must leave it out."""
 
 
 SLOTS = (
@@ -55,7 +53,6 @@ SLOTS = (
             "teacher dentist".split()
         ),
         ("my {} was there too", "i had a fight with my {}", "this is about my {}"),
-        ("my {} knows nothing", "please do not tell my {}"),
     ),
     Slot(
         "lost",
@@ -63,13 +60,11 @@ SLOTS = (
             "phone wallet laptop bike ring watch passport camera guitar jacket ticket tent".split()
         ),
         ("i lost the {}", "someone took the {}", "the {} is gone"),
-        ("the {} is safe", "nobody cares about the {}"),
     ),
     Slot(
         "in",
         tuple("paris london rome berlin oslo vienna boston chicago tokyo cairo delhi lima".split()),
         ("it happened in {}", "we were in {} then", "all of this was in {}"),
-        ("it was not in {}", "they have never seen {}"),
     ),
     Slot(
         "on",
@@ -78,7 +73,6 @@ SLOTS = (
             "halloween diwali eid".split()
         ),
         ("this was on {}", "it started on {}", "on {} it got worse"),
-        ("it was not on {}", "by {} all was calm"),
     ),
     Slot(
         "cost",
@@ -87,7 +81,6 @@ SLOTS = (
             "hundred".split()
         ),
         ("it cost {} dollars", "i paid {} dollars", "they want {} dollars from me"),
-        ("{} dollars would be fine", "i never had {} dollars"),
     ),
     Slot(
         "felt",
@@ -96,7 +89,6 @@ SLOTS = (
             "nervous".split()
         ),
         ("i felt {}", "it left me {}", "honestly i was {}"),
-        ("i was not {}", "others would be {}"),
     ),
     Slot(
         "want",
@@ -105,7 +97,6 @@ SLOTS = (
             "answers".split()
         ),
         ("all i want is {}", "i need {}", "please give me {}"),
-        ("do not offer me {}", "i do not need {}"),
     ),
 )
 
@@ -142,28 +133,21 @@ RAMBLES = (
 
 @dataclass(frozen=True)
 class Post:
-    """A prompt, with what its writer meant: `facts` and `denied` map slot word to value."""
+    """A prompt, with what its writer meant: `facts` maps slot word to value."""
 
     prompt: str
     facts: Mapping[str, str]
-    denied: Mapping[str, str]
 
 
 def write_post(rng: Random) -> Post:
-    """Three to five facts, one near miss and one filler, shuffled."""
+    """Three to five facts and two fillers, shuffled."""
     fact_slots = rng.sample(SLOTS, rng.randint(3, 5))
     facts = {slot.word: rng.choice(slot.values) for slot in fact_slots}
-    slot = rng.choice(SLOTS)
-    denied = {slot.word: rng.choice([v for v in slot.values if v != facts.get(slot.word)])}
-    sentences = [rng.choice(FILLER)]
-    for slot in SLOTS:
-        if slot.word in facts:
-            sentences.append(rng.choice(slot.stated).format(facts[slot.word]))
-        if slot.word in denied:
-            sentences.append(rng.choice(slot.denied).format(denied[slot.word]))
+    sentences = rng.sample(FILLER, 2)
+    sentences += [rng.choice(slot.stated).format(facts[slot.word]) for slot in fact_slots]
     rng.shuffle(sentences)
     text = " . ".join([f"title : {rng.choice(TITLES)}", *sentences])
-    return Post(f"{text} . tl;dr :", facts, denied)
+    return Post(f"{text} . tl;dr :", facts)
 
 
 # --- The writers of summaries ------------------------------------------------------
@@ -190,7 +174,7 @@ class Writer:
 CAREFUL = Writer(forgets=0.15, mistakes=0.02, rambles=0.35)
 """Who wrote the references: people, and not perfect ones."""
 
-HURRIED = Writer(forgets=0.32, mistakes=0.04, rambles=0.5)
+HURRIED = Writer(forgets=0.45, mistakes=0.04, rambles=0.65)
 """Who wrote the summaries for SFT: anybody on the forum."""
 
 FORGETFUL = Writer(forgets=0.6)
@@ -241,10 +225,7 @@ def _statement(post: Post, slot: Slot, writer: Writer, rng: Random) -> list[str]
 
 
 def _wrong_value(post: Post, slot: Slot, rng: Random) -> str:
-    """The value that the post denies, where there is one: the mistake that people make."""
-    if slot.word in post.denied:
-        return post.denied[slot.word]
-    return rng.choice([v for v in slot.values if v != post.facts.get(slot.word)])
+    return rng.choice([value for value in slot.values if value != post.facts.get(slot.word)])
 
 
 # --- The judge -------------------------------------------------------------------
@@ -399,7 +380,7 @@ def vocabulary() -> list[str]:
     """Every word of the grammar, in a fixed order, after the four special tokens."""
     sentences = [f"title : {title}" for title in TITLES] + [". tl;dr :", *FILLER, *RAMBLES]
     for slot in SLOTS:
-        sentences += [slot.word, *slot.values, *slot.stated, *slot.denied]
+        sentences += [slot.word, *slot.values, *slot.stated]
     words = dict.fromkeys(word for sentence in sentences for word in sentence.split())
     del words["{}"]
     return [*SPECIAL_TOKENS.values(), *words]
