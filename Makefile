@@ -1,13 +1,13 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
-# The others: lint, types, bench, stories, clean.
+# The others: lint, types, tldr and stories (both for three seeds), clean.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STORY_SEEDS ?= 1 2 3
+SEEDS ?= 1 2 3
 RUN_ARGS ?=
 
-.PHONY: run test lint types bench stories clean
+.PHONY: run test lint types tldr stories clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -23,17 +23,14 @@ lint: $(VENV)/installed-dev
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
-bench: $(VENV)/installed-dev
-	$(BIN)/pytest -m slow tests/benchmarks
-
-# The whole run on real stories, once a seed, and the means over the seeds.
-stories: $(VENV)/installed-dev
-	mkdir -p outputs/stories
-	for seed in $(STORY_SEEDS); do \
-		$(BIN)/python flows/rlhf.py --config settings flows/presets/stories.toml run \
-			--seed $$seed --summary-json outputs/stories/seed-$$seed.json || exit 1; \
+# A preset once a seed, and the figures of all seeds.
+tldr stories: $(VENV)/installed-dev
+	mkdir -p outputs/$@
+	for seed in $(SEEDS); do \
+		$(BIN)/python flows/rlhf.py --config settings flows/presets/$@.toml run \
+			--seed $$seed --summary-json outputs/$@/seed-$$seed.json || exit 1; \
 	done
-	$(BIN)/python tests/print_stories.py $(STORY_SEEDS:%=outputs/stories/seed-%.json)
+	$(BIN)/python tests/print_runs.py $(SEEDS:%=outputs/$@/seed-%.json)
 
 clean:
 	rm -rf $(VENV) outputs .metaflow mlruns mlflow.db .pytest_cache .ruff_cache .mypy_cache *.egg-info

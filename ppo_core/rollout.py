@@ -4,12 +4,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from ppo_core.errors import ModelError
 from ppo_core.models import LanguageModel
-from ppo_core.progress import progress
-from ppo_core.prompts import Tokens, encode_prompt, response_texts
+from ppo_core.prompts import Tokens
 from ppo_core.records import Rollout
 from ppo_core.tensors import at_least_fp32, length_sorted_batches, pad_rows, tempered
 
@@ -148,39 +147,3 @@ def _decode(
             cache.batch_select_indices(goes_on.nonzero()[:, 0])
         ids = chosen[:, None]
     return tokens, logprobs, lengths, has_stop
-
-
-def generate_texts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    *,
-    response_length: int,
-    temperature: float,
-    seed: int,
-    batch_size: int = 64,
-    stop_token_id: int | None = None,
-) -> list[str]:
-    """The model's answer to each prompt, by the same sampler that training uses.
-
-    Temperature 0 decodes greedily.
-    """
-    policy = LanguageModel(model)
-    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    generator = torch.Generator().manual_seed(seed)
-    uniforms = torch.rand(len(prompts), response_length, generator=generator)
-    texts: list[str] = []
-    with progress(len(prompts), "generating", "response") as bar:
-        for start in range(0, len(prompts), batch_size):
-            part = encoded[start : start + batch_size]
-            rollout = sample_responses(
-                policy,
-                part,
-                uniforms[start : start + batch_size],
-                stop_token_id=stop_token(tokenizer, stop_token_id),
-                temperature=temperature,
-                batch_size=batch_size,
-            )
-            texts += response_texts(tokenizer, rollout)
-            bar.update(len(part))
-    return texts

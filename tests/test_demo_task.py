@@ -7,25 +7,22 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline import demo_task
-from pipeline.demo_task import (
+from pipeline.demo_judge import grade, judge, read_facts
+from pipeline.demo_posts import (
     CAREFUL,
     FAULTLESS,
     HURRIED,
     MAX_SUMMARY_WORDS,
     SLOTS,
     Writer,
-    build_demo_task,
-    grade,
-    judge,
-    read_facts,
-    vocabulary,
     write_post,
     write_summary,
 )
+from pipeline.demo_task import build_demo_task, vocabulary
 
 POST = (
     "title : a strange week . my boss was there too . sorry for the long post . "
-    "it was not in rome . it happened in paris . i felt angry . tl;dr :"
+    "it happened in paris . i felt angry . tl;dr :"
 )
 FACTS = {("my", "boss"), ("in", "paris"), ("felt", "angry")}
 TEXT_FILES = (
@@ -51,7 +48,7 @@ def task(tmp_path_factory):
 # --- The judge -------------------------------------------------------------------
 
 
-def test_the_facts_of_a_post_leave_out_filler_and_near_misses():
+def test_the_facts_of_a_post_leave_out_filler():
     assert read_facts(POST) == FACTS
 
 
@@ -62,7 +59,7 @@ def test_the_facts_of_a_post_leave_out_filler_and_near_misses():
         ("felt angry my boss in paris", 15),  # in any order
         ("my boss felt angry", 10),  # one forgotten
         ("my boss in rome felt angry", 5),  # two facts, one invention
-        ("my boss in paris felt angry on eid", 10),  # three facts, one invention
+        ("my boss lost ring in paris felt angry", 10),  # three facts, one invention
         ("my boss my boss in paris felt angry", 13),  # two words said twice
         ("my boss in paris felt angry sorry for the long rant", 10),  # five needless words
         ("my boss in paris felt", 9),  # two facts, "felt" alone says nothing

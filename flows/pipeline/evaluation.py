@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.settings import Settings
+from ppo_core.evaluation import Answers, answer_prompts
 from ppo_core.models import load_policy, load_tokenizer
-from ppo_core.rollout import generate_texts
 
 
-def answer(policy: Path | str, prompts: Sequence[str], settings: Settings) -> list[str]:
-    """One sampled answer of the policy in a folder to each prompt."""
-    return generate_texts(
+def answer(
+    policy: Path | str, reference: Path | str, prompts: Sequence[str], settings: Settings
+) -> Answers:
+    """One sampled answer of the policy in a folder to each prompt, compared with a reference."""
+    return answer_prompts(
         load_policy(policy),
         load_tokenizer(policy),
         prompts,
@@ -19,6 +21,7 @@ def answer(policy: Path | str, prompts: Sequence[str], settings: Settings) -> li
         seed=settings.seed,
         batch_size=settings.ppo.generation_batch_size,
         stop_token_id=settings.ppo.stop_token_id,
+        reference=load_policy(reference),
     )
 
 

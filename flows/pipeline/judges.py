@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline import demo_task
+from pipeline import demo_judge
 from ppo_core.errors import ConfigError, DataError
 from ppo_core.models import RewardModel, check_reward_config, load_reward_model
 
@@ -31,7 +31,7 @@ def make_judge(spec: str, *, end_of_text: bool) -> Judge:
     """
     kind, _, rest = spec.partition(":")
     if kind == "rule" and not rest:
-        return demo_task.judge
+        return demo_judge.judge
     if kind == "reward-model" and rest:
         return _judge_by_reward_model(load_reward_model(rest, end_of_text=end_of_text))
     if kind == "python" and rest:

@@ -44,7 +44,7 @@ def _win_rates(win_rates: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _the_rest(summary: Mapping[str, Any]) -> Table:
     table = Table(show_header=False)
-    accuracy, timings = summary["reward_model"], summary["timings"]
+    accuracy, timings, kl = summary["reward_model"], summary["timings"], summary["kl"]["ppo"]
     table.add_row(
         "Reward model",
         f"right in {accuracy['accuracy']:.1%} of {accuracy['n']} held-out pairs, "
@@ -53,6 +53,8 @@ def _the_rest(summary: Mapping[str, Any]) -> Table:
     for name in SHOWN_METRICS:
         metric = summary["objective"][name]
         table.add_row(name, f"{metric['first']:.3f} -> {metric['last']:.3f}")
+    table.add_row("KL of an answer", "greedy, not measured" if kl is None else f"{kl:.2f} nats")
+    table.add_row("Distinct answers", f"{summary['distinct']['ppo']:.1%}")
     table.add_row(
         "Seconds",
         ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in timings["seconds"].items()),

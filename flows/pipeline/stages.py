@@ -144,11 +144,12 @@ def evaluate_win_rate(settings: Settings, sft: Result, policy: Result, run_id: s
 
     rows = inputs.evaluation_prompts(settings)
     prompts = [row["prompt"] for row in rows]
-    texts = {
-        "reference": [row["reference"] for row in rows],
-        "sft": answer(sft["path"], prompts, settings),
-        "ppo": answer(policy["path"], prompts, settings),
+    answers = {
+        "sft": answer(sft["path"], sft["path"], prompts, settings),
+        "ppo": answer(policy["path"], sft["path"], prompts, settings),
     }
+    texts = {"reference": [row["reference"] for row in rows]}
+    texts |= {who: given.texts for who, given in answers.items()}
     samples = _run_folder(settings, run_id) / "samples.jsonl"
     write_jsonl(
         samples,
@@ -173,7 +174,8 @@ def evaluate_win_rate(settings: Settings, sft: Result, policy: Result, run_id: s
     }
     return {
         "win_rate": win_rates,
-        "distinct": {who: distinct_share(texts[who]) for who in ("sft", "ppo")},
+        "kl": {who: given.kl for who, given in answers.items()},
+        "distinct": {who: distinct_share(given.texts) for who, given in answers.items()},
         "samples": str(samples),
     }
 
@@ -193,6 +195,7 @@ def register(
         updates=_read_jsonl(policy["updates"]),
         results={
             "win_rate": evaluation["win_rate"],
+            "kl": evaluation["kl"],
             "distinct": evaluation["distinct"],
             "reward_model": validation,
             "episodes_per_second": policy["episodes_per_second"],
@@ -217,6 +220,7 @@ def summarize(
 
     summary = {
         "win_rate": evaluation["win_rate"],
+        "kl": evaluation["kl"],
         "distinct": evaluation["distinct"],
         "reward_model": validation,
         "objective": policy["objective"],
@@ -237,12 +241,12 @@ def summarize(
 
 def _make_demo_task(settings: Settings) -> Settings:
     """The same settings with the files of the built-in task as inputs."""
-    from pipeline import cache, demo_task
+    from pipeline import cache, demo_judge, demo_posts, demo_task
 
     made = cache.make_once(
         _cache_folder(settings),
         "tldr",
-        {"seed": settings.seed, "code": cache.digest_of_code(demo_task)},
+        {"seed": settings.seed, "code": cache.digest_of_code(demo_posts, demo_judge, demo_task)},
         lambda folder: demo_task.build_demo_task(folder, settings.seed),
     )
     return replace(

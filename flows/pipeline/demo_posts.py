@@ -1,0 +1,197 @@
+"""The grammar of the built-in task: forum posts, and people of different care who summarise them.
+
+    title : a strange week . sorry for the long post . my boss was there too . it
+    happened in paris . honestly i was angry . tl;dr :
+    -> my boss in paris felt angry
+
+A post hides two to four facts among filler. A summary states each fact in two words: the
+slot's word, then the value. Writers forget facts, mix them up, invent some and ramble, each
+at a known rate.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+
+MAX_SUMMARY_WORDS = 23
+"""Longest summary that a writer hands in, in words; one more token ends it."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One kind of fact: the word that announces it in a summary, values, and sentences."""
+
+    word: str
+    values: tuple[str, ...]
+    stated: tuple[str, ...]
+    """Sentences that make `{}` a fact of the post."""
+
+
+SLOTS = (
+    Slot(
+        "my",
+        tuple(
+            "sister brother mother cousin uncle boss coworker neighbor roommate landlord "
+            "teacher dentist".split()
+        ),
+        ("my {} was there too", "i had a fight with my {}", "this is about my {}"),
+    ),
+    Slot(
+        "lost",
+        tuple(
+            "phone wallet laptop bike ring watch passport camera guitar jacket ticket tent".split()
+        ),
+        ("i lost the {}", "someone took the {}", "the {} is gone"),
+    ),
+    Slot(
+        "in",
+        tuple("paris london rome berlin oslo vienna boston chicago tokyo cairo delhi lima".split()),
+        ("it happened in {}", "we were in {} then", "all of this was in {}"),
+    ),
+    Slot(
+        "cost",
+        tuple(
+            "ten twelve fifteen twenty thirty forty fifty sixty seventy eighty ninety "
+            "hundred".split()
+        ),
+        ("it cost {} dollars", "i paid {} dollars", "they want {} dollars from me"),
+    ),
+    Slot(
+        "felt",
+        tuple(
+            "angry sad guilty jealous lonely tired scared ashamed proud confused relieved "
+            "nervous".split()
+        ),
+        ("i felt {}", "it left me {}", "honestly i was {}"),
+    ),
+)
+
+TITLES = (
+    "a strange week",
+    "need to get this out",
+    "am i the problem here",
+    "long time reader",
+    "what would you do",
+    "not my best day",
+    "first post here",
+    "it finally happened",
+)
+
+FILLER = (
+    "sorry for the long post",
+    "i am on my phone",
+    "english is not my language",
+    "this is a throwaway account",
+    "thanks for reading this",
+    "i could not sleep at all",
+    "some context first",
+    "that is the whole story",
+)
+
+RAMBLES = (
+    "anyway thanks for reading all this",
+    "sorry for the long rant",
+    "not sure what to do now",
+    "it is a really long story",
+    "any thoughts are welcome i guess",
+)
+
+
+@dataclass(frozen=True)
+class Post:
+    """A prompt, with what its writer meant: `facts` maps slot word to value."""
+
+    prompt: str
+    facts: Mapping[str, str]
+
+
+def write_post(rng: Random) -> Post:
+    """Two to four facts and a filler, shuffled."""
+    fact_slots = rng.sample(SLOTS, rng.randint(2, 4))
+    facts = {slot.word: rng.choice(slot.values) for slot in fact_slots}
+    sentences = [rng.choice(FILLER)]
+    sentences += [rng.choice(slot.stated).format(facts[slot.word]) for slot in fact_slots]
+    rng.shuffle(sentences)
+    text = " . ".join([f"title : {rng.choice(TITLES)}", *sentences])
+    return Post(f"{text} . tl;dr :", facts)
+
+
+def sentences_of(prompt: str) -> list[str]:
+    """The sentences of a post, without its title and the call for a summary."""
+    return prompt.split(" . ")[1:-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writer:
+    """How well somebody summarises; every field is a probability."""
+
+    forgets: float = 0.0
+    """Of leaving a fact out, each."""
+    mistakes: float = 0.0
+    """Of stating a wrong value for a fact, each."""
+    invents: float = 0.0
+    """Of stating a fact that the post does not have, for each slot without one."""
+    repeats: float = 0.0
+    """Of saying a fact twice, each."""
+    rambles: float = 0.0
+    """Of adding words that say nothing, at the end."""
+    quotes: float = 0.0
+    """Of copying a whole sentence of the post, at the end."""
+
+
+CAREFUL = Writer(forgets=0.15, mistakes=0.02, rambles=0.35)
+"""Who wrote the references: people, and not perfect ones."""
+
+HURRIED = Writer(forgets=0.4, mistakes=0.04, rambles=0.6)
+"""Who wrote the summaries for SFT: anybody on the forum."""
+
+FORGETFUL = Writer(forgets=0.4)
+MUDDLED = Writer(mistakes=0.4)
+INVENTIVE = Writer(invents=0.4)
+REPETITIVE = Writer(repeats=0.6)
+QUOTING = Writer(quotes=1.0)
+FAULTLESS = Writer()
+
+CONTESTS = (
+    (CAREFUL, HURRIED),
+    (HURRIED, HURRIED),
+    (CAREFUL, FORGETFUL),
+    (FAULTLESS, FORGETFUL),
+    (FAULTLESS, FORGETFUL),
+    (CAREFUL, INVENTIVE),
+    (FAULTLESS, INVENTIVE),
+    (FAULTLESS, INVENTIVE),
+    (FAULTLESS, MUDDLED),
+    (FAULTLESS, REPETITIVE),
+    (FAULTLESS, QUOTING),
+)
+"""Whose summaries raters compared: together they do what a policy may try, and each failing
+is seen to lose. A reward model of three layers still learns wrong values hardly at all."""
+
+
+def write_summary(post: Post, writer: Writer, rng: Random) -> str:
+    """One summary by `writer`, facts in the order of `SLOTS`, at most MAX_SUMMARY_WORDS words."""
+    words: list[str] = []
+    for slot in SLOTS:
+        words += _statement(post, slot, writer, rng)
+    if rng.random() < writer.rambles:
+        words += rng.choice(RAMBLES).split()
+    if rng.random() < writer.quotes:
+        words += rng.choice(sentences_of(post.prompt)).split()
+    return " ".join(words[:MAX_SUMMARY_WORDS])
+
+
+def _statement(post: Post, slot: Slot, writer: Writer, rng: Random) -> list[str]:
+    if slot.word not in post.facts:
+        invents = rng.random() < writer.invents
+        return [slot.word, _wrong_value(post, slot, rng)] if invents else []
+    if rng.random() < writer.forgets:
+        return []
+    value = post.facts[slot.word]
+    if rng.random() < writer.mistakes:
+        value = _wrong_value(post, slot, rng)
+    return [slot.word, value] * (2 if rng.random() < writer.repeats else 1)
+
+
+def _wrong_value(post: Post, slot: Slot, rng: Random) -> str:
+    return rng.choice([value for value in slot.values if value != post.facts.get(slot.word)])

@@ -1,0 +1,72 @@
+"""What a policy answers, and how far it has moved from its reference."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_core.kl import kl_per_token
+from ppo_core.models import LanguageModel
+from ppo_core.progress import progress
+from ppo_core.prompts import encode_prompt, response_texts
+from ppo_core.records import Rollout
+from ppo_core.rollout import sample_responses, stop_token
+from ppo_core.scoring import reference_logprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """One answer to each prompt."""
+
+    texts: list[str]
+    """The answers, special tokens left out."""
+
+    kl: float | None
+    """Nats between policy and reference, summed over an answer, mean over the prompts (k1).
+    None without a reference, or for greedy answers, which are no sample."""
+
+
+def answer_prompts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    response_length: int,
+    temperature: float,
+    seed: int,
+    batch_size: int = 64,
+    stop_token_id: int | None = None,
+    reference: PreTrainedModel | None = None,
+) -> Answers:
+    """Answer each prompt by the sampler that training uses; temperature 0 decodes greedily."""
+    policy = LanguageModel(model)
+    compared = LanguageModel(reference) if reference is not None and temperature > 0 else None
+    generator = torch.Generator().manual_seed(seed)
+    uniforms = torch.rand(len(prompts), response_length, generator=generator)
+    texts: list[str] = []
+    divergences: list[Tensor] = []
+    with progress(len(prompts), "answering", "prompt") as bar:
+        for start in range(0, len(prompts), batch_size):
+            part = prompts[start : start + batch_size]
+            rollout = sample_responses(
+                policy,
+                [encode_prompt(tokenizer, prompt) for prompt in part],
+                uniforms[start : start + batch_size],
+                stop_token_id=stop_token(tokenizer, stop_token_id),
+                temperature=temperature,
+                batch_size=batch_size,
+            )
+            texts += response_texts(tokenizer, rollout)
+            if compared is not None:
+                divergences.append(_divergence(rollout, compared))
+            bar.update(len(part))
+    return Answers(texts=texts, kl=torch.cat(divergences).mean().item() if divergences else None)
+
+
+def _divergence(rollout: Rollout, reference: LanguageModel) -> Tensor:
+    """Nats (B,) between the policy that sampled a rollout and a reference."""
+    ref_logprobs = reference_logprobs(reference, rollout, len(rollout))
+    # Both are 0 where a token does not count.
+    return kl_per_token(rollout.logprobs, ref_logprobs, "k1").sum(dim=1)
