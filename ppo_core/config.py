@@ -115,7 +115,7 @@ class PPOConfig:
             "generation_batch_size",
             "response_length",
         ):
-            _require(self, name, getattr(self, name) >= 1, "at least 1")
+            _require_count(self, name)
         for name in ("temperature", "learning_rate", "adam_epsilon", "max_grad_norm"):
             _require(self, name, getattr(self, name) > 0, "above 0")
         for name in (
@@ -189,10 +189,15 @@ class SupervisedConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is loaded."""
         for name in ("num_epochs", "batch_size", "max_length"):
-            _require(self, name, getattr(self, name) >= 1, "at least 1")
+            _require_count(self, name)
         _require(self, "learning_rate", self.learning_rate > 0, "above 0")
         _require(self, "weight_decay", self.weight_decay >= 0, "at least 0")
         _require(self, "warmup_ratio", 0 <= self.warmup_ratio < 1, "at least 0 and below 1")
+
+
+def _require_count(config: PPOConfig | SupervisedConfig, name: str) -> None:
+    value = getattr(config, name)
+    _require(config, name, isinstance(value, int) and value >= 1, "a whole number, at least 1")
 
 
 def _require(config: PPOConfig | SupervisedConfig, name: str, holds: bool, what: str) -> None:

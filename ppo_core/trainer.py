@@ -50,13 +50,19 @@ class PPOTrainer:
 
         Raises:
             ConfigError: the batch cannot be split over the processes.
-            ModelError: policy and reference are one object, or nothing is trainable.
+            ModelError: policy and reference are one object, nothing is trainable, or
+                `reward_model` is no RewardModel.
             DataError: a prompt leaves no room for a response.
         """
         if model is ref_model:
             raise ModelError(
                 "The policy and the reference are the same object: the KL divergence would stay "
                 "0. Load the reference apart."
+            )
+        if not isinstance(reward_model, RewardModel):
+            raise ModelError(
+                f"reward_model is a {type(reward_model).__name__}; make it a RewardModel, which "
+                "knows its tokenizer, with ppo_core.load_reward_model(path)."
             )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ModelError("No parameter of the policy requires a gradient: nothing would learn.")

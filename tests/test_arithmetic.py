@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
@@ -165,10 +165,10 @@ def test_standardised_values_have_mean_zero_and_deviation_one(seed, lengths, sca
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(len(lengths), 8, generator=generator, dtype=torch.float64) * scale + 3
     mask = length_mask(tensor(lengths), 8)
+    assume(values[mask].std() > 0.01)  # below, epsilon=1e-8 shows
     out = standardise(values, mask, keep_mean=False)
     assert abs(out[mask].mean()) < 1e-6
-    # epsilon=1e-8 beside a variance of at least 1e-6 or so
-    assert abs(out[mask].std() - 1) < 0.02
+    assert abs(out[mask].std() - 1) < 1e-4
     assert (out[~mask] == 0).all()
 
 
