@@ -148,6 +148,7 @@ HURRIED = Writer(forgets=0.4, mistakes=0.04, rambles=0.6)
 FORGETFUL = Writer(forgets=0.4)
 MUDDLED = Writer(mistakes=0.4)
 INVENTIVE = Writer(invents=0.4)
+CONFUSED = Writer(forgets=0.3, invents=0.3)
 REPETITIVE = Writer(repeats=0.6)
 QUOTING = Writer(quotes=1.0)
 FAULTLESS = Writer()
@@ -161,6 +162,8 @@ CONTESTS = (
     (CAREFUL, INVENTIVE),
     (FAULTLESS, INVENTIVE),
     (FAULTLESS, INVENTIVE),
+    (CAREFUL, CONFUSED),
+    (FAULTLESS, CONFUSED),
     (FAULTLESS, MUDDLED),
     (FAULTLESS, REPETITIVE),
     (FAULTLESS, QUOTING),
