@@ -142,7 +142,6 @@ def test_the_divergence_holds_the_policy_back():
             microbatch_size=64,
             generation_batch_size=64,
             kl_coef=kl_coef,
-            kl_estimator="k3",
             learning_rate=3e-3,
         )
         divergences.append(make_trainer(config).train()[-1]["objective/kl"])
