@@ -165,9 +165,7 @@ def test_a_reward_model_with_other_tokens_reads_texts():
     model.resize_token_embeddings(len(tokenizer))
     reward_model, seen = RewardModel(model, tokenizer), []
     plain = reward_model.encode
-    reward_model.encode = lambda prompt, response, *, end: (
-        seen.append(prompt) or plain(prompt, response, end=end)
-    )
+    reward_model.encode = lambda prompt, response: seen.append(prompt) or plain(prompt, response)
     make_trainer(reward_model=reward_model).step()
     assert len(seen) == CONFIG.batch_size
     assert set(seen) <= set(PROMPTS)
