@@ -264,7 +264,16 @@ class RewardModel:
         )
 
     def score_encoded(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
-        """Scores (B,), on the CPU, of token rows of any lengths, `batch_size` at a time."""
+        """Scores (B,), on the CPU, of token rows of any lengths, `batch_size` at a time.
+
+        Raises:
+            DataError: a row has no token, or more than the model's context.
+        """
+        if not all(rows):
+            raise DataError(
+                f"Text {[len(row) for row in rows].index(0)} has no token for the reward model to "
+                "read. Remove it."
+            )
         scores = torch.empty(len(rows))
         device = self.model.device
         for batch in length_sorted_batches(torch.tensor([len(row) for row in rows]), batch_size):

@@ -183,6 +183,12 @@ def test_a_text_longer_than_the_reward_model_reads_is_refused():
         reward_model.score_encoded([[5] * 65], batch_size=1)
 
 
+def test_a_text_without_a_token_is_refused():
+    reward_model = RewardModel(make_classifier(), make_tokenizer(), end_of_text=False)
+    with pytest.raises(DataError, match="Text 1 has no token"):
+        reward_model.score_texts(["w1", ""], ["w2", ""])
+
+
 def test_the_critic_starts_as_the_centred_score_of_the_response_so_far():
     reward_model = RewardModel(make_classifier(), make_tokenizer(), bias=0.3)
     critic = Critic.from_reward_model(reward_model)

@@ -43,6 +43,11 @@ def test_one_seed_is_the_seed_of_every_section():
     assert {made.sft.seed, made.reward_model_training.seed, made.ppo.seed} == {7}
 
 
+def test_a_section_may_keep_a_seed_of_its_own():
+    made = settings({"seed": 7, "reward_model_training": {"seed": 1}}, seed=9)
+    assert (made.sft.seed, made.reward_model_training.seed, made.ppo.seed) == (9, 1, 9)
+
+
 def test_a_whole_number_is_taken_where_a_fraction_is_due():
     assert settings({"ppo": {"learning_rate": 1}}).ppo.learning_rate == 1.0
 
@@ -71,7 +76,7 @@ def test_the_plain_dict_holds_every_setting():
         ({"registred_model": "x"}, r"Unknown setting registred_model.*registered_model\?"),
         ({"ppo": {"kl_coeff": 0.1}}, r"Unknown setting ppo\.kl_coeff.*ppo\.kl_coef\?"),
         ({"ppo": {"zzz": 1}}, r"Unknown setting ppo\.zzz\. Known here: total_episodes"),
-        ({"ppo": {"seed": 4}}, r"ppo\.seed is not a setting of its own"),
+        ({"ppo": {"seed": 4.5}}, r"ppo\.seed=4\.5"),
         ({"ppo": {"batch_size": "many"}}, r"ppo\.batch_size='many': .*valid integer"),
         ({"ppo": {"batch_size": 2.5}}, r"ppo\.batch_size=2\.5"),
         ({"ppo": {"whiten_rewards": 1}}, r"ppo\.whiten_rewards=1: .*boolean"),

@@ -157,7 +157,7 @@ def make_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, 
     """The settings of a run: the command line wins over the file, the file over the defaults.
 
     With no file and no input named, the preset of the built-in task takes the file's place.
-    The seed of the run is the seed of every section.
+    The seed of the run is the seed of every section that does not set its own.
 
     Args:
         from_file: the parsed TOML file, empty if there is none.
@@ -173,8 +173,8 @@ def make_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, 
     table = {**from_file, **given}
     if total_episodes is not None:
         table["ppo"] = {**table.get("ppo", {}), "total_episodes": total_episodes}
-    settings: Settings = _read(Settings, table, "")
-    return _with_one_seed(settings)
+    settings: Settings = _read(Settings, _with_one_seed(table), "")
+    return settings
 
 
 def read_preset(name: str) -> dict[str, Any]:
@@ -190,8 +190,6 @@ def as_plain_dict(settings: Settings) -> dict[str, Any]:
 def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
     """Make the dataclass `kind` of a TOML table; `where` is the table's name with a dot."""
     types = get_type_hints(kind)
-    if where:
-        types.pop("seed", None)
     values = {}
     for key, value in table.items():
         if key not in types:
@@ -213,19 +211,19 @@ def _check_type(kind: Any, value: Any, name: str) -> Any:
 
 
 def _describe_unknown(key: str, known: list[str], where: str) -> str:
-    if key == "seed" and where:
-        return f"{where}seed is not a setting of its own: set `seed` at the top of the file."
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"Did you mean {where}{near[0]}?" if near else f"Known here: {', '.join(known)}."
     return f"Unknown setting {where}{key}. {hint}"
 
 
-def _with_one_seed(settings: Settings) -> Settings:
-    sections = {
-        name: dataclasses.replace(getattr(settings, name), seed=settings.seed)
-        for name in ("sft", "reward_model_training", "ppo")
+def _with_one_seed(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with the seed of the run in every section that sets none."""
+    seed = table.get("seed", Settings.seed)
+    sections = {name: table.get(name, {}) for name in ("sft", "reward_model_training", "ppo")}
+    return {**table} | {
+        name: {"seed": seed, **section} if isinstance(section, Mapping) else section
+        for name, section in sections.items()
     }
-    return dataclasses.replace(settings, **sections)
 
 
 def _listed(names: list[str]) -> str:
