@@ -98,7 +98,7 @@ class Settings:
     """File for the summary of the run; empty for none."""
 
     seed: int = 1
-    """Seed of everything random in the run: data, training, sampling."""
+    """Seed of everything random in the run: data, training, sampling. A section may set its own."""
 
     sft: SupervisedConfig = field(default_factory=SupervisedConfig)
     """How the policy is fine-tuned on `sft_data`."""
