@@ -1,30 +1,12 @@
 """Records in, named numbers out: over counted tokens only, over all processes."""
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
-from ppo_core.records import Rollout, Scores
+from ppo_core.records import Rollout, Scores, TokenSums
 from ppo_core.tensors import SumOverProcesses
 
 Metrics = dict[str, float]
-
-
-class UpdateSums(Protocol):
-    """Sums over the counted tokens of an update, over all processes (see `update.TokenSums`)."""
-
-    tokens: float
-    policy_loss: float
-    value_loss: float
-    entropy: float
-    approxkl: float
-    clipped: float
-    value_clipped: float
-    ratio_error: float
-    ratio_error_squared: float
-    first_tokens: float
-    first_ratio_error: float
 
 
 def objective_metrics(
@@ -54,7 +36,7 @@ def objective_metrics(
     return means
 
 
-def update_metrics(sums: UpdateSums) -> Metrics:
+def update_metrics(sums: TokenSums) -> Metrics:
     """Means over all counted tokens of all optimizer steps of one update."""
     tokens = sums.tokens
     ratio_error = sums.ratio_error / tokens

@@ -1,11 +1,11 @@
-"""What one phase of a PPO step hands to the next. Frozen; shapes as in `tensors`."""
+"""What one phase of a PPO step hands to the next. Shapes as in `tensors`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
-from ppo_core.tensors import length_mask
+from ppo_core.tensors import SumOverProcesses, length_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,3 +113,35 @@ class Experience:
 
     returns: Tensor
     """(B, T) what the critic is to predict: advantages before standardising, plus values."""
+
+
+@dataclass(kw_only=True)
+class TokenSums:
+    """Sums over counted tokens of an update; divided by `tokens` they are its means.
+
+    `ratio_error` and its square are of ratio - 1, whose spread would drown in that of the ratio.
+    """
+
+    tokens: float = 0.0
+    policy_loss: float = 0.0
+    value_loss: float = 0.0
+    entropy: float = 0.0
+    approxkl: float = 0.0
+    clipped: float = 0.0
+    value_clipped: float = 0.0
+    ratio_error: float = 0.0
+    ratio_error_squared: float = 0.0
+    first_tokens: float = 0.0
+    first_ratio_error: float = 0.0
+    """|ratio - 1| in the first optimizer step, before the policy has moved: rounding alone."""
+
+    def add(self, **sums: Tensor | float) -> None:
+        """Add what one microbatch saw."""
+        for name, value in sums.items():
+            setattr(self, name, getattr(self, name) + float(value))
+
+    def summed(self, sum_over_processes: SumOverProcesses, device: torch.device) -> "TokenSums":
+        """The sums over all processes."""
+        names = [entry.name for entry in fields(self)]
+        own = torch.tensor([getattr(self, name) for name in names], device=device)
+        return TokenSums(**dict(zip(names, sum_over_processes(own).tolist(), strict=True)))

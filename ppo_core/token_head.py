@@ -54,6 +54,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         size: int,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, (N,) each."""
         logprobs, entropies = [], []
         for states, chosen in zip(hidden.split(size), targets.split(size), strict=True):
             logits = tempered(to_logits(states), temperature)
@@ -70,6 +71,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden and of the head's parameters, for grad (N,) of log-probabilities."""
         hidden, targets, *parameters = ctx.saved_tensors
         size = ctx.size
         trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -19,12 +19,12 @@ from ppo_core.metrics import Metrics, objective_metrics, update_metrics
 from ppo_core.models import ActorCritic, Critic, LanguageModel, RewardModel, context_length
 from ppo_core.progress import progress
 from ppo_core.prompts import PromptStream, check_prompt_lengths, encode_prompt, response_texts
-from ppo_core.records import Experience, Rollout, Scores
+from ppo_core.records import Experience, Rollout, Scores, TokenSums
 from ppo_core.rewards import penalise_missing_stop, token_rewards
 from ppo_core.rollout import sample_responses, stop_token
 from ppo_core.scoring import score, score_texts, score_tokens
 from ppo_core.tensors import standardise
-from ppo_core.update import TokenSums, Trainee, update_policy
+from ppo_core.update import Trainee, update_policy
 
 
 class PPOTrainer:
@@ -223,7 +223,11 @@ class PPOTrainer:
             kl_coef=self.config.kl_coef,
             sum_over_processes=self.engine.sum,
         )
-        return objective | update_metrics(sums.summed(self.engine)) | self._seconds
+        return (
+            objective
+            | update_metrics(sums.summed(self.engine.sum, self.engine.device))
+            | self._seconds
+        )
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Epochs x minibatches x microbatches: what moves policy and critic."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,40 +11,8 @@ from ppo_core.config import PPOConfig
 from ppo_core.engine import Engine
 from ppo_core.errors import TrainingError
 from ppo_core.losses import policy_loss, value_loss
-from ppo_core.records import Experience
+from ppo_core.records import Experience, TokenSums
 from ppo_core.tensors import length_sorted_batches
-
-
-@dataclass(kw_only=True)
-class TokenSums:
-    """Sums over counted tokens of an update; divided by `tokens` they are its means.
-
-    `ratio_error` and its square are of ratio - 1, whose spread would drown in that of the ratio.
-    """
-
-    tokens: float = 0.0
-    policy_loss: float = 0.0
-    value_loss: float = 0.0
-    entropy: float = 0.0
-    approxkl: float = 0.0
-    clipped: float = 0.0
-    value_clipped: float = 0.0
-    ratio_error: float = 0.0
-    ratio_error_squared: float = 0.0
-    first_tokens: float = 0.0
-    first_ratio_error: float = 0.0
-    """|ratio - 1| in the first optimizer step, before the policy has moved: rounding alone."""
-
-    def add(self, **sums: Tensor | float) -> None:
-        """Add what one microbatch saw."""
-        for name, value in sums.items():
-            setattr(self, name, getattr(self, name) + float(value))
-
-    def summed(self, engine: Engine) -> "TokenSums":
-        """The sums over all processes."""
-        names = [field.name for field in fields(self)]
-        own = torch.tensor([getattr(self, name) for name in names], device=engine.device)
-        return TokenSums(**dict(zip(names, engine.sum(own).tolist(), strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
