@@ -12,7 +12,7 @@ from ppo_core.models import LanguageModel
 from ppo_core.progress import progress
 from ppo_core.prompts import encode_prompt, response_texts
 from ppo_core.records import Rollout
-from ppo_core.rollout import sample_responses, stop_token
+from ppo_core.rollout import SamplingSettings, sample_responses, stop_token
 from ppo_core.scoring import reference_logprobs
 
 
@@ -37,12 +37,19 @@ def answer_prompts(
     temperature: float,
     seed: int,
     batch_size: int = 64,
+    stop: str | None = "eos",
     stop_token_id: int | None = None,
     reference: PreTrainedModel | None = None,
 ) -> Answers:
-    """Answer each prompt by the sampler that training uses; temperature 0 decodes greedily."""
+    """Answer each prompt by the sampler that training uses; temperature 0 decodes greedily.
+
+    `stop` and `stop_token_id` end an answer as `stop_token` of PPOConfig and its id do.
+    """
     policy = LanguageModel(model)
     compared = LanguageModel(reference) if reference is not None and temperature > 0 else None
+    sampling = SamplingSettings(
+        stop_token_id=stop_token(tokenizer, stop, stop_token_id), temperature=temperature
+    )
     generator = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(len(prompts), response_length, generator=generator)
     texts: list[str] = []
@@ -54,8 +61,7 @@ def answer_prompts(
                 policy,
                 [encode_prompt(tokenizer, prompt) for prompt in part],
                 uniforms[start : start + batch_size],
-                stop_token_id=stop_token(tokenizer, stop_token_id),
-                temperature=temperature,
+                sampling,
                 batch_size=batch_size,
             )
             texts += response_texts(tokenizer, rollout)

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from ppo_core.records import Rollout, Scores, TokenSums
-from ppo_core.tensors import SumOverProcesses
+from ppo_core.records import Experience, Rollout, Scores, TokenSums
+from ppo_core.repetition import repeated_share
+from ppo_core.tensors import SumOverProcesses, masked_sum
 
 Metrics = dict[str, float]
 
@@ -21,10 +22,12 @@ def objective_metrics(
     response_kl = kl.sum(dim=1)
     sums = {
         "objective/kl": response_kl.sum(),
-        "objective/entropy": -rollout.logprobs.sum(),
+        "objective/entropy": -masked_sum(rollout.logprobs, rollout.response_mask),
         "objective/non_score_reward": -kl_coef * response_kl.sum(),
         "objective/scores": scores.scores.sum(),
+        **{f"rewards/{name}": part.sum() for name, part in scores.parts.items()},
         "val/response_length": rollout.response_lengths.sum(),
+        "val/repetition": repeated_share(rollout.response_ids, rollout.response_lengths).sum(),
         "val/num_eos_tokens": rollout.has_stop.sum(),
     }
     count = torch.tensor(len(rollout), device=kl.device)
@@ -32,8 +35,24 @@ def objective_metrics(
     *totals, responses = sum_over_processes(own).tolist()
     means = {name: total / responses for name, total in zip(sums, totals, strict=True)}
     means["val/num_eos_tokens"] *= responses
+    means["objective/kl_coef"] = kl_coef
     means["objective/rlhf_reward"] = means["objective/non_score_reward"] + means["objective/scores"]
     return means
+
+
+def explained_variance(experience: Experience, sum_over_processes: SumOverProcesses) -> float:
+    """1 - Var(returns - values) / Var(returns) over counted tokens; 0 where returns are equal.
+
+    1 is a critic that knows, 0 one that says the same of every state, below 0 is worse.
+    """
+    mask = experience.rollout.response_mask
+    returns = experience.returns[mask].double()
+    errors = returns - experience.values[mask].double()
+    own = [returns.sum(), (returns**2).sum(), errors.sum(), (errors**2).sum(), mask.sum().double()]
+    total, squares, error, error_squares, count = sum_over_processes(torch.stack(own)).tolist()
+    variance = squares / count - (total / count) ** 2
+    of_errors = error_squares / count - (error / count) ** 2
+    return 1 - of_errors / variance if variance > 0 else 0.0
 
 
 def update_metrics(sums: TokenSums) -> Metrics:
@@ -46,6 +65,7 @@ def update_metrics(sums: TokenSums) -> Metrics:
         "policy/entropy_avg": sums.entropy / tokens,
         "loss/policy_avg": sums.policy_loss / tokens,
         "loss/value_avg": sums.value_loss / tokens,
+        "loss/kl_avg": sums.kl_loss / tokens,
         "val/clipfrac_avg": sums.value_clipped / tokens,
         "val/ratio": 1 + ratio_error,
         "val/ratio_var": sums.ratio_error_squared / tokens - ratio_error**2,

@@ -1,10 +1,12 @@
 """The four models of PPO: policy and reference, critic, reward model."""
 
 import copy
-import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +19,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ppo_core.adapters import check_adapter, plain_model, using_adapter
+from ppo_core.chat import Messages
 from ppo_core.errors import DataError, ModelError
-from ppo_core.prompts import encode_prompt, encode_response
+from ppo_core.prompts import encode_dialogue
 from ppo_core.records import TokenRows
 from ppo_core.tensors import (
     at_least_fp32,
@@ -26,7 +30,11 @@ from ppo_core.tensors import (
     length_sorted_batches,
     pad_rows,
 )
-from ppo_core.token_head import token_logprobs
+from ppo_core.token_head import chunked_kl, token_logprobs
+from ppo_core.trunks import DecoderTrunk, EncoderDecoderTrunk, Trunk, Within
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -113,66 +121,94 @@ def context_length(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+@dataclass(frozen=True)
+class _LogitRule:
+    """What a family does with its logits behind the head."""
+
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "_LogitRule":
+        config = model.config
+        scale = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(scale, softcap)
+
+
 class LanguageModel(nn.Module):
-    """A decoder-only model, split into its backbone and its head.
+    """A language model, split into its trunk and its head.
 
     The head (D x V, often the largest matrix) is applied to counted response positions alone
     and in chunks, so that no (tokens, V) tensor outlives its chunk.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Wrap a `...ForCausalLM`.
+    def __init__(self, model: PreTrainedModel, within: Within = nullcontext) -> None:
+        """Wrap a `...ForCausalLM` or `...ForConditionalGeneration`; it runs inside `within()`.
 
         Raises:
-            ModelError: its logits are not what backbone and head give, so a log-probability
+            ModelError: its logits are not what trunk and head give, so a log-probability
                 computed from them would belong to another model.
         """
         super().__init__()
         self.model = model
-        config = model.config
-        self._softcap = getattr(config, "final_logit_softcapping", None)
-        self._scale = getattr(config, "logit_scale", None) or 1 / getattr(
-            config, "logits_scaling", 1.0
+        self.within = within
+        self.trunk: Trunk = (
+            EncoderDecoderTrunk(model, within)
+            if model.config.is_encoder_decoder
+            else DecoderTrunk(model.base_model, within)
         )
-        self.takes_position_ids = (
-            "position_ids" in inspect.signature(model.base_model.forward).parameters
-        )
-        self._check_head()
+        self._rule = _LogitRule.of(model)
+        with within():
+            self._check_head()
 
     @property
     def device(self) -> torch.device:
         """Where its weights are."""
         return self.model.device
 
+    @property
+    def head(self) -> nn.Module:
+        """The matrix from hidden states to logits."""
+        return self.model.get_output_embeddings()
+
     @torch.no_grad()
     def _check_head(self) -> None:
-        ids = torch.arange(4, device=self.device)[None]
-        expected = self.model(input_ids=ids, use_cache=False).logits.float()
-        actual = self.logits(self.hidden_states(ids)).float()
-        difference = (actual - expected).abs().max().item()
-        if not difference <= 1e-3 * max(1.0, expected.abs().max().item()):
+        """Compare with the model's own logits on a prompt and a response of two tokens each."""
+        ids = torch.arange(2, 6, device=self.device)[None]
+        two = torch.tensor([2], device=self.device)
+        rows = TokenRows(
+            ids=ids,
+            lengths=2 * two,
+            prompt_lengths=two,
+            row=torch.zeros_like(ids[0, 2:]),
+            state=torch.arange(1, 3, device=self.device),
+            targets=ids[0, 2:],
+        )
+        if isinstance(self.trunk, EncoderDecoderTrunk):
+            start = torch.full_like(ids[:, :1], self.model.config.decoder_start_token_id)
+            decoder_ids = torch.cat([start, ids[:, 2:3]], dim=1)
+            expected = self.model(input_ids=ids[:, :2], decoder_input_ids=decoder_ids).logits[0]
+        else:
+            expected = self.model(input_ids=ids, use_cache=False).logits[0, 1:3]
+        actual = self.logits(self.trunk.states(rows))
+        difference = (actual - expected).float().abs().max().item()
+        if not difference <= 1e-3 * max(1.0, expected.float().abs().max().item()):
             raise ModelError(
                 f"{type(self.model).__name__} changes its logits after the head in a way unknown "
                 f"here (they differ by {difference:.3g}): log-probabilities would be wrong. "
-                "Its rule belongs into ppo_core.models.LanguageModel.logits."
+                "Its rule belongs into ppo_core.models._LogitRule."
             )
-
-    def hidden_states(self, ids: Tensor, **cache: Any) -> Tensor:
-        """Last hidden states (B, S, D) of token ids (B, S), filled up on the right.
-
-        A causal row never sees what follows it, so fillers on the right need no mask.
-        """
-        inputs = {"use_cache": False, **cache}
-        states: Tensor = self.model.base_model(input_ids=ids, **inputs).last_hidden_state
-        return states
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D)."""
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
-        if self._scale != 1:
-            logits = logits * self._scale
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
+        rule = self._rule
+        with self.within():
+            logits: Tensor = self.head(hidden)
+        if rule.scale != 1:
+            logits = logits * rule.scale
+        if rule.softcap is not None:
+            logits = torch.tanh(logits / rule.softcap) * rule.softcap
         return logits
 
     def forward(self, rows: TokenRows, temperature: float) -> tuple[Tensor, Tensor]:
@@ -180,9 +216,24 @@ class LanguageModel(nn.Module):
 
         The entropy carries no gradient.
         """
-        hidden = self.hidden_states(rows.ids)[rows.row, rows.state]
-        head = self.model.get_output_embeddings()
-        return token_logprobs(hidden, rows.targets, self.logits, head, temperature)
+        return self.logprobs(self.trunk.states(rows), rows.targets, temperature)
+
+    def logprobs(
+        self, states: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """The same for hidden states (N, D) and targets (N,) that are known already."""
+        return token_logprobs(states, targets, self.logits, self.head, temperature)
+
+    def full_kl(
+        self, states: Tensor, reference: "LanguageModel", rows: TokenRows, temperature: float
+    ) -> Tensor:
+        """KL(policy || reference) (N,) over the whole vocabulary at each counted token.
+
+        `states` (N, D) are the policy's; the gradient flows into the policy alone.
+        """
+        with torch.no_grad():
+            ref_states = reference.trunk.states(rows)
+        return chunked_kl(states, self.logits, ref_states, reference.logits, self.head, temperature)
 
 
 class RewardModel:
@@ -257,11 +308,9 @@ class RewardModel:
             scores = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
         return at_least_fp32(scores) - self.bias
 
-    def encode(self, prompt: str, response: str) -> list[int]:
-        """Token ids of a prompt with its response, by the reward model's own tokenizer."""
-        return encode_prompt(self.tokenizer, prompt) + encode_response(
-            self.tokenizer, response, end=self.end_of_text
-        )
+    def encode(self, prompt: str | Messages, response: str) -> list[int]:
+        """Token ids of a prompt with its response, by the reward model's tokenizer and template."""
+        return encode_dialogue(self.tokenizer, prompt, response, end=self.end_of_text)
 
     def score_encoded(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
         """Scores (B,), on the CPU, of token rows of any lengths, `batch_size` at a time.
@@ -282,7 +331,7 @@ class RewardModel:
         return scores
 
     def score_texts(
-        self, prompts: Sequence[str], responses: Sequence[str], batch_size: int = 64
+        self, prompts: Sequence[str | Messages], responses: Sequence[str], batch_size: int = 64
     ) -> Tensor:
         """Scores (B,), on the CPU, of responses to prompts."""
         rows = [self.encode(*texts) for texts in zip(prompts, responses, strict=True)]
@@ -290,56 +339,121 @@ class RewardModel:
 
 
 class Critic(nn.Module):
-    """A backbone and a linear head: the expected return of the state before each token."""
+    """A trunk and a linear head: the expected return of the state before each token."""
 
-    def __init__(self, backbone: nn.Module, head: nn.Linear) -> None:
-        """Take the backbone and its head, which are trained in place."""
+    def __init__(self, trunk: Trunk, head: nn.Linear, *, adapter: str | None = None) -> None:
+        """Take the trunk, its own or the policy's, and the head; both are trained in place.
+
+        `adapter` names the adapter of its own that it has on the policy's base, if it has one.
+        """
         super().__init__()
-        self.backbone = backbone
+        self.trunk = trunk
+        self.backbone = trunk.backbone
         self.head = head
+        self.adapter = adapter
 
     @classmethod
-    def from_reward_model(cls, reward_model: RewardModel) -> "Critic":
-        """A copy of the reward model: it starts as the score of the response so far."""
-        score = reward_model.token_head
-        if score is None:
+    def from_classifier(cls, model: nn.Module, *, bias: float = 0.0) -> "Critic":
+        """A `...ForSequenceClassification` with one label as it is: value = score - bias.
+
+        Raises:
+            ModelError: it scores whole texts only, or has several labels.
+        """
+        score = getattr(model, "score", None)
+        if not isinstance(score, nn.Linear) or score.out_features != 1:
             raise ModelError(
-                f"{type(reward_model.model).__name__} scores whole texts only; a critic needs a "
-                "value at every token. Start it from the policy."
+                f"{type(model).__name__} does not give one value at every token, as a critic "
+                "must. Use a decoder-only ...ForSequenceClassification with num_labels=1, or "
+                "value_model=None."
             )
         head = nn.Linear(score.in_features, 1).to(score.weight)
         with torch.no_grad():
             head.weight.copy_(score.weight)
-            head.bias.fill_(-reward_model.bias)
+            head.bias.fill_(-bias)
             if score.bias is not None:
                 head.bias.add_(score.bias)
-        return cls(copy.deepcopy(reward_model.model.base_model), head)
+        return cls(DecoderTrunk(cast(nn.Module, model.base_model)), head)
+
+    @classmethod
+    def from_reward_model(cls, reward_model: RewardModel) -> "Critic":
+        """A copy of the reward model: it starts as the score of the response so far."""
+        model = copy.deepcopy(reward_model.model).requires_grad_(True)
+        return cls.from_classifier(model, bias=reward_model.bias)
 
     @classmethod
     def from_policy(cls, policy: PreTrainedModel) -> "Critic":
         """A copy of the policy's backbone with a head of zeros: it starts by expecting 0."""
-        head = nn.Linear(policy.config.get_text_config().hidden_size, 1).to(policy.device)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-        return cls(copy.deepcopy(policy.base_model), head)
+        trunk = DecoderTrunk(copy.deepcopy(policy.base_model).requires_grad_(True))
+        return cls(trunk, _zero_head(policy))
+
+    @classmethod
+    def on_policy(cls, policy: LanguageModel, head: nn.Linear | None = None) -> "Critic":
+        """A value head on the policy's own trunk; without one, it starts by expecting 0."""
+        return cls(policy.trunk, _zero_head(policy.model) if head is None else head)
+
+    @classmethod
+    def on_adapter(cls, model: "PeftModel", name: str = "critic") -> "Critic":
+        """A value head on the base of a PeftModel under an adapter of the critic's own.
+
+        Raises:
+            ModelError: there is no adapter of this name.
+        """
+        check_adapter(model, name)
+        base = plain_model(model)
+        trunk = DecoderTrunk(base.base_model, within=partial(using_adapter, model, name))
+        return cls(trunk, _zero_head(base), adapter=name)
 
     def forward(self, rows: TokenRows) -> Tensor:
         """Values (N,) of the states in which the counted tokens were sampled."""
-        hidden = self.backbone(input_ids=rows.ids, use_cache=False).last_hidden_state
-        values: Tensor = self.head(hidden[rows.row, rows.state])
+        return self.values(self.trunk.states(rows))
+
+    def values(self, states: Tensor) -> Tensor:
+        """Values (N,) of hidden states (N, D)."""
+        values: Tensor = self.head(states.to(self.head.weight.dtype))
         return at_least_fp32(values[:, 0])
+
+
+def _zero_head(policy: PreTrainedModel) -> nn.Linear:
+    head = nn.Linear(policy.config.get_text_config().hidden_size, 1).to(policy.device)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+class Predictions(NamedTuple):
+    """What policy and critic say about the N counted tokens of some rows."""
+
+    logprobs: Tensor
+    """(N,) log-probabilities."""
+
+    entropies: Tensor
+    """(N,) entropy of the policy, without a gradient."""
+
+    values: Tensor
+    """(N,) the critic's values."""
+
+    full_kl: Tensor | None
+    """(N,) exact divergence from the reference, if one was handed in."""
 
 
 class ActorCritic(nn.Module):
     """Policy and critic as one module, so that one engine can shard and train both."""
 
     def __init__(self, policy: LanguageModel, critic: Critic) -> None:
-        """Take both, which are trained in place."""
+        """Take both, which are trained in place; they may share their trunk."""
         super().__init__()
         self.policy = policy
         self.critic = critic
 
-    def forward(self, rows: TokenRows, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities, entropies and values of the counted tokens: (N,) each."""
-        logprobs, entropies = self.policy(rows, temperature)
-        return logprobs, entropies, self.critic(rows)
+    def forward(
+        self, rows: TokenRows, temperature: float, reference: LanguageModel | None = None
+    ) -> Predictions:
+        """Predictions for the counted tokens; with a `reference`, the exact divergence too."""
+        states = self.policy.trunk.states(rows)
+        logprobs, entropies = self.policy.logprobs(states, rows.targets, temperature)
+        shared = self.critic.trunk is self.policy.trunk
+        values = self.critic.values(states) if shared else self.critic(rows)
+        full_kl = None
+        if reference is not None:
+            full_kl = self.policy.full_kl(states, reference, rows, temperature)
+        return Predictions(logprobs, entropies, values, full_kl)

@@ -23,14 +23,14 @@ class _OneLineEach:
         self._stream.flush()
 
 
-def progress(total: int, description: str, unit: str) -> tqdm:
+def progress(total: int, description: str, unit: str, *, hidden: bool = False) -> tqdm:
     """A progress bar to use as a context manager; call its `update(n)`.
 
     On a terminal it is redrawn in place; elsewhere (a Metaflow task, a log file) a line is
     written every few seconds.
     """
     if sys.stderr.isatty():
-        return tqdm(total=total, desc=description, unit=unit)
+        return tqdm(total=total, desc=description, unit=unit, disable=hidden)
     return tqdm(
         total=total,
         desc=description,
@@ -39,4 +39,5 @@ def progress(total: int, description: str, unit: str) -> tqdm:
         mininterval=SECONDS_BETWEEN_LINES,
         ncols=100,
         ascii=True,
+        disable=hidden,
     )

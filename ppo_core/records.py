@@ -22,7 +22,7 @@ class Rollout:
     """(B, T) token ids, filled up on the right."""
 
     response_lengths: Tensor
-    """(B,) counted tokens of each response, the stop token included; at least 1."""
+    """(B,) tokens of each response, the stop token included; at least 1."""
 
     has_stop: Tensor
     """(B,) True where the response ends in the stop token."""
@@ -33,13 +33,12 @@ class Rollout:
     temperature: float
     """The temperature it was sampled at."""
 
-    response_mask: Tensor = field(init=False)
-    """(B, T) True for the tokens that count: the one mask of the whole step."""
+    response_mask: Tensor
+    """(B, T) True for the tokens that count, the stop token included: the one mask of the step."""
 
-    def __post_init__(self) -> None:
-        """Make the mask, once."""
-        mask = length_mask(self.response_lengths, self.response_ids.shape[1])
-        object.__setattr__(self, "response_mask", mask)
+    behaviour_logprobs: Tensor | None = None
+    """(B, T) log-probabilities under the distribution that was drawn from, where top_k or top_p
+    made it another than the policy's; None where it is the policy's."""
 
     def __len__(self) -> int:
         """Responses in this rollout."""
@@ -52,18 +51,25 @@ class Rollout:
 
     def token_rows(self, rows: Tensor) -> "TokenRows":
         """Prompt and response of some rows joined, without a gap between them."""
-        prompt_lengths = self.prompt_lengths[rows]
-        response_mask = self.response_mask[rows]
+        prompt_lengths, responses = self.prompt_lengths[rows], self.response_ids[rows]
         lengths = self.row_lengths[rows]
         width = int(lengths.max())
         prompts = self.prompt_ids[rows][:, :width]
         ids = torch.nn.functional.pad(prompts, (0, width - prompts.shape[1]))
         ids = torch.where(length_mask(prompt_lengths, width), ids, 0)
-        row, t = response_mask.nonzero(as_tuple=True)
+        present = length_mask(self.response_lengths[rows], responses.shape[1])
+        row, t = present.nonzero(as_tuple=True)
+        ids[row, prompt_lengths[row] + t] = responses[row, t]
+        row, t = self.response_mask[rows].nonzero(as_tuple=True)
         place = prompt_lengths[row] + t
-        targets = self.response_ids[rows][row, t]
-        ids[row, place] = targets
-        return TokenRows(ids=ids, lengths=lengths, row=row, state=place - 1, targets=targets)
+        return TokenRows(
+            ids=ids,
+            lengths=lengths,
+            prompt_lengths=prompt_lengths,
+            row=row,
+            state=place - 1,
+            targets=ids[row, place],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +82,9 @@ class TokenRows:
     lengths: Tensor
     """(B,) tokens of each row."""
 
+    prompt_lengths: Tensor
+    """(B,) tokens of each prompt."""
+
     row: Tensor
     """(N,) the row of each counted token."""
 
@@ -84,6 +93,10 @@ class TokenRows:
 
     targets: Tensor
     """(N,) the counted tokens themselves."""
+
+    def to(self, device: torch.device) -> "TokenRows":
+        """The same on another device."""
+        return TokenRows(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +110,13 @@ class Scores:
     """(B, T) the critic's value of the state before each token; 0 where not counted."""
 
     scores: Tensor
-    """(B,) the reward model's score of each response."""
+    """(B,) what each response is worth."""
+
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    """(B,) by the name of each reward, where there are several."""
+
+    full_kl: Tensor | None = None
+    """(B, T) exact KL divergence at each counted token, where that is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +126,12 @@ class Experience:
     rollout: Rollout
     values: Tensor
     """(B, T) values at sampling time."""
+
+    ref_logprobs: Tensor
+    """(B, T) log-probabilities under the reference, for a divergence in the loss."""
+
+    kl_loss_coef: float = 0.0
+    """Weight of that divergence in the loss."""
 
     advantages: Tensor
     """(B, T) advantages, standardised if the settings say so."""
@@ -127,9 +152,14 @@ class TokenSums:
     value_loss: float = 0.0
     entropy: float = 0.0
     approxkl: float = 0.0
+    kl_from_old: float = 0.0
+    """k3 estimate of the divergence from the policy that sampled."""
+
+    kl_loss: float = 0.0
     clipped: float = 0.0
     value_clipped: float = 0.0
     ratio_error: float = 0.0
+    abs_ratio_error: float = 0.0
     ratio_error_squared: float = 0.0
     first_tokens: float = 0.0
     first_ratio_error: float = 0.0
@@ -139,6 +169,10 @@ class TokenSums:
         """Add what one microbatch saw."""
         for name, value in sums.items():
             setattr(self, name, getattr(self, name) + float(value))
+
+    def add_all(self, other: "TokenSums") -> None:
+        """Add the sums of one optimizer step."""
+        self.add(**vars(other))
 
     def summed(self, sum_over_processes: SumOverProcesses, device: torch.device) -> "TokenSums":
         """The sums over all processes."""

@@ -1,13 +1,11 @@
 """A rollout in; reference log-probabilities, values and reward scores out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from ppo_core.models import Critic, LanguageModel, RewardModel
-from ppo_core.prompts import response_texts
 from ppo_core.records import Rollout, Scores
 from ppo_core.tensors import length_sorted_batches
 
@@ -17,17 +15,22 @@ def score(
     *,
     reference: LanguageModel,
     critic: Critic,
-    reward: Callable[[Rollout], Tensor],
+    reward: Callable[[Rollout], tuple[Tensor, dict[str, Tensor]]],
     batch_size: int,
+    policy: LanguageModel | None = None,
 ) -> Scores:
     """Everything that PPO needs to know about a rollout, `batch_size` rows at a time.
 
-    reward gives the scores (B,) of a rollout.
+    reward gives the scores (B,) of a rollout, and what each reward says (B,) by its name. With
+    a `policy` the exact KL divergence from the reference is computed too.
     """
+    scores, parts = reward(rollout)
     return Scores(
-        scores=reward(rollout),
+        scores=scores,
+        parts=parts,
         ref_logprobs=reference_logprobs(reference, rollout, batch_size),
         values=critic_values(critic, rollout, batch_size),
+        full_kl=None if policy is None else full_kl(policy, reference, rollout, batch_size),
     )
 
 
@@ -49,21 +52,6 @@ def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -
     return scores
 
 
-def score_texts(
-    reward_model: RewardModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    rollout: Rollout,
-    batch_size: int,
-) -> Tensor:
-    """Scores (B,) of the texts that were sampled, for a reward model with other tokens.
-
-    `tokenizer` is the policy's; the reward model encodes the texts by its own (TRL #1674, #3595).
-    """
-    texts = response_texts(tokenizer, rollout)
-    return reward_model.score_texts(prompts, texts, batch_size).to(rollout.logprobs)
-
-
 @torch.no_grad()
 def reference_logprobs(reference: LanguageModel, rollout: Rollout, batch_size: int) -> Tensor:
     """Log-probabilities (B, T) of the responses under the reference; 0 where not counted."""
@@ -81,6 +69,20 @@ def critic_values(critic: Critic, rollout: Rollout, batch_size: int) -> Tensor:
     for rows in length_sorted_batches(rollout.row_lengths, batch_size):
         values[rows] = _spread(critic(rollout.token_rows(rows)), rollout.response_mask[rows])
     return values
+
+
+@torch.no_grad()
+def full_kl(
+    policy: LanguageModel, reference: LanguageModel, rollout: Rollout, batch_size: int
+) -> Tensor:
+    """Exact KL(policy || reference) (B, T) at each counted token; 0 where not counted."""
+    divergences = torch.zeros_like(rollout.logprobs)
+    for rows in length_sorted_batches(rollout.row_lengths, batch_size):
+        tokens = rollout.token_rows(rows)
+        states = policy.trunk.states(tokens)
+        counted = policy.full_kl(states, reference, tokens, rollout.temperature)
+        divergences[rows] = _spread(counted, rollout.response_mask[rows])
+    return divergences
 
 
 def _spread(counted: Tensor, mask: Tensor) -> Tensor:

@@ -1,22 +1,27 @@
 """Log-probabilities of chosen tokens from hidden states, without ever holding all logits."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
+from ppo_core.kl import full_kl
 from ppo_core.tensors import tempered
 
 LOGITS_PER_CHUNK = 2**22
 """Logits that exist at a time: 16 MiB in fp32."""
 
+ToLogits = Callable[[Tensor], Tensor]
+
 
 def token_logprobs(
     hidden: Tensor,
     targets: Tensor,
-    to_logits: Callable[[Tensor], Tensor],
+    to_logits: ToLogits,
     head: nn.Module,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
@@ -27,13 +32,65 @@ def token_logprobs(
     log-probabilities; the entropy carries none.
     """
     parameters = tuple(head.parameters())
-    size = max(1, LOGITS_PER_CHUNK // parameters[0].shape[0])
+    size = _chunk_size(head)
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        # ZeRO-3 holds no whole matrix to differentiate by; its hooks fetch it once more.
+        return _checkpointed_logprobs(hidden, targets, to_logits, temperature, size)
     logprobs: Tensor
     entropies: Tensor
     logprobs, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, targets, to_logits, temperature, size, *parameters
     )
     return logprobs, entropies
+
+
+def chunked_kl(
+    hidden: Tensor,
+    to_logits: ToLogits,
+    ref_hidden: Tensor,
+    ref_to_logits: ToLogits,
+    head: nn.Module,
+    temperature: float,
+) -> Tensor:
+    """KL(policy || reference) (N,) over the whole vocabulary, for hidden states (N, D) of each.
+
+    The logits of a chunk are computed again in the backward pass.
+    """
+
+    def of_chunk(states: Tensor, ref_states: Tensor) -> Tensor:
+        logits = tempered(to_logits(states), temperature)
+        with torch.no_grad():
+            ref_logits = tempered(ref_to_logits(ref_states), temperature)
+        return full_kl(logits, ref_logits)
+
+    size = _chunk_size(head)
+    chunks = zip(hidden.split(size), ref_hidden.split(size), strict=True)
+    return torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
+
+
+def _chunk_size(head: nn.Module) -> int:
+    return max(1, LOGITS_PER_CHUNK // int(head.out_features))  # type: ignore[arg-type]
+
+
+def _logprobs_of_chunk(
+    states: Tensor, chosen: Tensor, to_logits: ToLogits, temperature: float
+) -> tuple[Tensor, Tensor]:
+    logits = tempered(to_logits(states), temperature)
+    normaliser = logits.logsumexp(dim=-1)
+    logprobs = logits.gather(1, chosen[:, None])[:, 0] - normaliser
+    with torch.no_grad():
+        mean_logit = torch.softmax(logits, dim=-1).mul_(logits).sum(dim=-1)
+        return logprobs, normaliser - mean_logit
+
+
+def _checkpointed_logprobs(
+    hidden: Tensor, targets: Tensor, to_logits: ToLogits, temperature: float, size: int
+) -> tuple[Tensor, Tensor]:
+    of_chunk = partial(_logprobs_of_chunk, to_logits=to_logits, temperature=temperature)
+    chunks = zip(hidden.split(size), targets.split(size), strict=True)
+    parts = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies).detach()
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -49,21 +106,23 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         targets: Tensor,
-        to_logits: Callable[[Tensor], Tensor],
+        to_logits: ToLogits,
         temperature: float,
         size: int,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, (N,) each."""
-        logprobs, entropies = [], []
-        for states, chosen in zip(hidden.split(size), targets.split(size), strict=True):
-            logits = tempered(to_logits(states), temperature)
-            normaliser = logits.logsumexp(dim=-1)
-            logprobs.append(logits.gather(1, chosen[:, None])[:, 0] - normaliser)
-            mean_logit = torch.softmax(logits, dim=-1).mul_(logits).sum(dim=-1)
-            entropies.append(normaliser - mean_logit)
+        parts = [
+            _logprobs_of_chunk(states, chosen, to_logits, temperature)
+            for states, chosen in zip(hidden.split(size), targets.split(size), strict=True)
+        ]
+        logprobs, entropies = zip(*parts, strict=True)
         ctx.save_for_backward(hidden, targets, *parameters)
         ctx.to_logits, ctx.temperature, ctx.size = to_logits, temperature, size
+        ctx.device_type = hidden.device.type
+        # The backward pass runs outside of the caller's autocast and must repeat its precision.
+        ctx.autocast = torch.is_autocast_enabled(ctx.device_type)
+        ctx.autocast_dtype = torch.get_autocast_dtype(ctx.device_type)
         entropy = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy)
         return torch.cat(logprobs), entropy
@@ -80,14 +139,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
             hidden.split(size), targets.split(size), grad.split(size), strict=True
         ):
             leaf = states.detach().requires_grad_()
-            with torch.enable_grad():
+            precision = torch.autocast(ctx.device_type, ctx.autocast_dtype, enabled=ctx.autocast)
+            with torch.enable_grad(), precision:
                 logits = tempered(ctx.to_logits(leaf), ctx.temperature)
             slopes = torch.softmax(logits.detach(), dim=-1).mul_(-slope[:, None])
             slopes.scatter_add_(1, chosen[:, None], slope[:, None])
-            state_grad, *grads = torch.autograd.grad(logits, [leaf, *trained], slopes)
+            # Of a head with several adapters, those of the others are not used.
+            state_grad, *grads = torch.autograd.grad(
+                logits, [leaf, *trained], slopes, allow_unused=True
+            )
             states_grads.append(state_grad)
             for total, part in zip(sums, grads, strict=True):
-                total += part
+                if part is not None:
+                    total += part
         by_parameter = dict(zip(map(id, trained), sums, strict=True))
         head_grads = (by_parameter.get(id(parameter)) for parameter in parameters)
         return torch.cat(states_grads), None, None, None, None, *head_grads

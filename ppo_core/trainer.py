@@ -1,164 +1,274 @@
 """The loop of PPO, nothing else."""
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
-from ppo_core.advantages import gae_advantages
+from ppo_core.checkpoint import latest_checkpoint
+from ppo_core.completions import Completions, log_table, print_table
 from ppo_core.config import PPOConfig
+from ppo_core.ema import WeightAverage
 from ppo_core.engine import Engine
-from ppo_core.errors import ConfigError, ModelError, TrainingError
-from ppo_core.kl import kl_per_token
-from ppo_core.metrics import Metrics, objective_metrics, update_metrics
-from ppo_core.models import ActorCritic, Critic, LanguageModel, RewardModel, context_length
+from ppo_core.errors import ConfigError, TrainingError
+from ppo_core.experience import divergence, make_experience, shaped_scores
+from ppo_core.metrics import Metrics, explained_variance, objective_metrics, update_metrics
+from ppo_core.models import ActorCritic, context_length
+from ppo_core.parts import check_optimizer, check_sharding, make_parts, parameter_groups
+from ppo_core.pretraining import PretrainingTexts
 from ppo_core.progress import progress
-from ppo_core.prompts import PromptStream, check_prompt_lengths, encode_prompt, response_texts
-from ppo_core.records import Experience, Rollout, Scores, TokenSums
-from ppo_core.rewards import penalise_missing_stop, token_rewards
-from ppo_core.rollout import sample_responses, stop_token
-from ppo_core.scoring import score, score_texts, score_tokens
-from ppo_core.tensors import standardise
+from ppo_core.prompt_set import Collator, PromptSet, make_prompt_set
+from ppo_core.prompts import Prompt, encode_prompts, prompt_text, prompts_of, response_texts
+from ppo_core.records import Experience, Rollout, Scores
+from ppo_core.reporting import CallbackOrType, Reporter
+from ppo_core.reward_sources import make_rewards
+from ppo_core.rollout import SamplingSettings, sample_responses, stop_token
+from ppo_core.run_files import RunFiles
+from ppo_core.run_state import RunState
+from ppo_core.schedule import make_schedule, make_scheduler
+from ppo_core.scoring import score
 from ppo_core.update import Trainee, update_policy
+
+ROWS_SHOWN = 5
+"""Rows of a table of samples that are printed; its file has all."""
+
+logger = logging.getLogger(__name__)
 
 
 class PPOTrainer:
-    """Trains a policy against a reward model, held near a reference by the KL divergence."""
+    """Trains a policy against rewards, held near a reference by the KL divergence."""
 
     def __init__(
         self,
         args: PPOConfig,
         processing_class: PreTrainedTokenizerBase,
-        model: PreTrainedModel,
-        ref_model: PreTrainedModel,
-        reward_model: RewardModel,
-        train_dataset: Sequence[str],
-        value_model: Critic | None = None,
+        model: nn.Module,
+        ref_model: PreTrainedModel | None,
+        reward_model: Any,
+        train_dataset: Any,
+        value_model: nn.Module | None = None,
+        data_collator: Collator | None = None,
+        eval_dataset: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        callbacks: Sequence[CallbackOrType] | None = None,
+        peft_config: Any = None,
         *,
-        log: Callable[[Metrics], None] = lambda metrics: None,
+        pretrain_dataset: Any = None,
     ) -> None:
         """Take the models; `model` and `value_model` are trained in place.
 
-        Without a `value_model` the critic starts from the reward model if that reads the
-        policy's tokens, else from the policy. `train_dataset` holds the prompts; `log` gets the
-        metrics of each update, in the main process.
+        Args:
+            args: the settings.
+            processing_class: the policy's tokenizer. It needs no pad token.
+            model: the policy: a causal language model, one with a value head, or a PeftModel.
+            ref_model: the reference; None copies the policy, or turns its adapter off.
+            reward_model: a `RewardModel`, a `...ForSequenceClassification`, a function of
+                prompts and responses, or several as a list or a dict.
+            train_dataset: prompts: a list, or a data set with the column "prompt" (text or
+                chat messages), "messages" or "input_ids".
+            value_model: the critic, a `...ForSequenceClassification` or a `Critic`; None
+                starts it from the reward model, else from the policy.
+            data_collator: gives a row's "input_ids", for rows that are none of the above.
+            eval_dataset: prompts that sample completions and evaluations answer.
+            optimizers: optimizer and learning-rate scheduler in the place of AdamW's.
+            callbacks: transformers' callbacks; one of their steps is one PPO update.
+            peft_config: makes an adapter of `model` what is trained.
+            pretrain_dataset: texts for `ptx_coef`.
 
         Raises:
-            ConfigError: the batch cannot be split over the processes.
-            ModelError: policy and reference are one object, nothing is trainable, or
-                `reward_model` is no RewardModel.
-            DataError: a prompt leaves no room for a response.
+            ConfigError: settings contradict each other or what was handed over.
+            ModelError: a model cannot play its part.
+            DataError: a prompt cannot be used.
         """
-        if model is ref_model:
-            raise ModelError(
-                "The policy and the reference are the same object: the KL divergence would stay "
-                "0. Load the reference apart."
-            )
-        if not isinstance(reward_model, RewardModel):
-            raise ModelError(
-                f"reward_model is a {type(reward_model).__name__}; make it a RewardModel, which "
-                "knows its tokenizer, with ppo_core.load_reward_model(path)."
-            )
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ModelError("No parameter of the policy requires a gradient: nothing would learn.")
-        self.config = args
-        self.tokenizer = processing_class
-        self.engine = Engine()
-        _check_split(args, self.engine.num_processes)
-        self.stop_token_id = stop_token(processing_class, args.stop_token_id)
-        self._prompt_texts = list(train_dataset)
-        self._prompts = [encode_prompt(processing_class, text) for text in self._prompt_texts]
-        check_prompt_lengths(
-            self._prompts,
-            context=context_length(model.config),
-            response_length=args.response_length,
+        self.args = args
+        self.processing_class = processing_class
+        self.engine = Engine(
+            bf16=args.bf16,
+            use_cpu=args.use_cpu,
+            deepspeed=args.deepspeed,
+            gather_for_generation=args.ds3_gather_for_generation,
         )
-        self._log = log
-
-        device = self.engine.device
-        self._shares_tokens = reward_model.reads_tokens_of(processing_class)
-        self.policy = LanguageModel(model.eval().to(device))
-        self.reference = LanguageModel(ref_model.eval().to(device))
-        self.reward_model = reward_model
-        reward_model.model.eval().to(device)
-        self.critic = (value_model or self._new_critic()).eval().to(device)
-        self._trainee = _make_trainee(self.policy, self.critic, args, self.engine)
-
-        self._stream = PromptStream(len(self._prompts), seed=args.seed)
-        self._sampling = torch.Generator().manual_seed(args.seed)
-        self._shuffling = torch.Generator().manual_seed(args.seed)
-        self._episodes = 0
+        self.rewards = make_rewards(
+            reward_model,
+            processing_class,
+            batch_size=args.local_rollout_forward_batch_size,
+            weights=args.reward_weights,
+        )
+        parts = make_parts(
+            args,
+            processing_class,
+            model,
+            ref_model,
+            self.rewards,
+            value_model,
+            peft_config,
+            self.engine,
+        )
+        self.policy, self.reference, self.critic = parts.policy, parts.reference, parts.critic
+        self._train_set = self._read_prompts(train_dataset, data_collator)
+        self._eval_set = None
+        if eval_dataset is not None:
+            self._eval_set = self._read_prompts(eval_dataset, data_collator)
+        self.schedule = make_schedule(
+            args, num_prompts=len(self._train_set), num_processes=self.engine.num_processes
+        )
+        self._run = RunState.at_start(args, self.schedule, len(self._train_set))
+        self._trainee = self._make_trainee(*optimizers, pretrain_dataset)
+        self._average = WeightAverage(self.policy, args.ema_decay) if args.ema_decay else None
+        self._reporter = Reporter(
+            args,
+            callbacks=callbacks or [],
+            model=self._trainee.module,
+            tokenizer=processing_class,
+            optimizer=self._trainee.optimizer,
+            scheduler=self._trainee.scheduler,
+            num_updates=self.schedule.num_updates,
+            is_main=self.engine.is_main,
+        )
+        self._files = RunFiles(
+            config=args,
+            tokenizer=processing_class,
+            parts=parts,
+            engine=self.engine,
+            trainee=self._trainee,
+            run=self._run,
+            reporter=self._reporter,
+            average=self._average,
+        )
+        self._sampling = SamplingSettings(
+            stop_token_id=stop_token(processing_class, args.stop_token, args.stop_token_id),
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+        )
         self._seconds: dict[str, float] = {}
 
-    def train(self) -> list[Metrics]:
-        """Run all updates; returns the metrics of each.
+    @property
+    def model(self) -> nn.Module:
+        """The policy as transformers knows it."""
+        return self._files.trained_model
+
+    @property
+    def state(self) -> TrainerState:
+        """Transformers' state of the run: steps, and the history of what was logged."""
+        return self._reporter.state
+
+    def add_callback(self, callback: CallbackOrType) -> None:
+        """Call one more of transformers' callbacks."""
+        self._reporter.add_callback(callback)
+
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> list[Metrics]:
+        """Run all updates that are left; returns the metrics of each.
+
+        `resume_from_checkpoint` is a checkpoint's folder, or True for the latest in
+        `output_dir`, where there is one.
 
         Raises:
-            TrainingError: a score or a gradient is not finite.
+            TrainingError: a score is not finite, too many steps in a row were skipped, or the
+                checkpoint cannot be resumed from.
         """
+        if folder := self._checkpoint_to_resume(resume_from_checkpoint):
+            self._files.resume(folder)
         history = []
-        started = time.monotonic()
-        with progress(self.config.total_episodes, "ppo", "episode") as bar:
-            for _ in range(self.config.num_updates):
+        started, episodes_before = time.monotonic(), self._run.episodes
+        self._reporter.begin()
+        with self._progress() as bar:
+            for _ in range(self._run.updates, self.schedule.num_updates):
+                self._reporter.step_begin()
                 metrics = self.step()
-                metrics["eps"] = self._episodes / (time.monotonic() - started)
+                seconds = time.monotonic() - started
+                metrics["eps"] = (self._run.episodes - episodes_before) / seconds
                 history.append(metrics)
-                if self.engine.is_main:
-                    self._log(metrics)
+                self._after_update(metrics)
                 bar.set_postfix(
                     score=f"{metrics['objective/scores']:.2f}",
                     kl=f"{metrics['objective/kl']:.2f}",
                     refresh=False,
                 )
-                bar.update(self.config.batch_size)
+                bar.update(self.schedule.batch_size)
+                # A callback of one process may want to stop; all leave the loop together.
+                if self.engine.any(self._reporter.should_stop):
+                    break
+        self._reporter.end()
         return history
 
     def step(self) -> Metrics:
         """One update: sample, score, learn."""
-        config, learning_rate = self.config, float(self._trainee.scheduler.get_last_lr()[0])
+        config, run = self.args, self._run
+        learning_rate = float(self._trainee.scheduler.get_last_lr()[0])
+        kl_coef = run.adaptive_kl.kl_coef if run.adaptive_kl else config.kl_coef
         rows, uniforms = self._draw()
         with self._timed("sampling"):
-            rollout = sample_responses(
-                self.policy,
-                [self._prompts[row] for row in rows],
-                uniforms,
-                stop_token_id=self.stop_token_id,
-                temperature=config.temperature,
-                batch_size=config.generation_batch_size,
-            )
+            rollout = self._sample([self._train_set.tokens[row] for row in rows], uniforms)
         with self._timed("scoring"):
-            scores = score(
-                rollout,
-                reference=self.reference,
-                critic=self.critic,
-                reward=partial(self._reward, [self._prompt_texts[row] for row in rows]),
-                batch_size=config.generation_batch_size,
-            )
-        kl = self._kl(rollout, scores)
+            scores = self._score(rollout, [self._train_set.prompts[row] for row in rows])
+        kl = divergence(rollout, scores, config.kl_estimator)
         with self._timed("updating"):
-            experience = self._experience(rollout, scores, kl)
-            sums = update_policy(self._trainee, experience, config, self.engine, self._shuffling)
-        self._episodes += config.batch_size
-        return self._summarize(rollout, scores, kl, sums) | {
-            "lr": learning_rate,
-            "episode": float(self._episodes),
-        }
+            experience = make_experience(
+                rollout,
+                scores,
+                kl,
+                config,
+                kl_coef=kl_coef,
+                sum_over_processes=self.engine.sum,
+            )
+            metrics = self._learn(experience)
+        metrics |= objective_metrics(
+            rollout, scores, kl, kl_coef=kl_coef, sum_over_processes=self.engine.sum
+        )
+        run.updates += 1
+        run.episodes += self.schedule.batch_size
+        self._follow(metrics["objective/kl"])
+        return metrics | self._seconds | {"lr": learning_rate, "episode": float(run.episodes)}
 
-    def save_model(self, folder: str | Path) -> None:
-        """Write policy and tokenizer as transformers reads them, weights as safetensors."""
+    def generate_completions(self, sampling: bool = False) -> Completions | None:
+        """Answer the evaluation prompts greedily, score the answers, and show them as a table.
+
+        All prompts are answered; with `sampling` the first `per_device_eval_batch_size` alone,
+        for a quick look. None without an evaluation set.
+        """
+        if self._eval_set is None:
+            return None
+        prompts = self._eval_set
+        if sampling:
+            first = self.args.per_device_eval_batch_size
+            prompts = PromptSet(prompts.prompts[:first], prompts.tokens[:first])
+        completions = self._answer(prompts)
         if self.engine.is_main:
-            self.policy.model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
+            print_table(completions, f"Samples after update {self._run.updates}", limit=ROWS_SHOWN)
+            log_table(
+                completions,
+                step=self._run.updates,
+                callbacks=self._reporter.callbacks,
+                output_dir=self.args.output_dir,
+            )
+        return completions
 
-    def _new_critic(self) -> Critic:
-        if self._shares_tokens and self.reward_model.token_head is not None:
-            return Critic.from_reward_model(self.reward_model)
-        return Critic.from_policy(self.policy.model)
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write policy and tokenizer as transformers reads them, weights as safetensors.
+
+        An adapter is merged into its base, and kept beside it in the folder "adapter". With
+        `ema_decay` it is the running mean that is written.
+        """
+        self._files.save_policy(Path(output_dir or self.args.output_dir))
+
+    def create_model_card(self, model_name: str | None = None, **details: Any) -> None:
+        """Write README.md into `output_dir`; `details` as `write_model_card` takes them."""
+        self._files.write_card(model_name=model_name, **details)
+
+    def push_to_hub(self, commit_message: str = "PPO", **details: Any) -> str | None:
+        """Save the policy with its model card and upload it; the repository's address."""
+        self.save_model()
+        return self._files.push(commit_message, **details)
+
+    # --- The phases of an update ---
 
     def _draw(self) -> tuple[list[int], Tensor]:
         """This process's share of the next prompts, and of the randomness to answer them.
@@ -166,110 +276,216 @@ class PPOTrainer:
         Both are drawn for the whole batch in every process, so that a response does not depend
         on how many processes there are.
         """
-        size, share = (
-            self.config.batch_size,
-            slice(self.engine.rank, None, self.engine.num_processes),
+        size, share = self.schedule.batch_size, self._share
+        rows = self._run.stream.next_batch(size)
+        uniforms = torch.rand(
+            size, self.args.response_length, generator=self._run.generators["sampling"]
         )
-        rows = self._stream.next_batch(size)
-        uniforms = torch.rand(size, self.config.response_length, generator=self._sampling)
         return rows[share], uniforms[share]
 
-    def _reward(self, prompts: Sequence[str], rollout: Rollout) -> Tensor:
-        """Scores (B,) less the penalty for a missing stop token.
+    @property
+    def _share(self) -> slice:
+        return slice(self.engine.rank, None, self.engine.num_processes)
+
+    def _sample(self, prompts: Sequence[list[int]], uniforms: Tensor) -> Rollout:
+        with self.engine.gathered(self._trainee.module), self.engine.autocast():
+            return sample_responses(
+                self.policy,
+                prompts,
+                uniforms,
+                self._sampling,
+                batch_size=self.args.local_rollout_forward_batch_size,
+            )
+
+    def _score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scores:
+        exact = self.args.kl_estimator == "full"
+        with self.engine.gathered(self._trainee.module), self.engine.autocast():
+            return score(
+                rollout,
+                reference=self.reference,
+                critic=self.critic,
+                reward=partial(self._reward, prompts),
+                batch_size=self.args.local_rollout_forward_batch_size,
+                policy=self.policy if exact else None,
+            )
+
+    def _reward(
+        self, prompts: Sequence[Prompt], rollout: Rollout
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Shaped scores (B,), and what each reward said, by its name.
 
         Raises:
-            TrainingError: a score is not finite; the error shows its prompt.
+            TrainingError: in any process, a score is not finite; the error shows its prompt.
         """
-        batch_size = self.config.generation_batch_size
-        if self._shares_tokens:
-            scores = score_tokens(self.reward_model, rollout, batch_size)
-        else:
-            scores = score_texts(self.reward_model, self.tokenizer, prompts, rollout, batch_size)
-        for b in (~scores.isfinite()).nonzero()[:, 0].tolist():
-            answer = response_texts(self.tokenizer, rollout)[b]
-            raise TrainingError(
-                f"The reward model's score is {scores[b].item()} for the prompt {prompts[b]!r} "
-                f"with the response {answer!r}. Training stopped before this update; remove the "
-                "prompt or mend the reward model."
-            )
-        return penalise_missing_stop(scores, rollout.has_stop, self.config.missing_eos_penalty)
+        scores, parts = self.rewards(prompts, rollout)
+        broken = (~scores.isfinite()).nonzero()[:, 0].tolist()
+        if self.engine.any(bool(broken)):
+            raise TrainingError(self._describe_broken(broken, scores, prompts, rollout))
+        shaped = shaped_scores(scores, rollout, self.args, self._run.moments, self.engine.sum)
+        return shaped, parts
 
-    def _kl(self, rollout: Rollout, scores: Scores) -> Tensor:
-        """KL estimates (B, T), 0 where not counted."""
-        kl = kl_per_token(rollout.logprobs, scores.ref_logprobs, self.config.kl_estimator)
-        return torch.where(rollout.response_mask, kl, 0)
-
-    def _experience(self, rollout: Rollout, scores: Scores, kl: Tensor) -> Experience:
-        config, mask = self.config, rollout.response_mask
-        whiten = partial(standardise, mask=mask, sum_over_processes=self.engine.sum)
-        rewards = token_rewards(scores.scores, kl, mask, kl_coef=config.kl_coef)
-        if config.whiten_rewards:
-            rewards = whiten(rewards, keep_mean=True)
-        advantages = gae_advantages(
-            rewards, scores.values, gamma=config.gamma, gae_lambda=config.lam
-        )
-        returns = advantages + scores.values
-        if config.whiten_advantages:
-            advantages = whiten(advantages, keep_mean=False)
-        return Experience(
-            rollout=rollout, values=scores.values, advantages=advantages, returns=returns
-        )
-
-    def _summarize(self, rollout: Rollout, scores: Scores, kl: Tensor, sums: TokenSums) -> Metrics:
-        objective = objective_metrics(
-            rollout,
-            scores,
-            kl,
-            kl_coef=self.config.kl_coef,
-            sum_over_processes=self.engine.sum,
-        )
+    def _describe_broken(
+        self, broken: list[int], scores: Tensor, prompts: Sequence[Prompt], rollout: Rollout
+    ) -> str:
+        if not broken:
+            return "Another process saw a score that is not finite; its error says which."
+        b = broken[0]
+        prompt = prompt_text(self.processing_class, prompts[b])
+        answer = response_texts(self.processing_class, rollout)[b]
         return (
-            objective
-            | update_metrics(sums.summed(self.engine.sum, self.engine.device))
-            | self._seconds
+            f"The reward model's score is {scores[b].item()} for the prompt {prompt!r} with the "
+            f"response {answer!r}. Training stopped before this update; remove the prompt or mend "
+            "the reward model."
         )
+
+    def _learn(self, experience: Experience) -> Metrics:
+        """Move policy and critic.
+
+        Raises:
+            TrainingError: too many steps in a row were skipped.
+        """
+        trainee = self._trainee
+        # transformers recomputes activations in training mode alone; dropout is off anyway.
+        trainee.module.train(self.args.gradient_checkpointing)
+        sums = update_policy(
+            trainee,
+            experience,
+            self.args,
+            self.engine,
+            self._run.generators["shuffling"],
+            critic_only=self._run.updates < self.args.critic_warmup_updates,
+        )
+        trainee.module.eval()
+        self._run.health.check_skipped(trainee.skipped_in_a_row)
+        return update_metrics(sums.summed(self.engine.sum, self.engine.device)) | {
+            "val/explained_variance": explained_variance(experience, self.engine.sum),
+            "val/skipped_steps": float(trainee.skipped_steps),
+        }
+
+    def _follow(self, kl: float) -> None:
+        """What follows the policy after an update: coefficient, running mean, reference."""
+        if self._run.adaptive_kl is not None:
+            self._run.adaptive_kl.update(kl, self.schedule.batch_size)
+        if self._average is not None:
+            self._average.update()
+        every = self.args.reference_refresh_updates
+        if every and self._run.updates % every == 0:
+            self.reference.load_state_dict(self.policy.state_dict())
+
+    # --- What happens between updates ---
+
+    def _after_update(self, metrics: Metrics) -> None:
+        """Warn, log, evaluate, save and show samples, each when it is due."""
+        if self.engine.is_main:
+            for warning in self._run.health.check(metrics):
+                logger.warning("Update %d. %s", self._run.updates, warning)
+        self._reporter.step_end(metrics, epoch=self._run.episodes / len(self._train_set))
+        if self.engine.any(self._reporter.should_evaluate):
+            self._evaluate()
+        if self.engine.any(self._reporter.should_save):
+            self._files.save_checkpoint()
+            self._reporter.saved()
+        shown = self.args.num_sample_generations
+        if shown and (self._run.updates - 1) % max(1, self.schedule.num_updates // shown) == 0:
+            self.generate_completions()
+
+    def _evaluate(self) -> None:
+        if self._eval_set is None:
+            raise ConfigError(
+                f"eval_strategy={self.args.eval_strategy!r} needs an eval_dataset. Hand one over, "
+                "or set eval_strategy='no'."
+            )
+        completions = self._answer(self._eval_set)
+        metrics = {"eval/scores": sum(completions.scores) / len(completions)}
+        self._reporter.log(metrics)
+        self._reporter.evaluated(metrics)
+
+    def _answer(self, prompts: PromptSet) -> Completions:
+        """Greedy answers to prompts, and their scores, over all processes."""
+        greedy = SamplingSettings(stop_token_id=self._sampling.stop_token_id, temperature=0)
+        batch_size = self.args.per_device_eval_batch_size
+        own = range(len(prompts))[self._share]
+        rows: list[tuple[int, str, str, float]] = []
+        averaged = self._average.swapped_in() if self._average else nullcontext()
+        with averaged, self.engine.gathered(self._trainee.module), self.engine.autocast():
+            for start in range(0, len(own), batch_size):
+                numbers = own[start : start + batch_size]
+                rollout = sample_responses(
+                    self.policy,
+                    [prompts.tokens[n] for n in numbers],
+                    torch.zeros(len(numbers), self.args.response_length),
+                    greedy,
+                    batch_size=batch_size,
+                )
+                asked = [prompts.prompts[n] for n in numbers]
+                given, _ = self.rewards(asked, rollout)
+                texts = response_texts(self.processing_class, rollout)
+                shown = [prompt_text(self.processing_class, prompt) for prompt in asked]
+                rows += zip(numbers, shown, texts, given.tolist(), strict=True)
+        columns = zip(*sorted(self.engine.gather_objects(rows)), strict=True)
+        _, queries, responses, scores = map(list, columns)
+        return Completions(queries, responses, scores)
+
+    # --- Setting up ---
+
+    def _read_prompts(self, dataset: Any, collator: Collator | None) -> PromptSet:
+        return make_prompt_set(
+            dataset, self.processing_class, self.policy.model, self.args, collator
+        )
+
+    def _make_trainee(self, optimizer: Any, scheduler: Any, pretrain_dataset: Any) -> Trainee:
+        config = self.args
+        module = ActorCritic(self.policy, self.critic)
+        if optimizer is None:
+            optimizer = torch.optim.AdamW(
+                parameter_groups(self.policy, self.critic, config),
+                betas=(config.adam_beta1, config.adam_beta2),
+                eps=config.adam_epsilon,
+                fused=True,
+            )
+        else:
+            check_optimizer(optimizer, module)
+        if scheduler is None:
+            scheduler = make_scheduler(optimizer, config, self.schedule)
+        in_loss = config.kl_in_loss and config.kl_estimator == "full"
+        prepared, optimizer = self.engine.prepare(module, optimizer)
+        check_sharding(config, self.engine, prepared)
+        return Trainee(
+            module=prepared,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            reference=self.reference if in_loss else None,
+            pretraining=self._pretraining_texts(pretrain_dataset),
+        )
+
+    def _pretraining_texts(self, dataset: Any) -> PretrainingTexts | None:
+        if (dataset is None) != (self.args.ptx_coef == 0):
+            raise ConfigError(
+                f"ptx_coef={self.args.ptx_coef} and pretrain_dataset={dataset!r:.40}: the texts "
+                "and their weight go together. Give both, or neither."
+            )
+        if dataset is None:
+            return None
+        tokens = encode_prompts(self.processing_class, prompts_of(dataset))
+        return PretrainingTexts(
+            tokens, seed=self.args.seed, max_length=context_length(self.policy.model.config)
+        )
+
+    def _checkpoint_to_resume(self, given: str | Path | bool | None) -> Path | None:
+        if given is True:
+            return latest_checkpoint(self.args.output_dir)
+        return Path(given) if given else None
+
+    @contextmanager
+    def _progress(self) -> Iterator[Any]:
+        total = self.schedule.total_episodes
+        hidden = self.args.disable_tqdm or not self.engine.is_main
+        with progress(total, "ppo", "episode", hidden=hidden) as bar:
+            bar.update(self._run.episodes)
+            yield bar
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         started = time.monotonic()
         yield
         self._seconds[f"time/{phase}"] = time.monotonic() - started
-
-
-def _check_split(config: PPOConfig, num_processes: int) -> None:
-    parts = num_processes * config.num_mini_batches
-    if left := config.batch_size % parts:
-        raise ConfigError(
-            f"batch_size={config.batch_size} cannot be split evenly over {num_processes} processes "
-            f"and num_mini_batches={config.num_mini_batches}: {left} responses would be left over. "
-            f"Choose a multiple of {parts}."
-        )
-
-
-def _make_trainee(
-    policy: LanguageModel, critic: Critic, config: PPOConfig, engine: Engine
-) -> Trainee:
-    module = ActorCritic(policy, critic)
-    optimizer = torch.optim.AdamW(
-        _parameter_groups(module, config.weight_decay),
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True,
-    )
-    scheduler = get_scheduler(
-        config.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=round(config.warmup_ratio * config.num_optimizer_steps),
-        num_training_steps=config.num_optimizer_steps,
-    )
-    return Trainee(module=engine.prepare(module), optimizer=optimizer, scheduler=scheduler)
-
-
-def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices decay; norms and biases do not."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]

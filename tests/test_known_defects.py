@@ -22,16 +22,18 @@ from pipeline.settings import make_settings
 from ppo_core import answer_prompts
 from ppo_core.config import PPOConfig, SupervisedConfig
 from ppo_core.errors import ConfigError, TrainingError
+from ppo_core.health import HealthMonitor
 from ppo_core.metrics import objective_metrics, update_metrics
 from ppo_core.models import Critic, LanguageModel, RewardModel
 from ppo_core.records import Rollout, Scores
 from ppo_core.rewards import token_rewards
+from ppo_core.schedule import make_schedule
 from ppo_core.scoring import critic_values
 from ppo_core.supervised import encode_pair
 from ppo_core.tensors import alone, standardise
 from tests.test_models import make_rollout, row_of
 from tests.test_rollout import sample
-from tests.test_trainer import CLOCKS, CONFIG, PROMPTS, make_trainer
+from tests.test_trainer import CLOCKS, CONFIG, PROMPTS, LogRecorder, make_trainer
 from tests.test_update import make_config, make_experience, make_trainee, weights_after
 from tests.tiny import EOS, make_classifier, make_policy, make_prompts, make_tokenizer
 
@@ -138,7 +140,7 @@ def first_greedy_token(*prompt: int) -> int:
 # row 1 (#6121, #2022, #2496)
 def test_padding_adds_nothing_to_the_entropies():
     experience = make_experience()
-    config = make_config(microbatch_size=3, num_mini_batches=2)
+    config = make_config(per_device_train_batch_size=3, num_mini_batches=2)
     _, sums = weights_after(config, experience, make_trainee(0.0))
     entropies = [
         torch.distributions.Categorical(logits=plain_logits(experience.rollout, b)).entropy()
@@ -164,7 +166,7 @@ def test_padding_adds_nothing_to_the_entropies():
 def test_ratio_and_divergence_are_means_over_counted_tokens():
     experience = make_experience()
     rollout = experience.rollout
-    config = make_config(microbatch_size=3, num_mini_batches=2)
+    config = make_config(per_device_train_batch_size=3, num_mini_batches=2)
     _, sums = weights_after(config, experience, make_trainee(0.0))
     new = torch.cat([plain_logprobs(rollout, b) for b in range(8)])
     ratio = torch.exp(new - rollout.logprobs[rollout.response_mask])
@@ -308,6 +310,12 @@ def test_a_started_batch_of_episodes_is_finished_and_part_of_an_epoch_is_refused
     history = make_trainer(dataclasses.replace(CONFIG, total_episodes=20)).train()
     assert [metrics["episode"] for metrics in history] == [16, 32]
     assert [metrics["lr"] for metrics in history] == pytest.approx([1e-3, 0.5e-3])
+    assert (
+        make_schedule(
+            PPOConfig(num_train_epochs=1.5, batch_size=16), num_prompts=40, num_processes=1
+        ).total_episodes
+        == 64
+    )
     with pytest.raises(ConfigError, match="num_ppo_epochs"):
         make_settings({"ppo": {"num_ppo_epochs": 1.5}}, {})
 
@@ -357,7 +365,7 @@ def test_one_token_in_the_whole_batch_is_whitened_without_nan():
 
 # row 25 (#224)
 def test_statistics_are_numbers_and_hold_no_graph():
-    _, sums = weights_after(make_config(microbatch_size=3), make_experience())
+    _, sums = weights_after(make_config(per_device_train_batch_size=3), make_experience())
     assert {type(value) for value in vars(sums).values()} == {float}
     assert {type(value) for value in step().values()} == {float}
 
@@ -375,8 +383,10 @@ def test_a_ratio_that_explodes_is_held_by_the_clipping_or_stops_with_the_next_mo
     assert distance.item() == pytest.approx(0.01, rel=1e-2)
 
     spike.rollout.logprobs[0, 0] = -1e4
-    with pytest.raises(TrainingError, match="Lower learning_rate, raise kl_coef"):
-        weights_after(make_config(max_grad_norm=0.01), spike, trainee)
+    weights_after(make_config(max_grad_norm=0.01), spike, trainee)
+    assert trainee.skipped_in_a_row == 1
+    with pytest.raises(TrainingError, match=r"the weights are as after the last good step\."):
+        HealthMonitor(make_config(max_skipped_steps=1)).check_skipped(1)
     assert all(torch.equal(p, after[name]) for name, p in trainee.module.named_parameters())
 
 
@@ -465,10 +475,10 @@ def test_a_reward_model_is_trained_on_the_tokens_that_it_is_scored_on():
 
 # row 50
 def test_the_rate_of_episodes_is_no_whole_number_and_every_update_is_logged():
-    logged = []
-    history = make_trainer(log=logged.append).train()
-    assert len(logged) == len(history) == 2
-    assert not any(metrics["eps"].is_integer() for metrics in logged)
+    recorder = LogRecorder()
+    history = make_trainer(callbacks=[recorder]).train()
+    assert len(recorder.logged) == len(history) == 2
+    assert not any(metrics["eps"].is_integer() for metrics in recorder.logged)
 
 
 # row 52

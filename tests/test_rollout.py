@@ -14,22 +14,31 @@ from ppo_core.prompts import (
     encode_response,
     response_text,
 )
-from ppo_core.rollout import sample_responses, sample_tokens, stop_token
+from ppo_core.rollout import (
+    NO_STOP_TOKEN,
+    SamplingSettings,
+    sample_responses,
+    sample_tokens,
+    stop_token,
+)
 from tests.tiny import CONFIGS, EOS, PAD, make_policy, make_prompts, make_tokenizer
 
 LENGTHS = [3, 9, 5, 12, 1, 7]
 
 
-def sample(policy, prompts, *, stop=EOS, batch_size=4, temperature=0.7, length=15, seed=0):
+def sample(policy, prompts, *, stop=EOS, batch_size=4, temperature=0.7, length=15, seed=0, **cut):
     uniforms = torch.rand(len(prompts), length, generator=torch.Generator().manual_seed(seed))
     return sample_responses(
         policy,
         prompts,
         uniforms,
-        stop_token_id=stop,
-        temperature=temperature,
+        SamplingSettings(stop_token_id=stop, temperature=temperature, **cut),
         batch_size=batch_size,
     )
+
+
+def settings(temperature, **cut) -> SamplingSettings:
+    return SamplingSettings(stop_token_id=EOS, temperature=temperature, **cut)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -63,7 +72,8 @@ def test_tokens_come_as_often_as_their_probability_says():
     torch.manual_seed(0)
     logits, n = torch.randn(20), 20_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(1))
-    drawn, logprobs = sample_tokens(logits.expand(n, -1), uniforms, 0.7)
+    drawn, logprobs, behaviour = sample_tokens(logits.expand(n, -1), uniforms, settings(0.7))
+    assert behaviour is logprobs
     probabilities = torch.softmax(logits / 0.7, -1)
     expected = (probabilities.double() / probabilities.double().sum() * n).numpy()
     assert chisquare(torch.bincount(drawn, minlength=20).numpy(), expected).pvalue > 0.001
@@ -72,8 +82,40 @@ def test_tokens_come_as_often_as_their_probability_says():
 
 def test_a_token_without_probability_is_never_drawn():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(3, -1)
-    drawn, _ = sample_tokens(logits, torch.tensor([0.0, 0.5, 1 - 2**-24]), 1.0)
+    drawn, _, _ = sample_tokens(logits, torch.tensor([0.0, 0.5, 1 - 2**-24]), settings(1.0))
     assert drawn.tolist() == [1, 3, 3]
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.7}])
+def test_restricted_sampling_draws_from_what_it_says_and_records_both_distributions(cut):
+    torch.manual_seed(0)
+    logits, n = torch.randn(20), 20_000
+    uniforms = torch.rand(n, generator=torch.Generator().manual_seed(1))
+    drawn, logprobs, behaviour = sample_tokens(logits.expand(n, -1), uniforms, settings(0.7, **cut))
+    policy = torch.softmax(logits.double() / 0.7, -1)
+    order = policy.argsort(descending=True)
+    kept = order[: cut.get("top_k", 20)]
+    inside = policy[kept] / policy[kept].sum()
+    needed = int((inside.cumsum(0) < cut.get("top_p", 1.0)).sum()) + 1
+    kept = kept[:needed]
+    expected = torch.zeros(20, dtype=torch.float64)
+    expected[kept] = policy[kept] / policy[kept].sum()
+    counts = torch.bincount(drawn, minlength=20)
+    assert counts[expected == 0].sum() == 0
+    assert chisquare(counts[kept].numpy(), (expected[kept] * n).numpy()).pvalue > 0.001
+    assert_close(logprobs, policy[drawn].log().float())
+    assert_close(behaviour, expected[drawn].log().float())
+
+
+def test_a_restricted_rollout_keeps_the_log_probabilities_it_was_drawn_with():
+    policy, prompts = LanguageModel(make_policy()), make_prompts(LENGTHS)
+    plain, cut = sample(policy, prompts), sample(policy, prompts, top_k=3)
+    assert plain.behaviour_logprobs is None
+    mask = cut.response_mask
+    assert (cut.behaviour_logprobs[mask] > cut.logprobs[mask]).all()
+    with torch.no_grad():
+        expected, _ = policy(cut.token_rows(torch.arange(len(cut))), 0.7)
+    assert_close(cut.logprobs[mask], expected, rtol=0, atol=1e-5)
 
 
 def test_a_response_does_not_depend_on_neighbours_order_or_batch_size():
@@ -85,8 +127,7 @@ def test_a_response_does_not_depend_on_neighbours_order_or_batch_size():
             policy,
             [prompt],
             uniforms[b : b + 1],
-            stop_token_id=EOS,
-            temperature=0.7,
+            settings(0.7),
             batch_size=1,
         )
         assert alone.response_ids[0].tolist() == together.response_ids[b].tolist()
@@ -134,11 +175,12 @@ def test_the_whole_batch_may_stop_at_once():
 
 def test_the_stop_token_is_the_one_that_is_set_else_the_end_of_sequence():
     tokenizer = make_tokenizer()
-    assert stop_token(tokenizer, None) == EOS
-    assert stop_token(tokenizer, 7) == 7
+    assert stop_token(tokenizer, "eos", None) == EOS
+    assert stop_token(tokenizer, "eos", 7) == 7
+    assert stop_token(tokenizer, None, None) == NO_STOP_TOKEN
     tokenizer.eos_token = None
     with pytest.raises(ModelError, match="Set stop_token_id"):
-        stop_token(tokenizer, None)
+        stop_token(tokenizer, "eos", None)
 
 
 def test_prompts_keep_their_start_token_and_lose_an_end_token():

@@ -7,7 +7,9 @@ import torch
 from torch.testing import assert_close
 
 from ppo_core.models import Critic, LanguageModel, RewardModel
-from ppo_core.scoring import critic_values, reference_logprobs, score, score_texts, score_tokens
+from ppo_core.prompts import response_texts
+from ppo_core.reward_sources import ModelReward
+from ppo_core.scoring import critic_values, full_kl, reference_logprobs, score, score_tokens
 from tests.test_models import make_rollout, row_of
 from tests.tiny import EOS, make_classifier, make_policy, make_tokenizer
 
@@ -32,7 +34,7 @@ def test_every_row_gets_what_its_own_tokens_give(batch_size):
         rollout,
         reference=reference,
         critic=critic,
-        reward=lambda rollout: score_tokens(reward_model, rollout, batch_size),
+        reward=lambda rollout: (score_tokens(reward_model, rollout, batch_size), {}),
         batch_size=batch_size,
     )
     mask = rollout.response_mask
@@ -74,7 +76,8 @@ def test_scores_by_text_are_those_by_token_where_both_read_the_same_words():
         tokenizer.decode(ids[:n])
         for ids, n in zip(rollout.prompt_ids, rollout.prompt_lengths, strict=True)
     ]
-    by_text = score_texts(reward_model, tokenizer, prompts, rollout, 2)
+    texts = response_texts(tokenizer, rollout)
+    by_text = reward_model.score_texts(prompts, texts, 2)
     assert_close(by_text, score_tokens(reward_model, rollout, 2))
 
 
@@ -88,7 +91,7 @@ def test_scores_by_text_use_the_reward_models_own_ids():
     model.resize_token_embeddings(len(other))
     reward_model = RewardModel(model, other)
     assert not reward_model.reads_tokens_of(tokenizer)
-    actual = score_texts(reward_model, tokenizer, ["v1"] * 4, rollout, 4)
+    actual = ModelReward(reward_model, tokenizer, 4)(["v1"] * 4, rollout)
     w7, v1 = other.get_vocab()["w7"], other.get_vocab()["v1"]
     expected = reward_model.score_encoded([[v1] + [w7] * n + [EOS] for n in (5, 2, 4, 1)], 4)
     assert_close(actual, expected)
@@ -105,3 +108,20 @@ def test_scoring_keeps_no_graph():
     critic = Critic.from_policy(make_policy())
     assert not critic_values(critic, rollout, 2).requires_grad
     assert not reference_logprobs(LanguageModel(make_policy()), rollout, 2).requires_grad
+
+
+def test_the_exact_divergence_is_the_sum_over_the_vocabulary():
+    rollout = make_wordy_rollout()
+    policy, reference = LanguageModel(make_policy()), LanguageModel(make_policy(seed=4))
+    actual = full_kl(policy, reference, rollout, 2)
+    assert (actual[~rollout.response_mask] == 0).all()
+    for b in range(4):
+        start = int(rollout.prompt_lengths[b])
+        row = torch.tensor([row_of(rollout, b)])
+        with torch.no_grad():
+            p, q = (
+                (model.model(row).logits[0, start - 1 : -1].double() / 0.7).log_softmax(-1)
+                for model in (policy, reference)
+            )
+        expected = (p.exp() * (p - q)).sum(-1)
+        assert_close(actual[b][rollout.response_mask[b]].double(), expected, rtol=0, atol=1e-5)

@@ -1,10 +1,14 @@
 """SFT and reward-model training: what counts in the losses, what is refused, and determinism."""
 
 import math
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tiny import make_classifier
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
@@ -13,21 +17,19 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pipeline.demo_task import write_base_model
 from ppo_core.config import SupervisedConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
 from ppo_core.supervised import (
-    IGNORED_LABEL,
     PairRanker,
-    collate_examples,
-    collate_pairs,
-    encode_example,
-    encode_pair,
+    centring_loss,
     preference_loss,
     train_reward_model,
     train_sft,
 )
+from ppo_core.supervised_data import collate_pairs, encode_pair
 
 EXAMPLES = [
     {"prompt": "i lost the ring . tl;dr :", "completion": "lost ring"},
@@ -54,53 +56,47 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-# --- What counts -----------------------------------------------------------------
-
-
-def test_only_the_completion_and_its_end_are_learned(base):
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    row = encode_example(tokenizer, EXAMPLES[0], 0, settings())
-    # <bos> i lost the ring . tl;dr : | lost ring <eos>
-    assert tokenizer.decode(row["input_ids"]) == "<bos> i lost the ring . tl;dr : lost ring <eos>"
-    assert row["labels"] == [IGNORED_LABEL] * 8 + row["input_ids"][8:]
-    assert len(row["labels"]) == 11
-
-
-def test_end_of_text_false_appends_nothing(base):
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    row = encode_example(tokenizer, EXAMPLES[0], 0, settings(end_of_text=False))
-    assert tokenizer.decode(row["input_ids"][8:]) == "lost ring"
-
-
-def test_examples_are_padded_on_the_right_and_padding_does_not_count():
-    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8], "labels": [8]}]
-    batch = collate_examples(rows)
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
-    assert batch["labels"].tolist() == [[-100, 6, 7], [8, -100, -100]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-
-
-def test_pairs_keep_the_chosen_response_first(base):
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    pair = encode_pair(tokenizer, PAIRS[1], 0, settings())
-    assert tokenizer.decode(pair["chosen"]) == "<bos> i felt sad . tl;dr : felt sad <eos>"
-    assert tokenizer.decode(pair["rejected"]) == "<bos> i felt sad . tl;dr : <eos>"
-    batch = collate_pairs([pair])
-    assert batch["lengths"].tolist() == [[10, 8]]
-    assert batch["input_ids"].shape == (1, 2, 10)
-    assert batch["input_ids"][0, 0].tolist() == pair["chosen"]
-
-
-def test_a_pair_needs_no_prompt(base):
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    pair = encode_pair(tokenizer, {"chosen": "sad", "rejected": "proud"}, 0, settings())
-    assert tokenizer.decode(pair["chosen"]) == "<bos> sad <eos>"
+# --- The losses ------------------------------------------------------------------
 
 
 def test_preference_loss_matches_the_numbers_done_by_hand():
     # differences 0 and ln 3: -log(1/2) = ln 2, -log(3/4) = ln(4/3); their mean is ln(8/3) / 2
     loss = preference_loss(torch.tensor([1.0, 2.0 + math.log(3)]), torch.tensor([1.0, 2.0]))
     assert_close(loss, torch.tensor(math.log(8 / 3) / 2))
+
+
+def test_a_margin_is_taken_off_the_difference_before_the_sigmoid():
+    # differences ln 3 and 0, margins ln 3 and -ln 3: -log(1/2) = ln 2, -log(3/4) = ln(4/3)
+    ln3 = math.log(3)
+    loss = preference_loss(
+        torch.tensor([ln3, 1.0]), torch.tensor([0.0, 1.0]), torch.tensor([ln3, -ln3])
+    )
+    assert_close(loss, torch.tensor(math.log(8 / 3) / 2))
+
+
+def test_centring_loss_matches_the_numbers_done_by_hand():
+    # (1 + 2)^2 = 9 and (0 - 1)^2 = 1; their mean is 5
+    loss = centring_loss(torch.tensor([1.0, 0.0]), torch.tensor([2.0, -1.0]))
+    assert loss.item() == 5
+
+
+def test_the_loss_of_a_batch_of_pairs_has_its_margins_and_its_centring():
+    ranker = PairRanker(make_classifier(), centre_rewards_coefficient=0.1).double().eval()
+    rows = [
+        {"chosen": [3, 4, 1], "rejected": [3, 5], "margin": 0.5},
+        {"chosen": [6, 1], "rejected": [6, 7, 8, 1], "margin": 0.0},
+    ]
+    scores = [
+        [ranker.classifier(torch.tensor([row[side]])).logits.item() for row in rows]
+        for side in ("chosen", "rejected")
+    ]
+    pairs = list(zip(*scores, (0.5, 0.0), strict=True))
+    expected = sum(
+        -math.log(1 / (1 + math.exp(rejected + margin - chosen))) + 0.1 * (chosen + rejected) ** 2
+        for chosen, rejected, margin in pairs
+    )
+    loss = ranker(**collate_pairs(rows))["loss"]
+    assert loss.item() == pytest.approx(expected / 2, abs=1e-6)
 
 
 def test_scores_do_not_depend_on_padding_neighbours_or_pad_tokens_in_the_text(base):
@@ -117,7 +113,7 @@ def test_scores_do_not_depend_on_padding_neighbours_or_pad_tokens_in_the_text(ba
 def test_the_head_starts_at_the_published_scale(base):
     torch.manual_seed(0)
     classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
-    head = PairRanker(classifier).head.weight
+    head = PairRanker(classifier).classifier.score.weight
     # 128 draws of standard deviation 1/sqrt(129) = 0.0880; four standard errors are 0.022.
     assert head.std().item() == pytest.approx(0.088, abs=0.022)
 
@@ -173,6 +169,63 @@ def test_the_model_that_training_starts_from_is_left_as_it_was(base, tmp_path):
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before
 
 
+def test_two_batches_of_one_row_are_one_step_of_a_batch_of_two(base, tmp_path):
+    rows = [EXAMPLES[0], {"prompt": "sad", "completion": "lost ring " * 20}]
+    for name, changes in {
+        "whole": {"batch_size": 2},
+        "parts": {"batch_size": 1, "gradient_accumulation_steps": 2},
+    }.items():
+        config = settings(num_epochs=3, **changes)
+        metrics = train_sft(base, rows, config, tmp_path / name)
+        assert metrics["steps"] == 3
+    # Adam divides by the size of the gradient, which makes much of rounding where it is near 0.
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert_close(whole, parts, rtol=0, atol=1e-4)
+
+
+def test_bf16_changes_the_arithmetic_and_not_the_kind_of_the_weights(base, tmp_path):
+    for bf16 in (False, True):
+        config = settings(bf16=bf16, warmup_ratio=0.0)
+        train_sft(base, EXAMPLES, config, tmp_path / f"sft-{bf16}")
+        train_reward_model(base, PAIRS, config, tmp_path / f"rm-{bf16}")
+    for kind in ("sft", "rm"):
+        full, half = (
+            load_file(tmp_path / f"{kind}-{bf16}" / "model.safetensors") for bf16 in (False, True)
+        )
+        assert {tensor.dtype for tensor in half.values()} == {torch.float32}
+        assert any(not torch.equal(full[name], half[name]) for name in full)
+
+
+def test_gradient_checkpointing_computes_layers_again_and_changes_no_weight(base, tmp_path):
+    for train, rows in ((train_sft, EXAMPLES), (train_reward_model, PAIRS)):
+        calls = {}
+        for on in (False, True):
+            folder = tmp_path / f"{train.__name__}-{on}"
+            config = settings(gradient_checkpointing=on, warmup_ratio=0.0)
+            with counting_calls(LlamaMLP) as count:
+                train(base, rows, config, folder)
+            calls[on] = count[0]
+        # one optimizer step through 3 layers
+        assert calls == {False: 3, True: 6}
+        plain, again = (
+            load_file(tmp_path / f"{train.__name__}-{on}" / "model.safetensors")
+            for on in (False, True)
+        )
+        assert_close(plain, again, rtol=0, atol=1e-7)
+
+
+@contextmanager
+def counting_calls(kind):
+    count = [0]
+
+    def count_one(module, *_):
+        count[0] += isinstance(module, kind)
+
+    hook = register_module_forward_pre_hook(count_one)
+    yield count
+    hook.remove()
+
+
 # --- What is refused -------------------------------------------------------------
 
 
@@ -192,12 +245,6 @@ def test_unusable_examples_are_refused_before_training(base, tmp_path, examples,
     with pytest.raises(DataError, match=message):
         train_sft(base, examples, settings(), tmp_path / "sft")
     assert not (tmp_path / "sft").exists()
-
-
-def test_an_empty_completion_without_an_end_is_refused(base, tmp_path):
-    rows = [{"prompt": "sad", "completion": ""}]
-    with pytest.raises(DataError, match="Row 0 has an empty completion"):
-        train_sft(base, rows, settings(end_of_text=False), tmp_path / "sft")
 
 
 def test_rows_beyond_the_models_context_are_refused_whatever_the_settings_say(base, tmp_path):
@@ -230,6 +277,24 @@ def test_a_classifier_that_does_not_read_the_last_token_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("train", "rows", "changes"),
+    [
+        (train_sft, EXAMPLES, {"centre_rewards_coefficient": 0.01}),
+        (train_reward_model, PAIRS, {"completion_only_loss": False}),
+    ],
+)
+def test_a_setting_of_the_other_training_is_refused_by_name(base, tmp_path, train, rows, changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        train(base, rows, settings(**changes), tmp_path / "out")
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused_before_training(base, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"output_dir=.* cannot be made"):
+        train_sft(base, EXAMPLES, settings(), tmp_path / "file" / "sft")
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("learning_rate", 0.0),
@@ -238,6 +303,8 @@ def test_a_classifier_that_does_not_read_the_last_token_is_refused():
         ("max_length", 0),
         ("warmup_ratio", 1.0),
         ("weight_decay", -0.1),
+        ("gradient_accumulation_steps", 0),
+        ("centre_rewards_coefficient", -0.1),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(name, value):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import TrainerCallback
 
 from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
@@ -24,14 +25,16 @@ CONFIG = PPOConfig(
     batch_size=16,
     num_ppo_epochs=2,
     num_mini_batches=2,
-    microbatch_size=3,
-    generation_batch_size=5,
+    per_device_train_batch_size=3,
+    local_rollout_forward_batch_size=5,
     response_length=8,
     learning_rate=1e-3,
     temperature=1.0,
     missing_eos_penalty=1.0,
     stop_token_id=9,
     whiten_rewards=True,
+    save_strategy="no",
+    disable_tqdm=True,
 )
 
 METRICS = {
@@ -71,10 +74,22 @@ def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.policy.model.state_dict().items()}
 
 
+class LogRecorder(TrainerCallback):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        self.logged = []
+
+    def on_log(self, args, state, control, *, logs, **kwargs):
+        self.logged.append(logs)
+
+
 def test_every_metric_is_logged_after_every_update():
-    logged = []
-    history = make_trainer(log=logged.append).train()
-    assert logged == history
+    recorder = LogRecorder()
+    history = make_trainer(callbacks=[recorder]).train()
+    assert [{**logs, "epoch": None} for logs in recorder.logged] == [
+        {**metrics, "epoch": None} for metrics in history
+    ]
     assert len(history) == 2
     assert set(history[0]) >= METRICS
     assert [metrics["episode"] for metrics in history] == [16, 32]
@@ -107,7 +122,11 @@ def test_the_same_seed_gives_the_same_weights_to_the_bit_and_another_does_not():
 
 def test_batch_splitting_changes_nothing_but_rounding():
     split = make_trainer()
-    whole = make_trainer(dataclasses.replace(CONFIG, microbatch_size=16, generation_batch_size=16))
+    whole = make_trainer(
+        dataclasses.replace(
+            CONFIG, per_device_train_batch_size=16, local_rollout_forward_batch_size=16
+        )
+    )
     split.step(), whole.step()
     for name, weight in weights(whole).items():
         # Adam divides by the gradient's own size, so rounding in a tiny gradient shows.
@@ -119,8 +138,8 @@ def test_the_policy_learns_what_the_reward_model_likes():
         CONFIG,
         total_episodes=64 * 24,
         batch_size=64,
-        microbatch_size=64,
-        generation_batch_size=64,
+        per_device_train_batch_size=64,
+        local_rollout_forward_batch_size=64,
         kl_coef=0.0,
         missing_eos_penalty=0.0,
         learning_rate=3e-3,
@@ -139,8 +158,8 @@ def test_the_divergence_holds_the_policy_back():
             CONFIG,
             total_episodes=64 * 16,
             batch_size=64,
-            microbatch_size=64,
-            generation_batch_size=64,
+            per_device_train_batch_size=64,
+            local_rollout_forward_batch_size=64,
             kl_coef=kl_coef,
             learning_rate=3e-3,
         )
@@ -153,7 +172,7 @@ def test_the_reference_and_the_reward_model_do_not_move():
     trainer.train()
     for frozen, fresh in (
         (trainer.reference.model, make_policy()),
-        (trainer.reward_model.model, make_classifier()),
+        (trainer.rewards.models()[0].model, make_classifier()),
     ):
         for name, weight in fresh.state_dict().items():
             assert torch.equal(frozen.state_dict()[name], weight)
@@ -207,9 +226,9 @@ def test_the_same_object_as_policy_and_reference_is_refused():
         make_trainer(model=policy, ref_model=policy)
 
 
-def test_a_bare_model_as_reward_is_refused_with_the_way_to_load_it():
+def test_a_language_model_as_reward_is_refused_with_the_way_to_load_one():
     with pytest.raises(ModelError, match="load_reward_model"):
-        make_trainer(reward_model=make_classifier())
+        make_trainer(reward_model=make_policy())
 
 
 def test_a_policy_that_cannot_learn_is_refused():
@@ -231,7 +250,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_before_training():
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ({"missing_eos_penalty": -1.0}, "missing_eos_penalty=-1.0 must be at least 0"),
         ({"lam": 1.5}, "lam=1.5 must be between 0 and 1"),
-        ({"kl_estimator": "k9"}, "kl_estimator='k9' must be one of k1, k3"),
+        ({"kl_estimator": "k9"}, "kl_estimator='k9' must be one of k1, k2, k3, abs, full"),
         ({"adam_beta2": 1.0}, "adam_beta2=1.0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan"),
     ],

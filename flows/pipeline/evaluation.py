@@ -19,7 +19,8 @@ def answer(
         response_length=settings.ppo.response_length,
         temperature=settings.evaluation.temperature,
         seed=settings.seed,
-        batch_size=settings.ppo.generation_batch_size,
+        batch_size=settings.ppo.local_rollout_forward_batch_size,
+        stop=settings.ppo.stop_token,
         stop_token_id=settings.ppo.stop_token_id,
         reference=load_policy(reference),
     )

@@ -92,7 +92,7 @@ def require_writable(folder: Path, name: str) -> None:
 def _check_prompts(settings: Settings) -> None:
     """Refuse prompts that leave no room for a response."""
     tokenizer = load_tokenizer(settings.policy)
-    stop_token(tokenizer, settings.ppo.stop_token_id)
+    stop_token(tokenizer, settings.ppo.stop_token, settings.ppo.stop_token_id)
     context = context_length(load_config(settings.policy))
     for rows, name in (
         (training_prompts(settings), "prompts"),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def read_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, 
 def load_policy(settings: Settings) -> Result:
     """The policy to start from: as it is, or fine-tuned on `sft_data`."""
     from pipeline import cache, inputs
-    from ppo_core import prompts, supervised
+    from ppo_core import supervised
 
     if not settings.sft_data:
         return {"path": settings.policy, "metrics": {}}
@@ -52,7 +53,7 @@ def load_policy(settings: Settings) -> Result:
             "model": _digest_of_model(settings.policy),
             "rows": rows.digest,
             "settings": asdict(settings.sft),
-            "code": cache.digest_of_code(supervised, prompts),
+            "code": cache.digest_of_code(*_supervised_code()),
         },
         lambda folder: supervised.train_sft(settings.policy, rows.usable, settings.sft, folder),
     )
@@ -62,7 +63,7 @@ def load_policy(settings: Settings) -> Result:
 def load_reward_model(settings: Settings, sft: Result) -> Result:
     """The reward model: the one that is named, or one trained from the policy."""
     from pipeline import cache, inputs
-    from ppo_core import prompts, supervised
+    from ppo_core import supervised
 
     if settings.reward_model:
         return {"path": settings.reward_model, "metrics": {}}
@@ -75,7 +76,7 @@ def load_reward_model(settings: Settings, sft: Result) -> Result:
             "model": _digest_of_model(sft["path"]),
             "rows": rows.digest,
             "settings": asdict(training),
-            "code": cache.digest_of_code(supervised, prompts),
+            "code": cache.digest_of_code(*_supervised_code()),
         },
         lambda folder: supervised.train_reward_model(sft["path"], rows.usable, training, folder),
     )
@@ -101,27 +102,27 @@ def train_policy(
 ) -> Result:
     """Train the policy with PPO against the reward model."""
     from pipeline import inputs
+    from pipeline.metrics_file import MetricsFile
     from ppo_core.models import load_policy, load_reward_model, load_tokenizer
     from ppo_core.trainer import PPOTrainer
 
     folder = _run_folder(settings, run_id)
-    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as log:
-        trainer = PPOTrainer(
-            args=settings.ppo,
-            processing_class=load_tokenizer(sft["path"]),
-            model=load_policy(sft["path"]),
-            ref_model=load_policy(sft["path"]),
-            reward_model=load_reward_model(
-                reward_model["path"],
-                bias=validation["bias"],
-                end_of_text=settings.reward_model_training.end_of_text,
-            ),
-            train_dataset=inputs.training_prompts(settings).column("prompt"),
-            log=lambda metrics: print(json.dumps(metrics), file=log, flush=True),
-        )
-        started = time.perf_counter()
-        updates = trainer.train()
-        seconds = time.perf_counter() - started
+    trainer = PPOTrainer(
+        args=replace(settings.ppo, output_dir=str(folder / "ppo")),
+        processing_class=load_tokenizer(sft["path"]),
+        model=load_policy(sft["path"]),
+        ref_model=load_policy(sft["path"]),
+        reward_model=load_reward_model(
+            reward_model["path"],
+            bias=validation["bias"],
+            end_of_text=settings.reward_model_training.end_of_text,
+        ),
+        train_dataset=inputs.training_prompts(settings).column("prompt"),
+        callbacks=[MetricsFile(folder / "metrics.jsonl")],
+    )
+    started = time.perf_counter()
+    updates = trainer.train()
+    seconds = time.perf_counter() - started
     trainer.save_model(folder / "policy")
     return {
         "path": str(folder / "policy"),
@@ -259,6 +260,13 @@ def _make_demo_task(settings: Settings) -> Settings:
         prompts=str(made.path / "prompts-train.jsonl"),
         eval_prompts=str(made.path / "prompts-eval.jsonl"),
     )
+
+
+def _supervised_code() -> list[ModuleType]:
+    """What decides how rows are encoded and models trained: a change there makes them anew."""
+    from ppo_core import chat, prompts, supervised, supervised_data, supervised_loop
+
+    return [chat, prompts, supervised, supervised_data, supervised_loop]
 
 
 def _cache_folder(settings: Settings) -> Path:

@@ -1,0 +1,86 @@
+"""The statistics of a classic step, by the names that its scripts log and plot."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_core.metrics import explained_variance
+from ppo_core.records import Experience, Scores, TokenSums
+from ppo_core.tensors import SumOverProcesses, masked_mean
+
+Stats = dict[str, Any]
+"""Numbers by name, and under names that end in "_dist" a number for each response."""
+
+
+def step_stats(
+    experience: Experience,
+    scores: Scores,
+    kl: Tensor,
+    sums: TokenSums,
+    *,
+    kl_coef: float,
+    vf_coef: float,
+    sum_over_processes: SumOverProcesses,
+) -> Stats:
+    """What one step saw: means over counted tokens of all processes; kl is (B, T).
+
+    `sums` are those of all processes.
+    """
+    rollout = experience.rollout
+    mask = rollout.response_mask
+
+    def of_tokens(values: Tensor) -> float:
+        return masked_mean(values, mask, sum_over_processes).item()
+
+    def spread_of_tokens(values: Tensor) -> float:
+        return of_tokens((values - of_tokens(values)) ** 2)
+
+    response_kl = kl.sum(dim=1)
+    query_lengths = rollout.prompt_lengths.float()
+    response_lengths = rollout.response_lengths.float()
+    mean_kl, kl_tokens = _mean(response_kl, sum_over_processes), of_tokens(kl)
+    tokens = sums.tokens
+    of_losses = {
+        "ppo/loss/policy": sums.policy_loss / tokens,
+        "ppo/loss/value": sums.value_loss / tokens,
+        "ppo/loss/total": (sums.policy_loss + vf_coef * sums.value_loss) / tokens,
+        "ppo/policy/entropy": sums.entropy / tokens,
+        "ppo/policy/approxkl": sums.approxkl / tokens,
+        "ppo/policy/policykl": sums.kl_from_old / tokens,
+        "ppo/policy/clipfrac": sums.clipped / tokens,
+        "ppo/policy/ratio": 1 + sums.ratio_error / tokens,
+        "ppo/val/clipfrac": sums.value_clipped / tokens,
+    }
+    return {
+        "objective/kl": mean_kl,
+        "objective/kl_dist": response_kl.tolist(),
+        "objective/kl_coef": kl_coef,
+        "objective/entropy": _mean(-rollout.logprobs.sum(dim=1), sum_over_processes),
+        "ppo/mean_non_score_reward": -kl_coef * kl_tokens,
+        "ppo/mean_scores": _mean(scores.scores, sum_over_processes),
+        "ppo/std_scores": _std(scores.scores, sum_over_processes),
+        **of_losses,
+        "ppo/policy/advantages_mean": of_tokens(experience.advantages),
+        "ppo/returns/mean": of_tokens(experience.returns),
+        "ppo/returns/var": spread_of_tokens(experience.returns),
+        "ppo/val/mean": of_tokens(experience.values),
+        "ppo/val/var": spread_of_tokens(experience.values),
+        "ppo/val/error": of_tokens((experience.values - experience.returns) ** 2),
+        "ppo/val/var_explained": explained_variance(experience, sum_over_processes),
+        "tokens/queries_len_mean": _mean(query_lengths, sum_over_processes),
+        "tokens/queries_len_std": _std(query_lengths, sum_over_processes),
+        "tokens/queries_dist": query_lengths.tolist(),
+        "tokens/responses_len_mean": _mean(response_lengths, sum_over_processes),
+        "tokens/responses_len_std": _std(response_lengths, sum_over_processes),
+        "tokens/responses_dist": response_lengths.tolist(),
+    }
+
+
+def _mean(values: Tensor, sum_over_processes: SumOverProcesses) -> float:
+    everywhere = torch.ones_like(values, dtype=torch.bool)
+    return masked_mean(values, everywhere, sum_over_processes).item()
+
+
+def _std(values: Tensor, sum_over_processes: SumOverProcesses) -> float:
+    return _mean((values - _mean(values, sum_over_processes)) ** 2, sum_over_processes) ** 0.5

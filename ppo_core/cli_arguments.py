@@ -1,0 +1,96 @@
+"""What `python -m ppo_core` takes beside PPOConfig: the data, the models, the adapters."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from ppo_core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptArguments:
+    """The data, and where to go on."""
+
+    dataset_name: str | None = None
+    """Folder, .jsonl, .json or .parquet file, or hub id of the prompts; required."""
+
+    dataset_config: str | None = None
+    """Configuration of a data set that has several."""
+
+    dataset_train_split: str = "train"
+    """Split to train on."""
+
+    dataset_test_split: str = "test"
+    """Split to evaluate on, read with eval_strategy=steps."""
+
+    resume_from_checkpoint: str | None = None
+    """Folder of the checkpoint to go on from, or `latest` for the newest in output_dir, if any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """The policy, its precision and its adapters."""
+
+    model_name_or_path: str | None = None
+    """Folder or hub id of the tokenizer, and of the policy where no sft_model_path is given."""
+
+    model_revision: str = "main"
+    """Branch, tag or commit of the policy on the hub."""
+
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    """Precision of the policy's weights; other than float32 only for the frozen base of LoRA."""
+
+    attn_implementation: str | None = None
+    """Attention of the policy, such as sdpa, eager or flash_attention_2; None lets it choose."""
+
+    use_peft: bool = False
+    """Train LoRA adapters (arXiv:2106.09685) on a frozen policy, which is then the reference."""
+
+    lora_r: int = 16
+    """Rank of the adapters."""
+
+    lora_alpha: int = 32
+    """The adapters are scaled by lora_alpha / lora_r."""
+
+    lora_target_modules: list[str] | None = None
+    """Modules that get adapters, or `all-linear`; None takes PEFT's choice for the model."""
+
+    lora_target_parameters: list[str] | None = None
+    """Parameters that get adapters without being a module's weight, such as those of experts."""
+
+    lora_modules_to_save: list[str] | None = None
+    """Modules that are trained and saved whole."""
+
+    use_rslora: bool = False
+    """Scale the adapters by lora_alpha / sqrt(lora_r) (arXiv:2312.03732)."""
+
+    use_dora: bool = False
+    """Adapt magnitude and direction of the weights apart (arXiv:2402.09353)."""
+
+    load_in_8bit: bool = False
+    """Load the frozen base in 8 bits; needs bitsandbytes and a GPU."""
+
+    load_in_4bit: bool = False
+    """Load the frozen base in 4 bits; needs bitsandbytes and a GPU."""
+
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    """Number format of the 4 bits."""
+
+    use_bnb_nested_quant: bool = False
+    """Quantise the constants of the 4-bit quantisation as well."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, before anything is loaded."""
+        changed = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        lora = [name for name in changed if name.startswith(("lora_", "use_rslora", "use_dora"))]
+        if lora and not self.use_peft:
+            raise ConfigError(f"{lora[0]} takes effect only with --use_peft. Give both.")
+        four_bit = [name for name in changed if "bnb" in name]
+        if four_bit and not self.load_in_4bit:
+            raise ConfigError(f"{four_bit[0]} takes effect only with --load_in_4bit. Give both.")
+        frozen = [name for name in changed if name in ("dtype", "load_in_8bit", "load_in_4bit")]
+        if frozen and not self.use_peft:
+            raise ConfigError(
+                f"{frozen[0]}={getattr(self, frozen[0])!r} would be the precision of the weights "
+                "that are trained, where small steps are lost. Give --use_peft as well, which "
+                "trains adapters on a frozen base, or train in autocast with --bf16."
+            )

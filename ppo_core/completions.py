@@ -1,0 +1,127 @@
+"""Sample responses as a table: on the terminal, in a file, and where the metrics go."""
+
+import json
+import unicodedata
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import TrainerCallback
+from transformers.integrations.integration_utils import (
+    MLflowCallback,
+    TensorBoardCallback,
+    WandbCallback,
+)
+
+from ppo_core.errors import DataError
+
+COLUMNS = ("query", "response", "score")
+
+_MARKDOWN = str.maketrans(
+    {c: f"\\{c}" for c in "\\`*_[]"} | {c: f"&#{ord(c)};" for c in "<>&|~$"} | {"\n": "<br>"}
+)
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Responses to some queries, in order.
+
+    Raises:
+        DataError: the lists differ in length.
+    """
+
+    queries: list[str]
+    responses: list[str]
+    scores: list[float]
+
+    def __post_init__(self) -> None:
+        """Refuse lists that do not belong together."""
+        if not len(self.queries) == len(self.responses) == len(self.scores):
+            raise DataError(
+                f"{len(self.queries)} queries, {len(self.responses)} responses and "
+                f"{len(self.scores)} scores are no table: each response has one of each."
+            )
+
+    def __len__(self) -> int:
+        """Rows of the table."""
+        return len(self.queries)
+
+    def __iter__(self) -> Iterator[tuple[str, str, float]]:
+        """Rows of the table: query, response, score."""
+        return iter(zip(self.queries, self.responses, self.scores, strict=True))
+
+
+def print_table(completions: Completions, title: str, *, limit: int) -> None:
+    """Print the first `limit` rows on the terminal, the texts letter by letter as they are."""
+    caption = f"{limit} of {len(completions)}" if limit < len(completions) else None
+    table = Table(title=Text(title), caption=caption, show_lines=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name == "score" else "left")
+    for query, response, score in list(completions)[:limit]:
+        table.add_row(Text(printable(query)), Text(printable(response)), f"{score:.4g}")
+    Console().print(table)
+
+
+def log_table(
+    completions: Completions,
+    *,
+    step: int,
+    callbacks: Iterable[TrainerCallback],
+    output_dir: str | Path,
+) -> None:
+    """Keep the table of one step; to be called in the main process alone.
+
+    It goes to `output_dir/completions/step-<step>.jsonl`, and to the MLflow run, the TensorBoard
+    log and the W&B run that are open in `callbacks`, as "completions".
+    """
+    _write_lines(completions, Path(output_dir) / "completions" / f"step-{step:06d}.jsonl")
+    for callback in callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            callback.tb_writer.add_text("completions", markdown_table(completions), step)
+        elif isinstance(callback, WandbCallback) and callback._wandb.run is not None:
+            _log_to_wandb(completions, step, callback)
+        elif isinstance(callback, MLflowCallback) and callback._ml_flow.active_run() is not None:
+            _log_to_mlflow(completions, step, callback)
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which could move the cursor of a terminal."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+
+
+def as_markdown(text: str) -> str:
+    """Markdown that shows the text as it is, on one line: no markup, no HTML, no cell border."""
+    return printable(text).translate(_MARKDOWN)
+
+
+def markdown_table(completions: Completions) -> str:
+    """The rows as a table in markdown."""
+    head = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
+    rows = [f"{as_markdown(q)} | {as_markdown(r)} | {score:.4g}" for q, r, score in completions]
+    return "\n".join(f"| {line} |" for line in head + rows)
+
+
+def _write_lines(completions: Completions, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (dict(zip(COLUMNS, row, strict=True)) for row in completions)
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    path.write_text(text, encoding="utf-8")
+
+
+def _log_to_wandb(completions: Completions, step: int, callback: WandbCallback) -> None:
+    table = callback._wandb.Table(columns=list(COLUMNS), data=[list(row) for row in completions])
+    callback._wandb.log({"completions": table, "train/global_step": step})
+
+
+def _log_to_mlflow(completions: Completions, step: int, callback: MLflowCallback) -> None:
+    """Add rows to the one table of the run.
+
+    A table for each step would end the run at about the 130th: MLflow lists them in one tag. Where
+    it adds to a table it reads "007" as 7 if a whole column is numbers; the file keeps the text.
+    """
+    columns = (completions.queries, completions.responses, completions.scores)
+    table = {"step": [step] * len(completions)} | dict(zip(COLUMNS, columns, strict=True))
+    callback._ml_flow.log_table(table, "completions.json")

@@ -1,0 +1,182 @@
+"""DeepSpeed in its own words: its settings, its steps, and parameters that are in shards.
+
+Beside engine.py the only file that imports accelerate or deepspeed.
+"""
+
+import json
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DeepSpeedPlugin
+from torch import Tensor, nn
+
+from ppo_core.errors import ConfigError
+
+Settings = dict[str, Any]
+
+_REFUSED = {
+    "fp16.enabled": "the weights stay in fp32; bf16=True computes in bfloat16",
+    "bf16.enabled": "the weights would become bfloat16; bf16=True keeps them in fp32 and computes "
+    "in bfloat16",
+    "torch_autocast.enabled": "bf16=True does the same for sampling and scoring too",
+    "amp.enabled": "bf16=True computes in bfloat16",
+    "optimizer": "the trainer makes the optimizer; set learning_rate, weight_decay and adam_beta1, "
+    "adam_beta2, adam_epsilon",
+    "scheduler": "the trainer makes the schedule; set lr_scheduler_type and warmup_ratio",
+    "gradient_clipping": "set max_grad_norm",
+}
+
+
+def is_launched() -> bool:
+    """Whether `accelerate launch` started this process with distributed_type DEEPSPEED."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def make_plugin(path: str | None) -> DeepSpeedPlugin:
+    """Accelerate's DeepSpeed settings: from a JSON file, else from what `accelerate launch` says.
+
+    The batch sizes are those of the trainer, so DeepSpeed's keys for them may be "auto" or
+    left out. Whatever else is "auto" takes DeepSpeed's default.
+
+    Raises:
+        ConfigError: there is no such file, it is not JSON, the launcher names settings as well,
+            or a setting is one that the trainer makes.
+    """
+    if path is not None and "ACCELERATE_CONFIG_DS_FIELDS" in os.environ:
+        raise ConfigError(
+            f"deepspeed={path!r} is set, and accelerate launch was started with DeepSpeed settings "
+            "too. Name them in one place."
+        )
+    path = path or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if path is None:
+        plugin = DeepSpeedPlugin()
+        fill_settings(plugin.deepspeed_config, "the configuration of accelerate launch")
+        return plugin
+    settings = _read(path)
+    fill_settings(settings, f"'{path}'")
+    return DeepSpeedPlugin(hf_ds_config=settings)
+
+
+def _read(path: str) -> Settings:
+    try:
+        settings = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"No DeepSpeed settings can be read from '{path}': {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"The DeepSpeed settings in '{path}' are not a JSON object.")
+    return settings
+
+
+def fill_settings(settings: Settings, source: str) -> None:
+    """Check DeepSpeed's settings, read from `source`, and put the trainer's in; in place.
+
+    Raises:
+        ConfigError: a setting contradicts the trainer; the message names it.
+    """
+    for key, instead in _REFUSED.items():
+        if (value := _lookup(settings, key)) not in (None, False, 0, "auto"):
+            raise ConfigError(f"{key}={value!r} in {source} is not taken: {instead}.")
+    # The accumulation's end is told by hand, since its length changes from step to step.
+    ours = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+    for key, value in ours.items():
+        if (found := settings.get(key)) not in (None, value, "auto"):
+            raise ConfigError(
+                f"{key}={found!r} in {source} is not taken: the trainer sets the sizes of batches. "
+                'Write "auto" there and set per_device_train_batch_size.'
+            )
+    _drop_automatic(settings)
+    settings.update(ours, fp16={"enabled": False}, bf16={"enabled": False}, gradient_clipping=0.0)
+    settings.setdefault("zero_optimization", {}).setdefault("stage", 0)
+
+
+def _lookup(settings: Settings, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return settings.get(section, {}).get(name) if name else settings.get(section)
+
+
+def _drop_automatic(settings: Settings) -> None:
+    for key, value in list(settings.items()):
+        if value == "auto":
+            del settings[key]
+        elif isinstance(value, dict):
+            _drop_automatic(value)
+
+
+def join_alone(backend: str) -> None:
+    """Make a process group of this process, where no launcher did: DeepSpeed needs one."""
+    if "LOCAL_RANK" not in os.environ and not torch.distributed.is_initialized():
+        os.environ["LOCAL_RANK"] = "0"
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def build_models_whole() -> None:
+    """Models that are made from now on are whole until they are prepared, under ZeRO-3 too."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+
+
+def unwrap(module: Any) -> nn.Module:
+    """The module inside of DeepSpeed's; any other as it is."""
+    from deepspeed import DeepSpeedEngine
+
+    return module.module if isinstance(module, DeepSpeedEngine) else module
+
+
+def zero_stage(module: nn.Module) -> int:
+    """Stage of ZeRO that shards a module; 0 if its parameters, gradients and moments are whole."""
+    stage = getattr(module, "zero_optimization_stage", None)
+    return int(stage()) if stage else 0
+
+
+def step(module: Any, max_grad_norm: float) -> Tensor:
+    """Clip and step a module in ZeRO's stages 1 to 3, whose gradients are in shards.
+
+    Returns the norm of all gradients before. ZeRO itself leaves out a step whose norm is not
+    finite, in all processes, since the norm is summed over them.
+    """
+    module.optimizer.clip_grad = max_grad_norm
+    module.step()
+    return torch.as_tensor(module.get_global_grad_norm(), device=module.device)
+
+
+def discard(module: Any) -> None:
+    """Drop the gradients of a module in ZeRO's stages 1 to 3.
+
+    DeepSpeed has no call for it, but drops gradients of which one is not a number.
+    """
+    from deepspeed.utils import safe_set_full_grad, safe_set_local_grad
+
+    parameter = next(p for p in module.parameters() if p.requires_grad)
+    if zero_stage(module) == 3:
+        safe_set_local_grad(parameter, torch.full_like(parameter.ds_tensor, torch.nan))
+    else:
+        safe_set_full_grad(parameter, torch.full_like(parameter, torch.nan))
+    module.step()
+
+
+def gathered(module: Any) -> AbstractContextManager[Any]:
+    """Inside, a module under ZeRO-3 is whole in every process, and no forward pass communicates.
+
+    So the processes may make different numbers of passes. Nothing may be changed inside.
+    """
+    from deepspeed.runtime.zero import unwrap_model_for_generation
+
+    return unwrap_model_for_generation(module)
+
+
+def gathered_parameter(parameter: Any) -> AbstractContextManager[Any]:
+    """Inside, a parameter is whole in every process, whether or not ZeRO-3 shards it."""
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    from deepspeed.runtime.zero import GatheredParameters, ZeroParamStatus
+
+    return GatheredParameters([parameter], enabled=parameter.ds_status != ZeroParamStatus.AVAILABLE)

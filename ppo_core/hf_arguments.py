@@ -1,0 +1,126 @@
+"""Settings from the command line, or from a TOML file with the same names."""
+
+import ast
+import inspect
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transformers import HfArgumentParser
+
+from ppo_core.errors import ConfigError
+from ppo_core.unsupported import refuse_unsupported
+
+
+def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
+    """One instance of each dataclass in `kinds`, from flags.
+
+    The first word may be a TOML file instead of a flag; it stands for one flag per line, and
+    flags after it win over it.
+
+    Raises:
+        ConfigError: a flag, a value or the file cannot be used.
+        SystemExit: --help was given and has been answered.
+    """
+    parser = DocumentedParser(kinds)
+    if argv and not argv[0].startswith("-"):
+        argv = [*_flags_of_file(Path(argv[0])), *argv[1:]]
+    *parsed, rest = parser.parse_args_into_dataclasses(
+        argv, return_remaining_strings=True, look_for_args_file=False
+    )
+    refuse_unsupported(_read_flags(rest), [name for kind in kinds for name in field_docs(kind)])
+    return parsed
+
+
+class DocumentedParser(HfArgumentParser):
+    """`HfArgumentParser` with the docstrings of the fields as help, and errors to catch."""
+
+    def __init__(self, kinds: Sequence[type]) -> None:
+        """Take the dataclasses whose fields are the flags."""
+        self._field_docs = {name: doc for kind in kinds for name, doc in field_docs(kind).items()}
+        self._field_defaults = {
+            field.name: field.default for kind in kinds for field in fields(kind)
+        }
+        super().__init__(
+            kinds,  # type: ignore[arg-type]
+            prog="python -m ppo_core",
+            usage="%(prog)s [SETTINGS.toml] [--name value ...]",
+            allow_abbrev=False,
+        )
+
+    def add_argument(self, *flags: str, **options: Any) -> Any:
+        """Add a flag as argparse does, its help being the docstring of its field."""
+        name = flags[0].lstrip("-")
+        if name in self._field_docs:
+            options["help"] = self._field_docs[name].replace("%", "%%")
+            # HfArgumentParser forgets the default of a field that may be a list.
+            options.setdefault("default", self._field_defaults[name])
+        elif name.startswith("no_"):
+            options["help"] = f"Turn {options['dest']} off."
+        return super().add_argument(*flags, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{message}. See {self.prog} --help.")
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """Name -> docstring of every field of a dataclass, inherited ones first, each in one line."""
+    docs: dict[str, str] = {}
+    for owner in reversed([each for each in kind.__mro__ if is_dataclass(each)]):
+        definition = ast.parse(inspect.getsource(owner)).body[0]
+        assert isinstance(definition, ast.ClassDef)
+        for field, below in zip(definition.body, definition.body[1:], strict=False):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(doc))),
+                ):
+                    docs[name] = " ".join(doc.split())
+    return docs
+
+
+def _flags_of_file(path: Path) -> list[str]:
+    try:
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"The settings in '{path}' cannot be read: {error}.") from error
+    flags = []
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            raise ConfigError(
+                f"'{path}' has a table [{name}]; it holds plain lines, name = value, without one."
+            )
+        several = isinstance(value, list)
+        flags += [f"--{name}", *map(str, value)] if several else [f"--{name}={value}"]
+    return flags
+
+
+def _read_flags(words: Sequence[str]) -> dict[str, Any]:
+    """Name -> value of flags that no field claims; a flag without a value is True."""
+    given: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            last = given[name.replace("-", "_")] = [value] if equals else []
+        elif given:
+            last.append(word)
+        else:
+            raise ConfigError(f"'{word}' belongs to no flag. See python -m ppo_core --help.")
+    return {name: _read_value(values) for name, values in given.items()}
+
+
+def _read_value(words: Sequence[str]) -> object:
+    if len(words) != 1:
+        return list(words) or True
+    try:
+        return json.loads(words[0].lower())
+    except json.JSONDecodeError:
+        return words[0]

@@ -1,0 +1,289 @@
+"""What scripts hand over to the trainer, made into what its loop works with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_core.adapters import (
+    add_adapter,
+    check_adapter,
+    checkpoint_activations,
+    is_peft,
+    merged_copy,
+    plain_model,
+    using_adapter,
+)
+from ppo_core.config import PPOConfig
+from ppo_core.engine import Engine
+from ppo_core.errors import ConfigError, ModelError
+from ppo_core.models import Critic, LanguageModel
+from ppo_core.quantised import check_quantised_trainable
+from ppo_core.reference import create_reference_model
+from ppo_core.reward_sources import RewardMix
+from ppo_core.schedule import CRITIC, POLICY
+from ppo_core.value_head import ModelWithValueHead
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The models of a run, in evaluation mode and on the device."""
+
+    policy: LanguageModel
+    """Trained in place."""
+
+    adapted: "PeftModel | None"
+    """The PeftModel that the policy's weights are in, if it is one."""
+
+    reference: LanguageModel
+    critic: Critic
+    rewards: RewardMix
+
+
+def make_parts(
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model: nn.Module,
+    ref_model: nn.Module | None,
+    rewards: RewardMix,
+    value_model: nn.Module | None,
+    peft_config: Any,
+    engine: Engine,
+) -> Parts:
+    """The models of a run, from a script's.
+
+    `model` is a causal language model, one with a value head, or a PeftModel. Without a
+    `ref_model` the reference is a copy of the policy, or the policy with its adapter off.
+    Without a `value_model` the critic is the policy's own value head if it has one or the
+    settings ask for it, else starts from the reward model if that reads the policy's tokens,
+    else from the policy.
+
+    Raises:
+        ModelError: a model cannot play its part, or two parts are the same object.
+    """
+    for scorer in rewards.models():
+        engine.prepare_frozen(scorer.model)
+    _refuse_same(model, ref_model, rewards, value_model)
+    value_head = None
+    if isinstance(model, ModelWithValueHead):
+        value_head, model = model.v_head.summary, model.pretrained_model
+    if peft_config is not None:
+        model = add_adapter(model, peft_config)
+    _check_adapter_names(config, model, ref_model)
+    disable_dropout(model)
+    model.eval().to(engine.device)
+    policy = _make_policy(config, model)
+    check_quantised_trainable(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError("No parameter of the policy requires a gradient: nothing would learn.")
+    adapted = model if is_peft(model) else None
+    critic = _make_critic(config, tokenizer, policy, adapted, value_head, value_model, rewards)
+    disable_dropout(critic)
+    if config.gradient_checkpointing:
+        _checkpoint_activations(model, critic)
+    return Parts(
+        policy=policy,
+        adapted=adapted,
+        reference=_make_reference(config, model, ref_model, engine),
+        critic=critic.eval().to(engine.device),
+        rewards=rewards,
+    )
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0: what is learned must be the policy that sampled (detail 8)."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        # Attention of transformers keeps its own as a plain number.
+        for name in ("attention_dropout", "dropout", "dropout_p", "layerdrop", "dropout_rate"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def parameter_groups(
+    policy: LanguageModel, critic: Critic, config: PPOConfig
+) -> list[dict[str, Any]]:
+    """What the optimizer moves, by name; matrices decay, norms and biases do not.
+
+    A trunk that policy and critic share belongs to the policy.
+    """
+    of_critic = critic_parameters(policy, critic)
+    taken = set(map(id, of_critic.values()))
+    of_policy = [p for p in policy.parameters() if id(p) not in taken]
+    return [
+        {
+            "name": name,
+            "lr": learning_rate,
+            "params": [p for p in parameters if p.requires_grad and (p.ndim >= 2) == decays],
+            "weight_decay": config.weight_decay if decays else 0.0,
+        }
+        for name, parameters, learning_rate in (
+            (POLICY, of_policy, config.learning_rate),
+            (CRITIC, of_critic.values(), config.critic_learning_rate or config.learning_rate),
+        )
+        for decays in (True, False)
+    ]
+
+
+def critic_parameters(policy: LanguageModel, critic: Critic) -> dict[str, nn.Parameter]:
+    """The critic's own parameters, by their names in it: not those of a trunk that it shares.
+
+    Of an adapter on the policy's base they are the adapter's.
+    """
+    of_policy = set(map(id, policy.parameters()))
+    return {
+        name: parameter
+        for name, parameter in critic.named_parameters()
+        if id(parameter) not in of_policy
+        or (critic.adapter is not None and f".{critic.adapter}." in name)
+    }
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Refuse an optimizer that leaves out what is to be trained (TRL #2463).
+
+    Raises:
+        ConfigError: a trainable parameter of policy or critic is not in it.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left_out = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    if left_out:
+        raise ConfigError(
+            f"The optimizer leaves out {len(left_out)} trained parameters, the first "
+            f"{left_out[0]}: they would never move. Make it over the parameters of both policy "
+            "and critic, or leave optimizers=(None, None)."
+        )
+
+
+def check_sharding(config: PPOConfig, engine: Engine, module: nn.Module) -> None:
+    """Refuse settings that need whole weights in every process where they are sharded.
+
+    Raises:
+        ConfigError: such a setting is set.
+    """
+    if not engine.is_deepspeed:
+        return
+    for name in ("ema_decay", "reference_refresh_updates"):
+        if value := getattr(config, name):
+            raise ConfigError(
+                f"{name}={value} needs the whole policy in every process, and DeepSpeed shards it. "
+                f"Leave {name} away, or start without DeepSpeed."
+            )
+    if engine.passes_meet(module) and engine.num_processes > 1:
+        raise ConfigError(
+            "ds3_gather_for_generation=False: each pass of the sampling would wait for processes "
+            "whose responses have ended. Set ds3_gather_for_generation=True."
+        )
+
+
+def _refuse_same(
+    model: nn.Module, ref_model: nn.Module | None, rewards: RewardMix, value_model: Any
+) -> None:
+    if model is ref_model:
+        raise ModelError(
+            "The policy and the reference are the same object: the KL divergence would stay 0. "
+            "Load the reference apart, or hand over ref_model=None."
+        )
+    trained: Sequence[Any] = [model, value_model]
+    for scorer in rewards.models():
+        if any(scorer.model is other for other in trained):
+            raise ModelError(
+                "The reward model is the same object as a model that is trained: its scores would "
+                "move. Load it apart, or hand over value_model=None."
+            )
+
+
+def _check_adapter_names(config: PPOConfig, model: nn.Module, ref_model: nn.Module | None) -> None:
+    names = {
+        name: getattr(config, name)
+        for name in ("model_adapter_name", "ref_adapter_name")
+        if getattr(config, name) is not None
+    }
+    if names and not is_peft(model):
+        raise ConfigError(
+            f"{', '.join(names)} is set, and the policy is a {type(model).__name__} without "
+            "adapters. Hand over a PeftModel or a peft_config, or leave the names away."
+        )
+    if is_peft(model):
+        for name in names.values():
+            check_adapter(model, name)
+    if config.ref_adapter_name is not None and ref_model is not None:
+        raise ConfigError(
+            f"ref_adapter_name={config.ref_adapter_name!r} and a ref_model both say what the "
+            "reference is. Hand over ref_model=None."
+        )
+
+
+def _make_policy(config: PPOConfig, model: nn.Module) -> LanguageModel:
+    if not is_peft(model):
+        return LanguageModel(_transformers_model(model, "policy"))
+    name = config.model_adapter_name or model.active_adapter
+    return LanguageModel(plain_model(model), within=partial(using_adapter, model, name))
+
+
+def _make_reference(
+    config: PPOConfig, model: nn.Module, ref_model: nn.Module | None, engine: Engine
+) -> LanguageModel:
+    if ref_model is None and is_peft(model):
+        off = partial(using_adapter, model, config.ref_adapter_name)
+        return LanguageModel(plain_model(model), within=off)
+    if ref_model is None:
+        ref_model = create_reference_model(model)
+    if isinstance(ref_model, ModelWithValueHead):
+        ref_model = ref_model.pretrained_model
+    return LanguageModel(engine.prepare_frozen(_transformers_model(ref_model, "reference")))
+
+
+def _make_critic(
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: LanguageModel,
+    adapted: "PeftModel | None",
+    value_head: nn.Linear | None,
+    value_model: nn.Module | None,
+    rewards: RewardMix,
+) -> Critic:
+    if value_model is not None and config.shared_critic:
+        raise ConfigError(
+            "shared_critic=True and a value_model both say what the critic is. Hand over "
+            "value_model=None."
+        )
+    if isinstance(value_model, Critic):
+        return value_model
+    if value_model is not None:
+        return Critic.from_classifier(value_model)
+    if value_head is not None or config.shared_critic:
+        return Critic.on_policy(policy, value_head)
+    for reward_model in rewards.models():
+        has_its_own_base = isinstance(reward_model.model, PreTrainedModel)
+        reads_along = reward_model.token_head is not None and has_its_own_base
+        if reads_along and reward_model.reads_tokens_of(tokenizer):
+            return Critic.from_reward_model(reward_model)
+    return Critic.from_policy(policy.model if adapted is None else merged_copy(adapted))
+
+
+def _checkpoint_activations(model: nn.Module, critic: Critic) -> None:
+    """Of policy and critic; it acts in training mode, which the update switches on."""
+    if is_peft(model):
+        checkpoint_activations(model)
+    trunks = [plain_model(model), critic.backbone]
+    for trunk in trunks[is_peft(model) :]:
+        if isinstance(trunk, PreTrainedModel) and not trunk.is_gradient_checkpointing:
+            trunk.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _transformers_model(model: nn.Module, part: str) -> PreTrainedModel:
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"The {part} is a {type(model).__name__}; it must be a causal language model of "
+            "transformers, one with a value head, or a PeftModel."
+        )
+    return model

@@ -1,0 +1,116 @@
+"""Pretraining texts mixed into PPO, so that the policy forgets less: PPO-ptx.
+
+    objective(policy) = E_rl[reward - kl_coef * KL] + ptx_coef * E_text[log policy(text)]
+
+(arXiv:2203.02155, section 3.5, eq. 2.) The expectation is per token here, so that ptx_coef does
+not depend on the length of the texts.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_core.errors import DataError, TrainingError
+from ppo_core.prompts import Tokens
+from ppo_core.records import TokenRows
+from ppo_core.tensors import length_mask, pad_rows
+
+
+class PretrainingTexts:
+    """Batches of texts without end: every pass over them in a new seeded order."""
+
+    def __init__(
+        self, token_rows: Sequence[Tokens], *, seed: int, max_length: int | None = None
+    ) -> None:
+        """Take the texts as token ids; `max_length` is the most tokens the policy reads.
+
+        Raises:
+            DataError: there are no texts, or one has fewer than 2 tokens or more than max_length.
+        """
+        _check_lengths(token_rows, max_length)
+        self._texts = token_rows
+        self._generator = torch.Generator().manual_seed(seed)
+        self._start_pass()
+
+    def next_rows(self, n: int, share: slice = slice(None)) -> TokenRows:
+        """The next n texts, on the CPU; all tokens but each text's first are counted.
+
+        A batch may span two passes. `share` picks this process's texts out of the n that all
+        processes draw together, as in `slice(rank, None, num_processes)`.
+        """
+        texts = [self._texts[self._next_number()] for _ in range(n)]
+        return joined_texts(texts[share])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs to go on from here, as JSON takes it."""
+        return {
+            "texts": len(self._texts),
+            "position": self._position,
+            "generator": self._state_at_start.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called.
+
+        Raises:
+            TrainingError: it was called with another number of texts.
+        """
+        if state["texts"] != len(self._texts):
+            raise TrainingError(
+                f"The checkpoint was written with {state['texts']} pretraining texts, here are "
+                f"{len(self._texts)}: their order would be another. Resume with the same texts."
+            )
+        self._generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+        self._start_pass()
+        self._position = state["position"]
+
+    def _start_pass(self) -> None:
+        self._state_at_start = self._generator.get_state()
+        self._order = torch.randperm(len(self._texts), generator=self._generator).tolist()
+        self._position = 0
+
+    def _next_number(self) -> int:
+        if self._position == len(self._order):
+            self._start_pass()
+        self._position += 1
+        return int(self._order[self._position - 1])
+
+
+def joined_texts(texts: Sequence[Tokens]) -> TokenRows:
+    """Texts as rows in which the first token is the prompt, and all that follow are counted."""
+    ids, lengths = pad_rows(texts)
+    row, state = length_mask(lengths - 1, ids.shape[1]).nonzero(as_tuple=True)
+    return TokenRows(
+        ids=ids,
+        lengths=lengths,
+        prompt_lengths=torch.ones_like(lengths),
+        row=row,
+        state=state,
+        targets=ids[row, state + 1],
+    )
+
+
+def pretraining_loss(logprobs: Tensor) -> Tensor:
+    """Mean negative log-likelihood of the counted tokens: a scalar, to be weighted by ptx_coef.
+
+    logprobs are (N,), at temperature 1.
+    """
+    return -logprobs.mean()
+
+
+def _check_lengths(texts: Sequence[Tokens], max_length: int | None) -> None:
+    if not texts:
+        raise DataError("There are no pretraining texts. Give some, or set ptx_coef=0.")
+    for number, text in enumerate(texts):
+        if len(text) < 2:
+            raise DataError(
+                f"Pretraining text {number} has {len(text)} token(s): nothing in it follows from "
+                "what comes before. Remove texts of fewer than 2 tokens."
+            )
+        if max_length is not None and len(text) > max_length:
+            raise DataError(
+                f"Pretraining text {number} has {len(text)} tokens, more than the {max_length} "
+                "that the policy reads. Split or shorten it."
+            )

@@ -1,0 +1,82 @@
+"""The prompts of a run, as the data set has them and as token ids."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_core.config import PPOConfig
+from ppo_core.errors import DataError
+from ppo_core.models import context_length
+from ppo_core.prompts import Prompt, Tokens, check_prompt_lengths, encode_prompts, prompts_of
+
+Collator = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts, row by row."""
+
+    prompts: list[Prompt]
+    """As they were given: text, messages or token ids."""
+
+    tokens: list[Tokens]
+    """The policy's token ids."""
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        return len(self.tokens)
+
+
+def make_prompt_set(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    config: PPOConfig,
+    collator: Collator | None = None,
+) -> PromptSet:
+    """The prompts of a data set, checked against the model that is to answer them.
+
+    A `collator` gets one row at a time, and gives its "input_ids".
+
+    Raises:
+        DataError: there is no prompt, one leaves no room for a response, or one has a token
+            that the model does not know.
+    """
+    if collator is None:
+        prompts = prompts_of(dataset)
+    else:
+        # Row by row there is no padding, whatever the collator fills up with.
+        prompts = [_collated(collator, dataset[number]) for number in range(len(dataset))]
+    tokens = encode_prompts(tokenizer, prompts, num_proc=config.dataset_num_proc)
+    check_prompt_lengths(
+        tokens, context=context_length(model.config), response_length=config.response_length
+    )
+    embeddings = cast(nn.Embedding, model.get_input_embeddings())
+    _check_known(tokens, embeddings.num_embeddings)
+    return PromptSet(prompts, tokens)
+
+
+def _collated(collator: Collator, row: Any) -> Tokens:
+    batch = collator([row])
+    if "input_ids" not in batch:
+        raise DataError(
+            f"The data collator gave {', '.join(batch)}, and no input_ids: there is no prompt. "
+            "Return input_ids, or leave data_collator=None."
+        )
+    ids: Tokens = torch.as_tensor(batch["input_ids"])[0].tolist()
+    return ids
+
+
+def _check_known(prompts: Sequence[Tokens], vocabulary: int) -> None:
+    """A pad token that was added to the tokenizer has no embedding, and none is needed."""
+    for number, tokens in enumerate(prompts):
+        if (largest := max(tokens)) >= vocabulary:
+            raise DataError(
+                f"Prompt {number} has the token {largest}, and the policy has embeddings for "
+                f"{vocabulary}. Leave the padding away (prompts are never padded here), or resize "
+                "the embeddings."
+            )

@@ -1,0 +1,91 @@
+"""What a run carries from one update to the next, apart from the models and the optimizer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_core.checkpoint import generator_tensors, restore_generators
+from ppo_core.config import PPOConfig
+from ppo_core.errors import ConfigError
+from ppo_core.health import HealthMonitor
+from ppo_core.kl_control import LARGEST_ERROR, AdaptiveKL
+from ppo_core.moments import RunningMoments
+from ppo_core.prompts import PromptStream
+from ppo_core.schedule import Schedule
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """Counters, randomness and running statistics of a run."""
+
+    stream: PromptStream
+    health: HealthMonitor
+    adaptive_kl: AdaptiveKL | None
+    """None where the coefficient is fixed."""
+
+    generators: dict[str, torch.Generator]
+    """"sampling" draws the tokens, "shuffling" the order of the updates."""
+
+    moments: RunningMoments = field(default_factory=RunningMoments)
+    """Of the scores, where they are scaled by them."""
+
+    updates: int = 0
+    episodes: int = 0
+
+    @classmethod
+    def at_start(cls, config: PPOConfig, schedule: Schedule, num_prompts: int) -> "RunState":
+        """The state before the first update.
+
+        Raises:
+            ConfigError: kl_horizon is too short for updates of this size.
+        """
+        return cls(
+            stream=PromptStream(num_prompts, seed=config.seed),
+            health=HealthMonitor(config),
+            adaptive_kl=make_adaptive_kl(config, schedule.batch_size),
+            generators={
+                name: torch.Generator().manual_seed(config.seed)
+                for name in ("sampling", "shuffling")
+            },
+        )
+
+    def as_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The generators as tensors, and all else as JSON takes it."""
+        adaptive_kl = self.adaptive_kl.state_dict() if self.adaptive_kl else None
+        return generator_tensors(self.generators), {
+            "updates": self.updates,
+            "episodes": self.episodes,
+            "moments": self.moments.state_dict(),
+            "adaptive_kl": adaptive_kl,
+            "health": self.health.state_dict(),
+        }
+
+    def restore(self, generators: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Go on, from the start of a run, where `as_checkpoint` was called."""
+        restore_generators(self.generators, generators)
+        self.updates, self.episodes = state["updates"], state["episodes"]
+        self.moments.load_state_dict(state["moments"])
+        self.health.load_state_dict(state["health"])
+        if self.adaptive_kl is not None and state["adaptive_kl"] is not None:
+            self.adaptive_kl.load_state_dict(state["adaptive_kl"])
+        # The order of the prompts follows from the seed: what was drawn is drawn again.
+        self.stream.next_batch(self.episodes)
+
+
+def make_adaptive_kl(config: PPOConfig, batch_size: int) -> AdaptiveKL | None:
+    """The coefficient's controller, None where it is fixed.
+
+    Raises:
+        ConfigError: kl_horizon is too short for updates of this many episodes.
+    """
+    if config.kl_target is None:
+        return None
+    if (least := LARGEST_ERROR * batch_size) >= config.kl_horizon:
+        raise ConfigError(
+            f"kl_horizon={config.kl_horizon} is too short for {batch_size} episodes an "
+            f"update: one update could make kl_coef 0 or negative. Set it above {least:g}."
+        )
+    return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)

@@ -1,0 +1,86 @@
+"""How many episodes, updates and optimizer steps a run has, and its learning rates."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import get_scheduler
+
+from ppo_core.config import PPOConfig
+from ppo_core.errors import ConfigError
+
+POLICY, CRITIC = "policy", "critic"
+"""Names of the parameter groups of policy and critic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The sizes of a run, which follow from settings, prompts and processes."""
+
+    batch_size: int
+    """Responses of one update, over all processes."""
+
+    num_updates: int
+    """PPO updates of the run."""
+
+    steps_per_update: int
+    """Optimizer steps of one update."""
+
+    @property
+    def total_episodes(self) -> int:
+        """Responses of the run: whole updates."""
+        return self.num_updates * self.batch_size
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.num_updates * self.steps_per_update
+
+
+def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) -> Schedule:
+    """The sizes of a run.
+
+    Raises:
+        ConfigError: a batch cannot be split evenly over processes and minibatches.
+    """
+    batch_size = config.batch_size or (
+        config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes
+    )
+    parts = num_processes * config.num_mini_batches
+    if left := batch_size % parts:
+        raise ConfigError(
+            f"A batch of {batch_size} responses cannot be split evenly over {num_processes} "
+            f"processes and num_mini_batches={config.num_mini_batches}: {left} responses would be "
+            f"left over. Choose a multiple of {parts}."
+        )
+    # A number of passes may be a fraction; episodes are whole (TRL #1740, #1743).
+    episodes = config.total_episodes or ceil(config.num_train_epochs * num_prompts)
+    return Schedule(
+        batch_size=batch_size,
+        num_updates=ceil(episodes / batch_size),
+        steps_per_update=config.num_ppo_epochs * config.num_mini_batches,
+    )
+
+
+def make_scheduler(optimizer: Optimizer, config: PPOConfig, schedule: Schedule) -> LRScheduler:
+    """The learning rate of each optimizer step of the run.
+
+    The policy's is 0 while the critic warms up: then AdamW leaves it as it is, to the bit.
+    """
+    steps = schedule.num_optimizer_steps
+    warmup = config.warmup_steps or config.warmup_ratio
+    if warmup < 1:
+        warmup = ceil(warmup * steps)
+    course = get_scheduler(config.lr_scheduler_type, optimizer, int(warmup), steps)
+    warmed_up = config.critic_warmup_updates * schedule.steps_per_update
+    if not warmed_up:
+        return course
+    factor: Callable[[int], float] = course.lr_lambdas[0]
+
+    def of_policy(step: int) -> float:
+        return factor(step) if step >= warmed_up else 0.0
+
+    by_name = {POLICY: of_policy, CRITIC: factor}
+    return LambdaLR(optimizer, [by_name[group["name"]] for group in optimizer.param_groups])

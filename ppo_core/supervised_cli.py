@@ -1,0 +1,136 @@
+"""The run of `python -m ppo_core.supervised sft|reward`: flags, rows by name, one training."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import datasets
+from transformers.utils import logging
+
+from ppo_core.adapters import lora_config
+from ppo_core.datasets_io import load_rows
+from ppo_core.errors import ConfigError, PPOError
+from ppo_core.hf_arguments import DocumentedParser
+from ppo_core.supervised import train_reward_model, train_sft
+from ppo_core.supervised_config import SupervisedConfig
+
+TRAININGS = {"sft": train_sft, "reward": train_reward_model}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedArguments:
+    """The model to start from, the data, and where the trained model goes."""
+
+    model_name_or_path: str
+    """Folder or hub id of the model to start from."""
+
+    dataset_name: str
+    """A .jsonl, .json or .parquet file, a folder, or a hub id; another split than `train` is
+    named after a colon, as in `org/name:test`."""
+
+    output_dir: str
+    """Folder for the trained model and its tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraArguments:
+    """The adapters, if any are trained in the place of all weights."""
+
+    use_peft: bool = False
+    """Train LoRA adapters (arXiv:2106.09685), which are merged into the saved model."""
+
+    lora_r: int = 16
+    """Rank of the adapters."""
+
+    lora_alpha: int = 32
+    """The adapters are scaled by lora_alpha / lora_r."""
+
+    lora_dropout: float = 0.05
+    """Dropout probability before the adapters."""
+
+    lora_target_modules: list[str] | None = None
+    """Modules that get adapters, or `all-linear`; None takes PEFT's choice for the model."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings of adapters where there are none."""
+        changed = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        if changed and not self.use_peft:
+            raise ConfigError(f"{changed[0]} takes effect only with --use_peft. Give both.")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as the flags say; returns 0, or 1 when something is wrong, which is then said."""
+    try:
+        print(json.dumps(train(argv)))
+    except PPOError as error:
+        print(f"ppo_core.supervised: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def train(argv: Sequence[str]) -> dict[str, float]:
+    """The training that the first word names, with the flags behind it; returns its metrics.
+
+    Raises:
+        ConfigError: a word, flag or value cannot be used.
+        DataError: the rows cannot be used.
+        ModelError: the model or its tokenizer cannot be loaded or used.
+        TrainingError: training reached a state that it must not continue from.
+        SystemExit: --help was given and has been answered.
+    """
+    kind, *flags = argv or [""]
+    if kind not in TRAININGS and kind not in ("-h", "--help"):
+        raise ConfigError(
+            f"{kind!r} is no training. Begin with {' or '.join(TRAININGS)}, and then flags; "
+            f"--help lists them."
+        )
+    arguments, config, lora = _parse(kind, flags if kind in TRAININGS else ["--help"])
+    _be_quiet()
+    return TRAININGS[kind](
+        arguments.model_name_or_path,
+        _rows(arguments.dataset_name),
+        config,
+        arguments.output_dir,
+        peft_config=_lora_config(lora) if lora.use_peft else None,
+    )
+
+
+def _parse(
+    kind: str, flags: Sequence[str]
+) -> tuple[SupervisedArguments, SupervisedConfig, LoraArguments]:
+    parser = DocumentedParser([SupervisedArguments, SupervisedConfig, LoraArguments])
+    parser.prog = "python -m ppo_core.supervised"
+    parser.usage = f"%(prog)s {kind if kind in TRAININGS else '|'.join(TRAININGS)} [--name value]"
+    *parsed, rest = parser.parse_args_into_dataclasses(
+        list(flags), return_remaining_strings=True, look_for_args_file=False
+    )
+    if rest:
+        raise ConfigError(f"Unknown: {' '.join(rest)}. {parser.prog} --help lists the flags.")
+    arguments, config, lora = parsed
+    return arguments, config, lora
+
+
+def _rows(name: str) -> datasets.Dataset:
+    if Path(name).exists():
+        return load_rows(name)
+    name, _, split = name.partition(":")
+    return load_rows(name, split=split or "train")
+
+
+def _lora_config(lora: LoraArguments) -> Any:
+    return lora_config(
+        r=lora.lora_r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=lora.lora_target_modules,
+    )
+
+
+def _be_quiet() -> None:
+    """Leave standard error to the progress of the training and to what is wrong."""
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    logging.disable_progress_bar()

@@ -1,0 +1,219 @@
+"""Names of other trainers' settings that PPO here does not honour, and what to use instead."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
+
+from ppo_core.errors import ConfigError
+
+Settings = TypeVar("Settings")
+
+_SIZES = (
+    "it follows from batch_size, or per_device_train_batch_size x gradient_accumulation_steps x "
+    "processes, and from num_mini_batches: set those"
+)
+_LAUNCHER = "the launcher sets it: accelerate launch --config_file FILE -m ppo_core, or torchrun"
+_ZERO = "shard with ZeRO-3: deepspeed=FILE, or in the config file of accelerate launch"
+_NO_LOADER = "prompts are a list of token ids in memory, there is no data loader: leave it out"
+_NO_COMPILE = "models run as they are handed in: leave it out"
+_NO_LOSS = "an evaluation answers prompts and scores them, it has no labels and no loss"
+_NO_BEST = "compare the evaluations and load the checkpoint that you want"
+_OPTIMIZER = "hand it over made: PPOTrainer(..., optimizers=(optimizer, scheduler))"
+_BFLOAT16 = "set bf16=True: half precision in fp16 needs loss scaling, which is not done here"
+_TRACKIO = "metrics go through transformers' integrations that report_to names"
+_READ = "it is read from the model: leave it out"
+_TRACKED = "it only described the run: set run_name"
+_CHECKPOINTING = "set gradient_checkpointing=True, which is non-reentrant"
+
+INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
+    # transformers.TrainingArguments: length, optimizer, precision
+    "max_steps": ((-1,), "set total_episodes, the responses of the whole run"),
+    "lr_scheduler_kwargs": ((None, {}), _OPTIMIZER),
+    "optim": (("adamw_torch", "adamw_torch_fused"), _OPTIMIZER),
+    "optim_args": ((None,), _OPTIMIZER),
+    "optim_target_modules": ((None,), _OPTIMIZER),
+    "average_tokens_across_devices": ((True,), "means are always over the tokens of all processes"),
+    "label_smoothing_factor": ((0.0,), "PPO has no labels to smooth"),
+    "fp16": ((False,), _BFLOAT16),
+    "bf16_full_eval": ((False,), "set bf16=True, for training and evaluation alike"),
+    "fp16_full_eval": ((False,), _BFLOAT16),
+    "tf32": ((None,), "call torch.set_float32_matmul_precision('high') before training"),
+    # memory and speed
+    "activation_checkpointing": ((None, False), _CHECKPOINTING),
+    "activation_checkpointing_kwargs": ((None, {"use_reentrant": False}), _CHECKPOINTING),
+    "gradient_checkpointing_kwargs": ((None, {"use_reentrant": False}), _CHECKPOINTING),
+    "torch_compile": ((False,), _NO_COMPILE),
+    "torch_compile_backend": ((None,), _NO_COMPILE),
+    "torch_compile_mode": ((None,), _NO_COMPILE),
+    "use_liger_kernel": ((False,), "log-probabilities are computed in chunks already"),
+    "liger_kernel_config": ((None,), "log-probabilities are computed in chunks already"),
+    "use_cache": ((False,), "sampling keeps a cache and training does not, always"),
+    "neftune_noise_alpha": ((None,), "noise would move the policy off what was sampled from"),
+    "torch_empty_cache_steps": (
+        (None,),
+        "lower per_device_train_batch_size or local_rollout_forward_batch_size",
+    ),
+    "auto_find_batch_size": (
+        (False,),
+        "set batch_size, and lower per_device_train_batch_size until it fits: results do not "
+        "depend on it",
+    ),
+    # logs
+    "logging_strategy": (("steps",), "set logging_steps, in updates"),
+    "logging_first_step": ((False,), "set logging_steps=1"),
+    "log_on_each_node": ((False,), "the main process alone logs"),
+    "logging_nan_inf_filter": ((False,), "metrics are logged as they are"),
+    "include_num_input_tokens_seen": (("no", False), "the metrics count episodes"),
+    "log_level": (("passive",), "call transformers.logging.set_verbosity"),
+    "log_level_replica": (("warning",), "call transformers.logging.set_verbosity"),
+    "project": (("huggingface",), _TRACKIO),
+    "trackio_space_id": ((None,), _TRACKIO),
+    "trackio_bucket_id": ((None,), _TRACKIO),
+    "trackio_static_space_id": ((None,), _TRACKIO),
+    "debug": (("", []), "a loss or gradient that is not finite is always found and its step left"),
+    "skip_memory_metrics": ((True,), "profile with torch.profiler"),
+    # evaluation
+    "eval_delay": ((0,), "set eval_steps"),
+    "eval_on_start": ((False,), "call trainer.generate_completions() before trainer.train()"),
+    "prediction_loss_only": ((False,), _NO_LOSS),
+    "eval_do_concat_batches": ((True,), _NO_LOSS),
+    "eval_use_gather_object": ((False,), _NO_LOSS),
+    "eval_accumulation_steps": ((None,), _NO_LOSS),
+    "include_for_metrics": (([],), _NO_LOSS),
+    "batch_eval_metrics": ((False,), _NO_LOSS),
+    "label_names": ((None,), _NO_LOSS),
+    "load_best_model_at_end": ((False,), _NO_BEST),
+    "metric_for_best_model": ((None,), _NO_BEST),
+    "greater_is_better": ((None,), _NO_BEST),
+    # files and the hub
+    "save_only_model": (
+        (False,),
+        "a checkpoint holds all that resuming needs; trainer.save_model() writes the policy alone",
+    ),
+    "save_on_each_node": ((False,), "put output_dir on storage that all nodes share"),
+    "enable_jit_checkpoint": ((False,), "set save_steps, and resume from the last checkpoint"),
+    "hub_strategy": (("end",), "call trainer.push_to_hub() when you want an upload"),
+    "hub_always_push": ((False,), "call trainer.push_to_hub() when you want an upload"),
+    "hub_revision": ((None,), "call trainer.push_to_hub(), which uploads to the main branch"),
+    "resume_from_checkpoint": ((None,), "call trainer.train(resume_from_checkpoint=...)"),
+    "ignore_data_skip": ((False,), "a resumed run goes on with the prompts that were due"),
+    "restore_callback_states_from_checkpoint": ((True,), "a resumed run restores them always"),
+    # data
+    "remove_unused_columns": ((True, False), "only the prompt is ever read"),
+    "train_sampling_strategy": (("random",), "every pass over the prompts has a new seeded order"),
+    "length_column_name": (("length",), "batches are sorted by length where that saves time"),
+    "dataloader_drop_last": ((False,), "no prompt is dropped: a batch may span two passes"),
+    "dataloader_num_workers": ((0,), "set dataset_num_proc: " + _NO_LOADER),
+    "dataloader_pin_memory": ((False,), _NO_LOADER),
+    "dataloader_persistent_workers": ((False,), _NO_LOADER),
+    "dataloader_prefetch_factor": ((None,), _NO_LOADER),
+    "dataloader_multiprocessing_context": ((None,), _NO_LOADER),
+    "dataloader_in_order": ((True,), _NO_LOADER),
+    "data_seed": ((None,), "set seed, which seeds the order of the prompts as well"),
+    "full_determinism": ((False,), "call transformers.enable_full_determinism(seed) yourself"),
+    # processes
+    "accelerator_config": ((None,), _LAUNCHER),
+    "parallelism_config": ((None,), _LAUNCHER),
+    "ddp_find_unused_parameters": ((None,), _LAUNCHER),
+    "ddp_bucket_cap_mb": ((None,), _LAUNCHER),
+    "ddp_broadcast_buffers": ((None,), _LAUNCHER),
+    "ddp_static_graph": ((None,), _LAUNCHER),
+    "ddp_backend": ((None,), _LAUNCHER),
+    "ddp_timeout": ((1800,), _LAUNCHER),
+    "fsdp": ((None, "", False), _ZERO),
+    "fsdp_config": ((None,), _ZERO),
+    "local_rank": ((-1,), _LAUNCHER),
+    "do_train": ((True,), "trainer.train() trains"),
+    "do_eval": ((), "set eval_strategy='steps' and eval_steps"),
+    "do_predict": ((False,), "call trainer.generate_completions()"),
+    # TRL's PPOConfig: what it works out for itself
+    "world_size": ((None,), _LAUNCHER),
+    "num_total_batches": ((None,), "set total_episodes; updates are total_episodes / batch_size"),
+    "micro_batch_size": ((None,), _SIZES),
+    "local_batch_size": ((None,), _SIZES),
+    "mini_batch_size": ((None,), _SIZES),
+    "local_mini_batch_size": ((None,), _SIZES),
+    # TRL's classic PPOConfig, which ppo_core.classic has: what is named otherwise here
+    "backward_batch_size": ((None,), _SIZES),
+    "global_backward_batch_size": ((None,), _SIZES),
+    "global_batch_size": ((None,), _SIZES),
+    "forward_batch_size": ((None,), "set per_device_train_batch_size"),
+    "steps": ((), "set total_episodes: both count responses"),
+    "ppo_epochs": ((), "set num_ppo_epochs"),
+    "init_kl_coef": ((), "set kl_coef"),
+    "adap_kl_ctrl": ((False,), "set kl_target and kl_horizon, and kl_coef adapts"),
+    "target": ((), "set kl_target"),
+    "horizon": ((), "set kl_horizon"),
+    "kl_penalty": ((), "set kl_estimator: kl is k1, abs is abs, mse is k2, full is full"),
+    "early_stopping": ((False,), "set target_kl"),
+    "log_with": ((None,), "set report_to"),
+    "tracker_project_name": ((), "set the integration's own variable, such as WANDB_PROJECT"),
+    "tracker_kwargs": (({},), "set the integration's own environment variables"),
+    "project_kwargs": (({},), "set output_dir"),
+    "accelerator_kwargs": (({},), _LAUNCHER),
+    "push_to_hub_if_best_kwargs": (({},), _NO_BEST),
+    "compare_steps": ((1,), _NO_BEST),
+    "task_name": ((None,), _TRACKED),
+    "query_dataset": ((), _TRACKED),
+    "model_name": ((), _TRACKED),
+    "reward_model": ((), "hand it over: PPOTrainer(..., reward_model=...)"),
+    "is_encoder_decoder": ((None,), _READ),
+    "is_peft_model": ((None,), _READ),
+    "optimize_cuda_cache": ((None, False), "memory is freed when a phase ends: leave it out"),
+    "optimize_device_cache": ((False,), "memory is freed when a phase ends: leave it out"),
+    # what TRL's scripts take beside its settings
+    "trust_remote_code": (
+        (False,),
+        "code from a model's repository is never run; use a model that is part of transformers",
+    ),
+    "lora_dropout": ((0.0,), "dropout is off in PPO: what learns must be the policy that sampled"),
+    "lora_task_type": (("CAUSAL_LM",), "the adapters are the policy's, a causal language model's"),
+    "bnb_4bit_quant_storage": ((None,), "4-bit weights are stored in bytes, bitsandbytes' default"),
+    "dataset_streaming": ((False,), "the prompts are read into memory"),
+    "ignore_bias_buffers": ((False,), "buffers are not communicated: leave it out"),
+    "config": ((), "write the settings into a TOML file: python -m ppo_core settings.toml"),
+}
+"""Name -> the values that are what happens anyway, and what to use in the place of another."""
+
+
+def refuse_unsupported(given: Mapping[str, Any], honoured: Collection[str]) -> dict[str, Any]:
+    """The settings of `given` whose names are `honoured`.
+
+    Left out are known names of other trainers whose value is what happens anyway.
+
+    Raises:
+        ConfigError: any other name is given, which would be accepted and ignored.
+    """
+    for name, value in given.items():
+        if name not in honoured:
+            _refuse(name, value, honoured)
+    return {name: value for name, value in given.items() if name in honoured}
+
+
+def _refuse(name: str, value: object, honoured: Collection[str]) -> None:
+    if name not in INSTEAD:
+        similar = get_close_matches(name, honoured, n=1)
+        hint = f" Did you mean {similar[0]}?" if similar else " Remove it."
+        raise ConfigError(f"There is no setting {name}, so {value!r} would change nothing.{hint}")
+    accepted, instead = INSTEAD[name]
+    if value not in accepted:
+        raise ConfigError(f"{name}={value!r} is not honoured: {instead}.")
+
+
+def refusing_unsupported(settings: type[Settings]) -> type[Settings]:
+    """A dataclass of settings, made to refuse by name what it does not honour.
+
+    Raises:
+        TypeError: it is no dataclass.
+    """
+    honoured = [field.name for field in fields(settings)]  # type: ignore[arg-type]
+    generated: Callable[..., None] = vars(settings)["__init__"]
+
+    @wraps(generated)
+    def init(self: Settings, **given: Any) -> None:
+        generated(self, **refuse_unsupported(given, honoured))
+
+    settings.__init__ = init  # type: ignore[method-assign, assignment]
+    return settings
