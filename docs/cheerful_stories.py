@@ -1,13 +1,14 @@
-"""A story model learns to be cheerful: python docs/cheerful_stories.py MODEL PROMPTS.jsonl"""
+"""A story model learns to be cheerful: the reward is a plain function of the texts."""
 
+# pip install vaderSentiment; python docs/cheerful_stories.py MODEL PROMPTS.jsonl
 import sys
 
 from datasets import load_dataset
-from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer  # pip install vaderSentiment
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 from ppo_core import PPOConfig, PPOTrainer, load_policy, load_tokenizer
 
-model, prompts = sys.argv[1:]
+path, prompts = sys.argv[1:]
 sentiment = SentimentIntensityAnalyzer()
 
 
@@ -17,14 +18,13 @@ def cheerfulness(prompts, responses):
 
 
 trainer = PPOTrainer(
-    PPOConfig(total_episodes=2048, batch_size=64, response_length=32, learning_rate=1e-3),
-    processing_class=load_tokenizer(model),
-    model=load_policy(model),
+    PPOConfig(total_episodes=1536, batch_size=64, response_length=32, learning_rate=1e-3),
+    processing_class=load_tokenizer(path),
+    model=load_policy(path),
     ref_model=None,
     reward_model=cheerfulness,
     train_dataset=load_dataset("json", data_files=prompts, split="train"),
 )
-history = trainer.train()
-for update in history[:1] + history[-1:]:
-    print(f"cheerfulness {update['objective/scores']:.2f}, KL {update['objective/kl']:.1f} nats")
+scores = [update["objective/scores"] for update in trainer.train()]
+print(f"Cheerfulness {scores[0]:.2f} -> {scores[-1]:.2f}")
 trainer.save_model("cheerful-stories")

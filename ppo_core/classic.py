@@ -9,35 +9,40 @@
 The names are those of TRL's PPO up to 0.11; the mathematics is that of `ppo_core.trainer`.
 """
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from ppo_core.classic_config import PPOConfig
-from ppo_core.classic_generation import generate_batch, unrestricted
+from ppo_core.classic_data import Collator, shuffled_batches, without_unused_columns
+from ppo_core.classic_generation import generate_responses, unrestricted
+from ppo_core.classic_rows import Masks, check_scores, check_vectors, make_rollout
 from ppo_core.classic_sampling import LengthSampler, respond_to_batch
-from ppo_core.classic_stats import Stats, step_stats
-from ppo_core.completions import Completions, log_table
+from ppo_core.classic_stats import Stats, guarded, numbers, step_stats, texts_table
+from ppo_core.completions import log_table
 from ppo_core.engine import Engine
-from ppo_core.errors import DataError, ModelError
+from ppo_core.errors import ConfigError, DataError, ModelError
 from ppo_core.experience import divergence, make_experience, shaped_scores
 from ppo_core.health import HealthMonitor
+from ppo_core.model_card import push_folder, write_model_card
 from ppo_core.models import ActorCritic
 from ppo_core.moments import RunningMoments
-from ppo_core.parts import check_optimizer, make_parts
-from ppo_core.records import Rollout, Scores
+from ppo_core.parts import check_optimizer, check_sharding, make_parts
+from ppo_core.records import Experience, Rollout, Scores, TokenSums
 from ppo_core.reference import create_reference_model
 from ppo_core.reporting import Reporter
 from ppo_core.reward_sources import RewardMix
 from ppo_core.run_state import make_adaptive_kl
 from ppo_core.scoring import critic_values, full_kl, reference_logprobs
-from ppo_core.tensors import length_mask, pad_rows
 from ppo_core.update import Trainee, update_policy
 from ppo_core.value_head import (
     AutoModelForCausalLMWithValueHead,
@@ -56,8 +61,7 @@ __all__ = [
     "set_seed",
 ]
 
-DATA_COLUMNS = {"input_ids", "attention_mask", "label", "query", "response"}
-"""What `prepare_dataloader` keeps of a data set."""
+logger = logging.getLogger(__name__)
 
 
 class PPOTrainer:
@@ -71,9 +75,10 @@ class PPOTrainer:
         tokenizer: PreTrainedTokenizerBase | None = None,
         dataset: Any = None,
         optimizer: torch.optim.Optimizer | None = None,
-        data_collator: Callable[[list[Any]], Any] | None = None,
+        data_collator: Collator | None = None,
         num_shared_layers: int | None = None,
-        lr_scheduler: Any = None,
+        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        training_data_collator: None = None,
     ) -> None:
         """Take the model, which is trained in place; torch is seeded with `config.seed`.
 
@@ -88,11 +93,15 @@ class PPOTrainer:
             num_shared_layers: layers that policy and reference share, frozen, if there is no
                 ref_model.
             lr_scheduler: steps once after each `step`; None keeps the learning rate.
+            training_data_collator: not honoured; `step` pads its rows itself.
 
         Raises:
+            ConfigError: arguments contradict each other, or one is not honoured.
             ModelError: a model cannot play its part.
+            DataError: the data set is too small for one batch.
         """
         self.config = config or PPOConfig()
+        _check_arguments(self.config, ref_model, num_shared_layers, training_data_collator)
         if not isinstance(model, ModelWithValueHead) or tokenizer is None:
             raise ModelError(
                 f"model is a {type(model).__name__} and tokenizer a {type(tokenizer).__name__}; "
@@ -100,27 +109,19 @@ class PPOTrainer:
                 "Seq2Seq sibling, and the policy's tokenizer."
             )
         set_seed(self.config.seed)
-        self.model = model
+        self.model = model.eval()
         self.tokenizer = tokenizer
         self.engine = Engine()
         self._settings = self.config.of_update()
         if ref_model is None and num_shared_layers is not None:
             ref_model = create_reference_model(model, num_shared_layers=num_shared_layers)
+        no_rewards = RewardMix({}, None)
         parts = make_parts(
-            self._settings,
-            tokenizer,
-            model,
-            ref_model,
-            RewardMix({}, None),
-            None,
-            None,
-            self.engine,
+            self._settings, tokenizer, model, ref_model, no_rewards, None, None, self.engine
         )
         self.policy, self.reference, self.critic = parts.policy, parts.reference, parts.critic
         self.ref_model = ref_model or self.reference.model
-        if self.config.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
-        self._lr_scheduler = lr_scheduler
+        self.lr_scheduler = lr_scheduler
         self._trainee = self._make_trainee(optimizer)
         self._adaptive_kl = make_adaptive_kl(
             self._settings, self.config.batch_size * self.engine.num_processes
@@ -128,6 +129,7 @@ class PPOTrainer:
         self._moments = RunningMoments()
         self._health = HealthMonitor(self._settings)
         self._shuffling = torch.Generator().manual_seed(self.config.seed)
+        self._last_stats: Stats = {}
         self._reporter = Reporter(
             self._settings,
             callbacks=[],
@@ -135,13 +137,18 @@ class PPOTrainer:
             tokenizer=tokenizer,
             optimizer=self._trainee.optimizer,
             scheduler=self._trainee.scheduler,
-            num_updates=max(1, self.config.steps // self.config.batch_size),
+            num_updates=self.config.total_ppo_epochs,
             is_main=self.engine.is_main,
         )
         self._reporter.begin()
         self.dataloader = None
         if dataset is not None:
             self.dataloader = self.prepare_dataloader(dataset, data_collator)
+
+    @property
+    def accelerator(self) -> Any:
+        """What accelerate knows of the processes: device, process_index, is_main_process, ..."""
+        return self.engine.accelerator
 
     @property
     def current_device(self) -> torch.device:
@@ -154,28 +161,22 @@ class PPOTrainer:
         return self._trainee.optimizer
 
     def prepare_dataloader(
-        self, dataset: Any, data_collator: Callable[[list[Any]], Any] | None = None
+        self, dataset: Any, data_collator: Collator | None = None
     ) -> DataLoader[Any]:
-        """Shuffled batches of `batch_size` rows, each process its own; a last short one is left out.
+        """Whole batches of `batch_size` rows, each process its own, in a new order in each pass.
 
-        Every step needs a whole batch; the order is new in each pass, so no row is always left
-        out.
+        Raises:
+            DataError: the data set is too small for one batch.
         """
-        if self.config.remove_unused_columns and hasattr(dataset, "column_names"):
-            unused = [name for name in dataset.column_names if name not in DATA_COLUMNS]
-            dataset = dataset.remove_columns(unused)
-        sampler: DistributedSampler[Any] = DistributedSampler(
+        if self.config.remove_unused_columns:
+            dataset = without_unused_columns(dataset)
+        return shuffled_batches(
             dataset,
-            num_replicas=self.engine.num_processes,
-            rank=self.engine.rank,
-            seed=self.config.seed,
-        )
-        return _NewOrderEachPass(
-            dataset,
+            data_collator,
             batch_size=self.config.batch_size,
-            sampler=sampler,
-            collate_fn=data_collator or _columns,
-            drop_last=True,
+            seed=self.config.seed,
+            rank=self.engine.rank,
+            num_processes=self.engine.num_processes,
         )
 
     def generate(
@@ -189,35 +190,38 @@ class PPOTrainer:
     ) -> Any:
         """Sample responses by transformers' `generate`, from the policy as `step` trains it.
 
-        A query (P,) gives (1, L); a list of them a list of (L,), `batch_size` sampled together.
-        A response ends with its end-of-sequence token. `generate_ref_response` gives a second
-        result of the same form, by the reference. `length_sampler` draws the most new tokens
-        of each batch.
+        A query (P,) gives (1, L), as `generate` ends it. A list of them gives a list of (L,),
+        `batch_size` sampled together, each up to and with its first end-of-sequence token.
+        `generate_ref_response` gives a second result of the same form, by the reference.
+        `length_sampler` draws the most new tokens of each batch.
 
         Raises:
             ConfigError: arguments would sample from another distribution than the policy.
             DataError: a query is no vector of token ids.
         """
+        single = isinstance(query_tensor, Tensor)
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
-        for number, query in enumerate(queries):
-            _check_vector("query", number, query)
+        check_vectors("query", queries)
         arguments = unrestricted(generation_kwargs, self.config.temperature)
-        eos = arguments.setdefault("eos_token_id", self.tokenizer.eos_token_id)
-        pad = arguments.pop("pad_token_id", self.tokenizer.pad_token_id)
+        eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
+        given_pad = arguments.pop("pad_token_id", None)
+        given_ends = arguments.setdefault("eos_token_id", eos)
+        ends = set(given_ends if isinstance(given_ends, list) else [given_ends])
+        if not single:
+            ends.add(eos)
         results = []
         for model in (self.policy, self.reference)[: 1 + generate_ref_response]:
-            with model.within():
-                responses = generate_batch(
+            with self._whole(), model.within():
+                responses = generate_responses(
                     model.model,
                     queries,
-                    eos_token_id=eos if isinstance(eos, int) else None,
-                    pad_token_id=0 if pad is None else pad,
+                    ends=ends - {None},
+                    pad_token_id=next((i for i in (given_pad, pad, eos) if i is not None), 0),
                     batch_size=batch_size,
                     return_prompt=return_prompt,
                     length_sampler=length_sampler,
                     arguments=arguments,
                 )
-            single = isinstance(query_tensor, Tensor)
             results.append(responses[0][None] if single else responses)
         return tuple(results) if generate_ref_response else results[0]
 
@@ -226,7 +230,7 @@ class PPOTrainer:
         queries: Sequence[Tensor],
         responses: Sequence[Tensor],
         scores: Sequence[Tensor | float],
-        response_masks: Sequence[Tensor] | None = None,
+        response_masks: Masks = None,
     ) -> Stats:
         """One PPO step on `batch_size` queries (P,), responses (T,) and their scores.
 
@@ -238,8 +242,11 @@ class PPOTrainer:
             TrainingError: too many optimizer steps in a row were skipped.
         """
         started = time.monotonic()
-        rollout = self._rollout(queries, responses, response_masks)
-        judged = self._judge(rollout, scores)
+        given = check_scores(scores, self.config.batch_size)
+        with self._whole():
+            rollout = self._rollout(queries, responses, response_masks)
+            judged = self._judge(rollout, given.to(self.engine.device))
+        scored = time.monotonic()
         kl_coef = self._adaptive_kl.kl_coef if self._adaptive_kl else self._settings.kl_coef
         kl = divergence(rollout, judged, self._settings.kl_estimator)
         experience = make_experience(
@@ -251,96 +258,126 @@ class PPOTrainer:
             sum_over_processes=self.engine.sum,
         )
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        self._trainee.module.train(self.config.gradient_checkpointing)
-        sums = update_policy(
-            self._trainee, experience, self._settings, self.engine, self._shuffling
-        )
-        self._trainee.module.eval()
-        self._health.check_skipped(self._trainee.skipped_in_a_row)
-        if self._lr_scheduler is not None:
-            self._lr_scheduler.step()
+        sums = self._learn(experience)
         stats = step_stats(
             experience,
             judged,
             kl,
-            sums.summed(self.engine.sum, self.engine.device),
+            sums,
             kl_coef=kl_coef,
             vf_coef=self._settings.vf_coef,
             sum_over_processes=self.engine.sum,
         )
-        if self._adaptive_kl is not None:
-            everywhere = len(queries) * self.engine.num_processes
-            self._adaptive_kl.update(stats["objective/kl"], everywhere)
         stats["ppo/learning_rate"] = learning_rate
+        stats["ppo/skipped_steps"] = float(self._trainee.skipped_steps)
+        stats["time/ppo/forward_pass"] = scored - started
         stats["time/ppo/total"] = time.monotonic() - started
+        self._follow(stats)
         return stats
 
     def log_stats(
         self,
         stats: Stats,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, Sequence[Any]],
         rewards: Sequence[Tensor | float],
         columns_to_log: Sequence[str] = ("query", "response"),
     ) -> None:
-        """Send statistics, and the rewards of a batch, to `log_with`; texts as a table.
+        """Send statistics, and the rewards of all processes, to `log_with`, if that is set.
 
-        The table needs the texts of two columns, the query's and the response's.
+        Queries and responses go there as a table, if the batch has their texts, and with them
+        what else `columns_to_log` names.
+
+        Raises:
+            DataError: the batch has no such further column.
         """
-        values = torch.tensor([float(reward) for reward in rewards])
-        logged = {name: value for name, value in stats.items() if isinstance(value, float)}
-        logged["env/reward_mean"] = values.mean().item()
-        logged["env/reward_std"] = values.std(correction=0).item()
+        if self.config.log_with is None:
+            return
+        values = [float(reward) for reward in rewards]
+        everywhere = torch.tensor(self.engine.gather_objects(values))
         self._reporter.state.global_step += 1
-        self._reporter.log(logged)
-        texts = [list(batch[name]) for name in columns_to_log if name in batch]
-        if self.engine.is_main and len(texts) == 2:
+        self._reporter.log(
+            numbers(stats)
+            | {
+                "env/reward_mean": everywhere.mean().item(),
+                "env/reward_std": everywhere.std(correction=0).item(),
+            }
+        )
+        table = texts_table(batch, values, columns_to_log, self.engine.gather_objects)
+        if self.engine.is_main and table is not None:
             log_table(
-                Completions(texts[0], texts[1], values.tolist()),
+                table,
                 step=self._reporter.state.global_step,
                 callbacks=self._reporter.callbacks,
                 output_dir=self.config.output_dir,
             )
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write policy, value head and tokenizer."""
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write policy, value head, tokenizer and model card; all processes call it."""
+        weights = self.engine.whole_state_dict(self.model)
         if self.engine.is_main:
-            self.model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
+            self.model.save_pretrained(save_directory, state_dict=weights)
+            self.tokenizer.save_pretrained(save_directory)
+            self.create_model_card(save_directory)
 
-    def push_to_hub(self, repo_id: str, **arguments: Any) -> None:
-        """Upload policy, value head and tokenizer."""
-        if self.engine.is_main:
-            self.model.push_to_hub(repo_id, **arguments)
-            self.tokenizer.push_to_hub(repo_id, **arguments)
+    def create_model_card(self, path: str | Path, model_name: str | None = None) -> None:
+        """Write README.md into a folder, with the settings and the last step's statistics."""
+        write_model_card(
+            path,
+            config=self._settings,
+            base_model=getattr(self.model.config, "_name_or_path", None) or None,
+            metrics=numbers(self._last_stats),
+            model_name=model_name,
+        )
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "PPO",
+        token: str | None = None,
+        private: bool | None = None,
+    ) -> str | None:
+        """Upload what `save_pretrained` writes; the address of the commit, in the main process.
+
+        Raises:
+            ConfigError: `repo_id` cannot be the name of a repository.
+            TrainingError: the hub cannot be reached, or refuses.
+        """
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            if not self.engine.is_main:
+                return None
+            self.create_model_card(folder, model_name=repo_id)
+            return push_folder(
+                folder,
+                repo_id=repo_id,
+                token=token,
+                private=private,
+                commit_message=commit_message,
+            )
 
     # --- The phases of a step ---
 
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Inside, the policy is whole in every process, and computes in training's precision."""
+        with self.engine.gathered(self._trainee.module), self.engine.autocast():
+            yield
+
     def _rollout(
-        self,
-        queries: Sequence[Tensor],
-        responses: Sequence[Tensor],
-        response_masks: Sequence[Tensor] | None,
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor], masks: Masks
     ) -> Rollout:
         """The script's rows as a rollout, with the policy's log-probabilities."""
-        responses = [self._without_start(response) for response in responses]
-        self._check_rows(queries, responses, response_masks)
-        prompt_ids, prompt_lengths = pad_rows([query.tolist() for query in queries])
-        response_ids, lengths = pad_rows([response.tolist() for response in responses])
-        mask = length_mask(lengths, response_ids.shape[1])
-        if response_masks is not None:
-            counted, _ = pad_rows([row.long().tolist() for row in response_masks])
-            mask = mask & counted.bool()
-        ends = [response[-1].item() == self.tokenizer.eos_token_id for response in responses]
-        device = self.engine.device
-        rollout = Rollout(
-            prompt_ids=prompt_ids.to(device),
-            prompt_lengths=prompt_lengths.to(device),
-            response_ids=response_ids.to(device),
-            response_lengths=lengths.to(device),
-            response_mask=mask.to(device),
-            has_stop=torch.tensor(ends, device=device),
-            logprobs=torch.zeros(response_ids.shape, device=device),
+        config: Any = self.model.config
+        rollout = make_rollout(
+            queries,
+            responses,
+            masks,
+            batch_size=self.config.batch_size,
+            start_token_id=config.decoder_start_token_id if config.is_encoder_decoder else None,
+            eos_token_id=self.tokenizer.eos_token_id,
             temperature=self.config.temperature,
+            device=self.engine.device,
         )
         # Under the policy as it is now: whatever generated them rounds in another way (TRL #2358).
         rollout.logprobs.copy_(
@@ -348,10 +385,9 @@ class PPOTrainer:
         )
         return rollout
 
-    def _judge(self, rollout: Rollout, scores: Sequence[Tensor | float]) -> Scores:
-        given = torch.tensor([float(score) for score in scores], device=self.engine.device)
+    def _judge(self, rollout: Rollout, given: Tensor) -> Scores:
         if self.engine.any(not bool(given.isfinite().all())):
-            raise DataError(f"Scores must be finite numbers; they are {given.tolist()}.")
+            raise DataError(f"Scores must be finite numbers; here they are {given.tolist()}.")
         size, exact = self.config.mini_batch_size, self._settings.kl_estimator == "full"
         return Scores(
             scores=shaped_scores(given, rollout, self._settings, self._moments, self.engine.sum),
@@ -360,35 +396,31 @@ class PPOTrainer:
             full_kl=full_kl(self.policy, self.reference, rollout, size) if exact else None,
         )
 
-    def _without_start(self, response: Tensor) -> Tensor:
-        """A decoder's start token is what `generate` begins with, not what the policy chose."""
-        config: Any = self.model.config
-        starts = config.is_encoder_decoder and len(response) > 0
-        if starts and response[0] == config.decoder_start_token_id:
-            return response[1:]
-        return response
+    def _learn(self, experience: Experience) -> TokenSums:
+        """Move policy and value head; the sums of all processes.
 
-    def _check_rows(
-        self,
-        queries: Sequence[Tensor],
-        responses: Sequence[Tensor],
-        response_masks: Sequence[Tensor] | None,
-    ) -> None:
-        size = self.config.batch_size
-        for name, rows in (("query", queries), ("response", responses)):
-            if len(rows) != size:
-                raise DataError(
-                    f"step() got {len(rows)} rows of {name}, and batch_size is {size}. Hand over "
-                    "whole batches, or set batch_size."
-                )
-            for number, row in enumerate(rows):
-                _check_vector(name, number, row)
-        for number, (response, mask) in enumerate(zip(responses, response_masks or [])):
-            if len(mask) != len(response) or not mask.any():
-                raise DataError(
-                    f"Mask {number} counts {int(mask.sum())} of {len(mask)} tokens, for a response "
-                    f"of {len(response)}: it must be as long and count at least one."
-                )
+        Raises:
+            TrainingError: too many optimizer steps in a row were skipped.
+        """
+        trainee = self._trainee
+        # transformers recomputes activations in training mode alone; dropout is off anyway.
+        trainee.module.train(self.config.gradient_checkpointing)
+        sums = update_policy(trainee, experience, self._settings, self.engine, self._shuffling)
+        trainee.module.eval()
+        self._health.check_skipped(trainee.skipped_in_a_row)
+        return sums.summed(self.engine.sum, self.engine.device)
+
+    def _follow(self, stats: Stats) -> None:
+        """What follows a step: coefficient, learning rate, warnings."""
+        if self._adaptive_kl is not None:
+            everywhere = self.config.batch_size * self.engine.num_processes
+            self._adaptive_kl.update(stats["objective/kl"], everywhere)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self._last_stats = stats
+        if self.engine.is_main:
+            for warning in self._health.check(guarded(stats)):
+                logger.warning("%s", warning)
 
     def _make_trainee(self, optimizer: torch.optim.Optimizer | None) -> Trainee:
         module = ActorCritic(self.policy, self.critic)
@@ -397,33 +429,30 @@ class PPOTrainer:
             optimizer = torch.optim.Adam(trained, lr=self.config.learning_rate)
         check_optimizer(optimizer, module)
         prepared, optimizer = self.engine.prepare(module, optimizer)
-        # The script's own schedule counts calls of step(), not optimizer steps.
-        steady = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-        exact = self._settings.kl_in_loss and self._settings.kl_estimator == "full"
-        return Trainee(
-            module=prepared,
-            optimizer=optimizer,
-            scheduler=steady,
-            reference=self.reference if exact else None,
+        check_sharding(self._settings, self.engine, prepared)
+        # Leaves the learning rate alone: the script's own schedule counts calls of step().
+        steady = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 1.0)
+        return Trainee(module=prepared, optimizer=optimizer, scheduler=steady)
+
+
+def _check_arguments(
+    config: PPOConfig,
+    ref_model: nn.Module | None,
+    num_shared_layers: int | None,
+    training_data_collator: object,
+) -> None:
+    if not isinstance(config, PPOConfig):
+        raise ConfigError(
+            f"config is a {type(config).__module__}.{type(config).__name__}; the classic loop "
+            "takes ppo_core.classic.PPOConfig."
         )
-
-
-class _NewOrderEachPass(DataLoader[Any]):
-    """A loader whose sampler is told of each pass, without which all have one order."""
-
-    def __iter__(self) -> Any:
-        sampler: Any = self.sampler
-        sampler.set_epoch(sampler.epoch + 1)
-        return super().__iter__()
-
-
-def _columns(rows: list[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-def _check_vector(name: str, number: int, row: Tensor) -> None:
-    if not isinstance(row, Tensor) or row.ndim != 1 or len(row) == 0:
-        shape = tuple(row.shape) if isinstance(row, Tensor) else type(row).__name__
-        raise DataError(
-            f"{name} {number} must be a tensor (length,) of token ids, at least one; it is {shape}."
+    if ref_model is not None and num_shared_layers is not None:
+        raise ConfigError(
+            f"num_shared_layers={num_shared_layers} has no effect on the ref_model that is handed "
+            "over. Leave out one of them."
+        )
+    if training_data_collator is not None:
+        raise ConfigError(
+            "training_data_collator is not honoured: step() pads the rows that it gets itself. "
+            "Leave it out; data_collator makes the batches of the data set."
         )

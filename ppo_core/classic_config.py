@@ -1,6 +1,8 @@
 """Settings of the classic loop, by the names that its scripts use."""
 
+import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from ppo_core.checks import require, require_count
@@ -16,8 +18,37 @@ KL_ESTIMATORS: dict[str, Literal["k1", "k2", "abs", "full"]] = {
 }
 """What the classic names of KL penalties are called here."""
 
+_COUNTED = "processes are counted where the trainer is made: leave it out"
+_LAUNCHED = "start the script with accelerate launch --config_file FILE, or torchrun"
+_READ = "it is read from the model: leave it out"
+_MEMORY = "there is no such switch: leave it out, and lower mini_batch_size if memory is short"
+_BEST = "compare the statistics of step() in the script, and call trainer.push_to_hub(repo_id)"
+_PASS = "it is mini_batch_size x gradient_accumulation_steps: set those"
 
-@refusing_unsupported
+INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
+    "accelerator_kwargs": (({},), _LAUNCHED),
+    "backward_batch_size": ((None,), _PASS),
+    "compare_steps": ((1,), _BEST),
+    "forward_batch_size": ((None,), "set mini_batch_size, which it was another name of"),
+    "global_backward_batch_size": ((None,), _COUNTED),
+    "global_batch_size": ((None,), _COUNTED),
+    "is_encoder_decoder": ((None,), _READ),
+    "is_peft_model": ((None,), _READ),
+    "optimize_cuda_cache": ((None, False), _MEMORY),
+    "optimize_device_cache": ((False,), _MEMORY),
+    "project_kwargs": (({},), "set output_dir, and TENSORBOARD_LOGGING_DIR for TensorBoard"),
+    "push_to_hub_if_best_kwargs": (({},), _BEST),
+    "tracker_kwargs": (({},), "set the environment variables of what log_with names"),
+    "tracker_project_name": (
+        ("trl",),
+        "set WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME or TENSORBOARD_LOGGING_DIR",
+    ),
+    "world_size": ((None,), _COUNTED),
+}
+"""TRL 0.11's settings that are not honoured: values that change nothing, and what to use."""
+
+
+@partial(refusing_unsupported, instead=INSTEAD)
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
     """What the classic PPO of TRL (up to 0.11) calls by the same names.
@@ -29,13 +60,13 @@ class PPOConfig:
     exp_name: str = "ppo"
     """Name of the run."""
 
-    model_name: str | None = None
+    model_name: str = "gpt2"
     """The policy to load, for the script to read."""
 
-    query_dataset: str | None = None
+    query_dataset: str = "stanfordnlp/imdb"
     """The data set to load, for the script to read."""
 
-    reward_model: str | None = None
+    reward_model: str = "sentiment-analysis:lvwerra/distilbert-imdb"
     """The reward model to load, for the script to read."""
 
     task_name: str | None = None
@@ -83,7 +114,7 @@ class PPOConfig:
     target: float = 6.0
     """Nats a response that the coefficient is adapted to."""
 
-    horizon: float = 10_000.0
+    horizon: float = 10_000
     """Episodes over which an adapted coefficient changes by about a fifth at most."""
 
     gamma: float = 1.0
@@ -131,12 +162,22 @@ class PPOConfig:
     remove_unused_columns: bool = True
     """`prepare_dataloader` keeps input_ids, attention_mask, label, query and response alone."""
 
+    dataset_num_proc: int | None = None
+    """Processes that tokenise the data set, for the script to read."""
+
     def __post_init__(self) -> None:
         """Refuse what cannot work; the rest is checked with the settings of an update."""
-        for name in ("batch_size", "mini_batch_size", "gradient_accumulation_steps", "steps"):
+        for name in (
+            "batch_size mini_batch_size gradient_accumulation_steps steps ppo_epochs"
+        ).split():
             require_count(self, name)
         require(self, "kl_penalty", self.kl_penalty in KL_ESTIMATORS, "kl, abs, mse or full")
-        require(self, "horizon", self.horizon >= 1, "at least 1")
+        require(self, "init_kl_coef", self.init_kl_coef >= 0, "at least 0")
+        require(self, "target", self.target > 0, "above 0")
+        whole = self.horizon >= 1 and self.horizon == int(self.horizon)
+        require(self, "horizon", whole, "a whole number, at least 1")
+        norm = self.max_grad_norm
+        require(self, "max_grad_norm", norm is None or norm > 0, "above 0, or None")
         of_step = self.mini_batch_size * self.gradient_accumulation_steps
         if left := self.batch_size % of_step:
             raise ConfigError(
@@ -144,6 +185,11 @@ class PPOConfig:
                 f"gradient_accumulation_steps = {of_step}: {left} responses would be left over."
             )
         self.of_update()
+
+    @property
+    def total_ppo_epochs(self) -> int:
+        """Calls of `step` in the whole run, for the script to read."""
+        return math.ceil(self.steps / self.batch_size)
 
     def of_update(self) -> UpdateConfig:
         """The same settings as the update reads them."""
@@ -165,13 +211,13 @@ class PPOConfig:
             kl_coef=self.init_kl_coef,
             kl_estimator=KL_ESTIMATORS[self.kl_penalty],
             kl_target=self.target if self.adap_kl_ctrl else None,
-            kl_horizon=round(self.horizon),
+            kl_horizon=int(self.horizon),
             gamma=self.gamma,
             lam=self.lam,
             cliprange=self.cliprange,
             cliprange_value=self.cliprange_value,
             vf_coef=self.vf_coef,
-            max_grad_norm=self.max_grad_norm or float("inf"),
+            max_grad_norm=self.max_grad_norm or math.inf,
             target_kl=self.target_kl if self.early_stopping else None,
             ratio_threshold=self.ratio_threshold,
             use_score_scaling=self.use_score_scaling,

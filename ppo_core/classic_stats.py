@@ -1,11 +1,14 @@
 """The statistics of a classic step, by the names that its scripts log and plot."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ppo_core.metrics import explained_variance
+from ppo_core.completions import Completions
+from ppo_core.errors import DataError
+from ppo_core.metrics import Metrics, explained_variance
 from ppo_core.records import Experience, Scores, TokenSums
 from ppo_core.tensors import SumOverProcesses, masked_mean
 
@@ -75,6 +78,53 @@ def step_stats(
         "tokens/responses_len_std": _std(response_lengths, sum_over_processes),
         "tokens/responses_dist": response_lengths.tolist(),
     }
+
+
+def numbers(stats: Stats) -> Metrics:
+    """The statistics that are one number each."""
+    return {name: value for name, value in stats.items() if isinstance(value, float)}
+
+
+def guarded(stats: Stats) -> Metrics:
+    """Those that the guards of `ppo_core.health` watch, by the names that they know."""
+    return {
+        "objective/kl": stats["objective/kl"],
+        "val/ratio": stats["ppo/policy/ratio"],
+        "policy/entropy_avg": stats["ppo/policy/entropy"],
+    }
+
+
+def texts_table(
+    batch: Mapping[str, Sequence[Any]],
+    rewards: Sequence[float],
+    columns: Sequence[str],
+    gather: Callable[[list[Any]], list[Any]],
+) -> Completions | None:
+    """The texts of a batch with their rewards, of all processes; None if it has none.
+
+    `gather` joins lists of all processes. `columns` are shown beside query and response.
+
+    Raises:
+        DataError: the batch has no such column.
+    """
+    if "query" not in batch or "response" not in batch:
+        return None
+    others = [name for name in columns if name not in ("query", "response")]
+    if missing := [name for name in others if name not in batch]:
+        raise DataError(
+            f"The batch has no column {missing[0]!r}, which columns_to_log names; it has "
+            f"{', '.join(batch)}."
+        )
+    return Completions(
+        gather(list(batch["query"])),
+        gather(list(batch["response"])),
+        gather(list(rewards)),
+        {name: gather([_plain(value) for value in batch[name]]) for name in others},
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _mean(values: Tensor, sum_over_processes: SumOverProcesses) -> float:

@@ -2,9 +2,10 @@
 
 import json
 import unicodedata
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -36,9 +37,17 @@ class Completions:
     queries: list[str]
     responses: list[str]
     scores: list[float]
+    others: Mapping[str, list[Any]] = field(default_factory=dict)
+    """Further columns by name, each with a row for each response."""
 
     def __post_init__(self) -> None:
         """Refuse lists that do not belong together."""
+        for name, column in self.others.items():
+            if len(column) != len(self.scores) or name in COLUMNS:
+                raise DataError(
+                    f"The column {name!r} of {len(column)} rows cannot stand beside "
+                    f"{', '.join(COLUMNS)} of {len(self.scores)}."
+                )
         if not len(self.queries) == len(self.responses) == len(self.scores):
             raise DataError(
                 f"{len(self.queries)} queries, {len(self.responses)} responses and "
@@ -52,6 +61,19 @@ class Completions:
     def __iter__(self) -> Iterator[tuple[str, str, float]]:
         """Rows of the table: query, response, score."""
         return iter(zip(self.queries, self.responses, self.scores, strict=True))
+
+    def by_column(self) -> dict[str, list[Any]]:
+        """All columns, further ones last."""
+        columns: dict[str, list[Any]] = {
+            "query": self.queries,
+            "response": self.responses,
+            "score": self.scores,
+        }
+        return columns | dict(self.others)
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        """All columns row by row."""
+        return list(zip(*self.by_column().values(), strict=True))
 
 
 def print_table(completions: Completions, title: str, *, limit: int) -> None:
@@ -99,20 +121,26 @@ def as_markdown(text: str) -> str:
 
 def markdown_table(completions: Completions) -> str:
     """The rows as a table in markdown."""
-    head = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
-    rows = [f"{as_markdown(q)} | {as_markdown(r)} | {score:.4g}" for q, r, score in completions]
-    return "\n".join(f"| {line} |" for line in head + rows)
+    names = completions.by_column()
+    lines = [names, ["---"] * len(names), *completions.rows()]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else as_markdown(str(value))
 
 
 def _write_lines(completions: Completions, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (dict(zip(COLUMNS, row, strict=True)) for row in completions)
+    names = completions.by_column()
+    lines = (dict(zip(names, row, strict=True)) for row in completions.rows())
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     path.write_text(text, encoding="utf-8")
 
 
 def _log_to_wandb(completions: Completions, step: int, callback: WandbCallback) -> None:
-    table = callback._wandb.Table(columns=list(COLUMNS), data=[list(row) for row in completions])
+    data = [list(row) for row in completions.rows()]
+    table = callback._wandb.Table(columns=list(completions.by_column()), data=data)
     callback._wandb.log({"completions": table, "train/global_step": step})
 
 
@@ -122,6 +150,5 @@ def _log_to_mlflow(completions: Completions, step: int, callback: MLflowCallback
     A table for each step would end the run at about the 130th: MLflow lists them in one tag. Where
     it adds to a table it reads "007" as 7 if a whole column is numbers; the file keeps the text.
     """
-    columns = (completions.queries, completions.responses, completions.scores)
-    table = {"step": [step] * len(completions)} | dict(zip(COLUMNS, columns, strict=True))
+    table = {"step": [step] * len(completions)} | completions.by_column()
     callback._ml_flow.log_table(table, "completions.json")

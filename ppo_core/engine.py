@@ -76,6 +76,11 @@ class Engine:
             )
 
     @property
+    def accelerator(self) -> Accelerator:
+        """What accelerate knows of the processes, for scripts that ask it themselves."""
+        return self._accelerator
+
+    @property
     def device(self) -> torch.device:
         """Where this process computes."""
         return self._accelerator.device

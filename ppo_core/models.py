@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ppo_core.adapters import check_adapter, plain_model, using_adapter
+from ppo_core.adapters import check_adapter, is_peft, plain_model, using_adapter
 from ppo_core.chat import Messages
 from ppo_core.errors import DataError, ModelError
 from ppo_core.prompts import encode_dialogue
@@ -256,8 +256,14 @@ class RewardModel:
         reviews: 0.70 against 0.66 accuracy).
 
         Raises:
-            ModelError: the model has several labels, or the token it needs is missing.
+            ModelError: the model has several labels or an adapter, or the token it needs is
+                missing.
         """
+        if is_peft(model):
+            raise ModelError(
+                "The reward model has an adapter on it. Merge it first, model.merge_and_unload(), "
+                "or load the adapter onto the policy's base with load_reward_adapter."
+            )
         if model.config.num_labels != 1:
             raise ModelError(
                 f"The reward model {type(model).__name__} has {model.config.num_labels} labels; "
@@ -280,8 +286,12 @@ class RewardModel:
         return head if isinstance(head, nn.Linear) else None
 
     def reads_tokens_of(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether a token id means the same to both; if not, only texts can be handed over."""
-        return self.tokenizer.get_vocab() == tokenizer.get_vocab()
+        """Whether a token id means the same to both; if not, only texts can be handed over.
+
+        Scripts add a pad token to one of them; no text contains it.
+        """
+        different = self.tokenizer.get_vocab().items() ^ tokenizer.get_vocab().items()
+        return {token for token, _ in different} <= {tokenizer.pad_token, self.tokenizer.pad_token}
 
     @torch.no_grad()
     def score_rows(self, ids: Tensor, lengths: Tensor) -> Tensor:
@@ -353,8 +363,8 @@ class Critic(nn.Module):
         self.adapter = adapter
 
     @classmethod
-    def from_classifier(cls, model: nn.Module, *, bias: float = 0.0) -> "Critic":
-        """A `...ForSequenceClassification` with one label as it is: value = score - bias.
+    def from_classifier(cls, model: nn.Module) -> "Critic":
+        """A `...ForSequenceClassification` with one label, trained in place: value = score.
 
         Raises:
             ModelError: it scores whole texts only, or has several labels.
@@ -366,19 +376,20 @@ class Critic(nn.Module):
                 "must. Use a decoder-only ...ForSequenceClassification with num_labels=1, or "
                 "value_model=None."
             )
-        head = nn.Linear(score.in_features, 1).to(score.weight)
-        with torch.no_grad():
-            head.weight.copy_(score.weight)
-            head.bias.fill_(-bias)
-            if score.bias is not None:
-                head.bias.add_(score.bias)
-        return cls(DecoderTrunk(cast(nn.Module, model.base_model)), head)
+        return cls(DecoderTrunk(cast(nn.Module, model.base_model)), score)
 
     @classmethod
     def from_reward_model(cls, reward_model: RewardModel) -> "Critic":
         """A copy of the reward model: it starts as the score of the response so far."""
-        model = copy.deepcopy(reward_model.model).requires_grad_(True)
-        return cls.from_classifier(model, bias=reward_model.bias)
+        critic = cls.from_classifier(copy.deepcopy(reward_model.model).requires_grad_(True))
+        score = critic.head
+        critic.head = nn.Linear(score.in_features, 1).to(score.weight)
+        with torch.no_grad():
+            critic.head.weight.copy_(score.weight)
+            critic.head.bias.fill_(-reward_model.bias)
+            if score.bias is not None:
+                critic.head.bias.add_(score.bias)
+        return critic
 
     @classmethod
     def from_policy(cls, policy: PreTrainedModel) -> "Critic":

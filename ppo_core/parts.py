@@ -1,6 +1,5 @@
 """What scripts hand over to the trainer, made into what its loop works with."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -67,6 +66,7 @@ def make_parts(
 
     Raises:
         ModelError: a model cannot play its part, or two parts are the same object.
+        ConfigError: the settings and the models contradict each other.
     """
     for scorer in rewards.models():
         engine.prepare_frozen(scorer.model)
@@ -81,17 +81,19 @@ def make_parts(
     model.eval().to(engine.device)
     policy = _make_policy(config, model)
     check_quantised_trainable(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError("No parameter of the policy requires a gradient: nothing would learn.")
     adapted = model if is_peft(model) else None
     critic = _make_critic(config, tokenizer, policy, adapted, value_head, value_model, rewards)
+    if not any(parameter.requires_grad for parameter in policy_parameters(policy, critic)):
+        raise ModelError("No parameter of the policy requires a gradient: nothing would learn.")
     disable_dropout(critic)
     if config.gradient_checkpointing:
         _checkpoint_activations(model, critic)
+    reference = _make_reference(config, model, ref_model, engine)
+    _check_refresh(config, policy, reference)
     return Parts(
         policy=policy,
         adapted=adapted,
-        reference=_make_reference(config, model, ref_model, engine),
+        reference=reference,
         critic=critic.eval().to(engine.device),
         rewards=rewards,
     )
@@ -102,10 +104,13 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        # Attention of transformers keeps its own as a plain number.
-        for name in ("attention_dropout", "dropout", "dropout_p", "layerdrop", "dropout_rate"):
-            if isinstance(getattr(module, name, None), float):
+        # Layers of transformers keep theirs as plain numbers, those of peft one by adapter.
+        for name in [name for name in vars(module) if "drop" in name]:
+            value = getattr(module, name)
+            if isinstance(value, float):
                 setattr(module, name, 0.0)
+            elif isinstance(value, dict):
+                setattr(module, name, dict.fromkeys(value, 0.0))
 
 
 def parameter_groups(
@@ -115,9 +120,8 @@ def parameter_groups(
 
     A trunk that policy and critic share belongs to the policy.
     """
+    of_policy = policy_parameters(policy, critic)
     of_critic = critic_parameters(policy, critic)
-    taken = set(map(id, of_critic.values()))
-    of_policy = [p for p in policy.parameters() if id(p) not in taken]
     return [
         {
             "name": name,
@@ -131,6 +135,12 @@ def parameter_groups(
         )
         for decays in (True, False)
     ]
+
+
+def policy_parameters(policy: LanguageModel, critic: Critic) -> list[nn.Parameter]:
+    """All that the critic has not for itself."""
+    of_critic = set(map(id, critic_parameters(policy, critic).values()))
+    return [parameter for parameter in policy.parameters() if id(parameter) not in of_critic]
 
 
 def critic_parameters(policy: LanguageModel, critic: Critic) -> dict[str, nn.Parameter]:
@@ -187,18 +197,24 @@ def check_sharding(config: PPOConfig, engine: Engine, module: nn.Module) -> None
 def _refuse_same(
     model: nn.Module, ref_model: nn.Module | None, rewards: RewardMix, value_model: Any
 ) -> None:
-    if model is ref_model:
+    if ref_model is not None and _trains(model, ref_model):
         raise ModelError(
             "The policy and the reference are the same object: the KL divergence would stay 0. "
             "Load the reference apart, or hand over ref_model=None."
         )
-    trained: Sequence[Any] = [model, value_model]
+    trained = [one for one in (model, value_model) if one is not None]
     for scorer in rewards.models():
-        if any(scorer.model is other for other in trained):
+        if any(_trains(one, scorer.model) for one in trained):
             raise ModelError(
                 "The reward model is the same object as a model that is trained: its scores would "
                 "move. Load it apart, or hand over value_model=None."
             )
+
+
+def _trains(model: nn.Module, other: nn.Module) -> bool:
+    """Whether training the one moves the other; layers that both keep frozen may be shared."""
+    moving = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return model is other or any(id(parameter) in moving for parameter in other.parameters())
 
 
 def _check_adapter_names(config: PPOConfig, model: nn.Module, ref_model: nn.Module | None) -> None:
@@ -225,8 +241,22 @@ def _check_adapter_names(config: PPOConfig, model: nn.Module, ref_model: nn.Modu
 def _make_policy(config: PPOConfig, model: nn.Module) -> LanguageModel:
     if not is_peft(model):
         return LanguageModel(_transformers_model(model, "policy"))
-    name = config.model_adapter_name or model.active_adapter
-    return LanguageModel(plain_model(model), within=partial(using_adapter, model, name))
+    if config.model_adapter_name is not None:
+        _activate(model, config.model_adapter_name)
+    if config.ref_adapter_name is not None:
+        model.set_requires_grad(config.ref_adapter_name, requires_grad=False)
+    name = model.active_adapter
+    base = _transformers_model(plain_model(model), "policy")
+    return LanguageModel(base, within=partial(using_adapter, model, name))
+
+
+def _activate(model: "PeftModel", name: str) -> None:
+    """Make an adapter the one that is trained and saved."""
+    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.set_adapter(name)
+    # PEFT freezes all others with that, also the critic's.
+    for parameter in asking:
+        parameter.requires_grad_(True)
 
 
 def _make_reference(
@@ -240,6 +270,22 @@ def _make_reference(
     if isinstance(ref_model, ModelWithValueHead):
         ref_model = ref_model.pretrained_model
     return LanguageModel(engine.prepare_frozen(_transformers_model(ref_model, "reference")))
+
+
+def _check_refresh(config: PPOConfig, policy: LanguageModel, reference: LanguageModel) -> None:
+    """Refuse to copy the policy into a reference that cannot take it."""
+    if not config.reference_refresh_updates:
+        return
+    shapes = [
+        {name: parameter.shape for name, parameter in model.named_parameters()}
+        for model in (policy, reference)
+    ]
+    if policy.model is reference.model or shapes[0] != shapes[1]:
+        raise ConfigError(
+            f"reference_refresh_updates={config.reference_refresh_updates} copies the policy into "
+            "the reference, which has no weights of its own or others than the policy has. Train "
+            "without an adapter and with ref_model=None, or leave the setting away."
+        )
 
 
 def _make_critic(
@@ -276,14 +322,14 @@ def _checkpoint_activations(model: nn.Module, critic: Critic) -> None:
         checkpoint_activations(model)
     trunks = [plain_model(model), critic.backbone]
     for trunk in trunks[is_peft(model) :]:
-        if isinstance(trunk, PreTrainedModel) and not trunk.is_gradient_checkpointing:
-            trunk.gradient_checkpointing_enable({"use_reentrant": False})
+        if isinstance(trunk, PreTrainedModel) and not trunk.is_activation_checkpointing:
+            trunk.activation_checkpointing_enable({"use_reentrant": False})
 
 
 def _transformers_model(model: nn.Module, part: str) -> PreTrainedModel:
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise ModelError(
             f"The {part} is a {type(model).__name__}; it must be a causal language model of "
-            "transformers, one with a value head, or a PeftModel."
+            "transformers, one with a value head, or, for a policy, a PeftModel of one."
         )
     return model

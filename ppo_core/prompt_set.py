@@ -40,17 +40,17 @@ def make_prompt_set(
 ) -> PromptSet:
     """The prompts of a data set, checked against the model that is to answer them.
 
-    A `collator` gets one row at a time, and gives its "input_ids".
+    A `collator` gets one row at a time, and gives its "input_ids" and what of them is padding,
+    its "attention_mask", if any is.
 
     Raises:
         DataError: there is no prompt, one leaves no room for a response, or one has a token
             that the model does not know.
     """
-    if collator is None:
-        prompts = prompts_of(dataset)
-    else:
-        # Row by row there is no padding, whatever the collator fills up with.
-        prompts = [_collated(collator, dataset[number]) for number in range(len(dataset))]
+    if collator is not None:
+        # Row by row the collator has little to fill up; the mask says what.
+        dataset = [_collated(collator, dataset[number]) for number in range(len(dataset))]
+    prompts = prompts_of(dataset)
     tokens = encode_prompts(tokenizer, prompts, num_proc=config.dataset_num_proc)
     check_prompt_lengths(
         tokens, context=context_length(model.config), response_length=config.response_length
@@ -60,15 +60,15 @@ def make_prompt_set(
     return PromptSet(prompts, tokens)
 
 
-def _collated(collator: Collator, row: Any) -> Tokens:
+def _collated(collator: Collator, row: Any) -> dict[str, Tokens]:
     batch = collator([row])
     if "input_ids" not in batch:
         raise DataError(
             f"The data collator gave {', '.join(batch)}, and no input_ids: there is no prompt. "
             "Return input_ids, or leave data_collator=None."
         )
-    ids: Tokens = torch.as_tensor(batch["input_ids"])[0].tolist()
-    return ids
+    names = [name for name in ("input_ids", "attention_mask") if name in batch]
+    return {name: torch.as_tensor(batch[name])[0].tolist() for name in names}
 
 
 def _check_known(prompts: Sequence[Tokens], vocabulary: int) -> None:

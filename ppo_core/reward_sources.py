@@ -83,7 +83,8 @@ class FunctionReward:
                 f"The reward function {self.name} gave numbers of shape {tuple(scores.shape)} "
                 f"for {len(rollout)} responses. Return one float for each response."
             )
-        return scores.to(rollout.logprobs)
+        # A function may have computed with gradients; the loss must not reach into it.
+        return scores.detach().to(rollout.logprobs)
 
 
 class RewardMix:
@@ -95,7 +96,7 @@ class RewardMix:
         """Take the rewards by their names, and a weight for each; None weighs all alike, 1.
 
         Raises:
-            ConfigError: there is not one weight for each reward.
+            ConfigError: there is not one weight for each.
         """
         self.sources = dict(sources)
         self.weights = [1.0] * len(sources) if weights is None else list(weights)
@@ -133,7 +134,7 @@ def make_rewards(
 
     Raises:
         ModelError: one is nothing of these.
-        ConfigError: two have the same name, or there is not one weight for each.
+        ConfigError: there is none, two have the same name, or there is not one weight for each.
     """
     if isinstance(given, Mapping):
         named = dict(given)
@@ -147,6 +148,8 @@ def make_rewards(
                 "Hand them over as a dict with a name for each."
             )
         named = dict(zip(names, several, strict=True))
+    if not named:
+        raise ConfigError("There is no reward: nothing would be learned. Hand one over.")
     return RewardMix(
         {name: _make_source(name, one, tokenizer, batch_size) for name, one in named.items()},
         weights,

@@ -11,15 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.adapters import load_adapter_weights, merged_copy, save_adapter
-from ppo_core.checkpoint import (
-    flatten_optimizer,
-    global_rng_state,
-    read_checkpoint,
-    remove_old_checkpoints,
-    restore_global_rng_state,
-    restore_optimizer,
-    save_checkpoint,
-)
+from ppo_core.checkpoint import read_checkpoint, remove_old_checkpoints, save_checkpoint
 from ppo_core.config import PPOConfig
 from ppo_core.ema import WeightAverage
 from ppo_core.engine import Engine
@@ -29,6 +21,12 @@ from ppo_core.parts import Parts, critic_parameters
 from ppo_core.quantised import is_quantised
 from ppo_core.reporting import Reporter
 from ppo_core.run_state import RunState
+from ppo_core.training_state import (
+    flatten_optimizer,
+    global_rng_state,
+    restore_global_rng_state,
+    restore_optimizer,
+)
 from ppo_core.update import Trainee
 
 if TYPE_CHECKING:
@@ -111,7 +109,8 @@ class RunFiles:
     def save_checkpoint(self) -> None:
         """Everything the next update depends on, in `output_dir/checkpoint-<updates>`."""
         if self.engine.is_deepspeed:
-            logger.warning("No checkpoint: the shards of DeepSpeed's optimizer are not saved yet.")
+            if self.engine.is_main:
+                logger.warning("No checkpoint: the shards of DeepSpeed's optimizer are not saved.")
             return
         failure: TrainingError | None = None
         if self.engine.is_main:

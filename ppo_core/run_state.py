@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_core.checkpoint import generator_tensors, restore_generators
 from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.health import HealthMonitor
@@ -15,6 +14,7 @@ from ppo_core.kl_control import LARGEST_ERROR, AdaptiveKL
 from ppo_core.moments import RunningMoments
 from ppo_core.prompts import PromptStream
 from ppo_core.schedule import Schedule
+from ppo_core.training_state import generator_tensors, restore_generators
 
 
 @dataclass(kw_only=True)

@@ -68,6 +68,10 @@ def make_scheduler(optimizer: Optimizer, config: PPOConfig, schedule: Schedule) 
     """The learning rate of each optimizer step of the run.
 
     The policy's is 0 while the critic warms up: then AdamW leaves it as it is, to the bit.
+
+    Raises:
+        ConfigError: the critic is to warm up, and the optimizer does not tell policy and critic
+            apart.
     """
     steps = schedule.num_optimizer_steps
     warmup = config.warmup_steps or config.warmup_ratio
@@ -77,6 +81,12 @@ def make_scheduler(optimizer: Optimizer, config: PPOConfig, schedule: Schedule) 
     warmed_up = config.critic_warmup_updates * schedule.steps_per_update
     if not warmed_up:
         return course
+    if any(group.get("name") not in (POLICY, CRITIC) for group in optimizer.param_groups):
+        raise ConfigError(
+            f"critic_warmup_updates={config.critic_warmup_updates} needs an optimizer whose "
+            f"groups have the names {POLICY!r} and {CRITIC!r}: another would go on to move the "
+            "policy. Name its groups, or leave optimizers=(None, None)."
+        )
     factor: Callable[[int], float] = course.lr_lambdas[0]
 
     def of_policy(step: int) -> float:

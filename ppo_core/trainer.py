@@ -116,6 +116,11 @@ class PPOTrainer:
         self._eval_set = None
         if eval_dataset is not None:
             self._eval_set = self._read_prompts(eval_dataset, data_collator)
+        elif args.eval_strategy != "no":
+            raise ConfigError(
+                f"eval_strategy={args.eval_strategy!r} needs an eval_dataset. Hand one over, or "
+                "set eval_strategy='no'."
+            )
         self.schedule = make_schedule(
             args, num_prompts=len(self._train_set), num_processes=self.engine.num_processes
         )
@@ -380,22 +385,18 @@ class PPOTrainer:
             for warning in self._run.health.check(metrics):
                 logger.warning("Update %d. %s", self._run.updates, warning)
         self._reporter.step_end(metrics, epoch=self._run.episodes / len(self._train_set))
-        if self.engine.any(self._reporter.should_evaluate):
-            self._evaluate()
+        if self.engine.any(self._reporter.should_evaluate) and self._eval_set is not None:
+            self._evaluate(self._eval_set)
         if self.engine.any(self._reporter.should_save):
             self._files.save_checkpoint()
             self._reporter.saved()
-        shown = self.args.num_sample_generations
-        if shown and (self._run.updates - 1) % max(1, self.schedule.num_updates // shown) == 0:
+        # Evenly spread, the first update's among them, and never more often than asked for.
+        due = (self._run.updates - 1) * self.args.num_sample_generations
+        if due % self.schedule.num_updates < self.args.num_sample_generations:
             self.generate_completions()
 
-    def _evaluate(self) -> None:
-        if self._eval_set is None:
-            raise ConfigError(
-                f"eval_strategy={self.args.eval_strategy!r} needs an eval_dataset. Hand one over, "
-                "or set eval_strategy='no'."
-            )
-        completions = self._answer(self._eval_set)
+    def _evaluate(self, prompts: PromptSet) -> None:
+        completions = self._answer(prompts)
         metrics = {"eval/scores": sum(completions.scores) / len(completions)}
         self._reporter.log(metrics)
         self._reporter.evaluated(metrics)
@@ -447,6 +448,11 @@ class PPOTrainer:
             check_optimizer(optimizer, module)
         if scheduler is None:
             scheduler = make_scheduler(optimizer, config, self.schedule)
+        elif config.critic_warmup_updates:
+            raise ConfigError(
+                f"critic_warmup_updates={config.critic_warmup_updates} holds the policy's learning "
+                "rate at 0, and a scheduler of your own would not. Leave one of them away."
+            )
         in_loss = config.kl_in_loss and config.kl_estimator == "full"
         prepared, optimizer = self.engine.prepare(module, optimizer)
         check_sharding(config, self.engine, prepared)

@@ -178,31 +178,44 @@ INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
 """Name -> the values that are what happens anyway, and what to use in the place of another."""
 
 
-def refuse_unsupported(given: Mapping[str, Any], honoured: Collection[str]) -> dict[str, Any]:
+def refuse_unsupported(
+    given: Mapping[str, Any],
+    honoured: Collection[str],
+    instead: Mapping[str, tuple[tuple[object, ...], str]] = INSTEAD,
+) -> dict[str, Any]:
     """The settings of `given` whose names are `honoured`.
 
-    Left out are known names of other trainers whose value is what happens anyway.
+    Left out are names of other trainers, known from `instead`, whose value is what happens
+    anyway.
 
     Raises:
         ConfigError: any other name is given, which would be accepted and ignored.
     """
     for name, value in given.items():
         if name not in honoured:
-            _refuse(name, value, honoured)
+            _refuse(name, value, honoured, instead)
     return {name: value for name, value in given.items() if name in honoured}
 
 
-def _refuse(name: str, value: object, honoured: Collection[str]) -> None:
-    if name not in INSTEAD:
+def _refuse(
+    name: str,
+    value: object,
+    honoured: Collection[str],
+    known: Mapping[str, tuple[tuple[object, ...], str]],
+) -> None:
+    if name not in known:
         similar = get_close_matches(name, honoured, n=1)
         hint = f" Did you mean {similar[0]}?" if similar else " Remove it."
         raise ConfigError(f"There is no setting {name}, so {value!r} would change nothing.{hint}")
-    accepted, instead = INSTEAD[name]
+    accepted, instead = known[name]
     if value not in accepted:
         raise ConfigError(f"{name}={value!r} is not honoured: {instead}.")
 
 
-def refusing_unsupported(settings: type[Settings]) -> type[Settings]:
+def refusing_unsupported(
+    settings: type[Settings],
+    instead: Mapping[str, tuple[tuple[object, ...], str]] = INSTEAD,
+) -> type[Settings]:
     """A dataclass of settings, made to refuse by name what it does not honour.
 
     Raises:
@@ -213,7 +226,7 @@ def refusing_unsupported(settings: type[Settings]) -> type[Settings]:
 
     @wraps(generated)
     def init(self: Settings, **given: Any) -> None:
-        generated(self, **refuse_unsupported(given, honoured))
+        generated(self, **refuse_unsupported(given, honoured, instead))
 
     settings.__init__ = init  # type: ignore[method-assign, assignment]
     return settings

@@ -52,18 +52,30 @@ def update_policy(
     """Learn from a batch of experience: `num_ppo_epochs` passes, each in a new order.
 
     With `critic_only` the policy's loss is left out. Passes end early where the policy has
-    moved further than 1.5 x `target_kl`; all processes decide on the same sum. Returns the
-    sums over the counted tokens of this process.
+    moved further than 1.5 x `target_kl`, or after `max_skipped_steps` steps in a row that were
+    not finite; all processes decide on the same sum. Returns the sums over the counted tokens
+    of this process.
     """
     sums = TokenSums()
-    for _ in range(config.num_ppo_epochs):
-        order = torch.randperm(len(experience.rollout), generator=generator)
-        for minibatch in order.chunk(config.num_mini_batches):
-            step = _OptimizerStep(trainee, experience, config, engine, critic_only=critic_only)
-            of_step = step.take(minibatch, untouched=sums.tokens == 0)
-            sums.add_all(of_step)
-            if _has_moved_too_far(of_step, config, engine):
-                return sums
+    minibatches = [
+        minibatch
+        for _ in range(config.num_ppo_epochs)
+        for minibatch in torch.randperm(len(experience.rollout), generator=generator).chunk(
+            config.num_mini_batches
+        )
+    ]
+    due = len(minibatches)
+    for minibatch in minibatches:
+        step = _OptimizerStep(trainee, experience, config, engine, critic_only=critic_only)
+        of_step = step.take(minibatch, untouched=sums.tokens == 0)
+        sums.add_all(of_step)
+        due -= 1
+        is_hopeless = trainee.skipped_in_a_row >= config.max_skipped_steps
+        if is_hopeless or _has_moved_too_far(of_step, config, engine):
+            break
+    # The schedule counts the steps that were due, so that it ends with the run.
+    for _ in range(due):
+        trainee.scheduler.step()
     return sums
 
 
@@ -188,15 +200,22 @@ class _OptimizerStep:
 
     def _learn_pretraining_texts(self, num_rows: int) -> None:
         """Add the gradient of the language-modelling loss on as many texts as responses."""
-        if self.trainee.pretraining is None or self.critic_only:
+        texts, engine = self.trainee.pretraining, self.engine
+        if texts is None or self.critic_only:
             return
-        share = slice(self.engine.rank, None, self.engine.num_processes)
-        texts = self.trainee.pretraining.next_rows(num_rows * self.engine.num_processes, share)
-        with self.engine.accumulate_only(self.trainee.module, True):
-            logprobs = self.trainee.module(texts.to(self.engine.device), 1.0).logprobs
-            own = torch.tensor(float(len(logprobs)), device=self.engine.device)
-            part = own / self.engine.sum(own)
-            self.engine.backward(self.config.ptx_coef * part * pretraining_loss(logprobs))
+        share = slice(engine.rank, None, engine.num_processes)
+        size = self.config.per_device_train_batch_size
+        batches = [
+            texts.next_rows(min(size, num_rows - start) * engine.num_processes, share)
+            for start in range(0, num_rows, size)
+        ]
+        own = torch.tensor(float(sum(len(batch.targets) for batch in batches)))
+        total = engine.sum(own.to(engine.device))
+        for batch in batches:
+            with engine.accumulate_only(self.trainee.module, True):
+                logprobs = self.trainee.module(batch.to(engine.device), 1.0).logprobs
+                part = len(logprobs) / total
+                engine.backward(self.config.ptx_coef * part * pretraining_loss(logprobs))
 
     def _step(self, sums: TokenSums) -> None:
         """Take the step, unless a loss, a gradient or the ratio forbids it, in any process."""
@@ -209,7 +228,6 @@ class _OptimizerStep:
             finite = bool(norm.isfinite())
             trainee.skipped_steps += not finite
             trainee.skipped_in_a_row = 0 if finite else trainee.skipped_in_a_row + 1
-        # The schedule counts the steps that were due, so that it ends with the run.
         trainee.scheduler.step()
 
     def _ratio_is_too_large(self, sums: TokenSums) -> bool:

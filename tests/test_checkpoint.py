@@ -16,18 +16,20 @@ from torch import nn, tensor
 from transformers import AutoModelForCausalLM
 
 from ppo_core.checkpoint import (
-    flatten_optimizer,
-    generator_tensors,
-    global_rng_state,
     latest_checkpoint,
     read_checkpoint,
     remove_old_checkpoints,
-    restore_generators,
-    restore_global_rng_state,
-    restore_optimizer,
     save_checkpoint,
 )
 from ppo_core.errors import TrainingError
+from ppo_core.training_state import (
+    flatten_optimizer,
+    generator_tensors,
+    global_rng_state,
+    restore_generators,
+    restore_global_rng_state,
+    restore_optimizer,
+)
 from tests.tiny import VOCABULARY, make_policy
 
 ROOT = Path(__file__).parent.parent
