@@ -20,7 +20,7 @@ from ppo_core.models import (
     load_tokenizer,
 )
 from ppo_core.quantised import quantisation_config
-from ppo_core.supervised import PairRanker, make_classifier
+from ppo_core.supervised.training import PairRanker, make_classifier
 from ppo_core.trainer import PPOTrainer
 
 MANY_PROMPTS, HELD_OUT = 1000, 100

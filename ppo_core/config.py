@@ -7,7 +7,6 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from ppo_core.checks import require, require_count
 from ppo_core.errors import ConfigError
 from ppo_core.run_config import RunConfig
-from ppo_core.supervised_config import SupervisedConfig as SupervisedConfig
 from ppo_core.unsupported import refusing_unsupported
 
 

@@ -57,6 +57,8 @@ def training_arguments(config: PPOConfig, num_updates: int) -> PPOArguments:
     shared = {name: settings[name] for name in settings.keys() & theirs - _NOT_HANDED_ON}
     shared |= {
         "max_steps": num_updates,
+        # A plain HfArgumentParser gives None where the flag is missing.
+        "report_to": config.report_to or "none",
         "run_name": config.run_name or config.exp_name,
         "activation_checkpointing": config.gradient_checkpointing,
         # A share where it is below 1, as transformers has it.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CORE = sorted((ROOT / "ppo_core").glob("*.py"))
+CORE = sorted((ROOT / "ppo_core").rglob("*.py"))
 PIPELINE = sorted((ROOT / "flows" / "pipeline").glob("*.py"))
 PURE = set("tensors kl kl_control rewards advantages losses moments truncation".split())
 PHASES = {"rollout", "scoring", "update"}

@@ -22,8 +22,8 @@ from ppo_core.classic import (
     PPOConfig,
     PPOTrainer,
 )
-from ppo_core.classic_config import INSTEAD
-from ppo_core.classic_generation import UNRESTRICTED, generate_responses
+from ppo_core.classic.config import INSTEAD
+from ppo_core.classic.generation import UNRESTRICTED, generate_responses
 from ppo_core.config import PPOConfig as UpdateConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
 from tests.families import make_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from ppo_core.classic_sampling import LengthSampler, respond_to_batch
+from ppo_core.classic.sampling import LengthSampler, respond_to_batch
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.value_head import AutoModelForCausalLMWithValueHead
 from tests.families import make_inputs, make_model

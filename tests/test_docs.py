@@ -22,8 +22,8 @@ import ppo_core.classic
 from pipeline import registry
 from pipeline.settings import make_settings
 from ppo_core.cli_arguments import ModelArguments, ScriptArguments
-from ppo_core.supervised_cli import LoraArguments, SupervisedArguments
-from ppo_core.supervised_config import SupervisedConfig
+from ppo_core.supervised.cli import LoraArguments, SupervisedArguments
+from ppo_core.supervised.config import SupervisedConfig
 from ppo_core.unsupported import INSTEAD
 
 ROOT = Path(__file__).parent.parent

@@ -22,7 +22,7 @@ from pipeline.judges import make_judge
 from pipeline.settings import make_settings
 from pipeline.win_rate import measure_win_rate
 from ppo_core import answer_prompts
-from ppo_core.config import PPOConfig, SupervisedConfig
+from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.health import HealthMonitor
 from ppo_core.metrics import objective_metrics, update_metrics
@@ -31,7 +31,8 @@ from ppo_core.records import Rollout, Scores
 from ppo_core.rewards import token_rewards
 from ppo_core.schedule import make_schedule
 from ppo_core.scoring import critic_values
-from ppo_core.supervised import encode_pair
+from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.data import encode_pair
 from ppo_core.tensors import alone, standardise
 from tests.test_models import make_rollout, row_of
 from tests.test_rollout import sample
@@ -80,6 +81,10 @@ COVERED = {
         "tests/test_adapters.py",
         "test_a_reward_adapter_on_the_causal_base_scores_like_the_classifier_it_was",
     ),
+    37: (
+        "tests/test_trainer_options.py",
+        "test_gradient_checkpointing_computes_twice_in_the_update_and_samples_with_a_cache",
+    ),
     38: (
         "tests/test_engine.py",
         "test_zero_3_learns_what_one_process_learns_and_samples_different_lengths",
@@ -91,14 +96,17 @@ COVERED = {
         "tests/test_evaluation.py",
         "test_the_same_seed_gives_the_same_texts_in_batches_of_any_size",
     ),
+    43: ("tests/test_docs.py", "test_the_published_python_examples_run"),
     44: ("tests/test_pipeline_win_rate.py", "test_a_failed_verdict_counts_for_nobody"),
     45: ("tests/test_pipeline_win_rate.py", "test_a_failed_verdict_counts_for_nobody"),
     46: (
         "tests/test_pipeline_win_rate.py",
         "test_a_judge_that_prefers_a_position_gives_ties_only",
     ),
+    49: ("tests/test_trainer_options.py", "test_bf16_trains_in_bf16_and_keeps_the_weights_in_fp32"),
     51: ("tests/test_rollout.py", "test_a_sampled_pad_token_counts_like_any_other"),
 }
+
 
 @pytest.mark.parametrize("row", COVERED)
 def test_the_test_that_is_named_exists(row):

@@ -20,16 +20,16 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pipeline.demo_task import write_base_model
-from ppo_core.config import SupervisedConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
-from ppo_core.supervised import (
+from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.data import collate_pairs, encode_pair
+from ppo_core.supervised.training import (
     PairRanker,
     centring_loss,
     preference_loss,
     train_reward_model,
     train_sft,
 )
-from ppo_core.supervised_data import collate_pairs, encode_pair
 
 EXAMPLES = [
     {"prompt": "i lost the ring . tl;dr :", "completion": "lost ring"},

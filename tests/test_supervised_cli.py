@@ -11,7 +11,7 @@ from chat import make_chat_tokenizer, say
 from tiny import make_policy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from ppo_core.supervised_cli import main
+from ppo_core.supervised.cli import main
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,8 +8,8 @@ from tokenizers.processors import TemplateProcessing
 
 from ppo_core.errors import DataError
 from ppo_core.prompts import encode_dialogue, encode_prompt
-from ppo_core.supervised_config import SupervisedConfig
-from ppo_core.supervised_data import (
+from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.data import (
     IGNORED_LABEL,
     collate_examples,
     collate_pairs,

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models import load_policy
-from ppo_core.supervised import make_classifier, train_reward_model, train_sft
-from ppo_core.supervised_config import SupervisedConfig
-from ppo_core.supervised_lora import adapted, require_plain
+from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.lora import adapted, require_plain
+from ppo_core.supervised.training import make_classifier, train_reward_model, train_sft
 
 EXAMPLES = [{"prompt": "w0 w1", "completion": "w2"}, {"prompt": "w3", "completion": "w4 w5"}]
 PAIRS = [{"prompt": "w0", "chosen": "w1", "rejected": "w2"}]

@@ -10,8 +10,9 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from ppo_core.config import PPOConfig, SupervisedConfig
+from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError
+from ppo_core.supervised.config import SupervisedConfig
 
 PRESETS = Path(__file__).parent.parent / "presets"
 

@@ -41,7 +41,7 @@ def read_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, 
 def load_policy(settings: Settings) -> Result:
     """The policy to start from: as it is, or fine-tuned on `sft_data`."""
     from pipeline import cache, inputs
-    from ppo_core import supervised
+    from ppo_core.supervised.training import train_sft
 
     if not settings.sft_data:
         return {"path": settings.policy, "metrics": {}}
@@ -55,7 +55,7 @@ def load_policy(settings: Settings) -> Result:
             "settings": asdict(settings.sft),
             "code": cache.digest_of_code(*_supervised_code()),
         },
-        lambda folder: supervised.train_sft(settings.policy, rows.usable, settings.sft, folder),
+        lambda folder: train_sft(settings.policy, rows.usable, settings.sft, folder),
     )
     return {"path": str(made.path), "metrics": made.metrics}
 
@@ -63,7 +63,7 @@ def load_policy(settings: Settings) -> Result:
 def load_reward_model(settings: Settings, sft: Result) -> Result:
     """The reward model: the one that is named, or one trained from the policy."""
     from pipeline import cache, inputs
-    from ppo_core import supervised
+    from ppo_core.supervised.training import train_reward_model
 
     if settings.reward_model:
         return {"path": settings.reward_model, "metrics": {}}
@@ -78,7 +78,7 @@ def load_reward_model(settings: Settings, sft: Result) -> Result:
             "settings": asdict(training),
             "code": cache.digest_of_code(*_supervised_code()),
         },
-        lambda folder: supervised.train_reward_model(sft["path"], rows.usable, training, folder),
+        lambda folder: train_reward_model(sft["path"], rows.usable, training, folder),
     )
     return {"path": str(made.path), "metrics": made.metrics}
 
@@ -264,9 +264,10 @@ def _make_demo_task(settings: Settings) -> Settings:
 
 def _supervised_code() -> list[ModuleType]:
     """What decides how rows are encoded and models trained: a change there makes them anew."""
-    from ppo_core import chat, prompts, supervised, supervised_data, supervised_loop
+    from ppo_core import chat, prompts
+    from ppo_core.supervised import data, loop, training
 
-    return [chat, prompts, supervised, supervised_data, supervised_loop]
+    return [chat, prompts, data, loop, training]
 
 
 def _cache_folder(settings: Settings) -> Path:

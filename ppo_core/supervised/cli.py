@@ -14,8 +14,8 @@ from ppo_core.adapters import lora_config
 from ppo_core.datasets_io import load_rows
 from ppo_core.errors import ConfigError, PPOError
 from ppo_core.hf_arguments import DocumentedParser
-from ppo_core.supervised import train_reward_model, train_sft
-from ppo_core.supervised_config import SupervisedConfig
+from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.training import train_reward_model, train_sft
 
 TRAININGS = {"sft": train_sft, "reward": train_reward_model}
 

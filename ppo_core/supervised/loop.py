@@ -21,8 +21,8 @@ from transformers import (
 
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.progress import progress
-from ppo_core.supervised_config import SupervisedConfig
-from ppo_core.supervised_lora import keep_and_merge
+from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.lora import keep_and_merge
 
 
 def run_training(

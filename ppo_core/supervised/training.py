@@ -5,7 +5,6 @@ From a shell: `python -m ppo_core.supervised sft|reward --help`.
 
 import copy
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,10 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, se
 
 from ppo_core.errors import ConfigError, DataError, ModelError
 from ppo_core.models import context_length, load_policy, load_tokenizer
-from ppo_core.supervised_config import SupervisedConfig
-from ppo_core.supervised_data import collate_examples, collate_pairs, encode_example, encode_pair
-from ppo_core.supervised_loop import run_training, save_model
-from ppo_core.supervised_lora import adapted, refuse_adapter_folder, require_plain
+from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.data import collate_examples, collate_pairs, encode_example, encode_pair
+from ppo_core.supervised.loop import run_training, save_model
+from ppo_core.supervised.lora import adapted, refuse_adapter_folder, require_plain
 from ppo_core.tensors import at_least_fp32
 
 if TYPE_CHECKING:
@@ -239,9 +238,3 @@ def centring_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     A preference fixes scores only up to a constant; this one pulls their mean to 0.
     """
     return ((chosen + rejected) ** 2).mean()
-
-
-if __name__ == "__main__":
-    from ppo_core.supervised_cli import main
-
-    sys.exit(main(sys.argv[1:]))

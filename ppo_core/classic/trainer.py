@@ -1,13 +1,4 @@
-"""The classic loop: the script samples and scores, the trainer takes one PPO step.
-
-    for batch in trainer.dataloader:
-        responses = trainer.generate(batch["input_ids"], return_prompt=False, max_new_tokens=32)
-        scores = [reward(text) for text in tokenizer.batch_decode(responses)]
-        stats = trainer.step(batch["input_ids"], responses, scores)
-        trainer.log_stats(stats, batch, scores)
-
-The names are those of TRL's PPO up to 0.11; the mathematics is that of `ppo_core.trainer`.
-"""
+"""The trainer of the classic loop."""
 
 import logging
 import time
@@ -22,12 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from ppo_core.classic_config import PPOConfig
-from ppo_core.classic_data import Collator, shuffled_batches, without_unused_columns
-from ppo_core.classic_generation import generate_responses, unrestricted
-from ppo_core.classic_rows import Masks, check_scores, check_vectors, make_rollout
-from ppo_core.classic_sampling import LengthSampler, respond_to_batch
-from ppo_core.classic_stats import Stats, guarded, numbers, step_stats, texts_table
+from ppo_core.classic.config import PPOConfig
+from ppo_core.classic.data import Collator, shuffled_batches, without_unused_columns
+from ppo_core.classic.generation import generate_responses, unrestricted
+from ppo_core.classic.rows import Masks, check_scores, check_vectors, make_rollout
+from ppo_core.classic.stats import Stats, guarded, numbers, step_stats, texts_table
 from ppo_core.completions import log_table
 from ppo_core.engine import Engine
 from ppo_core.errors import ConfigError, DataError, ModelError
@@ -45,21 +35,8 @@ from ppo_core.run_state import make_adaptive_kl
 from ppo_core.scoring import critic_values, full_kl, reference_logprobs
 from ppo_core.update import Trainee, update_policy
 from ppo_core.value_head import (
-    AutoModelForCausalLMWithValueHead,
-    AutoModelForSeq2SeqLMWithValueHead,
     ModelWithValueHead,
 )
-
-__all__ = [
-    "AutoModelForCausalLMWithValueHead",
-    "AutoModelForSeq2SeqLMWithValueHead",
-    "LengthSampler",
-    "PPOConfig",
-    "PPOTrainer",
-    "create_reference_model",
-    "respond_to_batch",
-    "set_seed",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.chat import Messages, encode_chat, is_messages, missing_end, render_chat
 from ppo_core.errors import DataError
 from ppo_core.prompts import encode_dialogue, encode_prompt, encode_response
-from ppo_core.supervised_config import SupervisedConfig
+from ppo_core.supervised.config import SupervisedConfig
 from ppo_core.tensors import length_mask, pad_rows
 
 Row = Mapping[str, Any]

@@ -1,0 +1,32 @@
+"""The classic loop: the script samples and scores, the trainer takes one PPO step.
+
+    for batch in trainer.dataloader:
+        responses = trainer.generate(batch["input_ids"], return_prompt=False, max_new_tokens=32)
+        scores = [reward(text) for text in tokenizer.batch_decode(responses)]
+        stats = trainer.step(batch["input_ids"], responses, scores)
+        trainer.log_stats(stats, batch, scores)
+
+The names are those of TRL's PPO up to 0.11; the mathematics is that of `ppo_core.trainer`.
+"""
+
+from transformers import set_seed
+
+from ppo_core.classic.config import PPOConfig
+from ppo_core.classic.sampling import LengthSampler, respond_to_batch
+from ppo_core.classic.trainer import PPOTrainer
+from ppo_core.reference import create_reference_model
+from ppo_core.value_head import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+)
+
+__all__ = [
+    "AutoModelForCausalLMWithValueHead",
+    "AutoModelForSeq2SeqLMWithValueHead",
+    "LengthSampler",
+    "PPOConfig",
+    "PPOTrainer",
+    "create_reference_model",
+    "respond_to_batch",
+    "set_seed",
+]

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning and reward-model training, thin over transformers.Trainer."""
