@@ -683,6 +683,7 @@ def mlflow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     mlflow.set_tracking_uri(None)
+    mlflow.set_experiment("Default")  # another test of this process may have chosen one
     yield mlflow.MlflowClient()
     mlflow.end_run()
     mlflow.set_tracking_uri(None)

@@ -14,7 +14,7 @@ from tiny import make_classifier, make_policy, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ppo_core import ConfigError, ModelError, PPOConfig
-from ppo_core.cli import load_prompts, load_reward, load_start, lora_config
+from ppo_core.cli import load_prompts, load_reward, load_start, lora_of
 from ppo_core.cli_arguments import ModelArguments, ScriptArguments
 from ppo_core.hf_arguments import field_docs, parse_arguments
 
@@ -237,7 +237,7 @@ def test_the_random_head_gives_scores_near_0_that_differ(models):
 
 def test_the_adapters_are_as_the_flags_say():
     _, _, model = parse("--use_peft --lora_r 4 --lora_target_modules all-linear --use_rslora")
-    config = lora_config(model)
+    config = lora_of(model)
     assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 32, 0.0)
     assert (config.target_modules, config.use_rslora) == ("all-linear", True)
 

@@ -142,6 +142,7 @@ def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     module.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    module.set_experiment("Default")  # another test of this process may have chosen one
     yield module
     module.set_tracking_uri(None)
 

@@ -184,8 +184,10 @@ def test_bfloat16_is_accepted_on_a_machine_without_a_gpu():
 
 
 def test_a_value_that_transformers_refuses_is_a_configuration_error():
+    config = PPOConfig()
+    object.__setattr__(config, "logging_steps", 1.5)  # as if our own check let it through
     with pytest.raises(ConfigError, match=r"logging_steps must be an integer"):
-        training_arguments(PPOConfig(logging_steps=1.5), 1)
+        training_arguments(config, 1)
 
 
 # --- The events ---
@@ -401,6 +403,7 @@ def mlflow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     mlflow.set_tracking_uri(None)
+    mlflow.set_experiment("Default")  # another test of this process may have chosen one
     yield mlflow.MlflowClient()
     mlflow.set_tracking_uri(None)
 
