@@ -2,18 +2,16 @@
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from ppo_core.errors import ModelError
 from ppo_core.quantised import is_quantised
@@ -26,7 +24,6 @@ METHODS = ("LORA", "LOHA", "LOKR", "IA3", "OFT")
 """PEFT methods that keep every adapter in layers of its own, so that it can be switched."""
 
 _CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
-_CLASSIFIER_HEADS = ("score", "classifier")
 
 _Switches = list[tuple[Any, str | list[str], bool]]
 """Each layer that has adapters, the ones that it uses, and whether it is switched off."""
@@ -68,7 +65,7 @@ def lora_config(**settings: Any) -> "LoraConfig":
     if settings.get("target_modules") == ["all-linear"]:
         # In a list the word would be the name of a module.
         settings = {**settings, "target_modules": "all-linear"}
-    config: LoraConfig = _peft().LoraConfig(**settings)
+    config: LoraConfig = load_peft().LoraConfig(**settings)
     return config
 
 
@@ -82,7 +79,7 @@ def add_adapter(model: nn.Module, peft_config: "PeftConfig", name: str = "defaul
         ModelError: peft is not installed, the model is none of transformers or has adapters
             already, `peft_config` is no PeftConfig, or PPO or the model cannot take this one.
     """
-    peft = _peft()
+    peft = load_peft()
     if is_peft(model) or getattr(model, "peft_config", None):
         raise ModelError(
             "The model has an adapter already, and another one on top could not be loaded again "
@@ -104,7 +101,7 @@ def add_critic_adapter(model: "PeftModel", peft_config: "PeftConfig", name: str 
         ModelError: `peft_config` is no PeftConfig, is of another method than the first, or PPO
             or the model cannot take it; or the name is taken.
     """
-    _add_beside(model, _trainable(peft_config), name)
+    add_beside(model, _trainable(peft_config), name)
     model.set_requires_grad(name)
 
 
@@ -194,76 +191,15 @@ def load_adapter_weights(model: "PeftModel", folder: str | Path, name: str | Non
     path = Path(folder) / "adapter_model.safetensors"
     if not path.exists():
         raise ModelError(f"'{folder}' holds no adapter: there is no {path.name} in it.")
-    _fill(model, name or model.active_adapter, load_file(path), folder)
+    fill_adapter(model, name or model.active_adapter, load_file(path), folder)
 
 
-class AdapterClassifier(nn.Module):
-    """A reward model that is an adapter on a shared base, and a head of its own.
-
-    It has what `RewardModel` reads of a sequence classifier. Its only parameters are those of
-    the head: `to()`, `train()` and `requires_grad_()` do not reach the shared base.
-    """
-
-    base_model: Callable[..., Any]
-    """Token ids in, an output with `last_hidden_state` (B, S, D) under the adapter out."""
-
-    def __init__(self, model: "PeftModel", name: str, score: nn.Linear) -> None:
-        """Read hidden states under the adapter `name`, and scores by the head `score`."""
-        super().__init__()
-        base = plain_model(model)
-        self.config = copy.deepcopy(base.config)
-        self.config.num_labels = 1
-        self.score = score
-        # A partial is no module, so the base does not become one of this module's parts.
-        self.base_model = partial(_run, base.base_model, partial(using_adapter, model, name))
-
-    @property
-    def device(self) -> torch.device:
-        """Where the head is; the base belongs there, too."""
-        return self.score.weight.device
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse: a copy would be one of the whole base.
-
-        Raises:
-            ModelError: always.
-        """
-        raise ModelError(
-            "This reward model is an adapter on the policy's base, of which no critic can be "
-            "copied. Give the critic an adapter of its own, with add_critic_adapter, or a value "
-            "head on the policy, with shared_critic=True."
-        )
-
-
-def load_reward_adapter(
-    model: "PeftModel", path: str | Path, name: str = "reward"
-) -> AdapterClassifier:
-    """Load a reward model that was trained as an adapter on the same base, beside the policy's.
-
-    `path` is what PEFT saved of a classifier (task_type SEQ_CLS) with one label: the weights of
-    its adapter, and its head `score`. Both are frozen; the active adapter stays active.
+def load_peft() -> ModuleType:
+    """The package peft, which is an extra.
 
     Raises:
-        ModelError: there is no such adapter in safetensors, it has no head for one score, it
-            does not fit onto this base, or the name is taken.
+        ModelError: it is not installed.
     """
-    peft = _peft()
-    try:
-        config = peft.PeftConfig.from_pretrained(str(path))
-        weights = load_file(str(cached_file(str(path), "adapter_model.safetensors")))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"No reward adapter can be loaded from '{path}': {error}") from error
-    score = _take_score(weights, path)
-    # The causal base has no such modules: the head is the classifier's own.
-    wholes = [one for one in config.modules_to_save or [] if one not in _CLASSIFIER_HEADS]
-    config.modules_to_save = wholes or None
-    _add_beside(model, config, name)
-    _fill(model, name, weights, path)
-    base = plain_model(model)
-    return AdapterClassifier(model, name, score.to(base.device, base.dtype)).eval()
-
-
-def _peft() -> ModuleType:
     try:
         import peft
     except ImportError as error:
@@ -275,7 +211,7 @@ def _peft() -> ModuleType:
 
 def _trainable(peft_config: "PeftConfig") -> "PeftConfig":
     """A copy of a configuration, which PEFT fills in; refused if PPO cannot train it."""
-    if not isinstance(peft_config, _peft().PeftConfig):
+    if not isinstance(peft_config, load_peft().PeftConfig):
         raise ModelError(
             f"peft_config is a {type(peft_config).__name__}, and must be a PeftConfig, such as "
             "peft.LoraConfig(task_type='CAUSAL_LM')."
@@ -310,7 +246,7 @@ def _check_method(config: "PeftConfig") -> None:
     )
 
 
-def _add_beside(model: "PeftModel", config: "PeftConfig", name: str) -> None:
+def add_beside(model: "PeftModel", config: "PeftConfig", name: str) -> None:
     """A further adapter, frozen and not active, in the model's own mode."""
     _check_method(config)
     try:
@@ -364,30 +300,14 @@ def _recomputation(
     return nullcontext(), _switched(_switches(model))
 
 
-def _run(
-    backbone: nn.Module, within: Callable[[], AbstractContextManager[None]], **inputs: Any
-) -> Any:
-    with within():
-        return backbone(**inputs)
+def fill_adapter(
+    model: "PeftModel", name: str, weights: dict[str, Tensor], path: str | Path
+) -> None:
+    """Load weights that were saved in `path` into an adapter, all of them and nothing else.
 
-
-def _take_score(weights: dict[str, Tensor], path: str | Path) -> nn.Linear:
-    """The head among the weights of a saved adapter, which are left without it; frozen."""
-    prefix = "base_model.model.score."
-    weight, bias = weights.pop(f"{prefix}weight", None), weights.pop(f"{prefix}bias", None)
-    if weight is None or len(weight) != 1:
-        found = "no head 'score'" if weight is None else f"a head with {len(weight)} labels"
-        raise ModelError(
-            f"The adapter '{path}' has {found}; a reward model has one, for its score. Train it "
-            "as a ...ForSequenceClassification with num_labels=1 and task_type='SEQ_CLS'."
-        )
-    score = nn.Linear(weight.shape[1], 1, bias=bias is not None)
-    score.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
-    return score.requires_grad_(False)
-
-
-def _fill(model: "PeftModel", name: str, weights: dict[str, Tensor], path: str | Path) -> None:
-    """Load saved weights into an adapter, all of them and nothing else."""
+    Raises:
+        ModelError: they belong to an adapter on another base.
+    """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     empty = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)

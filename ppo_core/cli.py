@@ -12,14 +12,9 @@ from ppo_core.cli_arguments import ModelArguments, ScriptArguments
 from ppo_core.config import PPOConfig
 from ppo_core.datasets_io import load_rows
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models import (
-    RewardModel,
-    load_config,
-    load_policy,
-    load_reward_model,
-    load_tokenizer,
-)
+from ppo_core.loading import load_config, load_policy, load_reward_model, load_tokenizer
 from ppo_core.quantised import quantisation_config
+from ppo_core.reward_model import RewardModel
 from ppo_core.supervised.training import PairRanker, make_classifier
 from ppo_core.trainer import PPOTrainer
 

@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_core.completions import Completions
+from ppo_core.engine import Engine
 from ppo_core.kl import kl_per_token
 from ppo_core.models import LanguageModel
 from ppo_core.progress import progress
-from ppo_core.prompts import encode_prompt, response_texts
+from ppo_core.prompt_set import PromptSet
+from ppo_core.prompts import encode_prompt, prompt_text, response_texts
 from ppo_core.records import Rollout
+from ppo_core.reward_sources import RewardMix
 from ppo_core.rollout import SamplingSettings, sample_responses, stop_token
 from ppo_core.scoring import reference_logprobs
 
@@ -76,3 +80,37 @@ def _divergence(rollout: Rollout, reference: LanguageModel) -> Tensor:
     ref_logprobs = reference_logprobs(reference, rollout, len(rollout))
     # Both are 0 where a token does not count.
     return kl_per_token(rollout.logprobs, ref_logprobs, "k1").sum(dim=1)
+
+
+def greedy_completions(
+    policy: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptSet,
+    rewards: RewardMix,
+    engine: Engine,
+    *,
+    response_length: int,
+    stop_token_id: int,
+    batch_size: int,
+) -> Completions:
+    """The likeliest answer to each prompt and its score, of all processes, in every process."""
+    greedy = SamplingSettings(stop_token_id=stop_token_id, temperature=0)
+    own = range(len(prompts))[engine.rank :: engine.num_processes]
+    rows: list[tuple[int, str, str, float]] = []
+    for start in range(0, len(own), batch_size):
+        numbers = own[start : start + batch_size]
+        rollout = sample_responses(
+            policy,
+            [prompts.tokens[n] for n in numbers],
+            torch.zeros(len(numbers), response_length),
+            greedy,
+            batch_size=batch_size,
+        )
+        asked = [prompts.prompts[n] for n in numbers]
+        given, _ = rewards(asked, rollout)
+        texts = response_texts(tokenizer, rollout)
+        shown = [prompt_text(tokenizer, prompt) for prompt in asked]
+        rows += zip(numbers, shown, texts, given.tolist(), strict=True)
+    columns = zip(*sorted(engine.gather_objects(rows)), strict=True)
+    _, queries, responses, scores = map(list, columns)
+    return Completions(queries, responses, scores)

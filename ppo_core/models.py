@@ -1,124 +1,29 @@
-"""The four models of PPO: policy and reference, critic, reward model."""
+"""Policy, reference and critic."""
 
 import copy
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
-from ppo_core.adapters import check_adapter, is_peft, plain_model, using_adapter
-from ppo_core.chat import Messages
-from ppo_core.errors import DataError, ModelError
-from ppo_core.prompts import encode_dialogue
+from ppo_core.adapters import check_adapter, plain_model, using_adapter
+from ppo_core.errors import ModelError
 from ppo_core.records import TokenRows
+from ppo_core.reward_model import RewardModel
 from ppo_core.tensors import (
     at_least_fp32,
-    length_mask,
-    length_sorted_batches,
-    pad_rows,
 )
 from ppo_core.token_head import chunked_kl, token_logprobs
 from ppo_core.trunks import DecoderTrunk, EncoderDecoderTrunk, Trunk, Within
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id.
-
-    Raises:
-        ModelError: there is none.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"No tokenizer can be loaded from '{path}': {error}") from error
-
-
-def load_config(path: str | Path) -> Any:
-    """The transformers configuration of a folder or hub id, without its weights.
-
-    Raises:
-        ModelError: there is none, or only code that is not part of transformers can read it.
-    """
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"No model can be loaded from '{path}': {error}") from error
-
-
-def load_policy(path: str | Path) -> PreTrainedModel:
-    """A causal language model in fp32, ready to be sampled from.
-
-    Raises:
-        ModelError: there is none at this folder or hub id, or it is not decoder-only.
-    """
-    if load_config(path).is_encoder_decoder:
-        raise ModelError(f"'{path}' has an encoder; the policy must be a decoder-only model.")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"No causal language model can be loaded from '{path}': {error}"
-        ) from error
-    return model.eval()
-
-
-def check_reward_config(path: str | Path) -> None:
-    """Refuse a reward model that does not give one score, by its configuration alone.
-
-    Raises:
-        ModelError: it has more or fewer than one label, or is no sequence classifier.
-    """
-    config = load_config(path)
-    architectures = config.architectures or []
-    if not any(name.endswith("ForSequenceClassification") for name in architectures):
-        raise ModelError(
-            f"'{path}' is {', '.join(architectures) or 'of unknown kind'}, not a "
-            "...ForSequenceClassification: its head would start random and its scores mean "
-            "nothing. Train a reward model from it with --preferences."
-        )
-    if config.num_labels != 1:
-        raise ModelError(
-            f"The reward model '{path}' has {config.num_labels} labels; a reward model has one, "
-            "its score. Train one with num_labels=1."
-        )
-
-
-def load_reward_model(
-    path: str | Path, *, bias: float = 0.0, end_of_text: bool = True
-) -> "RewardModel":
-    """A sequence classifier with one label and its own tokenizer, as `RewardModel` has them.
-
-    Raises:
-        ModelError: there is none at this folder or hub id, or it does not give one score.
-    """
-    check_reward_config(path)
-    try:
-        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"No reward model can be loaded from '{path}': {error}") from error
-    tokenizer = load_tokenizer(path)
-    return RewardModel(model.eval(), tokenizer, bias=bias, end_of_text=end_of_text)
-
-
-def context_length(config: Any) -> int | None:
-    """Most tokens that a model takes; None where its configuration sets no bound."""
-    return getattr(config, "max_position_embeddings", None)
 
 
 @dataclass(frozen=True)
@@ -234,118 +139,6 @@ class LanguageModel(nn.Module):
         with torch.no_grad():
             ref_states = reference.trunk.states(rows)
         return chunked_kl(states, self.logits, ref_states, reference.logits, self.head, temperature)
-
-
-class RewardModel:
-    """A sequence classifier with one label: one score for a prompt with its response."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        bias: float = 0.0,
-        end_of_text: bool = True,
-    ) -> None:
-        """Take the model, and how it is to be read.
-
-        `bias` is taken off every score, so that reference answers can score 0 on average.
-        `end_of_text` says whether the texts that it was trained on ended in the
-        end-of-sequence token. Whatever is scored ends likewise, also a response that was cut
-        off: a head that was trained on that token says little at any other (measured on film
-        reviews: 0.70 against 0.66 accuracy).
-
-        Raises:
-            ModelError: the model has several labels or an adapter, or the token it needs is
-                missing.
-        """
-        if is_peft(model):
-            raise ModelError(
-                "The reward model has an adapter on it. Merge it first, model.merge_and_unload(), "
-                "or load the adapter onto the policy's base with load_reward_adapter."
-            )
-        if model.config.num_labels != 1:
-            raise ModelError(
-                f"The reward model {type(model).__name__} has {model.config.num_labels} labels; "
-                "a reward model has one, its score."
-            )
-        self.model = model
-        self.tokenizer = tokenizer
-        self.bias = bias
-        self.end_of_text = end_of_text
-        if end_of_text and tokenizer.eos_token_id is None:
-            raise ModelError(
-                "The reward model's tokenizer has no end-of-sequence token to end a text with. "
-                "Set end_of_text = false if it was trained without."
-            )
-
-    @property
-    def token_head(self) -> nn.Linear | None:
-        """The head of a decoder-only classifier, which can score any position; else None."""
-        head = getattr(self.model, "score", None)
-        return head if isinstance(head, nn.Linear) else None
-
-    def reads_tokens_of(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether a token id means the same to both; if not, only texts can be handed over.
-
-        Scripts add a pad token to one of them; no text contains it.
-        """
-        different = self.tokenizer.get_vocab().items() ^ tokenizer.get_vocab().items()
-        return {token for token, _ in different} <= {tokenizer.pad_token, self.tokenizer.pad_token}
-
-    @torch.no_grad()
-    def score_rows(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Scores (B,) of token rows (B, S), filled up on the right, of the given lengths (B,).
-
-        A decoder-only model is read at each row's last token. Which one that is, the lengths
-        say: comparing with the pad token would go wrong where pad equals eos (TRL #5303).
-
-        Raises:
-            DataError: a row is longer than the model's context.
-        """
-        context = context_length(self.model.config)
-        if context is not None and int(lengths.max()) > context:
-            raise DataError(
-                f"A prompt with its response has {int(lengths.max())} tokens for the reward model, "
-                f"whose context is {context}. Shorten the prompts or lower response_length."
-            )
-        if self.token_head is not None:
-            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            rows = torch.arange(len(ids), device=ids.device)
-            scores = self.token_head(hidden[rows, lengths - 1])[:, 0]
-        else:
-            mask = length_mask(lengths, ids.shape[1])
-            scores = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
-        return at_least_fp32(scores) - self.bias
-
-    def encode(self, prompt: str | Messages, response: str) -> list[int]:
-        """Token ids of a prompt with its response, by the reward model's tokenizer and template."""
-        return encode_dialogue(self.tokenizer, prompt, response, end=self.end_of_text)
-
-    def score_encoded(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
-        """Scores (B,), on the CPU, of token rows of any lengths, `batch_size` at a time.
-
-        Raises:
-            DataError: a row has no token, or more than the model's context.
-        """
-        if not all(rows):
-            raise DataError(
-                f"Text {[len(row) for row in rows].index(0)} has no token for the reward model to "
-                "read. Remove it."
-            )
-        scores = torch.empty(len(rows))
-        device = self.model.device
-        for batch in length_sorted_batches(torch.tensor([len(row) for row in rows]), batch_size):
-            ids, lengths = pad_rows([rows[i] for i in batch.tolist()])
-            scores[batch] = self.score_rows(ids.to(device), lengths.to(device)).cpu()
-        return scores
-
-    def score_texts(
-        self, prompts: Sequence[str | Messages], responses: Sequence[str], batch_size: int = 64
-    ) -> Tensor:
-        """Scores (B,), on the CPU, of responses to prompts."""
-        rows = [self.encode(*texts) for texts in zip(prompts, responses, strict=True)]
-        return self.score_encoded(rows, batch_size)
 
 
 class Critic(nn.Module):

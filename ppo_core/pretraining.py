@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from ppo_core.errors import DataError, TrainingError
-from ppo_core.prompts import Tokens
+from ppo_core.config import PPOConfig
+from ppo_core.errors import ConfigError, DataError, TrainingError
+from ppo_core.prompts import Tokens, context_length, encode_prompts, prompts_of
 from ppo_core.records import TokenRows
 from ppo_core.tensors import length_mask, pad_rows
 
@@ -76,6 +78,26 @@ class PretrainingTexts:
             self._start_pass()
         self._position += 1
         return int(self._order[self._position - 1])
+
+
+def make_pretraining_texts(
+    dataset: Any, tokenizer: PreTrainedTokenizerBase, model_config: Any, config: PPOConfig
+) -> PretrainingTexts | None:
+    """The texts of a data set, read as prompts are; None without one.
+
+    Raises:
+        ConfigError: there are texts and no ptx_coef, or the other way round.
+        DataError: a text cannot be used.
+    """
+    if (dataset is None) != (config.ptx_coef == 0):
+        raise ConfigError(
+            f"ptx_coef={config.ptx_coef} and pretrain_dataset={dataset!r:.40}: the texts and their "
+            "weight go together. Give both, or neither."
+        )
+    if dataset is None:
+        return None
+    tokens = encode_prompts(tokenizer, prompts_of(dataset))
+    return PretrainingTexts(tokens, seed=config.seed, max_length=context_length(model_config))
 
 
 def joined_texts(texts: Sequence[Tokens]) -> TokenRows:

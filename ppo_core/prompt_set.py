@@ -10,8 +10,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.config import PPOConfig
 from ppo_core.errors import DataError
-from ppo_core.models import context_length
-from ppo_core.prompts import Prompt, Tokens, check_prompt_lengths, encode_prompts, prompts_of
+from ppo_core.prompts import (
+    Prompt,
+    Tokens,
+    check_prompt_lengths,
+    context_length,
+    encode_prompts,
+    prompts_of,
+)
 
 Collator = Callable[[list[Any]], Any]
 

@@ -237,6 +237,11 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list
 # --- What a run draws from ---------------------------------------------------------
 
 
+def context_length(config: Any) -> int | None:
+    """Most tokens that a model takes; None where its configuration sets no bound."""
+    return getattr(config, "max_position_embeddings", None)
+
+
 def check_prompt_lengths(
     prompts: Sequence[Tokens], *, context: int | None, response_length: int
 ) -> None:

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_core.chat import is_messages
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models import RewardModel
 from ppo_core.prompts import Prompt, prompt_text, response_texts
 from ppo_core.records import Rollout
+from ppo_core.reward_model import RewardModel
 from ppo_core.scoring import score_tokens
 
 RewardFunction = Callable[[list[str], list[str]], Sequence[float]]

@@ -17,7 +17,8 @@ from ppo_core.ema import WeightAverage
 from ppo_core.engine import Engine
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.model_card import push_folder, write_model_card
-from ppo_core.parts import Parts, critic_parameters
+from ppo_core.optimisation import critic_parameters
+from ppo_core.parts import Parts
 from ppo_core.quantised import is_quantised
 from ppo_core.reporting import Reporter
 from ppo_core.run_state import RunState

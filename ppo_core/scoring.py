@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ppo_core.models import Critic, LanguageModel, RewardModel
+from ppo_core.models import Critic, LanguageModel
 from ppo_core.records import Rollout, Scores
+from ppo_core.reward_model import RewardModel
 from ppo_core.tensors import length_sorted_batches
 
 

@@ -18,23 +18,29 @@ from ppo_core.config import PPOConfig
 from ppo_core.ema import WeightAverage
 from ppo_core.engine import Engine
 from ppo_core.errors import ConfigError, TrainingError
+from ppo_core.evaluation import greedy_completions
 from ppo_core.experience import divergence, make_experience, shaped_scores
 from ppo_core.metrics import Metrics, explained_variance, objective_metrics, update_metrics
-from ppo_core.models import ActorCritic, context_length
-from ppo_core.parts import check_optimizer, check_sharding, make_parts, parameter_groups
-from ppo_core.pretraining import PretrainingTexts
+from ppo_core.models import ActorCritic
+from ppo_core.optimisation import make_trainee
+from ppo_core.parts import make_parts
+from ppo_core.pretraining import make_pretraining_texts
 from ppo_core.progress import progress
 from ppo_core.prompt_set import Collator, PromptSet, make_prompt_set
-from ppo_core.prompts import Prompt, encode_prompts, prompt_text, prompts_of, response_texts
+from ppo_core.prompts import (
+    Prompt,
+    prompt_text,
+    response_texts,
+)
 from ppo_core.records import Experience, Rollout, Scores
 from ppo_core.reporting import CallbackOrType, Reporter
 from ppo_core.reward_sources import make_rewards
 from ppo_core.rollout import SamplingSettings, sample_responses, stop_token
 from ppo_core.run_files import RunFiles
 from ppo_core.run_state import RunState
-from ppo_core.schedule import make_schedule, make_scheduler
+from ppo_core.schedule import make_schedule
 from ppo_core.scoring import score
-from ppo_core.update import Trainee, update_policy
+from ppo_core.update import update_policy
 
 ROWS_SHOWN = 5
 """Rows of a table of samples that are printed; its file has all."""
@@ -125,7 +131,17 @@ class PPOTrainer:
             args, num_prompts=len(self._train_set), num_processes=self.engine.num_processes
         )
         self._run = RunState.at_start(args, self.schedule, len(self._train_set))
-        self._trainee = self._make_trainee(*optimizers, pretrain_dataset)
+        self._trainee = make_trainee(
+            args,
+            ActorCritic(self.policy, self.critic),
+            self.reference,
+            self.schedule,
+            self.engine,
+            *optimizers,
+            pretraining=make_pretraining_texts(
+                pretrain_dataset, processing_class, self.policy.model.config, args
+            ),
+        )
         self._average = WeightAverage(self.policy, args.ema_decay) if args.ema_decay else None
         self._reporter = Reporter(
             args,
@@ -402,79 +418,24 @@ class PPOTrainer:
         self._reporter.evaluated(metrics)
 
     def _answer(self, prompts: PromptSet) -> Completions:
-        """Greedy answers to prompts, and their scores, over all processes."""
-        greedy = SamplingSettings(stop_token_id=self._sampling.stop_token_id, temperature=0)
-        batch_size = self.args.per_device_eval_batch_size
-        own = range(len(prompts))[self._share]
-        rows: list[tuple[int, str, str, float]] = []
         averaged = self._average.swapped_in() if self._average else nullcontext()
         with averaged, self.engine.gathered(self._trainee.module), self.engine.autocast():
-            for start in range(0, len(own), batch_size):
-                numbers = own[start : start + batch_size]
-                rollout = sample_responses(
-                    self.policy,
-                    [prompts.tokens[n] for n in numbers],
-                    torch.zeros(len(numbers), self.args.response_length),
-                    greedy,
-                    batch_size=batch_size,
-                )
-                asked = [prompts.prompts[n] for n in numbers]
-                given, _ = self.rewards(asked, rollout)
-                texts = response_texts(self.processing_class, rollout)
-                shown = [prompt_text(self.processing_class, prompt) for prompt in asked]
-                rows += zip(numbers, shown, texts, given.tolist(), strict=True)
-        columns = zip(*sorted(self.engine.gather_objects(rows)), strict=True)
-        _, queries, responses, scores = map(list, columns)
-        return Completions(queries, responses, scores)
+            return greedy_completions(
+                self.policy,
+                self.processing_class,
+                prompts,
+                self.rewards,
+                self.engine,
+                response_length=self.args.response_length,
+                stop_token_id=self._sampling.stop_token_id,
+                batch_size=self.args.per_device_eval_batch_size,
+            )
 
     # --- Setting up ---
 
     def _read_prompts(self, dataset: Any, collator: Collator | None) -> PromptSet:
         return make_prompt_set(
             dataset, self.processing_class, self.policy.model, self.args, collator
-        )
-
-    def _make_trainee(self, optimizer: Any, scheduler: Any, pretrain_dataset: Any) -> Trainee:
-        config = self.args
-        module = ActorCritic(self.policy, self.critic)
-        if optimizer is None:
-            optimizer = torch.optim.AdamW(
-                parameter_groups(self.policy, self.critic, config),
-                betas=(config.adam_beta1, config.adam_beta2),
-                eps=config.adam_epsilon,
-                fused=True,
-            )
-        else:
-            check_optimizer(optimizer, module)
-        if scheduler is None:
-            scheduler = make_scheduler(optimizer, config, self.schedule)
-        elif config.critic_warmup_updates:
-            raise ConfigError(
-                f"critic_warmup_updates={config.critic_warmup_updates} holds the policy's learning "
-                "rate at 0, and a scheduler of your own would not. Leave one of them away."
-            )
-        in_loss = config.kl_in_loss and config.kl_estimator == "full"
-        prepared, optimizer = self.engine.prepare(module, optimizer)
-        check_sharding(config, self.engine, prepared)
-        return Trainee(
-            module=prepared,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            reference=self.reference if in_loss else None,
-            pretraining=self._pretraining_texts(pretrain_dataset),
-        )
-
-    def _pretraining_texts(self, dataset: Any) -> PretrainingTexts | None:
-        if (dataset is None) != (self.args.ptx_coef == 0):
-            raise ConfigError(
-                f"ptx_coef={self.args.ptx_coef} and pretrain_dataset={dataset!r:.40}: the texts "
-                "and their weight go together. Give both, or neither."
-            )
-        if dataset is None:
-            return None
-        tokens = encode_prompts(self.processing_class, prompts_of(dataset))
-        return PretrainingTexts(
-            tokens, seed=self.args.seed, max_length=context_length(self.policy.model.config)
         )
 
     def _checkpoint_to_resume(self, given: str | Path | bool | None) -> Path | None:

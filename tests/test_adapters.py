@@ -10,20 +10,20 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
 from ppo_core.adapters import (
-    AdapterClassifier,
     add_adapter,
     add_critic_adapter,
     check_adapter,
     checkpoint_activations,
     is_peft,
-    load_reward_adapter,
     merged_copy,
     plain_model,
     save_adapter,
     using_adapter,
 )
 from ppo_core.errors import ModelError
-from ppo_core.models import Critic, LanguageModel, RewardModel
+from ppo_core.models import Critic, LanguageModel
+from ppo_core.reward_adapter import AdapterClassifier, load_reward_adapter
+from ppo_core.reward_model import RewardModel
 from ppo_core.rollout import SamplingSettings, sample_responses
 from tests.tiny import CONFIGS, EOS, make_policy, make_prompts, make_tokenizer
 

@@ -26,8 +26,9 @@ from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.health import HealthMonitor
 from ppo_core.metrics import objective_metrics, update_metrics
-from ppo_core.models import Critic, LanguageModel, RewardModel
+from ppo_core.models import Critic, LanguageModel
 from ppo_core.records import Rollout, Scores
+from ppo_core.reward_model import RewardModel
 from ppo_core.rewards import token_rewards
 from ppo_core.schedule import make_schedule
 from ppo_core.scoring import critic_values

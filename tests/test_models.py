@@ -14,17 +14,10 @@ from transformers import (
 
 from ppo_core import token_head
 from ppo_core.errors import DataError, ModelError
-from ppo_core.models import (
-    ActorCritic,
-    Critic,
-    LanguageModel,
-    RewardModel,
-    check_reward_config,
-    load_policy,
-    load_reward_model,
-    load_tokenizer,
-)
+from ppo_core.loading import check_reward_config, load_policy, load_reward_model, load_tokenizer
+from ppo_core.models import ActorCritic, Critic, LanguageModel
 from ppo_core.records import Rollout
+from ppo_core.reward_model import RewardModel
 from ppo_core.tensors import length_mask
 from tests.tiny import (
     CONFIGS,

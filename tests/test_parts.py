@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from ppo_core.adapters import (
-    add_adapter,
-    add_critic_adapter,
-    load_reward_adapter,
-    using_adapter,
-)
+from ppo_core.adapters import add_adapter, add_critic_adapter, using_adapter
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models import Critic, RewardModel
-from ppo_core.parts import disable_dropout, parameter_groups
+from ppo_core.models import Critic
+from ppo_core.optimisation import parameter_groups
+from ppo_core.parts import disable_dropout
 from ppo_core.reference import create_reference_model
+from ppo_core.reward_adapter import load_reward_adapter
+from ppo_core.reward_model import RewardModel
 from ppo_core.value_head import AutoModelForCausalLMWithValueHead
 from tests.families import DECODERS, make_model
 from tests.test_adapters import save_classifier, spread

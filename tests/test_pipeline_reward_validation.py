@@ -7,7 +7,8 @@ from pipeline_inputs import write_model
 from pipeline.data import Rows
 from pipeline.reward_validation import mean_reference_score, measure_accuracy
 from ppo_core.errors import ModelError
-from ppo_core.models import RewardModel, load_reward_model
+from ppo_core.loading import load_reward_model
+from ppo_core.reward_model import RewardModel
 
 
 @pytest.fixture(scope="module")

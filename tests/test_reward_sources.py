@@ -10,9 +10,10 @@ from chat import ENDED, OPEN, make_chat_tokenizer, say
 from torch.testing import assert_close
 
 from ppo_core.errors import ConfigError, DataError, ModelError
-from ppo_core.models import LanguageModel, RewardModel
+from ppo_core.models import LanguageModel
 from ppo_core.prompts import encode_prompt, response_texts
 from ppo_core.records import Rollout
+from ppo_core.reward_model import RewardModel
 from ppo_core.reward_sources import RewardMix, make_rewards
 from ppo_core.scoring import score_tokens
 from tests.test_rollout import sample

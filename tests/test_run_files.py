@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from ppo_core.errors import TrainingError
-from ppo_core.models import load_policy
+from ppo_core.loading import load_policy
 from tests.test_trainer import CLOCKS, CONFIG, make_trainer, weights
 from tests.tiny import make_policy
 

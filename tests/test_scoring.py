@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_core.models import Critic, LanguageModel, RewardModel
+from ppo_core.models import Critic, LanguageModel
 from ppo_core.prompts import response_texts
+from ppo_core.reward_model import RewardModel
 from ppo_core.reward_sources import ModelReward
 from ppo_core.scoring import critic_values, full_kl, reference_logprobs, score, score_tokens
 from tests.test_models import make_rollout, row_of

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models import load_policy
+from ppo_core.loading import load_policy
 from ppo_core.supervised.config import SupervisedConfig
 from ppo_core.supervised.lora import adapted, require_plain
 from ppo_core.supervised.training import make_classifier, train_reward_model, train_sft

@@ -14,7 +14,8 @@ from transformers import TrainerCallback
 
 from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
-from ppo_core.models import RewardModel, load_policy
+from ppo_core.loading import load_policy
+from ppo_core.reward_model import RewardModel
 from ppo_core.trainer import PPOTrainer
 from tests.tiny import make_classifier, make_policy, make_tokenizer
 

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError, DataError, TrainingError
-from ppo_core.models import load_policy
+from ppo_core.loading import load_policy
 from tests.test_trainer import CONFIG as WHOLE_CONFIG
 from tests.test_trainer import PROMPTS, weights
 from tests.test_trainer import make_trainer as make_whole_trainer

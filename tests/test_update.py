@@ -13,7 +13,7 @@ from ppo_core import token_head
 from ppo_core.config import PPOConfig
 from ppo_core.engine import Engine
 from ppo_core.models import ActorCritic, Critic, LanguageModel
-from ppo_core.parts import parameter_groups
+from ppo_core.optimisation import parameter_groups
 from ppo_core.pretraining import PretrainingTexts
 from ppo_core.records import Experience
 from ppo_core.schedule import make_schedule, make_scheduler

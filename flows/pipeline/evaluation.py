@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeline.settings import Settings
 from ppo_core.evaluation import Answers, answer_prompts
-from ppo_core.models import load_policy, load_tokenizer
+from ppo_core.loading import load_policy, load_tokenizer
 
 
 def answer(

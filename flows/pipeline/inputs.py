@@ -7,13 +7,8 @@ from pipeline.data import Row, Rows, held_out, read_rows, write_jsonl
 from pipeline.judges import check_judge
 from pipeline.settings import Settings
 from ppo_core.errors import ConfigError, DataError
-from ppo_core.models import (
-    check_reward_config,
-    context_length,
-    load_config,
-    load_tokenizer,
-)
-from ppo_core.prompts import check_prompt_lengths, encode_prompt, encode_response
+from ppo_core.loading import check_reward_config, load_config, load_tokenizer
+from ppo_core.prompts import check_prompt_lengths, context_length, encode_prompt, encode_response
 from ppo_core.rollout import stop_token
 
 

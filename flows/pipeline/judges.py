@@ -8,7 +8,8 @@ from typing import Any
 
 from pipeline import demo_judge
 from ppo_core.errors import ConfigError, DataError
-from ppo_core.models import RewardModel, check_reward_config, load_reward_model
+from ppo_core.loading import check_reward_config, load_reward_model
+from ppo_core.reward_model import RewardModel
 
 VERDICTS = ("first", "second", "tie", "invalid")
 

@@ -7,7 +7,7 @@ from statsmodels.stats.proportion import proportion_confint
 
 from pipeline.data import Row, Rows
 from ppo_core.errors import ModelError
-from ppo_core.models import RewardModel
+from ppo_core.reward_model import RewardModel
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def validate_reward_model(settings: Settings, reward_model: Result) -> Result:
     """The reward model's accuracy on held-out pairs, and the bias that centres its scores."""
     from pipeline import inputs
     from pipeline.reward_validation import mean_reference_score, measure_accuracy
-    from ppo_core.models import load_reward_model
+    from ppo_core.loading import load_reward_model
 
     model = load_reward_model(
         reward_model["path"], end_of_text=settings.reward_model_training.end_of_text
@@ -103,7 +103,7 @@ def train_policy(
     """Train the policy with PPO against the reward model."""
     from pipeline import inputs
     from pipeline.metrics_file import MetricsFile
-    from ppo_core.models import load_policy, load_reward_model, load_tokenizer
+    from ppo_core.loading import load_policy, load_reward_model, load_tokenizer
     from ppo_core.trainer import PPOTrainer
 
     folder = _run_folder(settings, run_id)
@@ -284,7 +284,7 @@ def _run_folder(settings: Settings, run_id: str) -> Path:
 def _digest_of_model(path: str) -> str:
     """The contents of a folder, or the commit of a model of the hub."""
     from pipeline.cache import digest_of_folder
-    from ppo_core.models import load_config
+    from ppo_core.loading import load_config
 
     folder = Path(path)
     if folder.is_dir():

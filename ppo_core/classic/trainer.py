@@ -26,7 +26,8 @@ from ppo_core.health import HealthMonitor
 from ppo_core.model_card import push_folder, write_model_card
 from ppo_core.models import ActorCritic
 from ppo_core.moments import RunningMoments
-from ppo_core.parts import check_optimizer, check_sharding, make_parts
+from ppo_core.optimisation import check_optimizer, check_sharding
+from ppo_core.parts import make_parts
 from ppo_core.records import Experience, Rollout, Scores, TokenSums
 from ppo_core.reference import create_reference_model
 from ppo_core.reporting import Reporter

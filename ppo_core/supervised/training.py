@@ -15,7 +15,8 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, set_seed
 
 from ppo_core.errors import ConfigError, DataError, ModelError
-from ppo_core.models import context_length, load_policy, load_tokenizer
+from ppo_core.loading import load_policy, load_tokenizer
+from ppo_core.prompts import context_length
 from ppo_core.supervised.config import SupervisedConfig
 from ppo_core.supervised.data import collate_examples, collate_pairs, encode_example, encode_pair
 from ppo_core.supervised.loop import run_training, save_model

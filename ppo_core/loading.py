@@ -1,0 +1,99 @@
+"""Models and tokenizers from a folder or the hub, refused where they cannot play their part."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ppo_core.errors import ModelError
+
+if TYPE_CHECKING:
+    pass
+from ppo_core.reward_model import RewardModel
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id.
+
+    Raises:
+        ModelError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"No tokenizer can be loaded from '{path}': {error}") from error
+
+
+def load_config(path: str | Path) -> Any:
+    """The transformers configuration of a folder or hub id, without its weights.
+
+    Raises:
+        ModelError: there is none, or only code that is not part of transformers can read it.
+    """
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"No model can be loaded from '{path}': {error}") from error
+
+
+def load_policy(path: str | Path) -> PreTrainedModel:
+    """A causal language model in fp32, ready to be sampled from.
+
+    Raises:
+        ModelError: there is none at this folder or hub id, or it is not decoder-only.
+    """
+    if load_config(path).is_encoder_decoder:
+        raise ModelError(f"'{path}' has an encoder; the policy must be a decoder-only model.")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"No causal language model can be loaded from '{path}': {error}"
+        ) from error
+    return model.eval()
+
+
+def check_reward_config(path: str | Path) -> None:
+    """Refuse a reward model that does not give one score, by its configuration alone.
+
+    Raises:
+        ModelError: it has more or fewer than one label, or is no sequence classifier.
+    """
+    config = load_config(path)
+    architectures = config.architectures or []
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        raise ModelError(
+            f"'{path}' is {', '.join(architectures) or 'of unknown kind'}, not a "
+            "...ForSequenceClassification: its head would start random and its scores mean "
+            "nothing. Train a reward model from it with --preferences."
+        )
+    if config.num_labels != 1:
+        raise ModelError(
+            f"The reward model '{path}' has {config.num_labels} labels; a reward model has one, "
+            "its score. Train one with num_labels=1."
+        )
+
+
+def load_reward_model(
+    path: str | Path, *, bias: float = 0.0, end_of_text: bool = True
+) -> "RewardModel":
+    """A sequence classifier with one label and its own tokenizer, as `RewardModel` has them.
+
+    Raises:
+        ModelError: there is none at this folder or hub id, or it does not give one score.
+    """
+    check_reward_config(path)
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"No reward model can be loaded from '{path}': {error}") from error
+    tokenizer = load_tokenizer(path)
+    return RewardModel(model.eval(), tokenizer, bias=bias, end_of_text=end_of_text)
