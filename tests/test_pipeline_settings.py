@@ -77,6 +77,8 @@ def test_the_plain_dict_holds_every_setting():
         ({"ppo": {"kl_coeff": 0.1}}, r"Unknown setting ppo\.kl_coeff.*ppo\.kl_coef\?"),
         ({"ppo": {"zzz": 1}}, r"Unknown setting ppo\.zzz\. Known here: output_dir"),
         ({"ppo": {"seed": 4.5}}, r"ppo\.seed=4\.5"),
+        ({"ppo": {"eval_strategy": "steps"}}, r"ppo\.eval_strategy='steps' would be ignored"),
+        ({"ppo": {"output_dir": "x"}}, r"ppo\.output_dir='x' would be ignored: set output_dir"),
         ({"ppo": {"batch_size": "many"}}, r"ppo\.batch_size='many': .*valid integer"),
         ({"ppo": {"batch_size": 2.5}}, r"ppo\.batch_size=2\.5"),
         ({"ppo": {"whiten_rewards": 1}}, r"ppo\.whiten_rewards=1: .*boolean"),
@@ -99,3 +101,11 @@ def test_a_setting_that_cannot_work_is_refused_by_name(table: dict[str, Any], me
 def test_missing_inputs_are_named():
     with pytest.raises(ConfigError, match=r"^preferences, eval_prompts, judge missing"):
         make_settings({}, {"policy": "p", "prompts": "x.jsonl"})
+
+
+def test_a_ppo_section_without_sizes_has_those_of_published_runs():
+    ppo = make_settings({**OWN, "ppo": {"kl_coef": 0.1}}, {}).ppo
+    assert (ppo.batch_size, ppo.total_episodes) == (512, 100_000)
+    by_parts = {"gradient_accumulation_steps": 4, "num_train_epochs": 2.0}
+    ppo = make_settings({**OWN, "ppo": by_parts}, {}).ppo
+    assert (ppo.batch_size, ppo.total_episodes, ppo.num_train_epochs) == (None, None, 2.0)

@@ -14,6 +14,22 @@ from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.supervised.config import SupervisedConfig
 
+PPO_SIZES = {"batch_size": 512, "per_device_train_batch_size": 16, "total_episodes": 100_000}
+"""Sizes of a PPO run where its section sets none, as published runs have them; the defaults of
+PPOConfig are those of the scripts that it takes."""
+
+NOT_OF_THE_FLOW = {
+    "output_dir": "set output_dir of the run",
+    "eval_strategy": "the flow judges the policy after training, see [evaluation]",
+    "push_to_hub": "the policy goes to MLflow, as registered_model",
+    "sft_model_path": "set policy of the run",
+    "reward_model_path": "set reward_model of the run",
+    "ptx_coef": "the flow has no pretraining texts",
+    "model_adapter_name": "the flow trains whole models",
+    "ref_adapter_name": "the flow trains whole models",
+}
+"""Settings of PPO that the flow decides itself, and what to do instead."""
+
 PRESETS = Path(__file__).parent.parent / "presets"
 
 
@@ -107,7 +123,7 @@ class Settings:
     reward_model_training: SupervisedConfig = field(default_factory=SupervisedConfig)
     """How the reward model is trained; its `end_of_text` also says how texts are scored."""
 
-    ppo: PPOConfig = field(default_factory=PPOConfig)
+    ppo: PPOConfig = field(default_factory=lambda: PPOConfig(**PPO_SIZES))
     """What PPO does."""
 
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -117,10 +133,17 @@ class Settings:
         """Refuse inputs that are missing or contradict each other."""
         if not 0 < self.held_out_share < 1:
             raise ConfigError(f"held_out_share={self.held_out_share} must be between 0 and 1.")
+        self._refuse_what_the_flow_decides()
         if self.task:
             self._refuse_inputs_of_a_task()
         else:
             self._require_inputs()
+
+    def _refuse_what_the_flow_decides(self) -> None:
+        for name, instead in NOT_OF_THE_FLOW.items():
+            value = getattr(self.ppo, name)
+            if value != getattr(PPOConfig, name):
+                raise ConfigError(f"ppo.{name}={value!r} would be ignored: {instead}.")
 
     def _refuse_inputs_of_a_task(self) -> None:
         named = [name for name in INPUTS if getattr(self, name)]
@@ -174,7 +197,7 @@ def make_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, 
     table = {**from_file, **given}
     if total_episodes is not None:
         table["ppo"] = {**table.get("ppo", {}), "total_episodes": total_episodes}
-    settings: Settings = _read(Settings, _with_one_seed(table), "")
+    settings: Settings = _read(Settings, _with_sizes(_with_one_seed(table)), "")
     return settings
 
 
@@ -225,6 +248,19 @@ def _with_one_seed(table: Mapping[str, Any]) -> dict[str, Any]:
         name: {"seed": seed, **section} if isinstance(section, Mapping) else section
         for name, section in sections.items()
     }
+
+
+def _with_sizes(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with the sizes of a PPO run that its section leaves open."""
+    section = table["ppo"]
+    if not isinstance(section, Mapping):
+        return {**table}
+    sizes = {**PPO_SIZES}
+    if "gradient_accumulation_steps" in section:
+        del sizes["batch_size"]
+    if "num_train_epochs" in section:
+        del sizes["total_episodes"]
+    return {**table, "ppo": {**sizes, **section}}
 
 
 def _listed(names: list[str]) -> str:
