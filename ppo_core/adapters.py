@@ -174,7 +174,8 @@ def save_adapter(model: "PeftModel", folder: str | Path, name: str | None = None
     """
     name = name or model.active_adapter
     check_adapter(model, name)
-    model.save_pretrained(str(folder), selected_adapters=[name])
+    # The base is not the adapter's, whatever PEFT would add of it by itself.
+    model.save_pretrained(str(folder), selected_adapters=[name], save_embedding_layers=False)
     own = Path(folder) / name
     if name != "default":  # PEFT puts every other name into a folder of its own
         for file in own.iterdir():

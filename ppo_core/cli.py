@@ -47,10 +47,7 @@ def train(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> 
     )
     resume = script.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume == "latest" else resume)
-    if config.push_to_hub:
-        trainer.push_to_hub()  # saves the policy first
-    else:
-        trainer.save_model()
+    trainer.save_model()
 
 
 def load_prompts(config: PPOConfig, script: ScriptArguments) -> tuple[Dataset, Dataset | None]:

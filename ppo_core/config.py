@@ -1,6 +1,7 @@
 """Settings of the trainings: frozen, checked once, when they are made."""
 
 from dataclasses import dataclass
+from math import isfinite
 from types import NoneType
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -218,9 +219,27 @@ class PPOConfig(RunConfig):
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is loaded."""
+        _check_types(self)
         _check_ranges(self)
         _check_choices(self)
         _check_combinations(self)
+
+
+def _check_types(config: PPOConfig) -> None:
+    """Refuse text where a number belongs, and numbers that are not finite."""
+    for name, hint in get_type_hints(PPOConfig).items():
+        kinds = set(get_args(hint) or (hint,))
+        value = getattr(config, name)
+        if value is None and NoneType in kinds:
+            continue
+        if kinds & {int, float} and not kinds & {str}:
+            wanted = (int, float) if float in kinds else int
+            is_number = isinstance(value, wanted) and not isinstance(value, bool)
+            unbounded = name == "max_grad_norm"
+            holds = is_number and (isfinite(value) or unbounded)
+            require(config, name, holds, "a number" if float in kinds else "a whole number")
+        elif kinds == {bool}:
+            require(config, name, isinstance(value, bool), "True or False")
 
 
 def _check_ranges(config: PPOConfig) -> None:
@@ -314,6 +333,11 @@ def _check_combinations(config: PPOConfig) -> None:
         raise ConfigError(
             f"missing_eos_penalty={config.missing_eos_penalty} with no stop token would be "
             "subtracted from every response. Set stop_token='eos' or stop_token_id."
+        )
+    if config.kl_target is not None and config.kl_coef == 0:
+        raise ConfigError(
+            f"kl_target={config.kl_target} adapts kl_coef by factors, and from kl_coef=0 it would "
+            "stay 0. Set kl_coef above 0."
         )
     if config.use_score_norm and not config.use_score_scaling:
         raise ConfigError(

@@ -148,7 +148,8 @@ class HealthMonitor:
                 f"{in_a_row} optimizer steps in a row had a loss or a gradient that is not finite "
                 f"(max_skipped_steps={self._config.max_skipped_steps}). None of them was taken: "
                 "the weights are as after the last good step. Look at the last scores, lower "
-                "learning_rate, or set bf16=False; then resume from the latest checkpoint."
+                "learning_rate, or set bf16=False, and start a new run from the latest "
+                "checkpoint, which loads as a model."
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def make_trainee(
     if optimizer is None:
         optimizer = torch.optim.AdamW(
             parameter_groups(module.policy, module.critic, config),
+            lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             fused=True,
@@ -44,6 +45,12 @@ def make_trainee(
         check_optimizer(optimizer, module)
     if scheduler is None:
         scheduler = make_scheduler(optimizer, config, schedule)
+    elif scheduler.optimizer is not optimizer:
+        raise ConfigError(
+            "The scheduler that was handed over moves another optimizer than the one that trains, "
+            "so the learning rate would stay as it is. Hand over both: optimizers=(optimizer, "
+            "scheduler)."
+        )
     elif config.critic_warmup_updates:
         raise ConfigError(
             f"critic_warmup_updates={config.critic_warmup_updates} holds the policy's learning "

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -74,7 +75,9 @@ def make_parts(
     if isinstance(model, ModelWithValueHead):
         value_head, model = model.v_head.summary, model.pretrained_model
     if peft_config is not None:
-        model = add_adapter(model, peft_config)
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            model = add_adapter(model, peft_config)
     _check_adapter_names(config, model, ref_model)
     disable_dropout(model)
     model.eval().to(engine.device)
@@ -84,6 +87,9 @@ def make_parts(
     critic = _make_critic(config, tokenizer, policy, adapted, value_head, value_model, rewards)
     if not any(parameter.requires_grad for parameter in policy_parameters(policy, critic)):
         raise ModelError("No parameter of the policy requires a gradient: nothing would learn.")
+    if not any(parameter.requires_grad for parameter in critic.parameters()):
+        raise ModelError("No parameter of the critic requires a gradient: nothing would learn.")
+    _train_in_fp32(model, critic)
     disable_dropout(critic)
     if config.gradient_checkpointing:
         _checkpoint_activations(model, critic)
@@ -110,6 +116,25 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
             elif isinstance(value, dict):
                 setattr(module, name, dict.fromkeys(value, 0.0))
+
+
+def _train_in_fp32(model: nn.Module, critic: Critic) -> None:
+    """Weights that are trained are at least fp32: half precision loses nearly every step.
+
+    The base of an adapter keeps its precision; transformers loads a checkpoint in its own.
+    """
+    own_trunk = not is_peft(model) or (critic.adapter is None and not _shares(model, critic))
+    wholes = [] if is_peft(model) else [model]
+    wholes += [critic] if own_trunk else [critic.head]
+    for whole in wholes:
+        trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
+        if any(parameter.itemsize < 4 for parameter in trained):
+            whole.float()
+
+
+def _shares(model: nn.Module, critic: Critic) -> bool:
+    of_policy = set(map(id, model.parameters()))
+    return any(id(parameter) in of_policy for parameter in critic.parameters())
 
 
 def _refuse_same(
@@ -170,10 +195,15 @@ def _make_policy(config: PPOConfig, model: nn.Module) -> LanguageModel:
 
 def _activate(model: "PeftModel", name: str) -> None:
     """Make an adapter the one that is trained and saved."""
-    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = model.active_adapter
+    others = [
+        parameter
+        for where, parameter in model.named_parameters()
+        if parameter.requires_grad and f".{before}." not in where
+    ]
     model.set_adapter(name)
     # PEFT freezes all others with that, also the critic's.
-    for parameter in asking:
+    for parameter in others:
         parameter.requires_grad_(True)
 
 

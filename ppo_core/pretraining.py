@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ppo_core.chat import encode_chat, is_messages
 from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError, DataError, TrainingError
-from ppo_core.prompts import Tokens, context_length, encode_prompts, prompts_of
+from ppo_core.prompts import Tokens, context_length, encode_prompt
 from ppo_core.records import TokenRows
 from ppo_core.tensors import length_mask, pad_rows
 
@@ -83,7 +84,7 @@ class PretrainingTexts:
 def make_pretraining_texts(
     dataset: Any, tokenizer: PreTrainedTokenizerBase, model_config: Any, config: PPOConfig
 ) -> PretrainingTexts | None:
-    """The texts of a data set, read as prompts are; None without one.
+    """The texts of a data set, None without one: rows of "text" or "messages", or just texts.
 
     Raises:
         ConfigError: there are texts and no ptx_coef, or the other way round.
@@ -96,8 +97,22 @@ def make_pretraining_texts(
         )
     if dataset is None:
         return None
-    tokens = encode_prompts(tokenizer, prompts_of(dataset))
+    tokens = [_encode_row(tokenizer, row, number) for number, row in enumerate(dataset)]
     return PretrainingTexts(tokens, seed=config.seed, max_length=context_length(model_config))
+
+
+def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> Tokens:
+    """Token ids of a whole text or conversation, the assistant's last answer included."""
+    text = row.get("text") if isinstance(row, Mapping) else row
+    if isinstance(text, str):
+        return encode_prompt(tokenizer, text)
+    messages = row.get("messages") if isinstance(row, Mapping) else row
+    if is_messages(messages):
+        return encode_chat(tokenizer, messages, end=False)
+    raise DataError(
+        f"Pretraining row {number} is {row!r:.80}: neither text, nor a row with the column text or "
+        "messages. Rename the column."
+    )
 
 
 def joined_texts(texts: Sequence[Tokens]) -> TokenRows:

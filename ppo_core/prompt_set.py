@@ -1,11 +1,11 @@
 """The prompts of a run, as the data set has them and as token ids."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.config import PPOConfig
@@ -31,6 +31,10 @@ class PromptSet:
 
     tokens: list[Tokens]
     """The policy's token ids."""
+
+    def digest(self) -> str:
+        """A short digest of the tokens, in their order."""
+        return hashlib.sha256(repr(self.tokens).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
         """Number of prompts."""
@@ -61,8 +65,7 @@ def make_prompt_set(
     check_prompt_lengths(
         tokens, context=context_length(model.config), response_length=config.response_length
     )
-    embeddings = cast(nn.Embedding, model.get_input_embeddings())
-    _check_known(tokens, embeddings.num_embeddings)
+    _check_known(tokens, model.config.get_text_config().vocab_size)
     return PromptSet(prompts, tokens)
 
 

@@ -36,6 +36,11 @@ def prompts_of(dataset: Iterable[Any]) -> list[Prompt]:
     Raises:
         DataError: it is one text, or a row has none of the columns.
     """
+    if isinstance(dataset, Mapping):
+        raise DataError(
+            f"The prompts are a mapping of {', '.join(map(str, dataset))}, not one data set. "
+            "Choose a split, as in dataset['train']."
+        )
     if isinstance(dataset, str):
         raise DataError(
             f"The prompts are one text, {dataset!r:.80}, not a data set. Load the data set first, "
@@ -277,7 +282,12 @@ class PromptStream:
     def __init__(self, num_prompts: int, *, seed: int) -> None:
         """Draw from rows 0 .. num_prompts - 1."""
         self._num_prompts = num_prompts
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seed = seed
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again with the first row of the first pass."""
+        self._generator = torch.Generator().manual_seed(self._seed)
         self._rows = self._draw_rows()
 
     def _draw_rows(self) -> Iterator[int]:

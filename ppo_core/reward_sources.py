@@ -70,7 +70,9 @@ class FunctionReward:
             ModelError: the function does not give one number for each response.
         """
         texts = [prompt_text(self.tokenizer, prompt) for prompt in prompts]
-        given = self.function(texts, response_texts(self.tokenizer, rollout))
+        device = rollout.logprobs.device.type
+        with torch.autocast(device, enabled=False):  # its precision is its own
+            given = self.function(texts, response_texts(self.tokenizer, rollout))
         try:
             scores = torch.as_tensor(given, dtype=torch.float32)
         except (TypeError, ValueError) as error:

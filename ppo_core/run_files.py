@@ -1,6 +1,7 @@
 """What a run writes and reads: the policy, its card, and checkpoints."""
 
 import logging
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.adapters import load_adapter_weights, merged_copy, save_adapter
-from ppo_core.checkpoint import read_checkpoint, remove_old_checkpoints, save_checkpoint
+from ppo_core.checkpoint import (
+    latest_checkpoint,
+    read_checkpoint,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
 from ppo_core.config import PPOConfig
 from ppo_core.ema import WeightAverage
 from ppo_core.engine import Engine
@@ -22,6 +28,7 @@ from ppo_core.parts import Parts
 from ppo_core.quantised import is_quantised
 from ppo_core.reporting import Reporter
 from ppo_core.run_state import RunState
+from ppo_core.schedule import Schedule
 from ppo_core.training_state import (
     flatten_optimizer,
     global_rng_state,
@@ -35,6 +42,13 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter"
 """Folder of the adapter beside the merged policy."""
+
+AROUND = re.compile(
+    "output_dir|exp_name|run_name|report_to|disable_tqdm|dataset_num_proc|num_sample_generations|"
+    "local_rollout_forward_batch_size|per_device_eval_batch_size|(logging|eval|save|hub|warn)_.*|"
+    "push_to_hub|.*_model_path|max_skipped_steps"
+)
+"""Settings that do not decide what a run computes: they may differ where it is resumed."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +65,9 @@ class RunFiles:
     run: RunState
     reporter: Reporter
     average: WeightAverage | None
+    schedule: Schedule
+    prompts_digest: str
+    """Of the prompts' tokens: a checkpoint belongs to them."""
 
     @property
     def trained_model(self) -> nn.Module:
@@ -107,17 +124,40 @@ class RunFiles:
 
     # --- Checkpoints ---
 
+    def start_anew(self) -> None:
+        """See that checkpoints can be written, and that none of another run is in their way.
+
+        Raises:
+            ConfigError: `output_dir` cannot be made, or holds an earlier run's checkpoints.
+        """
+        folder = Path(self.config.output_dir)
+        if self.config.save_strategy == "no" or self.engine.is_deepspeed:
+            return
+        if earlier := latest_checkpoint(folder):
+            raise ConfigError(
+                f"'{earlier}' is of an earlier run: this one's checkpoints would mix with it, and "
+                "resuming would take the wrong one. Resume with resume_from_checkpoint, choose "
+                "another output_dir, or remove the old checkpoints."
+            )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir='{folder}' cannot be made: {error}. No checkpoint could be written "
+                "there. Choose another."
+            ) from error
+
     def save_checkpoint(self) -> None:
         """Everything the next update depends on, in `output_dir/checkpoint-<updates>`."""
         if self.engine.is_deepspeed:
             if self.engine.is_main:
                 logger.warning("No checkpoint: the shards of DeepSpeed's optimizer are not saved.")
             return
-        failure: TrainingError | None = None
+        failure: Exception | None = None
         if self.engine.is_main:
             try:
                 self._write_checkpoint()
-            except TrainingError as error:
+            except (TrainingError, OSError, ValueError) as error:
                 failure = error
         # The others would wait for a process that has ended.
         if self.engine.any(failure is not None):
@@ -144,6 +184,7 @@ class RunFiles:
         checkpoint = read_checkpoint(folder)
         self._check_same_run(folder, checkpoint.state["settings"])
         tensors, state = checkpoint.tensors, checkpoint.state
+        self.engine.discard(self.trainee.module, self.trainee.optimizer)
         self._read_trained(folder)
         _load_parameters(self._of_critic(), tensors["critic"])
         if "reference" in tensors:
@@ -210,8 +251,8 @@ class RunFiles:
 
     def _settings(self) -> dict[str, Any]:
         """The settings that decide what a run computes."""
-        unimportant = {"output_dir", "hub_token", "report_to", "run_name", "disable_tqdm"}
-        return {k: v for k, v in vars(self.config).items() if k not in unimportant}
+        settings = {k: v for k, v in vars(self.config).items() if not AROUND.fullmatch(k)}
+        return settings | vars(self.schedule) | {"prompts": self.prompts_digest}
 
     def _check_same_run(self, folder: Path, settings: dict[str, Any]) -> None:
         here = self._settings()

@@ -64,7 +64,7 @@ class RunState:
         }
 
     def restore(self, generators: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Go on, from the start of a run, where `as_checkpoint` was called."""
+        """Go on where `as_checkpoint` was called."""
         restore_generators(self.generators, generators)
         self.updates, self.episodes = state["updates"], state["episodes"]
         self.moments.load_state_dict(state["moments"])
@@ -72,6 +72,7 @@ class RunState:
         if self.adaptive_kl is not None and state["adaptive_kl"] is not None:
             self.adaptive_kl.load_state_dict(state["adaptive_kl"])
         # The order of the prompts follows from the seed: what was drawn is drawn again.
+        self.stream.restart()
         self.stream.next_batch(self.episodes)
 
 

@@ -57,9 +57,16 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
         )
     # A number of passes may be a fraction; episodes are whole (TRL #1740, #1743).
     episodes = config.total_episodes or ceil(config.num_train_epochs * num_prompts)
+    num_updates = ceil(episodes / batch_size)
+    if config.critic_warmup_updates >= num_updates:
+        raise ConfigError(
+            f"critic_warmup_updates={config.critic_warmup_updates} is the whole run of "
+            f"{num_updates} updates: the policy would never learn. Lower it, or raise "
+            "total_episodes."
+        )
     return Schedule(
         batch_size=batch_size,
-        num_updates=ceil(episodes / batch_size),
+        num_updates=num_updates,
         steps_per_update=config.num_ppo_epochs * config.num_mini_batches,
     )
 
@@ -74,9 +81,9 @@ def make_scheduler(optimizer: Optimizer, config: PPOConfig, schedule: Schedule) 
             apart.
     """
     steps = schedule.num_optimizer_steps
-    warmup = config.warmup_steps or config.warmup_ratio
-    if warmup < 1:
-        warmup = ceil(warmup * steps)
+    is_share = config.warmup_steps < 1
+    share = config.warmup_steps or config.warmup_ratio
+    warmup = ceil(share * steps) if is_share else config.warmup_steps
     course = get_scheduler(config.lr_scheduler_type, optimizer, int(warmup), steps)
     warmed_up = config.critic_warmup_updates * schedule.steps_per_update
     if not warmed_up:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from ppo_core.checkpoint import latest_checkpoint
+from ppo_core.compatibility import check_parts
 from ppo_core.completions import Completions, log_table, print_table
 from ppo_core.config import PPOConfig
 from ppo_core.ema import WeightAverage
@@ -127,6 +128,9 @@ class PPOTrainer:
                 f"eval_strategy={args.eval_strategy!r} needs an eval_dataset. Hand one over, or "
                 "set eval_strategy='no'."
             )
+        for prompts in (self._train_set, self._eval_set):
+            if prompts is not None:
+                check_parts(parts, prompts, processing_class, args)
         self.schedule = make_schedule(
             args, num_prompts=len(self._train_set), num_processes=self.engine.num_processes
         )
@@ -162,6 +166,8 @@ class PPOTrainer:
             run=self._run,
             reporter=self._reporter,
             average=self._average,
+            schedule=self.schedule,
+            prompts_digest=self._train_set.digest(),
         )
         self._sampling = SamplingSettings(
             stop_token_id=stop_token(processing_class, args.stop_token, args.stop_token_id),
@@ -181,9 +187,22 @@ class PPOTrainer:
         """Transformers' state of the run: steps, and the history of what was logged."""
         return self._reporter.state
 
+    @property
+    def accelerator(self) -> Any:
+        """What accelerate knows of the processes: device, process_index, is_main_process, ..."""
+        return self.engine.accelerator
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the process that writes and talks."""
+        return self.engine.is_main
+
     def add_callback(self, callback: CallbackOrType) -> None:
         """Call one more of transformers' callbacks."""
         self._reporter.add_callback(callback)
+
+    def remove_callback(self, callback: CallbackOrType) -> None:
+        """Call it no longer."""
+        self._reporter.remove_callback(callback)
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> list[Metrics]:
         """Run all updates that are left; returns the metrics of each.
@@ -197,6 +216,8 @@ class PPOTrainer:
         """
         if folder := self._checkpoint_to_resume(resume_from_checkpoint):
             self._files.resume(folder)
+        elif self._run.updates == 0:
+            self._files.start_anew()
         history = []
         started, episodes_before = time.monotonic(), self._run.episodes
         self._reporter.begin()
@@ -276,9 +297,12 @@ class PPOTrainer:
         """Write policy and tokenizer as transformers reads them, weights as safetensors.
 
         An adapter is merged into its base, and kept beside it in the folder "adapter". With
-        `ema_decay` it is the running mean that is written.
+        `ema_decay` it is the running mean that is written. With the setting `push_to_hub` what
+        is written to the run's own `output_dir` is uploaded.
         """
         self._files.save_policy(Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub and output_dir is None:
+            self._files.push("The policy after training")
 
     def create_model_card(self, model_name: str | None = None, **details: Any) -> None:
         """Write README.md into `output_dir`; `details` as `write_model_card` takes them."""
@@ -286,7 +310,7 @@ class PPOTrainer:
 
     def push_to_hub(self, commit_message: str = "PPO", **details: Any) -> str | None:
         """Save the policy with its model card and upload it; the repository's address."""
-        self.save_model()
+        self._files.save_policy(Path(self.args.output_dir))
         return self._files.push(commit_message, **details)
 
     # --- The phases of an update ---

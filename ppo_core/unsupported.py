@@ -173,6 +173,12 @@ INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
     "bnb_4bit_quant_storage": ((None,), "4-bit weights are stored in bytes, bitsandbytes' default"),
     "dataset_streaming": ((False,), "the prompts are read into memory"),
     "ignore_bias_buffers": ((False,), "buffers are not communicated: leave it out"),
+    # names of older transformers
+    "overwrite_output_dir": ((False,), "choose another output_dir, or remove the old checkpoints"),
+    "logging_dir": ((None,), "set the environment variable TENSORBOARD_LOGGING_DIR"),
+    "save_safetensors": ((True,), "weights are always written as safetensors"),
+    "group_by_length": ((False,), "passes are sorted by length already, and batches stay random"),
+    "evaluation_strategy": (("no",), "set eval_strategy"),
     "config": ((), "write the settings into a TOML file: python -m ppo_core settings.toml"),
 }
 """Name -> the values that are what happens anyway, and what to use in the place of another."""

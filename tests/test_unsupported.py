@@ -78,8 +78,8 @@ def test_fp16_is_refused_with_what_to_use():
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_one():
-    with pytest.raises(ConfigError, match=r"setting evaluation_strategy.*mean eval_strategy"):
-        PPOConfig(evaluation_strategy="no")
+    with pytest.raises(ConfigError, match=r"setting eval_stratgy.*mean eval_strategy"):
+        PPOConfig(eval_stratgy="no")
 
 
 def test_an_unknown_name_near_to_none_is_refused():

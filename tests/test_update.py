@@ -399,7 +399,11 @@ def test_nothing_behind_the_end_of_a_response_is_learned_from():
 def test_a_critic_that_warms_up_leaves_the_policy_as_it_is_to_the_bit():
     # AdamW's weight decay would move it with no gradient at all, so its learning rate is 0.
     config = make_config(
-        num_ppo_epochs=2, critic_warmup_updates=1, weight_decay=0.1, learning_rate=1e-2
+        num_ppo_epochs=2,
+        critic_warmup_updates=1,
+        weight_decay=0.1,
+        learning_rate=1e-2,
+        total_episodes=16,
     )
     module = make_trainee().module
     optimizer = torch.optim.AdamW(parameter_groups(module.policy, module.critic, config))

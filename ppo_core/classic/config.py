@@ -210,7 +210,7 @@ class PPOConfig:
             temperature=self.temperature,
             kl_coef=self.init_kl_coef,
             kl_estimator=KL_ESTIMATORS[self.kl_penalty],
-            kl_target=self.target if self.adap_kl_ctrl else None,
+            kl_target=self.target if self.adap_kl_ctrl and self.init_kl_coef else None,
             kl_horizon=int(self.horizon),
             gamma=self.gamma,
             lam=self.lam,
