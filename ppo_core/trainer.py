@@ -304,9 +304,14 @@ class PPOTrainer:
         if self.args.push_to_hub and output_dir is None:
             self._files.push("The policy after training")
 
-    def create_model_card(self, model_name: str | None = None, **details: Any) -> None:
-        """Write README.md into `output_dir`; `details` as `write_model_card` takes them."""
-        self._files.write_card(model_name=model_name, **details)
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> None:
+        """Write README.md into `output_dir`, with the settings and the last metrics."""
+        self._files.write_card(model_name=model_name, dataset_name=dataset_name, tags=tags)
 
     def push_to_hub(self, commit_message: str = "PPO", **details: Any) -> str | None:
         """Save the policy with its model card and upload it; the repository's address."""

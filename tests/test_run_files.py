@@ -98,10 +98,11 @@ def test_with_a_running_mean_it_is_the_mean_that_is_saved(tmp_path):
 def test_the_model_card_names_settings_and_last_metrics(tmp_path):
     trainer = make_trainer(dataclasses.replace(CONFIG, output_dir=str(tmp_path)))
     last = trainer.train()[-1]
-    trainer.create_model_card(model_name="tiny")
+    trainer.create_model_card("tiny", "posts", ["short"])
     card = (tmp_path / "README.md").read_text().replace("\\", "")
     assert "kl_coef" in card
     assert "objective/scores" in card
+    assert "- short" in card
     assert f"{last['objective/scores']:.4g}"[:5] in card
 
 
