@@ -12,7 +12,7 @@ from ppo_core.parts import Parts
 from ppo_core.prompt_set import PromptSet
 from ppo_core.prompts import context_length
 from ppo_core.reward_model import RewardModel
-from ppo_core.trunks import DecoderTrunk
+from ppo_core.rollout import decoder_of
 
 
 def check_parts(
@@ -42,11 +42,7 @@ def check_parts(
 
 def _check_policy(parts: Parts) -> None:
     model = parts.policy.model
-    if not isinstance(parts.policy.trunk, DecoderTrunk):
-        raise ModelError(
-            f"{type(model).__name__} has an encoder, and only decoder-only models are sampled "
-            "from here. Train it with ppo_core.classic, which generates by transformers."
-        )
+    decoder_of(parts.policy)
     settings = model.generation_config
     if settings is not None:
         try:

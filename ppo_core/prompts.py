@@ -9,8 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.chat import Messages, encode_chat, render_chat
-from ppo_core.chat import is_messages as is_messages
+from ppo_core.chat import Messages, encode_chat, is_messages, render_chat
 from ppo_core.errors import DataError
 from ppo_core.records import Rollout
 

@@ -88,6 +88,20 @@ def sample_tokens(
     return chosen[:, 0], picked, behaviour
 
 
+def decoder_of(policy: LanguageModel) -> DecoderTrunk:
+    """The trunk of a policy that can be sampled from.
+
+    Raises:
+        ModelError: it has an encoder.
+    """
+    if not isinstance(policy.trunk, DecoderTrunk):
+        raise ModelError(
+            f"{type(policy.model).__name__} has an encoder, and only decoder-only models are "
+            "sampled from here. Train it with ppo_core.classic, which generates by transformers."
+        )
+    return policy.trunk
+
+
 @torch.no_grad()
 def sample_responses(
     policy: LanguageModel,
@@ -106,18 +120,14 @@ def sample_responses(
     Raises:
         ModelError: the policy has an encoder.
     """
-    if not isinstance(policy.trunk, DecoderTrunk):
-        raise ModelError(
-            f"{type(policy.model).__name__} has an encoder, and only decoder-only models are "
-            "sampled from here. Train it with ppo_core.classic, which generates by transformers."
-        )
+    trunk = decoder_of(policy)
     device = policy.device
     prompt_ids, prompt_lengths = pad_rows(prompts)
     decoded = _Decoded.empty(len(prompts), uniforms.shape[1], device)
     for batch in length_sorted_batches(prompt_lengths, batch_size):
         part = _decode(
             policy,
-            policy.trunk,
+            trunk,
             [prompts[i] for i in batch.tolist()],
             uniforms[batch].to(device),
             settings,

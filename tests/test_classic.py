@@ -676,19 +676,6 @@ def test_processes_share_the_data_set_and_the_statistics(two_processes):
 # --- Logs and files ---
 
 
-@pytest.fixture
-def mlflow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    mlflow.set_tracking_uri(None)
-    mlflow.set_experiment("Default")  # another test of this process may have chosen one
-    yield mlflow.MlflowClient()
-    mlflow.end_run()
-    mlflow.set_tracking_uri(None)
-
-
 BATCH = {
     "query": [f"question {i}" for i in range(6)],
     "response": [f"answer {i}" for i in range(6)],

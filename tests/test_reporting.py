@@ -396,18 +396,6 @@ def test_other_processes_write_nothing(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def mlflow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    mlflow.set_tracking_uri(None)
-    mlflow.set_experiment("Default")  # another test of this process may have chosen one
-    yield mlflow.MlflowClient()
-    mlflow.set_tracking_uri(None)
-
-
 def test_mlflow_gets_metrics_and_settings(mlflow_client):
     reporter = make_reporter(report_to="mlflow", run_name="seven", kl_coef=0.3, hub_token=TOKEN)
     run(reporter, 4)
