@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
-from metaflow import Config, FlowSpec, Parameter, current, step, user_step_decorator
+from metaflow import Config, FlowSpec, Parameter, card, current, step, user_step_decorator
 from metaflow.exception import MetaflowException
 
 import ppo_core
@@ -70,7 +70,12 @@ class RLHF(FlowSpec):
     prompts = Parameter("prompts", type=str, help="Rows of prompt to train on.")
     eval_prompts = Parameter("eval-prompts", type=str, help="Rows of prompt and reference.")
     judge = Parameter(
-        "judge", type=str, help="rule, reward-model:PATH or python:FILE_OR_MODULE:FUNCTION."
+        "judge", type=str, help="openai:MODEL, python:FILE:FUNCTION, ...; see README."
+    )
+    accept_reward_model = Parameter(
+        "accept-reward-model",
+        is_flag=True,
+        help="Train even if the reward model is refused.",
     )
     total_episodes = Parameter("total-episodes", type=int, help="Responses PPO samples in all.")
     seed = Parameter("seed", type=int, help="Seed of everything random.")
@@ -99,11 +104,16 @@ class RLHF(FlowSpec):
         self.rewarder = stages.load_reward_model(self.settings, self.sft)
         self.next(self.validate_reward_model)
 
+    @card(type="blank")
     @phase
     @step
     def validate_reward_model(self) -> None:
         """Measure the reward model on preferences it has not seen."""
-        self.validation = stages.validate_reward_model(self.settings, self.rewarder)
+        self.tracking_run = stages.start_tracking(self.settings, current.run_id)
+        self.validation = stages.validate_reward_model(
+            self.settings, self.sft, self.rewarder, self.tracking_run
+        )
+        current.card.extend(stages.reward_model_card(self.validation))
         self.next(self.train_policy)
 
     @phase
@@ -115,6 +125,7 @@ class RLHF(FlowSpec):
         )
         self.next(self.evaluate_win_rate)
 
+    @card(type="blank")
     @phase
     @step
     def evaluate_win_rate(self) -> None:
@@ -122,15 +133,14 @@ class RLHF(FlowSpec):
         self.evaluation = stages.evaluate_win_rate(
             self.settings, self.sft, self.trained, current.run_id
         )
+        current.card.extend(stages.evaluation_card(self.evaluation))
         self.next(self.register)
 
     @phase
     @step
     def register(self) -> None:
         """Register the policy in MLflow."""
-        self.model = stages.register(
-            self.settings, self.validation, self.trained, self.evaluation, current.run_id
-        )
+        self.model = stages.register(self.settings, self.validation, self.trained, self.evaluation)
         self.next(self.end)
 
     @phase
@@ -150,6 +160,8 @@ class RLHF(FlowSpec):
             "prompts": self.prompts,
             "eval_prompts": self.eval_prompts,
             "judge": self.judge,
+            # A flag that is not given is False, and must not win over the file.
+            "accept_reward_model": self.accept_reward_model or None,
             "total_episodes": self.total_episodes,
             "seed": self.seed,
             "registered_model": self.registered_model,

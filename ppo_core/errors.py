@@ -19,3 +19,7 @@ class ModelError(PPOError, ValueError):
 
 class TrainingError(PPOError, RuntimeError):
     """Training reached a state that it must not continue from."""
+
+
+class JudgeError(PPOError, RuntimeError):
+    """A judge cannot be asked, or may not be asked more."""

@@ -13,7 +13,7 @@ from ppo_core.kl import kl_per_token
 from ppo_core.models import LanguageModel
 from ppo_core.progress import progress
 from ppo_core.prompt_set import PromptSet
-from ppo_core.prompts import encode_prompt, prompt_text, response_texts
+from ppo_core.prompts import Prompt, encode_prompt, prompt_text, response_texts
 from ppo_core.records import Rollout
 from ppo_core.reward_sources import RewardMix
 from ppo_core.rollout import SamplingSettings, sample_responses, stop_token
@@ -29,16 +29,19 @@ class Answers:
 
     kl: float | None
     """Nats between policy and reference, summed over an answer, mean over the prompts (k1).
-    None without a reference, or for greedy answers, which are no sample."""
+    None without a reference, or where the answers are no sample of the whole policy: greedy ones,
+    or those cut to top_k or top_p."""
 
 
 def answer_prompts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     response_length: int,
     temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
     seed: int,
     batch_size: int = 64,
     stop: str | None = "eos",
@@ -50,10 +53,14 @@ def answer_prompts(
     `stop` and `stop_token_id` end an answer as `stop_token` of PPOConfig and its id do.
     """
     policy = LanguageModel(model)
-    compared = LanguageModel(reference) if reference is not None and temperature > 0 else None
     sampling = SamplingSettings(
-        stop_token_id=stop_token(tokenizer, stop, stop_token_id), temperature=temperature
+        stop_token_id=stop_token(tokenizer, stop, stop_token_id),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
     )
+    is_sample = temperature > 0 and not sampling.is_restricted
+    compared = LanguageModel(reference) if reference is not None and is_sample else None
     generator = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(len(prompts), response_length, generator=generator)
     texts: list[str] = []

@@ -25,7 +25,9 @@ def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
         ConfigError: a flag, a value or the file cannot be used.
         SystemExit: --help was given and has been answered.
     """
-    parser = DocumentedParser(kinds)
+    parser = DocumentedParser(
+        kinds, prog="python -m ppo_core", usage="%(prog)s [SETTINGS.toml] [--name value ...]"
+    )
     if argv and not argv[0].startswith("-"):
         argv = [*_flags_of_file(Path(argv[0])), *argv[1:]]
     *parsed, rest = parser.parse_args_into_dataclasses(
@@ -38,18 +40,32 @@ def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
 class DocumentedParser(HfArgumentParser):
     """`HfArgumentParser` with the docstrings of the fields as help, and errors to catch."""
 
-    def __init__(self, kinds: Sequence[type]) -> None:
-        """Take the dataclasses whose fields are the flags."""
+    def __init__(self, kinds: Sequence[type], *, prog: str, usage: str) -> None:
+        """Take the dataclasses whose fields are the flags, and the command as help shows it."""
         self._field_docs = {name: doc for kind in kinds for name, doc in field_docs(kind).items()}
         self._field_defaults = {
             field.name: field.default for kind in kinds for field in fields(kind)
         }
         super().__init__(
             kinds,  # type: ignore[arg-type]
-            prog="python -m ppo_core",
-            usage="%(prog)s [SETTINGS.toml] [--name value ...]",
+            prog=prog,
+            usage=usage,
             allow_abbrev=False,
         )
+
+    def parse(self, argv: Sequence[str]) -> list[Any]:
+        """One instance of each dataclass, from flags alone.
+
+        Raises:
+            ConfigError: a flag is unknown, or a value cannot be used.
+            SystemExit: --help was given and has been answered.
+        """
+        *parsed, rest = self.parse_args_into_dataclasses(
+            list(argv), return_remaining_strings=True, look_for_args_file=False
+        )
+        if rest:
+            raise ConfigError(f"Unknown: {' '.join(rest)}. {self.prog} --help lists the flags.")
+        return parsed
 
     def add_argument(self, *flags: str, **options: Any) -> Any:
         """Add a flag as argparse does, its help being the docstring of its field."""

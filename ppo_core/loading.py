@@ -1,7 +1,7 @@
 """Models and tokenizers from a folder or the hub, refused where they cannot play their part."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -14,9 +14,6 @@ from transformers import (
 )
 
 from ppo_core.errors import ModelError
-
-if TYPE_CHECKING:
-    pass
 from ppo_core.reward_model import RewardModel
 
 
@@ -83,8 +80,8 @@ def check_reward_config(path: str | Path) -> None:
 
 
 def load_reward_model(
-    path: str | Path, *, bias: float = 0.0, end_of_text: bool = True
-) -> "RewardModel":
+    path: str | Path, *, bias: float = 0.0, gain: float = 1.0, end_of_text: bool = True
+) -> RewardModel:
     """A sequence classifier with one label and its own tokenizer, as `RewardModel` has them.
 
     Raises:
@@ -96,4 +93,4 @@ def load_reward_model(
     except (OSError, ValueError) as error:
         raise ModelError(f"No reward model can be loaded from '{path}': {error}") from error
     tokenizer = load_tokenizer(path)
-    return RewardModel(model.eval(), tokenizer, bias=bias, end_of_text=end_of_text)
+    return RewardModel(model.eval(), tokenizer, bias=bias, gain=gain, end_of_text=end_of_text)

@@ -178,10 +178,11 @@ class Critic(nn.Module):
         score = critic.head
         critic.head = nn.Linear(score.in_features, 1).to(score.weight)
         with torch.no_grad():
-            critic.head.weight.copy_(score.weight)
+            critic.head.weight.copy_(score.weight * reward_model.gain)
             critic.head.bias.fill_(-reward_model.bias)
             if score.bias is not None:
                 critic.head.bias.add_(score.bias)
+            critic.head.bias.mul_(reward_model.gain)
         return critic
 
     @classmethod

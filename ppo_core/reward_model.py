@@ -1,28 +1,16 @@
 """The reward model: one score for a prompt with its response."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.adapters import is_peft
 from ppo_core.chat import Messages
 from ppo_core.errors import DataError, ModelError
 from ppo_core.prompts import context_length, encode_dialogue
-from ppo_core.tensors import (
-    at_least_fp32,
-    length_mask,
-    length_sorted_batches,
-    pad_rows,
-)
-
-if TYPE_CHECKING:
-    pass
+from ppo_core.tensors import at_least_fp32, length_mask, length_sorted_batches, pad_rows
 
 
 class RewardModel:
@@ -34,11 +22,13 @@ class RewardModel:
         tokenizer: PreTrainedTokenizerBase,
         *,
         bias: float = 0.0,
+        gain: float = 1.0,
         end_of_text: bool = True,
     ) -> None:
         """Take the model, and how it is to be read.
 
-        `bias` is taken off every score, so that reference answers can score 0 on average.
+        A score is (the model's output - `bias`) * `gain`: reference answers can score 0 on
+        average, and samples vary by 1.
         `end_of_text` says whether the texts that it was trained on ended in the
         end-of-sequence token. Whatever is scored ends likewise, also a response that was cut
         off: a head that was trained on that token says little at any other (measured on film
@@ -61,6 +51,7 @@ class RewardModel:
         self.model = model
         self.tokenizer = tokenizer
         self.bias = bias
+        self.gain = gain
         self.end_of_text = end_of_text
         if end_of_text and tokenizer.eos_token_id is None:
             raise ModelError(
@@ -105,7 +96,7 @@ class RewardModel:
         else:
             mask = length_mask(lengths, ids.shape[1])
             scores = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
-        return at_least_fp32(scores) - self.bias
+        return (at_least_fp32(scores) - self.bias) * self.gain
 
     def encode(self, prompt: str | Messages, response: str) -> list[int]:
         """Token ids of a prompt with its response, by the reward model's tokenizer and template."""

@@ -14,7 +14,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "PPO against SFT": lambda run: run["win_rate"]["ppo_vs_sft"]["rate"],
     "KL of an answer, nats": lambda run: run["kl"]["ppo"],
     "distinct answers": lambda run: run["distinct"]["ppo"],
-    "accuracy of the reward model": lambda run: run["reward_model"]["accuracy"],
+    "accuracy of the reward model": lambda run: run["reward_model"]["accuracy"]["accuracy"],
     "seconds of PPO": lambda run: run["timings"]["seconds"]["train_policy"],
     "seconds of all steps": lambda run: sum(run["timings"]["seconds"].values()),
     "peak memory of PPO, GiB": lambda run: run["timings"]["peak_rss_bytes"] / 2**30,

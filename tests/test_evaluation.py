@@ -48,3 +48,13 @@ def test_the_distance_from_itself_is_nothing_and_from_another_it_is_the_exact_di
     exact = (p.exp() * (p - q)).sum().item()
     deviation = (p.exp() * (p - q) ** 2).sum().sqrt().item()
     assert many.kl == pytest.approx(exact, abs=4 * deviation / 4000**0.5)
+
+
+def test_restricted_sampling_takes_likely_tokens_only_and_measures_no_divergence():
+    policy = make_policy()
+    greedy = answer(policy, temperature=0).texts
+    likeliest = answer(policy, top_k=1, reference=make_policy(seed=5))
+    assert likeliest.texts == greedy
+    assert likeliest.kl is None
+    assert answer(policy, top_p=1e-6).texts == greedy
+    assert answer(policy).texts != greedy

@@ -1,5 +1,6 @@
-"""The flow from end to end on tiny inputs: a step fails, is mended, and the run goes on."""
+"""The flow from end to end on tiny inputs: refused, failing, mended, and repeated."""
 
+import base64
 import hashlib
 import json
 import os
@@ -31,9 +32,12 @@ class Ran:
 
 @dataclass(frozen=True)
 class Journey:
-    """A run that fails at the judge, its resumption, and a second run with the same seed."""
+    """A run whose reward model is refused; with it accepted, a run that fails at the judge, its
+    resumption, and a second run with the same seed."""
 
     folder: Path
+    refused: Ran
+    card: Ran
     failed: Ran
     versions_after_failure: int
     resumed: Ran
@@ -79,18 +83,63 @@ def journey(tmp_path_factory) -> Journey:
         "def judge(prompts, pairs):\n    return ['maybe'] * len(pairs)"
     )
     run = ("--config", "settings", "tiny.toml", "run", "--summary-json")
+    refused = run_flow(folder, *run, "none.json")
+    run_id = re.search(r"\[(\d+)/validate_reward_model/\d+ ", refused.log)
+    assert run_id, refused.log
+    card = run_flow(folder, "card", "get", f"{run_id[1]}/validate_reward_model")
+    run = (*run[:-1], "--accept-reward-model", run[-1])
     failed = run_flow(folder, *run, "first.json")
     registered = versions(folder)
     (folder / "judge.py").write_text(JUDGE)
     resumed = run_flow(folder, "resume")
     repeated = run_flow(folder, *run, "second.json")
-    return Journey(folder, failed, registered, resumed, repeated)
+    return Journey(folder, refused, card, failed, registered, resumed, repeated)
 
 
 @pytest.fixture(scope="module")
 def summary(journey: Journey) -> dict[str, Any]:
     assert journey.resumed.code == 0, journey.resumed.log
     return json.loads((journey.folder / "first.json").read_text())
+
+
+def test_a_reward_model_that_is_not_fit_stops_the_run_with_the_reasons(journey: Journey):
+    assert journey.refused.code == 1
+    assert "The reward model is not fit to train against:" in journey.refused.log
+    assert re.search(
+        r"- It prefers degenerate text \(repeated words\) for .* of 6", journey.refused.log
+    )
+    assert "--accept-reward-model" in journey.refused.log
+    assert "Traceback" not in journey.refused.log
+    assert "ppo:" not in journey.refused.log
+    assert not (journey.folder / "none.json").exists()
+
+
+def test_the_report_on_a_refused_reward_model_is_there_to_be_read(journey: Journey):
+    assert journey.card.code == 0, journey.card.log
+    (data,) = re.findall(r'window\.__MF_DATA__\["[^"]+"\] = "([^"]+)"', journey.card.log)
+    assert '"Refused"' in base64.b64decode(data).decode()
+    client = mlflow.MlflowClient(f"sqlite:///{journey.folder / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("rlhf")
+    (run,) = [
+        run
+        for run in client.search_runs([experiment.experiment_id])
+        if run.data.tags["reward_model"] == "refused"
+    ]
+    assert run.info.status == "FAILED"
+    kept = {file.path for file in client.list_artifacts(run.info.run_id, "reward-model")}
+    assert {"reward-model/report.json", "reward-model/report.html"} < kept
+    assert "reward-model/reliability.png" in kept
+
+
+def test_a_reward_model_accepted_by_hand_is_on_record(journey: Journey, summary: dict[str, Any]):
+    assert not summary["reward_model"]["fit"]
+    assert summary["reward_model"]["accepted_by_hand"]
+    assert summary["settings"]["accept_reward_model"]
+    assert "The reward model was refused and is accepted by hand:" in journey.failed.log
+    client = mlflow.MlflowClient(f"sqlite:///{journey.folder / 'mlflow.db'}")
+    run = client.get_run(summary["model"]["run_id"])
+    assert run.data.tags["reward_model"] == "accepted by hand"
+    assert run.info.status == "FINISHED"
 
 
 def test_a_failing_step_says_what_to_mend_and_registers_nothing(journey: Journey):
@@ -110,11 +159,15 @@ def test_a_resumed_run_does_not_train_again(journey: Journey, summary: dict[str,
 def test_the_summary_has_its_parts(summary: dict[str, Any]):
     assert set(summary["win_rate"]) == {"sft_vs_reference", "ppo_vs_reference", "ppo_vs_sft"}
     for win_rate in summary["win_rate"].values():
-        assert set(win_rate) == {"rate", "low", "high", "n", "ties", "invalid", "judge"}
         assert 0 <= win_rate["low"] <= win_rate["rate"] <= win_rate["high"] <= 1
         assert win_rate["n"] == 16
-    assert set(summary["reward_model"]) == {"accuracy", "low", "high", "n", "bias"}
-    assert summary["reward_model"]["n"] == 6
+        assert win_rate["judge"].startswith("python:")
+        assert 0 <= win_rate["length_controlled"] <= 1
+    assert summary["reward_model"]["accuracy"]["n"] == 6
+    assert summary["improvement"]["n"] == 16
+    assert summary["canaries"]["kinds"]["same"]["won"] == 0
+    assert summary["people"] is None
+    assert summary["judge"]["version"]
     assert set(summary["objective"]["objective/kl"]) == {"first", "last"}
     assert summary["objective"]["episode"] == {"first": 8.0, "last": 24.0}
     assert summary["timings"]["episodes_per_second"] > 0
@@ -153,10 +206,11 @@ def test_the_registry_keeps_settings_metrics_and_samples(journey: Journey, summa
     run_id = summary["model"]["run_id"]
     run = client.get_run(run_id)
     assert run.data.params["ppo.response_length"] == "6"
-    assert run.data.metrics["win_rate.ppo_vs_sft.rate"] == summary["win_rate"]["ppo_vs_sft"]["rate"]
+    assert run.data.metrics["win_rate/ppo_vs_sft/rate"] == summary["win_rate"]["ppo_vs_sft"]["rate"]
     history = client.get_metric_history(run_id, "objective/kl")
     assert [metric.step for metric in history] == [1, 2, 3]
-    assert {file.path for file in client.list_artifacts(run_id)} >= {"samples.json", "summary.json"}
+    kept = {file.path for file in client.list_artifacts(run_id)}
+    assert kept >= {"samples.json", "summary.json", "judgements.jsonl", "reward-model"}
 
 
 CONSUMER = """

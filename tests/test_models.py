@@ -138,9 +138,10 @@ def test_a_head_of_unknown_kind_is_refused_before_it_lies():
 def test_scores_are_those_of_the_plain_forward(family):
     model = make_classifier(family)
     rows = make_prompts([9, 4, 6])
-    scores = RewardModel(model, make_tokenizer(), bias=0.5).score_encoded(rows, batch_size=2)
+    reward_model = RewardModel(model, make_tokenizer(), bias=0.5, gain=2.0)
+    scores = reward_model.score_encoded(rows, batch_size=2)
     for row, score in zip(rows, scores, strict=True):
-        assert_close(score, model(torch.tensor([row])).logits[0, 0].detach() - 0.5)
+        assert_close(score, 2 * (model(torch.tensor([row])).logits[0, 0].detach() - 0.5))
 
 
 def test_an_end_token_equal_to_the_pad_token_is_still_the_one_that_is_scored():
@@ -185,7 +186,7 @@ def test_a_text_without_a_token_is_refused():
 
 
 def test_the_critic_starts_as_the_centred_score_of_the_response_so_far():
-    reward_model = RewardModel(make_classifier(), make_tokenizer(), bias=0.3)
+    reward_model = RewardModel(make_classifier(), make_tokenizer(), bias=0.3, gain=2.0)
     critic = Critic.from_reward_model(reward_model)
     rollout = make_rollout()
     values = critic(rollout.token_rows(torch.tensor([0])))
@@ -227,9 +228,9 @@ def test_models_survive_the_way_to_a_folder_and_back(tmp_path):
     ids = torch.tensor([[5, 6]])
     assert_close(load_policy(tmp_path / "policy")(ids).logits, policy(ids).logits)
     assert load_tokenizer(tmp_path / "policy").get_vocab() == tokenizer.get_vocab()
-    reward_model = load_reward_model(tmp_path / "reward", bias=1.0)
+    reward_model = load_reward_model(tmp_path / "reward", bias=1.0, gain=2.0)
     assert reward_model.reads_tokens_of(tokenizer)
-    expected = classifier(ids).logits[0].detach() - 1.0
+    expected = 2 * (classifier(ids).logits[0].detach() - 1.0)
     assert_close(reward_model.score_encoded([[5, 6]], 1), expected)
 
 

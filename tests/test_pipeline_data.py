@@ -124,3 +124,69 @@ def test_written_rows_are_read_again(tmp_path: Path):
     rows = [{"prompt": "Zoë said\n“no”"}, {"prompt": "b"}]
     write_jsonl(tmp_path / "r.jsonl", rows)
     assert read_rows(str(tmp_path / "r.jsonl"), ["prompt"]).usable == rows
+
+
+LABELS = {"margin": (int, float), "tie": (bool,), "source": (str,), "annotator": (str, int)}
+
+
+def labelled(path: Path, rows: list[object]) -> str:
+    return write(path, jsonl([{"prompt": "a", **row} for row in rows]))
+
+
+def test_labels_are_read_as_they_are_and_are_none_where_they_are_missing(tmp_path: Path):
+    rows = [
+        {"margin": 1.5, "tie": False, "source": "x", "annotator": 7},
+        {"margin": None, "tie": True, "annotator": 8},
+    ]
+    read = read_rows(labelled(tmp_path / "r.jsonl", rows), ["prompt"], labels=LABELS)
+    assert read.usable == [
+        {"prompt": "a", "margin": 1.5, "tie": False, "source": "x", "annotator": 7},
+        {"prompt": "a", "margin": None, "tie": True, "source": None, "annotator": 8},
+    ]
+    assert read.quarantined == []
+
+
+def test_labels_change_the_digest_only_where_they_are_there(tmp_path: Path):
+    plain = labelled(tmp_path / "plain.jsonl", [{"more": 1}])
+    one = labelled(tmp_path / "one.jsonl", [{"margin": 1.0}])
+    two = labelled(tmp_path / "two.jsonl", [{"margin": 2.0}])
+    unread = [read_rows(path, ["prompt"]).digest for path in (plain, one, two)]
+    assert len(set(unread)) == 1
+    read = [read_rows(path, ["prompt"], labels=LABELS).digest for path in (plain, one, two)]
+    assert read[0] == unread[0]
+    assert len(set(read)) == 3
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "message"),
+    [
+        ({"margin": 1.0}, {"margin": "much"}, r"or no int or float in margin; .* margin: 'much'"),
+        ({"margin": 1.0}, {"margin": True}, "or no int or float in margin"),
+        ({"margin": 1.0}, {"margin": float("nan")}, "or no int or float in margin"),
+        ({"margin": 1.0}, {"margin": float("inf")}, "or no int or float in margin"),
+        ({"tie": True}, {"tie": 1}, "or no bool in tie"),
+        ({"source": "x"}, {"source": 3}, "or no str in source"),
+        ({"annotator": "x"}, {"annotator": ["x"]}, "or no str or int in annotator"),
+    ],
+)
+def test_a_label_of_another_type_makes_its_row_unusable(tmp_path: Path, good, bad, message: str):
+    path = labelled(tmp_path / "r.jsonl", [good] * 99 + [bad])
+    read = read_rows(path, ["prompt"], labels=LABELS)
+    assert len(read.usable) == 99
+    assert [row["row"] for row in read.quarantined] == [99]
+    assert len(read_rows(path, ["prompt"]).usable) == 100
+    with pytest.raises(DataError, match=message):
+        read_rows(labelled(tmp_path / "bad.jsonl", [good, bad]), ["prompt"], labels=LABELS)
+
+
+def test_numbers_written_as_texts_are_no_numbers(tmp_path: Path):
+    path = labelled(tmp_path / "r.jsonl", [{"margin": "1.0"}])
+    with pytest.raises(DataError, match=r"or no int or float in margin; .* margin: '1\.0'"):
+        read_rows(path, ["prompt"], labels=LABELS)
+
+
+def test_an_error_shows_a_label_behind_long_texts(tmp_path: Path):
+    rows = [{"reference": "long " * 100, "margin": "much"}]
+    path = labelled(tmp_path / "r.jsonl", rows)
+    with pytest.raises(DataError, match="margin: 'much'"):
+        read_rows(path, ["prompt"], ["reference"], LABELS)

@@ -32,8 +32,36 @@ def test_pairs_are_held_out_only_where_none_were_brought(tmp_path: Path):
     assert training_pairs(settings).usable + read_test_pairs(settings).usable == [
         json.loads(line) for line in Path(table["preferences"]).read_text().splitlines()
     ]
-    own = make_settings({**table, "preferences_test": table["preferences"]}, {})
-    assert len(training_pairs(own).usable) == len(read_test_pairs(own).usable) == 64
+    other = write_rows(tmp_path / "test.jsonl", [{"chosen": "w1", "rejected": "w2"}] * 3)
+    own = make_settings({**table, "preferences_test": other}, {})
+    assert len(training_pairs(own).usable) == 64
+    assert len(read_test_pairs(own).usable) == 3
+
+
+def test_no_pair_is_trained_on_that_the_model_is_validated_on(tmp_path: Path):
+    # The first and the last of ten rows are votes on one pair, and the last is held out.
+    rows = [{"prompt": f"w{i}", "chosen": "w1", "rejected": "w2"} for i in range(9)]
+    rows.append({"prompt": "w0", "chosen": "w2", "rejected": "w1"})
+    table = tiny_table(tmp_path) | {"preferences": write_rows(tmp_path / "votes.jsonl", rows)}
+    settings = make_settings(table, {})
+    assert training_pairs(settings).usable == rows[1:9]
+    assert read_test_pairs(settings).usable == rows[9:]
+    with pytest.raises(DataError, match="no pair is left to train the reward model on"):
+        check(tmp_path, preferences=table["preferences"], preferences_test=table["preferences"])
+
+
+def test_labels_of_preferences_are_read_and_not_trained_on(tmp_path: Path):
+    rows = [
+        {"prompt": "w1", "chosen": f"w{i}", "rejected": "w2", "margin": 1.5, "tie": i == 3}
+        for i in range(3, 23)
+    ]
+    settings = make_settings(
+        tiny_table(tmp_path) | {"preferences": write_rows(tmp_path / "rated.jsonl", rows)}, {}
+    )
+    assert read_test_pairs(settings).usable == rows[18:]
+    assert training_pairs(settings).usable == [
+        {name: row[name] for name in ("prompt", "chosen", "rejected")} for row in rows[1:18]
+    ]
 
 
 def test_rows_set_aside_can_be_read(tmp_path: Path):
@@ -60,7 +88,7 @@ def test_pairs_longer_than_the_training_takes_are_refused(tmp_path: Path):
         check(
             tmp_path,
             preferences=write_rows(tmp_path / "p.jsonl", [pair, pair, *[SHORT] * 3]),
-            preferences_test=write_rows(tmp_path / "t.jsonl", [SHORT]),
+            preferences_test=write_rows(tmp_path / "t.jsonl", [{**SHORT, "prompt": "w2"}]),
         )
 
 

@@ -4,18 +4,22 @@ from collections.abc import Sequence
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
+FEWEST_WORDS = 5
+"""Words that tell a story; nothing said is neutral, and would be happier than a sad story."""
+
 
 def judge(prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Compare the compound scores of the two answers to each prompt."""
+    """Compare the compound scores of the two answers to each prompt; no story loses to any."""
     analyzer = SentimentIntensityAnalyzer()
 
+    def grade(text: str) -> tuple[bool, float]:
+        tells = len(text.split()) >= FEWEST_WORDS
+        return tells, analyzer.polarity_scores(text)["compound"]
+
     def compare(first: str, second: str) -> str:
-        difference = (
-            analyzer.polarity_scores(first)["compound"]
-            - analyzer.polarity_scores(second)["compound"]
-        )
-        if difference == 0:
+        one, other = grade(first), grade(second)
+        if one == other:
             return "tie"
-        return "first" if difference > 0 else "second"
+        return "first" if one > other else "second"
 
     return [compare(first, second) for first, second in pairs]

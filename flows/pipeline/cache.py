@@ -90,6 +90,16 @@ def digest_of_folder(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def digest_of_model(path: str) -> str:
+    """A digest of the contents of a folder, or the commit of a model of the hub."""
+    from ppo_core.loading import load_config
+
+    folder = Path(path)
+    if folder.is_dir():
+        return digest_of_folder(folder)
+    return f"{path}@{load_config(path)._commit_hash}"
+
+
 def _publish(unfinished: Path, folder: Path) -> None:
     """Rename; a folder that another run completed meanwhile is as good."""
     try:

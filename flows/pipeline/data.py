@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ MAX_BAD_SHARE = 0.01
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 """Reader of `datasets` by the ending of a file."""
 
-Row = Mapping[str, str]
+Row = Mapping[str, Any]
+
+Labels = Mapping[str, tuple[type, ...]]
+"""Columns that a data set may have beside its texts, and the types of their values."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,9 @@ class Rows:
     source: str
     """Where they were read."""
 
-    usable: list[dict[str, str]]
-    """Rows in which every column is a text; only a prompt must not be empty."""
+    usable: list[dict[str, Any]]
+    """Rows in which every column is a text, and every label of its type or None; only a prompt
+    must not be empty."""
 
     quarantined: list[dict[str, Any]]
     """Rows set aside, each with its row number as `row`."""
@@ -47,7 +52,12 @@ class Rows:
         return bool(self.usable) and name in self.usable[0]
 
 
-def read_rows(source: str, required: Sequence[str], optional: Sequence[str] = ()) -> Rows:
+def read_rows(
+    source: str,
+    required: Sequence[str],
+    optional: Sequence[str] = (),
+    labels: Labels | None = None,
+) -> Rows:
     """Read the named columns of a data set and set unusable rows aside.
 
     Args:
@@ -56,6 +66,9 @@ def read_rows(source: str, required: Sequence[str], optional: Sequence[str] = ()
         required: columns that must be there. A required `prompt` must not be empty either; a
             response may be: a model can answer nothing.
         optional: columns that are read if they are there.
+        labels: columns that are read if they are there and need not be texts. A value that is
+            missing is None; one of another type, or a number that is not finite, makes its row
+            unusable.
 
     Raises:
         DataError: the data set or a column is missing, it is empty, or more than 1 % of its
@@ -69,20 +82,22 @@ def read_rows(source: str, required: Sequence[str], optional: Sequence[str] = ()
         )
     if len(data) == 0:
         raise DataError(f"{source} is empty: it has no row. Name a file with at least one.")
-    present = [name for name in optional if name in data.column_names]
-    rows = data.select_columns([*required, *present]).to_list()
-    usable = [row for row in rows if _is_usable(row, required)]
-    quarantined = [
-        {"row": number, **row} for number, row in enumerate(rows) if not _is_usable(row, required)
-    ]
-    if len(quarantined) > MAX_BAD_SHARE * len(rows):
+    texts = [*required, *(name for name in optional if name in data.column_names)]
+    types = {name: kinds for name, kinds in (labels or {}).items() if name in data.column_names}
+    usable, quarantined = [], []
+    for number, row in enumerate(data.select_columns([*texts, *types]).to_list()):
+        if _has_texts(row, texts, required) and _has_types(row, types):
+            usable.append(row)
+        else:
+            quarantined.append({"row": number, **row})
+    if len(quarantined) > MAX_BAD_SHARE * len(data):
         raise DataError(
-            f"{len(quarantined)} of the {len(rows)} rows of {source} have an empty prompt, or "
-            f"something that is no text in {', '.join([*required, *present])}; the first is row "
+            f"{len(quarantined)} of the {len(data)} rows of {source} have an empty prompt, or "
+            f"something that is no text in {', '.join(texts)}{_named(types)}; the first is row "
             f"{quarantined[0]['row']}: {_shorten(quarantined[0])}. Up to {MAX_BAD_SHARE:.0%} "
             "would be set aside. Mend or remove them."
         )
-    return Rows(source, usable, quarantined, _digest(usable))
+    return Rows(source, usable, quarantined, digest_rows(usable))
 
 
 def held_out(rows: Rows, share: float) -> tuple[Rows, Rows]:
@@ -96,9 +111,17 @@ def held_out(rows: Rows, share: float) -> tuple[Rows, Rows]:
     cut = min(max(round(len(rows.usable) * (1 - share)), 1), len(rows.usable) - 1)
     train, test = rows.usable[:cut], rows.usable[cut:]
     return (
-        Rows(f"{rows.source} (first {cut})", train, [], _digest(train)),
-        Rows(f"{rows.source} (last {len(test)})", test, [], _digest(test)),
+        Rows(f"{rows.source} (first {cut})", train, [], digest_rows(train)),
+        Rows(f"{rows.source} (last {len(test)})", test, [], digest_rows(test)),
     )
+
+
+def digest_rows(rows: Sequence[Row]) -> str:
+    """A short digest of rows, whatever the order of their columns."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True).encode())
+    return digest.hexdigest()[:16]
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -149,21 +172,33 @@ def _load_file(path: Path) -> datasets.Dataset:
             ) from error
 
 
-def _is_usable(row: Mapping[str, Any], required: Sequence[str]) -> bool:
-    texts = all(isinstance(text, str) for text in row.values())
+def _has_texts(row: Row, names: Sequence[str], required: Sequence[str]) -> bool:
+    texts = all(isinstance(row[name], str) for name in names)
     return texts and ("prompt" not in required or bool(row["prompt"].strip()))
 
 
-def _digest(rows: Sequence[Row]) -> str:
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(row, sort_keys=True).encode())
-    return digest.hexdigest()[:16]
+def _has_types(row: Row, types: Labels) -> bool:
+    return all(_is_one_of(kinds, row[name]) for name, kinds in types.items())
+
+
+def _is_one_of(kinds: tuple[type, ...], value: Any) -> bool:
+    # To Python True is a whole number: it would pass for a margin of 1.
+    if isinstance(value, bool):
+        return bool in kinds
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return value is None or isinstance(value, kinds)
+
+
+def _named(types: Labels) -> str:
+    """The columns of labels and their types, as an error goes on after the texts."""
+    kinds = {name: " or ".join(kind.__name__ for kind in types[name]) for name in types}
+    return "".join(f", or no {kind} in {name}" for name, kind in kinds.items())
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".")
 
 
-def _shorten(row: Mapping[str, Any]) -> str:
-    return str({key: row[key] for key in row if key != "row"})[:120]
+def _shorten(row: Row) -> str:
+    return ", ".join(f"{key}: {value!r:.40}" for key, value in row.items() if key != "row")

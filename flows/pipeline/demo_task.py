@@ -8,11 +8,13 @@ beat the one and a reward model would be perfect on the other.
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+from pipeline import cache, demo_judge, demo_posts
 from pipeline.demo_judge import grade
 from pipeline.demo_posts import (
     CAREFUL,
@@ -35,6 +37,17 @@ NUM_TRAIN_PAIRS = 12_000
 NUM_TEST_PAIRS = 1_000
 NUM_TRAIN_PROMPTS = 8_000
 NUM_EVAL_PROMPTS = 512
+
+
+def find_demo_task(cache_folder: Path, seed: int) -> Path:
+    """The folder of the task of this seed, made now or taken from the cache."""
+    code = cache.digest_of_code(demo_posts, demo_judge, sys.modules[__name__])
+    return cache.make_once(
+        cache_folder,
+        "tldr",
+        {"seed": seed, "code": code},
+        lambda folder: build_demo_task(folder, seed),
+    ).path
 
 
 def build_demo_task(folder: Path, seed: int) -> None:

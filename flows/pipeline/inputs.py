@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 
 from pipeline.data import Row, Rows, held_out, read_rows, write_jsonl
-from pipeline.judges import check_judge
+from pipeline.evaluation_config import EvaluationConfig
+from pipeline.judges.spec import check_judge
+from pipeline.reward_validation.pairs import LABELS, training_texts, without_pairs
 from pipeline.settings import Settings
 from ppo_core.errors import ConfigError, DataError
 from ppo_core.loading import check_reward_config, load_config, load_tokenizer
@@ -21,18 +23,16 @@ def check_inputs(settings: Settings) -> None:
         ModelError: a model cannot play its part.
     """
     output = Path(settings.output_dir)
-    require_writable(output, "output_dir")
-    if settings.summary_json:
-        if Path(settings.summary_json).is_dir():
-            raise ConfigError(f"summary_json={settings.summary_json!r} is a folder. Name a file.")
-        require_writable(Path(settings.summary_json).parent, "summary_json")
+    check_outputs(settings.output_dir, settings.summary_json)
     if settings.reward_model:
         check_reward_config(settings.reward_model)
-    check_judge(settings.judge, settings.reward_model)
+    human_labels(settings.evaluation)
     _check_prompts(settings)
     _check_pairs(settings)
     if settings.sft_data:
         _report(sft_rows(settings), "sft", output)
+    # Last, since asking a server may cost something.
+    check_judge(settings.judge, settings.reward_model, settings.judging)
 
 
 def sft_rows(settings: Settings) -> Rows:
@@ -41,11 +41,14 @@ def sft_rows(settings: Settings) -> Rows:
 
 
 def training_pairs(settings: Settings) -> Rows:
-    """Preferences to train the reward model on."""
+    """Preferences to train the reward model on: texts alone, of pairs that are no ties.
+
+    A pair that it is validated on is left out, whoever else voted on it.
+    """
     rows = _read_pairs(settings.preferences)
-    if settings.preferences_test:
-        return rows
-    return held_out(rows, settings.held_out_share)[0]
+    if not settings.preferences_test:
+        rows = held_out(rows, settings.held_out_share)[0]
+    return training_texts(without_pairs(rows, test_pairs(settings)))
 
 
 def test_pairs(settings: Settings) -> Rows:
@@ -60,10 +63,41 @@ def training_prompts(settings: Settings) -> Rows:
     return read_rows(settings.prompts, ["prompt"], ["reference"])
 
 
-def evaluation_prompts(settings: Settings) -> list[Row]:
-    """Prompts and references that the policies are judged on."""
-    rows = read_rows(settings.eval_prompts, ["prompt", "reference"]).usable
-    return [*rows[: settings.evaluation.num_prompts]]
+def examples(source: str, config: EvaluationConfig) -> list[Row]:
+    """Prompts and references that policies are judged on."""
+    rows = read_rows(source, ["prompt", "reference"]).usable
+    return [*rows[: config.num_examples]]
+
+
+def human_labels(config: EvaluationConfig) -> list[Row]:
+    """Pairs of answers that people compared; none where no file is named.
+
+    Raises:
+        DataError: the rows cannot be read, or a label is none of first, second and tie.
+    """
+    if not config.human_labels:
+        return []
+    rows = read_rows(config.human_labels, ["prompt", "first", "second", "label"])
+    labels = {row["label"] for row in rows.usable}
+    if unknown := sorted(labels - {"first", "second", "tie"}):
+        raise DataError(
+            f"human_labels={rows.source}: the label {unknown[0]!r} is none of first, second and "
+            "tie. Mend the column."
+        )
+    return [*rows.usable]
+
+
+def check_outputs(output_dir: str, summary_json: str) -> None:
+    """Refuse places for results that nothing can be written to.
+
+    Raises:
+        ConfigError: the folder or the file cannot be written.
+    """
+    require_writable(Path(output_dir), "output_dir")
+    if summary_json:
+        if Path(summary_json).is_dir():
+            raise ConfigError(f"summary_json={summary_json!r} is a folder. Name a file.")
+        require_writable(Path(summary_json).parent, "summary_json")
 
 
 def require_writable(folder: Path, name: str) -> None:
@@ -110,6 +144,11 @@ def _check_pairs(settings: Settings) -> None:
         return
     rows = training_pairs(settings)
     _report(rows, "preferences", Path(settings.output_dir))
+    if not rows.usable:
+        raise DataError(
+            f"preferences={rows.source}: no pair is left to train the reward model on, without "
+            "ties and without the pairs that it is validated on. Add others."
+        )
     tokenizer = load_tokenizer(settings.policy)
     training = settings.reward_model_training
     lengths = [
@@ -127,7 +166,7 @@ def _check_pairs(settings: Settings) -> None:
 
 
 def _read_pairs(source: str) -> Rows:
-    return read_rows(source, ["chosen", "rejected"], ["prompt"])
+    return read_rows(source, ["chosen", "rejected"], ["prompt"], LABELS)
 
 
 def _report(rows: Rows, name: str, output: Path) -> None:

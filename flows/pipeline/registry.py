@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,9 @@ DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
 
 REQUIREMENTS = ("torch", "transformers", "accelerate")
 """What a consumer of the registered policy installs, at the versions it was made with."""
+
+REWARD_REPORT = "reward-model"
+"""Folder of the artifacts on the reward model."""
 
 MAX_METRICS_PER_CALL = 1000
 MAX_PARAMS_PER_CALL = 100
@@ -48,14 +52,82 @@ def check_registry(name: str) -> None:
         ) from error
 
 
+def start_run(run_name: str, settings: Mapping[str, Any]) -> str:
+    """A new MLflow run with the settings as its parameters; returns its id."""
+    _connect()
+    mlflow.set_experiment(EXPERIMENT)
+    with mlflow.start_run(run_name=run_name) as run:
+        _log_settings(run.info.run_id, settings)
+    return run.info.run_id
+
+
+def log_reward_report(
+    run_id: str,
+    report: Mapping[str, Any],
+    *,
+    numbers: Mapping[str, float],
+    page: str,
+    figures: Mapping[str, bytes],
+) -> None:
+    """Keep what was measured on the reward model, and whether it may be trained against.
+
+    Args:
+        run_id: the MLflow run.
+        report: all figures, the verdict and its reasons.
+        numbers: those to compare runs by, by the names of their metrics.
+        page: the same as an HTML page.
+        figures: PNG files by their names.
+    """
+    _connect()
+    refused = not report["fit"] and not report["accepted_by_hand"]
+    verdict = "fit" if report["fit"] else "refused" if refused else "accepted by hand"
+    client = mlflow.MlflowClient()
+    client.set_tag(run_id, "reward_model", verdict)
+    mlflow.log_metrics(dict(numbers), run_id=run_id)
+    client.log_dict(run_id, dict(report), f"{REWARD_REPORT}/report.json")
+    client.log_text(run_id, page, f"{REWARD_REPORT}/report.html")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, png in figures.items():
+            path = Path(folder) / f"{name}.png"
+            path.write_bytes(png)
+            client.log_artifact(run_id, str(path), REWARD_REPORT)
+    if refused:
+        client.set_terminated(run_id, "FAILED")
+
+
+def find_policy(place: str) -> tuple[Path | str, Path | str]:
+    """Where the model and the tokenizer of a folder, a hub id or an MLflow URI are.
+
+    Raises:
+        ModelError: the registry has no such version, or it is no model of transformers.
+    """
+    if not place.startswith(("models:/", "runs:/")):
+        return place, place
+    _connect()
+    try:
+        folder = Path(mlflow.artifacts.download_artifacts(place))
+    except (MlflowException, OSError) as error:
+        raise ModelError(
+            f"{place} cannot be read from the registry at {mlflow.get_registry_uri()}: {error}. "
+            "Check the name and the version, or set MLFLOW_TRACKING_URI."
+        ) from error
+    model, tokenizer = folder / "model", folder / "components" / "tokenizer"
+    if not (model.is_dir() and tokenizer.is_dir()):
+        raise ModelError(
+            f"{place} holds no model and tokenizer of transformers as mlflow.transformers writes "
+            "them. Name another version, or the folder of a model."
+        )
+    return model, tokenizer
+
+
 def register_policy(
     policy: Path,
     name: str,
     *,
-    run_name: str,
-    settings: Mapping[str, Any],
+    run_id: str,
     updates: Sequence[Mapping[str, float]],
-    results: Mapping[str, Any],
+    numbers: Mapping[str, float],
+    files: Sequence[Path],
     samples: Sequence[Mapping[str, str]],
 ) -> dict[str, str]:
     """Log a run of the flow and register its policy as a new version.
@@ -63,10 +135,10 @@ def register_policy(
     Args:
         policy: folder of the model and its tokenizer.
         name: name of the registered model.
-        run_name: name of the MLflow run.
-        settings: nested settings, logged as flat parameters.
+        run_id: the MLflow run that the version comes from.
         updates: metrics of each PPO update.
-        results: nested results of the run; its numbers are logged as metrics of the run too.
+        numbers: figures of the whole run, by the names of their metrics.
+        files: what else to keep beside the version.
         samples: prompts with their answers, kept as a table.
 
     Returns:
@@ -75,13 +147,11 @@ def register_policy(
     _connect()
     # An absolute path is no id of the hub: MLflow would look there for a model card.
     folder = policy.resolve()
-    mlflow.set_experiment(EXPERIMENT)
-    with mlflow.start_run(run_name=run_name) as run:
-        run_id = run.info.run_id
-        _log_settings(run_id, settings)
+    with mlflow.start_run(run_id=run_id):
         _log_updates(run_id, updates)
-        mlflow.log_metrics(_numbers(results))
-        mlflow.log_dict(dict(results), "results.json")
+        mlflow.log_metrics(dict(numbers))
+        for file in files:
+            mlflow.log_artifact(str(file))
         if samples:
             columns = {key: [sample[key] for sample in samples] for key in samples[0]}
             mlflow.log_table(columns, "samples.json")
@@ -144,14 +214,6 @@ def _log_updates(run_id: str, updates: Sequence[Mapping[str, float]]) -> None:
     client = mlflow.MlflowClient()
     for start in range(0, len(metrics), MAX_METRICS_PER_CALL):
         client.log_batch(run_id, metrics=metrics[start : start + MAX_METRICS_PER_CALL])
-
-
-def _numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        key: float(value)
-        for key, value in flatten(results).items()
-        if isinstance(value, int | float)
-    }
 
 
 def _requirement(package: str) -> str:

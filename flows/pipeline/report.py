@@ -17,26 +17,30 @@ SHOWN_METRICS = ("objective/scores", "objective/rlhf_reward", "objective/kl", "o
 
 
 def render_summary(summary: Mapping[str, Any]) -> str:
-    """The summary as text, 100 columns wide."""
-    console = Console(file=io.StringIO(), width=100)
+    """The summary as text, 106 columns wide."""
+    console = Console(file=io.StringIO(), width=106)
     with console.capture() as capture:
         console.print(_win_rates(summary["win_rate"]))
         console.print(_the_rest(summary))
+        for reason in summary["reasons"]:
+            console.print(f"Inconclusive: {reason}", markup=False)
     return capture.get()
 
 
 def _win_rates(win_rates: Mapping[str, Mapping[str, Any]]) -> Table:
     judge = win_rates["ppo_vs_sft"]["judge"]
     table = Table("", title=f"Win rates, judged by {judge}", title_justify="left")
-    for column in ("wins", "95 % interval", "pairs", "ties", "invalid"):
+    for column in ("wins", "95 % interval", "same length", "pairs", "ties", "flips", "invalid"):
         table.add_column(column, justify="right")
     for name, win_rate in win_rates.items():
         table.add_row(
             TITLES[name],
             f"{win_rate['rate']:.1%}",
             _interval(win_rate),
+            f"{win_rate['length_controlled']:.1%}",
             str(win_rate["n"]),
             str(win_rate["ties"]),
+            f"{win_rate['flip_rate']:.1%}",
             str(win_rate["invalid"]),
         )
     return table
@@ -44,12 +48,9 @@ def _win_rates(win_rates: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _the_rest(summary: Mapping[str, Any]) -> Table:
     table = Table(show_header=False)
-    accuracy, timings, kl = summary["reward_model"], summary["timings"], summary["kl"]["ppo"]
-    table.add_row(
-        "Reward model",
-        f"right in {accuracy['accuracy']:.1%} of {accuracy['n']} held-out pairs, "
-        f"95 % interval {_interval(accuracy)}",
-    )
+    timings, kl = summary["timings"], summary["kl"]["ppo"]
+    table.add_row("Reward model", _reward_model(summary["reward_model"]))
+    table.add_row("PPO gained on SFT", _improvement(summary["improvement"]))
     for name in SHOWN_METRICS:
         metric = summary["objective"][name]
         table.add_row(name, f"{metric['first']:.3f} -> {metric['last']:.3f}")
@@ -66,6 +67,20 @@ def _the_rest(summary: Mapping[str, Any]) -> Table:
     )
     table.add_row("Registered", summary["model"]["uri"])
     return table
+
+
+def _reward_model(report: Mapping[str, Any]) -> str:
+    accuracy = report["accuracy"]
+    verdict = "accepted by hand" if report["accepted_by_hand"] else "fit"
+    return (
+        f"{verdict}, right in {accuracy['accuracy']:.1%} of {accuracy['n']} held-out pairs, "
+        f"95 % interval {_interval(accuracy)}"
+    )
+
+
+def _improvement(difference: Mapping[str, Any]) -> str:
+    points = [100 * difference[end] for end in ("difference", "low", "high")]
+    return "{:+.1f} points against the references, 95 % interval {:+.1f} .. {:+.1f}".format(*points)
 
 
 def _interval(of: Mapping[str, Any]) -> str:

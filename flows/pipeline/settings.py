@@ -10,6 +10,9 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from pipeline.evaluation_config import EvaluationConfig
+from pipeline.judges.config import JudgingConfig
+from pipeline.reward_validation.config import RewardGateConfig
 from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.supervised.config import SupervisedConfig
@@ -31,40 +34,6 @@ NOT_OF_THE_FLOW = {
 """Settings of PPO that the flow decides itself, and what to do instead."""
 
 PRESETS = Path(__file__).parent.parent / "presets"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
-    """How the policies are compared.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    num_prompts: int = 200
-    """Most prompts of `eval_prompts` that are answered and judged, from the first on."""
-
-    temperature: float = 0.7
-    """Temperature of the answers; 0 always takes the likeliest token."""
-
-    max_invalid: float = 0.05
-    """Share of verdicts the judge may fail to give before its result is refused."""
-
-    num_samples: int = 20
-    """Prompts whose answers are kept in the registry beside the model."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        if self.num_prompts < 1:
-            raise ConfigError(f"evaluation.num_prompts={self.num_prompts} must be at least 1.")
-        if self.temperature < 0:
-            raise ConfigError(f"evaluation.temperature={self.temperature} must be at least 0.")
-        if not 0 <= self.max_invalid < 1:
-            raise ConfigError(
-                f"evaluation.max_invalid={self.max_invalid} must be at least 0 and below 1."
-            )
-        if self.num_samples < 0:
-            raise ConfigError(f"evaluation.num_samples={self.num_samples} must be at least 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +72,12 @@ class Settings:
     """Rows of prompt and reference that the policies are judged on."""
 
     judge: str = ""
-    """Who compares two answers: rule, reward-model:PATH or python:FILE_OR_MODULE:FUNCTION."""
+    """Who compares two answers: openai:MODEL, transformers:PATH, reward-model:PATH,
+    python:FILE_OR_MODULE:FUNCTION or rule (the built-in task's own); several, joined by commas,
+    vote."""
+
+    accept_reward_model: bool = False
+    """Train against a reward model that the gate refuses; the run's record says so."""
 
     registered_model: str = "rlhf-policy"
     """Name under which the policy is registered in MLflow."""
@@ -125,6 +99,12 @@ class Settings:
 
     ppo: PPOConfig = field(default_factory=lambda: PPOConfig(**PPO_SIZES))
     """What PPO does."""
+
+    reward_gate: RewardGateConfig = field(default_factory=RewardGateConfig)
+    """When the reward model is fit to train against."""
+
+    judging: JudgingConfig = field(default_factory=JudgingConfig)
+    """How a judge that is a chat model is asked."""
 
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """How the policies are compared."""
@@ -224,7 +204,10 @@ def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
             values[key] = _read(types[key], value, f"{where}{key}.")
         else:
             values[key] = _check_type(types[key], value, where + key)
-    return kind(**values)
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"[{where.removesuffix('.')}] {error}" if where else str(error)) from None
 
 
 def _check_type(kind: Any, value: Any, name: str) -> Any:

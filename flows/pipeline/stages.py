@@ -10,14 +10,19 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.settings import Settings
+    from ppo_core.evaluation import Answers
+
+NUM_SAMPLES = 20
+"""Prompts whose answers are shown beside the registered policy."""
 
 Result = dict[str, Any]
 """What a stage hands on: paths as text, and small numbers."""
@@ -50,7 +55,7 @@ def load_policy(settings: Settings) -> Result:
         _cache_folder(settings),
         "sft",
         {
-            "model": _digest_of_model(settings.policy),
+            "model": cache.digest_of_model(settings.policy),
             "rows": rows.digest,
             "settings": asdict(settings.sft),
             "code": cache.digest_of_code(*_supervised_code()),
@@ -73,7 +78,7 @@ def load_reward_model(settings: Settings, sft: Result) -> Result:
         _cache_folder(settings),
         "reward-model",
         {
-            "model": _digest_of_model(sft["path"]),
+            "model": cache.digest_of_model(sft["path"]),
             "rows": rows.digest,
             "settings": asdict(training),
             "code": cache.digest_of_code(*_supervised_code()),
@@ -83,18 +88,76 @@ def load_reward_model(settings: Settings, sft: Result) -> Result:
     return {"path": str(made.path), "metrics": made.metrics}
 
 
-def validate_reward_model(settings: Settings, reward_model: Result) -> Result:
-    """The reward model's accuracy on held-out pairs, and the bias that centres its scores."""
-    from pipeline import inputs
-    from pipeline.reward_validation import mean_reference_score, measure_accuracy
+def start_tracking(settings: Settings, run_id: str) -> str:
+    """A run in MLflow with these settings; returns its id there."""
+    from pipeline.registry import start_run
+    from pipeline.settings import as_plain_dict
+
+    return start_run(run_id, as_plain_dict(settings))
+
+
+def validate_reward_model(
+    settings: Settings, sft: Result, reward_model: Result, tracking_run: str
+) -> Result:
+    """What there is to know about the reward model before anything is trained against it."""
+    from pipeline import inputs, registry
+    from pipeline.figures import reward_model_figures
+    from pipeline.headlines import reward_model_numbers
+    from pipeline.report_page import reward_model_page
+    from pipeline.reward_validation.samples import draw_samples
+    from pipeline.reward_validation.validate import validate
     from ppo_core.loading import load_reward_model
 
     model = load_reward_model(
         reward_model["path"], end_of_text=settings.reward_model_training.end_of_text
     )
-    accuracy = measure_accuracy(model, inputs.test_pairs(settings).usable)
-    bias = mean_reference_score(model, inputs.training_prompts(settings))
-    return {**asdict(accuracy), "bias": bias}
+    report = validate(
+        model,
+        inputs.test_pairs(settings),
+        inputs.training_prompts(settings),
+        partial(
+            draw_samples,
+            sft["path"],
+            response_length=settings.ppo.response_length,
+            temperature=settings.ppo.temperature,
+            seed=settings.seed,
+            stop=settings.ppo.stop_token,
+            stop_token_id=settings.ppo.stop_token_id,
+            batch_size=settings.ppo.local_rollout_forward_batch_size,
+        ),
+        settings.reward_gate,
+        seed=settings.seed,
+    )
+    report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
+    registry.log_reward_report(
+        tracking_run,
+        report,
+        numbers=reward_model_numbers(report),
+        page=reward_model_page(report),
+        figures=reward_model_figures(report),
+    )
+    return report
+
+
+def require_fit_reward_model(validation: Result) -> None:
+    """Stop before training where the reward model was refused, unless a person accepted it.
+
+    Raises:
+        ModelError: it was refused; the message has every reason.
+    """
+    from ppo_core.errors import ModelError
+
+    if validation["fit"]:
+        return
+    reasons = "\n".join(f"- {reason}" for reason in validation["reasons"])
+    if validation["accepted_by_hand"]:
+        print(f"The reward model was refused and is accepted by hand:\n{reasons}", flush=True)
+        return
+    raise ModelError(
+        f"The reward model is not fit to train against:\n{reasons}\nPPO would learn its faults. "
+        "Mend it, or change the limits in [reward_gate], or run again with "
+        "--accept-reward-model; what is trained already is reused."
+    )
 
 
 def train_policy(
@@ -106,6 +169,7 @@ def train_policy(
     from ppo_core.loading import load_policy, load_reward_model, load_tokenizer
     from ppo_core.trainer import PPOTrainer
 
+    require_fit_reward_model(validation)
     folder = _run_folder(settings, run_id)
     trainer = PPOTrainer(
         args=replace(settings.ppo, output_dir=str(folder / "ppo")),
@@ -115,6 +179,7 @@ def train_policy(
         reward_model=load_reward_model(
             reward_model["path"],
             bias=validation["bias"],
+            gain=validation["gain"],
             end_of_text=settings.reward_model_training.end_of_text,
         ),
         train_dataset=inputs.training_prompts(settings).column("prompt"),
@@ -139,70 +204,86 @@ def evaluate_win_rate(settings: Settings, sft: Result, policy: Result, run_id: s
     """Judge the answers of both policies against the references and against each other."""
     from pipeline import inputs
     from pipeline.data import write_jsonl
-    from pipeline.evaluation import answer, distinct_share
-    from pipeline.judges import make_judge
-    from pipeline.win_rate import measure_win_rate
+    from pipeline.evaluation import distinct_share, evaluate, judgements
+    from pipeline.judges.spec import make_judge
+    from pipeline.win_rate import compare_policies
 
-    rows = inputs.evaluation_prompts(settings)
+    rows = inputs.examples(settings.eval_prompts, settings.evaluation)
     prompts = [row["prompt"] for row in rows]
     answers = {
-        "sft": answer(sft["path"], sft["path"], prompts, settings),
-        "ppo": answer(policy["path"], sft["path"], prompts, settings),
+        "sft": _answer(settings, sft["path"], sft["path"], prompts),
+        "ppo": _answer(settings, policy["path"], sft["path"], prompts),
     }
     texts = {"reference": [row["reference"] for row in rows]}
     texts |= {who: given.texts for who, given in answers.items()}
-    samples = _run_folder(settings, run_id) / "samples.jsonl"
-    write_jsonl(
-        samples,
-        [
-            {"prompt": prompt, **{who: texts[who][i] for who in texts}}
-            for i, prompt in enumerate(prompts)
-        ],
+    judge = make_judge(
+        settings.judge,
+        config=settings.judging,
+        cache_folder=_cache_folder(settings) / "replies",
+        end_of_text=settings.reward_model_training.end_of_text,
     )
-    judge = make_judge(settings.judge, end_of_text=settings.reward_model_training.end_of_text)
-    win_rates = {
-        f"{candidate}_vs_{opponent}": asdict(
-            measure_win_rate(
-                judge,
-                settings.judge,
-                prompts,
-                texts[candidate],
-                texts[opponent],
-                max_invalid=settings.evaluation.max_invalid,
-            )
-        )
-        for candidate, opponent in (("sft", "reference"), ("ppo", "reference"), ("ppo", "sft"))
-    }
+    evaluation = evaluate(
+        judge,
+        prompts,
+        texts,
+        [("sft", "reference"), ("ppo", "reference"), ("ppo", "sft")],
+        people=inputs.human_labels(settings.evaluation),
+        config=settings.evaluation,
+        seed=settings.seed,
+    )
+    improvement = compare_policies(
+        evaluation.comparisons["ppo_vs_reference"],
+        evaluation.comparisons["sft_vs_reference"],
+        seed=settings.seed,
+    )
+    folder = _run_folder(settings, run_id)
+    columns = {"prompt": prompts, **texts}
+    write_jsonl(
+        folder / "samples.jsonl",
+        [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
+    )
+    write_jsonl(folder / "judgements.jsonl", judgements(evaluation))
     return {
-        "win_rate": win_rates,
+        **evaluation.result,
+        "improvement": asdict(improvement),
         "kl": {who: given.kl for who, given in answers.items()},
         "distinct": {who: distinct_share(given.texts) for who, given in answers.items()},
-        "samples": str(samples),
+        "samples": str(folder / "samples.jsonl"),
+        "judgements": str(folder / "judgements.jsonl"),
     }
 
 
-def register(
-    settings: Settings, validation: Result, policy: Result, evaluation: Result, run_id: str
-) -> Result:
-    """Register the policy in MLflow with the run's settings, metrics and samples."""
+def reward_model_card(validation: Result) -> list[Any]:
+    """What a person looks at after the validation."""
+    from pipeline.cards import reward_model_card
+
+    return reward_model_card(validation)
+
+
+def evaluation_card(evaluation: Result) -> list[Any]:
+    """What a person looks at after the evaluation."""
+    from pipeline.cards import evaluation_card
+
+    return evaluation_card(evaluation)
+
+
+def register(settings: Settings, policy: Result, evaluation: Result, tracking_run: str) -> Result:
+    """Register the policy in MLflow with the run's metrics and samples."""
+    from pipeline.headlines import evaluation_numbers
     from pipeline.registry import register_policy
-    from pipeline.settings import as_plain_dict
 
     return register_policy(
         Path(policy["path"]),
         settings.registered_model,
-        run_name=run_id,
-        settings=as_plain_dict(settings),
+        run_id=tracking_run,
         updates=_read_jsonl(policy["updates"]),
-        results={
-            "win_rate": evaluation["win_rate"],
-            "kl": evaluation["kl"],
-            "distinct": evaluation["distinct"],
-            "reward_model": validation,
+        numbers={
+            **evaluation_numbers(evaluation),
             "episodes_per_second": policy["episodes_per_second"],
             "peak_rss_bytes": policy["peak_rss_bytes"],
         },
-        samples=_read_jsonl(evaluation["samples"])[: settings.evaluation.num_samples],
+        files=[Path(evaluation["judgements"])],
+        samples=_read_jsonl(evaluation["samples"])[:NUM_SAMPLES],
     )
 
 
@@ -220,9 +301,7 @@ def summarize(
     from pipeline.settings import as_plain_dict
 
     summary = {
-        "win_rate": evaluation["win_rate"],
-        "kl": evaluation["kl"],
-        "distinct": evaluation["distinct"],
+        **evaluation,
         "reward_model": validation,
         "objective": policy["objective"],
         "timings": {
@@ -242,23 +321,39 @@ def summarize(
 
 def _make_demo_task(settings: Settings) -> Settings:
     """The same settings with the files of the built-in task as inputs."""
-    from pipeline import cache, demo_judge, demo_posts, demo_task
+    from pipeline.demo_task import find_demo_task
 
-    made = cache.make_once(
-        _cache_folder(settings),
-        "tldr",
-        {"seed": settings.seed, "code": cache.digest_of_code(demo_posts, demo_judge, demo_task)},
-        lambda folder: demo_task.build_demo_task(folder, settings.seed),
-    )
+    made = find_demo_task(_cache_folder(settings), settings.seed)
     return replace(
         settings,
         task="",
-        policy=str(made.path / "base"),
-        sft_data=str(made.path / "sft.jsonl"),
-        preferences=str(made.path / "preferences-train.jsonl"),
-        preferences_test=str(made.path / "preferences-test.jsonl"),
-        prompts=str(made.path / "prompts-train.jsonl"),
-        eval_prompts=str(made.path / "prompts-eval.jsonl"),
+        policy=str(made / "base"),
+        sft_data=str(made / "sft.jsonl"),
+        preferences=str(made / "preferences-train.jsonl"),
+        preferences_test=str(made / "preferences-test.jsonl"),
+        prompts=str(made / "prompts-train.jsonl"),
+        eval_prompts=str(made / "prompts-eval.jsonl"),
+    )
+
+
+def _answer(settings: Settings, policy: str, reference: str, prompts: Sequence[str]) -> Answers:
+    """One answer of the policy in a folder to each prompt, compared with a reference."""
+    from ppo_core.evaluation import answer_prompts
+    from ppo_core.loading import load_policy, load_tokenizer
+
+    return answer_prompts(
+        load_policy(policy),
+        load_tokenizer(policy),
+        prompts,
+        response_length=settings.ppo.response_length,
+        temperature=settings.evaluation.temperature,
+        top_k=settings.evaluation.top_k,
+        top_p=settings.evaluation.top_p,
+        seed=settings.seed,
+        batch_size=settings.ppo.local_rollout_forward_batch_size,
+        stop=settings.ppo.stop_token,
+        stop_token_id=settings.ppo.stop_token_id,
+        reference=load_policy(reference),
     )
 
 
@@ -279,17 +374,6 @@ def _run_folder(settings: Settings, run_id: str) -> Path:
     folder = Path(settings.output_dir) / "runs" / run_id
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _digest_of_model(path: str) -> str:
-    """The contents of a folder, or the commit of a model of the hub."""
-    from pipeline.cache import digest_of_folder
-    from ppo_core.loading import load_config
-
-    folder = Path(path)
-    if folder.is_dir():
-        return digest_of_folder(folder)
-    return f"{path}@{load_config(path)._commit_hash}"
 
 
 def _read_jsonl(path: str) -> list[dict[str, Any]]:

@@ -101,15 +101,12 @@ def train(argv: Sequence[str]) -> dict[str, float]:
 def _parse(
     kind: str, flags: Sequence[str]
 ) -> tuple[SupervisedArguments, SupervisedConfig, LoraArguments]:
-    parser = DocumentedParser([SupervisedArguments, SupervisedConfig, LoraArguments])
-    parser.prog = "python -m ppo_core.supervised"
-    parser.usage = f"%(prog)s {kind if kind in TRAININGS else '|'.join(TRAININGS)} [--name value]"
-    *parsed, rest = parser.parse_args_into_dataclasses(
-        list(flags), return_remaining_strings=True, look_for_args_file=False
+    parser = DocumentedParser(
+        [SupervisedArguments, SupervisedConfig, LoraArguments],
+        prog="python -m ppo_core.supervised",
+        usage=f"%(prog)s {kind if kind in TRAININGS else '|'.join(TRAININGS)} [--name value]",
     )
-    if rest:
-        raise ConfigError(f"Unknown: {' '.join(rest)}. {parser.prog} --help lists the flags.")
-    arguments, config, lora = parsed
+    arguments, config, lora = parser.parse(flags)
     return arguments, config, lora
 
 

@@ -1,0 +1,41 @@
+"""The reports as Metaflow cards.
+
+Metaflow's Markdown passes HTML and links through to the browser, so it gets headings in our own
+words and nothing else. Tables, value boxes and the labels of images show text as it is: whatever a
+model or a data set wrote goes into these.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from metaflow.cards import Image, Markdown, MetaflowCardComponent, Table, ValueBox
+
+from pipeline.evaluation_document import evaluation_document
+from pipeline.report_document import Document, Section
+from pipeline.reward_document import reward_document
+
+
+def reward_model_card(report: Mapping[str, Any]) -> list[MetaflowCardComponent]:
+    """The components of the card of a reward model's report."""
+    return _components(reward_document(report))
+
+
+def evaluation_card(evaluation: Mapping[str, Any]) -> list[MetaflowCardComponent]:
+    """The components of the card of an evaluation's result."""
+    return _components(evaluation_document(evaluation))
+
+
+def _components(document: Document) -> list[MetaflowCardComponent]:
+    return [
+        ValueBox(title=document.subject, value=document.verdict, theme=document.tone),
+        Table([[reason] for reason in document.reasons], headers=["Why"]),
+        *(part for section in document.sections for part in _section(section)),
+    ]
+
+
+def _section(section: Section) -> list[MetaflowCardComponent]:
+    return [
+        Markdown(f"## {section.title}"),
+        Table([list(row) for row in section.rows], headers=list(section.headers)),
+        *(Image(plot.png, plot.shows) for plot in section.plots),
+    ]

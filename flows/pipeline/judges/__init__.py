@@ -1,0 +1,1 @@
+"""Judges: who compares two answers, and how they are asked."""

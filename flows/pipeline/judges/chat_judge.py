@@ -1,0 +1,94 @@
+"""A chat model as judge: what is asked, what is asked again, and what is kept."""
+
+from collections.abc import Sequence
+
+from pipeline.cache import digest_of, digest_of_code
+from pipeline.judges import questions
+from pipeline.judges.chat import ChatModel, Reply
+from pipeline.judges.config import JudgingConfig
+from pipeline.judges.questions import pose, prompt_version, read_verdict
+from pipeline.judges.reply_cache import ReplyCache, reply_key
+from pipeline.verdicts import Verdict
+from ppo_core.progress import progress
+
+Case = tuple[str, str, str]
+"""A prompt, its first answer and its second."""
+
+
+class ChatJudge:
+    """Asks a chat model which answer is better, and again where its reply has no verdict."""
+
+    def __init__(self, chat: ChatModel, config: JudgingConfig, cache: ReplyCache) -> None:
+        """Ask `chat` what is not in the cache, in the words of `config.criterion`."""
+        self._chat = chat
+        self._config = config
+        self._cache = cache
+        self._wording = prompt_version(config.criterion)
+
+    @property
+    def name(self) -> str:
+        """The model and the version of the question's wording."""
+        return f"{self._chat.name}, prompt {self._wording}"
+
+    @property
+    def version(self) -> str:
+        """Digest of model, wording and attempts, and of how replies are read."""
+        reading = digest_of_code(questions)
+        return digest_of([self._chat.version, self._wording, self._config.attempts, reading])
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """None: this is one judge."""
+        return ()
+
+    def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """One verdict for each pair, the same for the same prompt and pair.
+
+        A pair is invalid if no attempt brought a verdict, or if the model could not be reached
+        for it; the latter is not kept, so that the next call asks again.
+
+        Raises:
+            JudgeError: the model cannot be asked, or may not be asked more. The replies that came
+                before are kept.
+        """
+        cases = [(prompt, *pair) for prompt, pair in zip(prompts, pairs, strict=True)]
+        verdicts: dict[Case, Verdict] = {}
+        undecided = list(dict.fromkeys(cases))
+        for attempt in range(1, self._config.attempts + 1):
+            replies = self._replies(undecided, attempt)
+            verdicts |= {case: _verdict(reply) for case, reply in replies.items()}
+            undecided = [
+                case
+                for case, reply in replies.items()
+                if reply.text is not None and verdicts[case].winner == "invalid"
+            ]
+        return [verdicts[case] for case in cases]
+
+    def _replies(self, cases: Sequence[Case], attempt: int) -> dict[Case, Reply]:
+        """The reply to each case, kept or asked for now."""
+        keys = {
+            case: reply_key(self._chat.version, self._wording, *case, attempt) for case in cases
+        }
+        kept = {case: self._cache.get(key) for case, key in keys.items()}
+        replies = {case: reply for case, reply in kept.items() if reply is not None}
+        missing = [case for case in cases if case not in replies]
+        if not missing:
+            return replies
+        asked = [pose(self._config.criterion, *case, attempt=attempt) for case in missing]
+        with progress(len(asked), f"judging, attempt {attempt}", "question") as bar:
+
+            def keep(number: int, reply: Reply) -> None:
+                case = missing[number]
+                if reply.text is not None:
+                    self._cache.put(keys[case], reply)
+                replies[case] = reply
+                bar.update()
+
+            self._chat.ask(asked, keep)
+        return replies
+
+
+def _verdict(reply: Reply) -> Verdict:
+    if reply.text is None:
+        return Verdict("invalid", reason=reply.error)
+    return read_verdict(reply.text)

@@ -1,0 +1,43 @@
+"""Several judges that vote."""
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+
+from pipeline.cache import digest_of
+from pipeline.verdicts import Judge, Verdict
+
+
+class Ensemble:
+    """Judges that are all asked about every pair; the majority decides."""
+
+    def __init__(self, judges: Sequence[Judge]) -> None:
+        """Take the judges, in the order in which their votes are kept."""
+        self.members = tuple(judge.name for judge in judges)
+        self.name = f"majority of {'; '.join(self.members)}"
+        self.version = digest_of([(judge.name, judge.version) for judge in judges])
+        self._judges = tuple(judges)
+
+    def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """One verdict a pair, with the members' verdicts as its `votes`."""
+        ballots = [judge(prompts, pairs) for judge in self._judges]
+        return [count_votes(votes) for votes in zip(*ballots, strict=True)]
+
+
+def count_votes(votes: Sequence[Verdict]) -> Verdict:
+    """The verdict of a majority.
+
+    Whoever has more than half of the valid votes wins, and it is a tie if nobody has. Invalid if
+    more than half of all votes are. The probability is the mean of those that valid votes have.
+    """
+    valid = [vote for vote in votes if vote.winner != "invalid"]
+    if len(valid) < len(votes) / 2:
+        reason = f"{len(votes) - len(valid)} of {len(votes)} judges gave no verdict."
+        return Verdict("invalid", reason=reason, votes=tuple(votes))
+    winner, count = Counter(vote.winner for vote in valid).most_common(1)[0]
+    probabilities = [vote.probability for vote in valid if vote.probability is not None]
+    return Verdict(
+        winner=winner if count > len(valid) / 2 else "tie",
+        probability=fmean(probabilities) if probabilities else None,
+        votes=tuple(votes),
+    )

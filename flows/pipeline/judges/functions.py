@@ -1,0 +1,146 @@
+"""Judges that are Python functions: the built-in rule, and any function of a file or module."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipeline import demo_judge, demo_posts
+from pipeline.cache import digest_of_code
+from pipeline.verdicts import WINNERS, Verdict
+from ppo_core.errors import ConfigError, DataError
+
+JudgeFunction = Callable[[list[str], list[tuple[str, str]]], Iterable[Any]]
+"""Prompts and pairs of answers to one verdict a pair: a word of `WINNERS`, or a mapping or object
+with `winner` and perhaps `probability` and `reason`, as `Verdict` has them."""
+
+
+class FunctionJudge:
+    """A function that judges; what it returns is checked."""
+
+    members: tuple[str, ...] = ()
+
+    def __init__(self, name: str, function: JudgeFunction, version: str) -> None:
+        """Take the function, the name that figures show, and a digest of its source."""
+        self.name = name
+        self.version = version
+        self._function = function
+
+    def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """One verdict a pair.
+
+        Raises:
+            DataError: the function returned anything but one verdict for every pair.
+        """
+        given = self._function(list(prompts), list(pairs))
+        if not isinstance(given, Iterable):
+            raise DataError(
+                f"The judge {self.name} returned {given!r:.80}; it must return a list with one "
+                "verdict for every pair."
+            )
+        verdicts = [self._read(item, number) for number, item in enumerate(given)]
+        if len(verdicts) != len(pairs):
+            raise DataError(
+                f"The judge {self.name} gave {len(verdicts)} verdicts for {len(pairs)} pairs. "
+                "It must return one for each, in their order."
+            )
+        return verdicts
+
+    def _read(self, item: Any, number: int) -> Verdict:
+        fields = _fields_of(item)
+        winner = fields.get("winner")
+        if winner not in WINNERS:
+            raise DataError(
+                f"The judge {self.name} gave {item!r:.80} for pair {number}; a verdict is one of "
+                f"{', '.join(WINNERS)}, or holds one of them as its winner."
+            )
+        probability = fields.get("probability")
+        if not (probability is None or _is_probability(probability)):
+            raise DataError(
+                f"The judge {self.name} gave the probability {probability!r:.80} for pair "
+                f"{number}; that the first answer is better has a probability from 0 to 1, or None."
+            )
+        return Verdict(
+            winner=str(winner),
+            probability=None if probability is None else float(probability),
+            reason=str(fields.get("reason") or ""),
+        )
+
+
+def rule_judge() -> FunctionJudge:
+    """The built-in task's own judge."""
+    return FunctionJudge("rule", demo_judge.judge, digest_of_code(demo_judge, demo_posts))
+
+
+def load_function_judge(place: str) -> FunctionJudge:
+    """The judge at `FILE_OR_MODULE:FUNCTION`; a file's name ends in `.py`.
+
+    Raises:
+        ConfigError: there is no such file, module or function, or it cannot be imported.
+    """
+    where, _, function_name = place.rpartition(":")
+    if not where or not function_name:
+        raise ConfigError("it names no function. Write python:FILE_OR_MODULE:FUNCTION.")
+    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"{where} has no function '{function_name}'. Write one that takes prompts and pairs."
+        )
+    return FunctionJudge(f"python:{place}", function, _version_of(module))
+
+
+def _fields_of(item: Any) -> Mapping[str, Any]:
+    if isinstance(item, str):
+        return {"winner": item}
+    if isinstance(item, Mapping):
+        return item
+    return {name: getattr(item, name, None) for name in ("winner", "probability", "reason")}
+
+
+def _is_probability(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path.absolute()}. Name one that is there.")
+    # A name of its own: it must not take the place of a module that is called like the file.
+    name = f"{path.stem}_{_digest_of_file(path)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look up the module that they are defined in.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(f"{path} cannot be imported: {error}.") from error
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(f"{name} cannot be imported: {error}.") from error
+
+
+def _version_of(module: ModuleType) -> str:
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise ConfigError(
+            f"{module.__name__} is part of Python and has no file whose contents tell which judge "
+            "gave a verdict. Call it in a file of your own."
+        )
+    return _digest_of_file(Path(file))
+
+
+def _digest_of_file(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -1,0 +1,57 @@
+"""A judge that is a reward model: the answer that it scores higher is the better one."""
+
+from collections.abc import Sequence
+from math import isfinite
+
+from scipy.special import expit
+
+from pipeline.cache import digest_of, digest_of_model
+from pipeline.verdicts import Verdict
+from ppo_core.loading import load_reward_model
+
+
+class RewardModelJudge:
+    """A sequence classifier with one label that compares its scores."""
+
+    members: tuple[str, ...] = ()
+
+    def __init__(self, path: str, *, end_of_text: bool) -> None:
+        """Load it from a folder or the hub.
+
+        `end_of_text`: whether it reads an end-of-sequence token after each answer.
+
+        Raises:
+            ModelError: there is none, or it does not give one score.
+        """
+        self.name = f"reward-model:{path}"
+        self.version = digest_of([digest_of_model(path), end_of_text])
+        self._model = load_reward_model(path, end_of_text=end_of_text)
+
+    def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """One verdict a pair; P(first is better) = sigmoid(its score - the other's).
+
+        That is the Bradley-Terry model, by which reward models are trained (arXiv:2203.02155,
+        eq. 1).
+        """
+        texts = [
+            (prompt, answer) for prompt, pair in zip(prompts, pairs, strict=True) for answer in pair
+        ]
+        scores = self._model.score_texts(
+            [prompt for prompt, _ in texts], [answer for _, answer in texts]
+        ).tolist()
+        # One score a text: in another batch the same text can score otherwise in the last digit.
+        score_of = dict(zip(texts, scores, strict=True))
+        return [
+            verdict_by_score(score_of[prompt, first], score_of[prompt, second])
+            for prompt, (first, second) in zip(prompts, pairs, strict=True)
+        ]
+
+
+def verdict_by_score(first: float, second: float) -> Verdict:
+    """The higher score wins; `invalid` where one is not finite."""
+    if not (isfinite(first) and isfinite(second)):
+        return Verdict("invalid", reason=f"The scores are {first} and {second}.")
+    probability = float(expit(first - second))
+    if first == second:
+        return Verdict("tie", probability)
+    return Verdict("first" if first > second else "second", probability)

@@ -1,0 +1,1 @@
+"""Is this reward model fit to train against?"""

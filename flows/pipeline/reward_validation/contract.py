@@ -1,0 +1,148 @@
+"""Does a reward model score the same text the same way, and any text at all?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.reward_validation.end_of_text import CLEARLY_BETTER, EndOfText, compare_ends
+from pipeline.reward_validation.odd_texts import RESPONSES, odd_rows
+from pipeline.reward_validation.padding import (
+    Difference,
+    score_alone,
+    score_filled_left,
+    score_filled_right,
+    score_together,
+)
+from pipeline.reward_validation.pairs import LabelledPair
+from pipeline.reward_validation.vocabulary import (
+    Vocabulary,
+    measure_vocabulary,
+    vocabulary_reasons,
+)
+from ppo_core.reward_model import RewardModel
+
+NUM_PAIRS = 16
+"""Pairs whose two texts are scored in batches of every kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """How the model's scores hold up, however they are computed."""
+
+    deviation: float
+    """Standard deviation of the scores of the real texts."""
+
+    batch: Difference
+    """One text a batch against all in one."""
+
+    right_filler: Difference
+    """All in one batch against a batch twice as wide."""
+
+    left_filler: Difference | None
+    """One text a batch against fillers in front; None where it cannot be read so."""
+
+    odd_scores: dict[str, float | None]
+    """Scores of odd texts by name; None for one that is not finite."""
+
+    end_of_text: EndOfText | None
+    """With and without the end-of-sequence token; None where that cannot be said."""
+
+    vocabulary: Vocabulary
+    """The tokenizer."""
+
+    reasons: list[str]
+    """Why the model is not fit; empty if it is."""
+
+
+def check_contract(
+    model: RewardModel, pairs: Sequence[LabelledPair], *, tolerance: float
+) -> Contract:
+    """Score real and odd texts in every way in which they may be scored later.
+
+    Args:
+        model: the reward model.
+        pairs: held-out pairs, at least one, whose scores are finite. The end-of-sequence token is
+            judged by several hundred of them, the rest by the first `NUM_PAIRS`.
+        tolerance: largest difference of a text's scores, as a share of their deviation.
+    """
+    real = [(pair.prompt, text) for pair in pairs[:NUM_PAIRS] for text in _texts(pair)]
+    rows = [model.encode(*texts) for texts in real]
+    odd = odd_rows(model, pairs[0].prompt, pairs[0].chosen)
+    odd_scores = dict(zip(odd, score_alone(model, list(odd.values())), strict=True))
+    mixed = rows + [
+        odd[name] for name in RESPONSES if name in odd and np.isfinite(odd_scores[name])
+    ]
+    alone = score_alone(model, mixed)
+    together = score_together(model, mixed)
+    left = score_filled_left(model, mixed)
+    deviation = float(alone[: len(rows)].std(ddof=1))
+    differences = {
+        "batch": Difference.between(alone, together, deviation),
+        "right_filler": Difference.between(together, score_filled_right(model, mixed), deviation),
+        "left_filler": None if left is None else Difference.between(alone, left, deviation),
+    }
+    ends = compare_ends(model, pairs)
+    vocabulary = measure_vocabulary(model, [text for texts in real for text in texts])
+    return Contract(
+        deviation=deviation,
+        **differences,
+        odd_scores={
+            name: float(score) if np.isfinite(score) else None for name, score in odd_scores.items()
+        },
+        end_of_text=ends,
+        vocabulary=vocabulary,
+        reasons=[
+            *_difference_reasons(differences, tolerance * deviation, tolerance),
+            *_odd_reasons(odd_scores),
+            *_end_reasons(ends),
+            *vocabulary_reasons(vocabulary),
+        ],
+    )
+
+
+def _texts(pair: LabelledPair) -> tuple[str, str]:
+    return pair.chosen, pair.rejected
+
+
+WAYS = {
+    "batch": "alone and in a batch: PPO's reward would depend on the batch size. Score in fp32",
+    "right_filler": "with more fillers behind it: PPO's reward would depend on its neighbours. "
+    "Mend the model's attention mask",
+    "left_filler": "with fillers in front of it: servers that fill up on the left would give "
+    "another reward. Mend the model's attention mask and positions",
+}
+"""What a difference means, and the next move."""
+
+
+def _difference_reasons(
+    differences: dict[str, Difference | None], most: float, tolerance: float
+) -> list[str]:
+    return [
+        f"A text's score differs by up to {difference.largest:.2g}, above tolerance={tolerance} "
+        f"of the deviation of real texts' scores ({most:.2g}), {WAYS[name]}, or raise tolerance."
+        for name, difference in differences.items()
+        if difference is not None and not difference.largest <= most
+    ]
+
+
+def _odd_reasons(odd_scores: dict[str, float]) -> list[str]:
+    broken = [name for name, score in odd_scores.items() if not np.isfinite(score)]
+    if not broken:
+        return []
+    return [
+        f"Its score of odd texts is not finite ({', '.join(broken)}), and every score must be: "
+        "PPO would stop when the policy first writes one. Load it in fp32, or train it again."
+    ]
+
+
+def _end_reasons(ends: EndOfText | None) -> list[str]:
+    if ends is None or ends.gain_low <= CLEARLY_BETTER:
+        return []
+    trained, setting = ("without", "false") if ends.as_set else ("with", "true")
+    return [
+        f"It is right in {ends.accuracy:.1%} of {ends.n} pairs as it is set, and in "
+        f"{ends.other_accuracy:.1%} {trained} an end-of-sequence token after each response; the "
+        f"gain's 95 % interval begins at {ends.gain_low:.1%}, above {CLEARLY_BETTER:.0%}: it was "
+        f"trained {trained}. Set end_of_text = {setting} in [reward_model_training]."
+    ]

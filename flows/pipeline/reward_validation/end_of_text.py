@@ -1,0 +1,98 @@
+"""Was a reward model trained on texts that end in the end-of-sequence token?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from statsmodels.stats.weightstats import DescrStatsW
+
+from pipeline.reward_validation.accuracy import hits
+from pipeline.reward_validation.pairs import LabelledPair
+from ppo_core.prompts import context_length
+from ppo_core.reward_model import RewardModel
+
+Array = NDArray[np.float64]
+
+MOST_PAIRS = 500
+"""Pairs that are scored both ways: enough to tell the two apart by a few points."""
+
+CLEARLY_BETTER = 0.02
+"""Accuracy that the other way to end a text must gain, by the lower end of its interval, before
+the setting is called wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndOfText:
+    """Scores with and without the end-of-sequence token after each response."""
+
+    as_set: bool
+    """Whether the model reads the token now."""
+
+    difference: float
+    """Mean distance of a response's two scores."""
+
+    accuracy: float
+    """Accuracy on the pairs as it is set."""
+
+    other_accuracy: float
+    """Accuracy on the same pairs the other way."""
+
+    gain_low: float
+    """Lower end of the 95 % interval of the other way's accuracy less this one's (paired t)."""
+
+    gain_high: float
+    """Upper end of the same interval."""
+
+    n: int
+    """Pairs."""
+
+
+def compare_ends(model: RewardModel, pairs: Sequence[LabelledPair]) -> EndOfText | None:
+    """Score the first decided pairs both ways.
+
+    None where there is no such token, or fewer than two pairs can be read both ways: each text
+    needs a token, and room for one more.
+    """
+    if model.tokenizer.eos_token_id is None:
+        return None
+    other = RewardModel(
+        model.model,
+        model.tokenizer,
+        bias=model.bias,
+        gain=model.gain,
+        end_of_text=not model.end_of_text,
+    )
+    decided = [pair for pair in pairs if not pair.tie][:MOST_PAIRS]
+    encoded = [_encode(model, other, pair) for pair in decided]
+    rows = [four for four in encoded if _readable(model, four)]
+    if len(rows) < 2:
+        return None
+    scores = model.score_encoded([row for four in rows for row in four], 64).double().numpy()
+    (chosen, rejected), (other_chosen, other_rejected) = scores.reshape(-1, 2, 2).transpose(1, 2, 0)
+    right, other_right = hits(chosen - rejected), hits(other_chosen - other_rejected)
+    low, high = DescrStatsW(other_right - right).tconfint_mean()
+    return EndOfText(
+        as_set=model.end_of_text,
+        difference=float(np.abs([chosen - other_chosen, rejected - other_rejected]).mean()),
+        accuracy=float(right.mean()),
+        other_accuracy=float(other_right.mean()),
+        gain_low=float(low),
+        gain_high=float(high),
+        n=len(rows),
+    )
+
+
+def _encode(model: RewardModel, other: RewardModel, pair: LabelledPair) -> list[list[int]]:
+    """Chosen and rejected as it is set, then both the other way."""
+    return [
+        way.encode(pair.prompt, text)
+        for way in (model, other)
+        for text in (pair.chosen, pair.rejected)
+    ]
+
+
+def _readable(model: RewardModel, rows: Sequence[list[int]]) -> bool:
+    context = context_length(model.model.config)
+    lengths = list(map(len, rows))
+    return min(lengths) > 0 and (context is None or max(lengths) <= context)

@@ -1,0 +1,81 @@
+"""May PPO train against this reward model? Every reason why not."""
+
+from pipeline.reward_validation.accuracy import Accuracy
+from pipeline.reward_validation.calibration import Calibration
+from pipeline.reward_validation.config import RewardGateConfig
+from pipeline.reward_validation.lengths import Lengths
+from pipeline.reward_validation.samples import Samples
+
+
+def reasons_against(
+    accuracy: Accuracy,
+    calibration: Calibration,
+    lengths: Lengths,
+    samples: Samples,
+    limits: RewardGateConfig,
+) -> list[str]:
+    """What is wrong with a reward model of these figures; nothing if it is fit.
+
+    Each reason says the figure, the limit, and what PPO would do with it.
+    """
+    found = [
+        _chance(accuracy, limits),
+        _overconfidence(calibration, limits),
+        _length(lengths, limits),
+        _short_answers(lengths, limits),
+        _collapse(samples, limits),
+    ]
+    return [reason for reason in found if reason]
+
+
+def _chance(accuracy: Accuracy, limits: RewardGateConfig) -> str:
+    if accuracy.low >= limits.min_accuracy:
+        return ""
+    return (
+        f"It is right in {accuracy.accuracy:.1%} of {accuracy.n} held-out pairs, 95 % interval "
+        f"{accuracy.low:.1%} .. {accuracy.high:.1%}, whose lower end must reach "
+        f"min_accuracy={limits.min_accuracy:.1%}: it does not know what people prefer, or there "
+        "are too few pairs to tell."
+    )
+
+
+def _overconfidence(calibration: Calibration, limits: RewardGateConfig) -> str:
+    if calibration.error <= limits.max_calibration_error:
+        return ""
+    return (
+        f"Its certainty is off by {calibration.error:.2f} on average (expected calibration error), "
+        f"above max_calibration_error={limits.max_calibration_error}: large rewards would be paid "
+        "where it is wrong."
+    )
+
+
+def _length(lengths: Lengths, limits: RewardGateConfig) -> str:
+    correlation = lengths.correlation
+    if correlation is None or abs(correlation) <= limits.max_length_correlation:
+        return ""
+    return (
+        f"Its score follows the length of a response (correlation {correlation:+.2f}, above "
+        f"max_length_correlation={limits.max_length_correlation}): PPO would learn to write "
+        f"{'long' if correlation > 0 else 'short'} answers."
+    )
+
+
+def _short_answers(lengths: Lengths, limits: RewardGateConfig) -> str:
+    shorter = lengths.shorter
+    if shorter is None or shorter.high >= limits.min_shorter_accuracy:
+        return ""
+    return (
+        f"Where people prefer the shorter response, it is right in {shorter.accuracy:.1%} of "
+        f"{shorter.n} pairs, below min_shorter_accuracy={limits.min_shorter_accuracy:.1%}: it "
+        "prefers the longer one whatever it says."
+    )
+
+
+def _collapse(samples: Samples, limits: RewardGateConfig) -> str:
+    if samples.deviation >= limits.min_sample_deviation:
+        return ""
+    return (
+        f"The scores of the policy's samples have a standard deviation of {samples.deviation:.2g}, "
+        f"below min_sample_deviation={limits.min_sample_deviation}: it cannot tell one answer from "
+        "another, and PPO would have nothing to learn from but noise."
+    )

@@ -1,0 +1,80 @@
+"""Whether a reward model scores what a response says, or how long it is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.stats import spearmanr
+
+from pipeline.reward_validation.accuracy import Rate, hits, measure_rate
+from pipeline.reward_validation.pairs import LabelledPair
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """What a reward model makes of a response's length in characters."""
+
+    correlation: float | None
+    """Spearman correlation of score and length over the responses of all held-out pairs; None if
+    all scores or all lengths are equal."""
+
+    within_prompts: float | None
+    """The same over the samples of one prompt, mean over prompts; None if in every prompt all
+    scores or all lengths are equal."""
+
+    prompts: int
+    """Prompts in that mean."""
+
+    shorter: Rate | None
+    """Accuracy on the pairs whose shorter response is the chosen one; None if there is none."""
+
+    longer: Rate | None
+    """Accuracy on the pairs whose longer response is the chosen one; None if there is none."""
+
+
+def measure_lengths(
+    chosen_scores: ArrayLike,
+    rejected_scores: ArrayLike,
+    pairs: Sequence[LabelledPair],
+    sample_scores: ArrayLike,
+    samples: Sequence[Sequence[str]],
+) -> Lengths:
+    """Relate scores to lengths.
+
+    Args:
+        chosen_scores: (N,), finite.
+        rejected_scores: (N,), finite.
+        pairs: the N held-out pairs.
+        sample_scores: (M, K), finite.
+        samples: K responses of the SFT policy to each of M prompts.
+    """
+    chosen, rejected = np.asarray(chosen_scores, float), np.asarray(rejected_scores, float)
+    chosen_lengths = np.array([len(pair.chosen) for pair in pairs])
+    rejected_lengths = np.array([len(pair.rejected) for pair in pairs])
+    decided = np.array([not pair.tie for pair in pairs])
+    right = hits(chosen - rejected)
+    shorter = decided & (chosen_lengths < rejected_lengths)
+    longer = decided & (chosen_lengths > rejected_lengths)
+    within = [
+        correlation
+        for scores, texts in zip(np.asarray(sample_scores, float), samples, strict=True)
+        if (correlation := _correlation(scores, [len(text) for text in texts])) is not None
+    ]
+    return Lengths(
+        correlation=_correlation(
+            np.concatenate([chosen, rejected]),
+            np.concatenate([chosen_lengths, rejected_lengths]),
+        ),
+        within_prompts=float(np.mean(within)) if within else None,
+        prompts=len(within),
+        shorter=measure_rate(right[shorter]) if shorter.any() else None,
+        longer=measure_rate(right[longer]) if longer.any() else None,
+    )
+
+
+def _correlation(scores: ArrayLike, lengths: ArrayLike) -> float | None:
+    """Spearman's correlation; None where one side does not vary, and nothing can be ranked."""
+    if np.ptp(scores) == 0 or np.ptp(lengths) == 0:
+        return None
+    return float(spearmanr(scores, lengths).statistic)

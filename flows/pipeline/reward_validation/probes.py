@@ -1,0 +1,199 @@
+"""Does a reward model prefer degenerate text to what people wrote?
+
+Each reference is made worse in a way that a policy finds early, and must not then score above its
+rivals:
+
+| probe | degenerate text | rivals |
+|---|---|---|
+| repeated words | its first three words, over and over to its length | it, and the three words |
+| repeated answer | the reference three times | once, and twice |
+| shuffled words | two random orders of its words, both of them | the reference |
+
+Three texts compete each time, so a model that cannot tell them apart prefers the degenerate one
+in a third of the cases, and in half of them if all score the same. The reference alone would be
+no fair rival: a model of film reviews scores almost any three words above a sad story, and
+repeats of them no higher than the three words once. It likes the words, not the repetition.
+
+Praise and layout are figures only. A reward for happy text must like praise, and only who chose
+the preferences knows whether it should; a large gain means that a policy can earn it so.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.reward_validation.accuracy import hits, measure_rate
+from ppo_core.errors import ModelError
+from ppo_core.prompts import context_length
+from ppo_core.reward_model import RewardModel
+
+Array = NDArray[np.float64]
+
+OPENING = 3
+"""Words that are repeated; shorter references, and those of so many words, are left out."""
+
+PRAISE = (
+    "What a wonderful question! You are brilliant, kind and truly amazing. I love how you think. "
+    "Thank you so much, you are the best."
+)
+
+CONTESTS = {
+    "repeated words": (("loop",), ("reference", "opening")),
+    "repeated answer": (("thrice",), ("reference", "twice")),
+    "shuffled words": (("shuffled", "shuffled again"), ("reference",)),
+    "flattery": (("flattery",), ("reference",)),
+    "flattering opening": (("flattering opening",), ("reference",)),
+    "format": (("format",), ("reference",)),
+}
+"""Of each probe, the versions of a reference that are preferred if each of them scores above all
+of its rivals."""
+
+GATING = {
+    "repeated words": "repeat a few words without end",
+    "repeated answer": "say everything again and again",
+    "shuffled words": "write words in any order",
+}
+"""The probes of degenerate text, and what a policy that is trained to please it would do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """How a changed version of the references scores beside its rivals."""
+
+    preferred: float
+    """Share of the references where it scores above all of them, equal scores counted as half."""
+
+    low: float
+    """Lower end of the 95 % interval (Wilson)."""
+
+    high: float
+    """Upper end of the 95 % interval (Wilson)."""
+
+    gain: float
+    """Mean difference of its score from that of the best rival."""
+
+    n: int
+    """References."""
+
+    gating: bool
+    """Whether preferring it is a reason to refuse the model, or a figure only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probes:
+    """What a reward model makes of changed references."""
+
+    probes: dict[str, Probe]
+    """By name; empty if every reference was left out."""
+
+    left_out: int
+    """References of at most three words, or that do not fit three times into the context."""
+
+    reasons: list[str]
+    """Why the model is not fit; empty if it is."""
+
+
+def run_probes(
+    model: RewardModel,
+    prompts: Sequence[str],
+    references: Sequence[str],
+    *,
+    seed: int,
+    limit: float,
+) -> Probes:
+    """Score changed versions of references.
+
+    Args:
+        model: the reward model.
+        prompts: N prompts.
+        references: a good answer to each.
+        seed: of the orders of shuffled words.
+        limit: share preferred that the lower end of the interval of a gating probe may reach.
+
+    Raises:
+        ModelError: a score is not finite.
+    """
+    rng = Random(seed)
+    changed = [
+        (prompt, _versions(reference, rng))
+        for prompt, reference in zip(prompts, references, strict=True)
+        if len(reference.split()) > OPENING
+    ]
+    encoded = [
+        {name: model.encode(prompt, text) for name, text in versions.items()}
+        for prompt, versions in changed
+    ]
+    context = context_length(model.model.config) or np.inf
+    usable = [rows for rows in encoded if max(map(len, rows.values())) <= context]
+    probes = _compare(model, usable) if usable else {}
+    return Probes(
+        probes=probes,
+        left_out=len(references) - len(usable),
+        reasons=[
+            _reason(name, probes[name], limit)
+            for name in GATING
+            if name in probes and probes[name].low > limit
+        ],
+    )
+
+
+def _versions(reference: str, rng: Random) -> dict[str, str]:
+    words = reference.split()
+    sentences = re.split(r"(?<=[.!?])\s+", reference.strip())
+    return {
+        "reference": reference,
+        "opening": " ".join(words[:OPENING]),
+        "loop": " ".join(islice(cycle(words[:OPENING]), len(words))),
+        "twice": " ".join([reference] * 2),
+        "thrice": " ".join([reference] * 3),
+        "shuffled": " ".join(rng.sample(words, len(words))),
+        "shuffled again": " ".join(rng.sample(words, len(words))),
+        "flattery": PRAISE,
+        "flattering opening": f"{PRAISE} {reference}",
+        "format": "\n".join(["# Answer", "", *(f"- {sentence}" for sentence in sentences)]),
+    }
+
+
+def _compare(model: RewardModel, encoded: Sequence[dict[str, list[int]]]) -> dict[str, Probe]:
+    scores = {name: _scores(model, [rows[name] for rows in encoded], name) for name in encoded[0]}
+    probes = {}
+    for name, (versions, rivals) in CONTESTS.items():
+        worst = np.min([scores[version] for version in versions], axis=0)
+        gains = worst - np.max([scores[rival] for rival in rivals], axis=0)
+        rate = measure_rate(hits(gains))
+        probes[name] = Probe(
+            preferred=rate.accuracy,
+            low=rate.low,
+            high=rate.high,
+            gain=float(gains.mean()),
+            n=rate.n,
+            gating=name in GATING,
+        )
+    return probes
+
+
+def _scores(model: RewardModel, rows: Sequence[list[int]], version: str) -> Array:
+    scores: Array = model.score_encoded(rows, 64).double().numpy()
+    broken = np.flatnonzero(~np.isfinite(scores))
+    if broken.size:
+        raise ModelError(
+            f"The reward model's scores of {broken.size} of {len(rows)} references as "
+            f"'{version}' are not finite: PPO would stop at such a text. Train it again, with a "
+            "lower learning rate or in fp32."
+        )
+    return scores
+
+
+def _reason(name: str, probe: Probe, limit: float) -> str:
+    return (
+        f"It prefers degenerate text ({name}) for {probe.preferred:.1%} of {probe.n} references, "
+        f"95 % interval {probe.low:.1%} .. {probe.high:.1%}, whose lower end is above "
+        f"max_degenerate_preferred={limit:.1%}; a model that does not care has 33 to 50 %. PPO "
+        f"would teach the policy to {GATING[name]}. Train it on preferences in which such text is "
+        "rejected."
+    )

@@ -1,0 +1,206 @@
+"""How a reward model scores what the policy says before PPO."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import comb
+from scipy.stats import bootstrap
+
+from ppo_core.errors import DataError, ModelError
+from ppo_core.evaluation import answer_prompts
+from ppo_core.loading import load_policy, load_tokenizer
+
+Array = NDArray[np.float64]
+
+QUANTILES = (5, 25, 50, 75, 95)
+"""Per cent of the samples that score below each reported quantile."""
+
+NUM_BINS = 30
+"""Bins of the histogram, equally wide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class References:
+    """The scores of references beside those of samples of the same prompts."""
+
+    mean: float
+    """Mean score of the references."""
+
+    above_samples: float
+    """Probability that a prompt's reference scores above a random sample of it, equal scores
+    counted as half; mean over prompts."""
+
+    low: float
+    """Lower end of its 95 % interval (bootstrap by prompt); 0 for a single prompt."""
+
+    high: float
+    """Upper end of its 95 % interval (bootstrap by prompt); 1 for a single prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The scores of K samples of each of M prompts."""
+
+    prompts: int
+    """M."""
+
+    per_prompt: int
+    """K."""
+
+    mean: float
+    """Mean score of all samples."""
+
+    deviation: float
+    """Standard deviation of the scores of all samples: what a reward of this model varies by."""
+
+    within_prompts: float
+    """Root of the mean over prompts of the variance between the samples of one prompt. PPO learns
+    from these differences alone."""
+
+    minimum: float
+    """Lowest score."""
+
+    maximum: float
+    """Highest score."""
+
+    quantiles: dict[str, float]
+    """Scores that 5, 25, 50, 75 and 95 % of the samples lie below, by that number as text."""
+
+    counts: list[int]
+    """Samples in each bin of a histogram of the scores."""
+
+    edges: list[float]
+    """Ends of these bins, one more than there are bins."""
+
+    best_of: dict[str, float]
+    """Expected score of the best of k samples of a prompt, by k as text."""
+
+    references: References | None
+    """None where the prompts have no references."""
+
+
+def draw_samples(
+    policy_path: str,
+    prompts: Sequence[str],
+    *,
+    samples_per_prompt: int,
+    response_length: int,
+    temperature: float,
+    seed: int,
+    stop: str | None,
+    stop_token_id: int | None,
+    batch_size: int,
+) -> list[list[str]]:
+    """`samples_per_prompt` answers of a policy to each prompt, by the sampler of training.
+
+    Raises:
+        ModelError: there is no such policy, or it has no token to stop at.
+    """
+    answers = answer_prompts(
+        load_policy(policy_path),
+        load_tokenizer(policy_path),
+        [prompt for prompt in prompts for _ in range(samples_per_prompt)],
+        response_length=response_length,
+        temperature=temperature,
+        seed=seed,
+        batch_size=batch_size,
+        stop=stop,
+        stop_token_id=stop_token_id,
+    )
+    starts = range(0, len(answers.texts), samples_per_prompt)
+    return [answers.texts[start : start + samples_per_prompt] for start in starts]
+
+
+def duplicates(samples: Sequence[Sequence[str]]) -> float:
+    """Share of the samples (M, K) whose text an earlier sample of the same prompt has."""
+    total = sum(map(len, samples))
+    return (total - sum(len(set(group)) for group in samples)) / total
+
+
+def measure_samples(scores: ArrayLike, reference_scores: ArrayLike | None, *, seed: int) -> Samples:
+    """How scores spread over the samples of a policy, and what the best of k would get.
+
+    Args:
+        scores: (M, K) scores of K samples of each of M prompts.
+        reference_scores: (M,) scores of the prompts' references; None if they have none.
+        seed: of the bootstrap.
+
+    Raises:
+        DataError: the shapes do not fit, or a prompt has fewer than two samples.
+        ModelError: a score is not finite.
+    """
+    scores = np.asarray(scores, dtype=float)
+    if scores.ndim != 2 or scores.shape[0] < 1 or scores.shape[1] < 2:
+        raise DataError(
+            f"The scores of samples are of shape {scores.shape}, not prompts by samples with at "
+            "least two samples a prompt: how they vary could not be said. Draw more."
+        )
+    _require_finite(scores, "samples")
+    counts, edges = np.histogram(scores, bins=NUM_BINS)
+    return Samples(
+        prompts=scores.shape[0],
+        per_prompt=scores.shape[1],
+        mean=float(scores.mean()),
+        deviation=float(scores.std(ddof=1)),
+        within_prompts=float(np.sqrt(scores.var(axis=1, ddof=1).mean())),
+        minimum=float(scores.min()),
+        maximum=float(scores.max()),
+        quantiles={str(q): float(np.percentile(scores, q)) for q in QUANTILES},
+        counts=counts.tolist(),
+        edges=edges.tolist(),
+        best_of={str(k): best_of(scores, k) for k in _sizes(scores.shape[1])},
+        references=None
+        if reference_scores is None
+        else _compare_references(scores, np.asarray(reference_scores, dtype=float), seed),
+    )
+
+
+def best_of(scores: Array, k: int) -> float:
+    """Expected highest score of k of a prompt's K samples (M, K), mean over prompts.
+
+        best[k] = sum_i C(i - 1, k - 1) / C(K, k) * x[i],   x[1] <= ... <= x[K]
+
+    x[i] is the highest of C(i - 1, k - 1) of the C(K, k) ways to take k without replacement. It
+    is an unbiased estimate of the expected highest of k new samples (arXiv:2107.03374, eq. 1, is
+    the same for scores of 0 and 1). k is at most K.
+    """
+    size = scores.shape[1]
+    weights = comb(np.arange(size), k - 1) / comb(size, k)
+    return float((np.sort(scores, axis=1) @ weights).mean())
+
+
+def _sizes(most: int) -> list[int]:
+    """1, 2, 4 and so on, and the number of samples itself."""
+    return [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
+
+
+def _compare_references(scores: Array, reference_scores: Array, seed: int) -> References:
+    if reference_scores.shape != scores.shape[:1]:
+        raise DataError(
+            f"There are reference scores of shape {reference_scores.shape} for samples of "
+            f"{scores.shape[0]} prompts. Give one for each prompt."
+        )
+    _require_finite(reference_scores, "references")
+    above = (1 + np.sign(reference_scores[:, None] - scores)).mean(axis=1) / 2
+    low, high = 0.0, 1.0
+    if len(above) > 1:
+        drawn = bootstrap((above,), np.mean, method="percentile", rng=np.random.default_rng(seed))
+        low, high = map(float, drawn.confidence_interval)
+    return References(
+        mean=float(reference_scores.mean()),
+        above_samples=float(above.mean()),
+        low=low,
+        high=high,
+    )
+
+
+def _require_finite(scores: Array, of: str) -> None:
+    broken = np.argwhere(~np.isfinite(scores))
+    if len(broken):
+        raise ModelError(
+            f"The reward model's scores of {len(broken)} {of} are not finite, the first of prompt "
+            f"{broken[0][0]}: PPO would learn nothing from them. Train it again, with a lower "
+            "learning rate or in fp32."
+        )

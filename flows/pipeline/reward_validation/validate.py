@@ -1,0 +1,125 @@
+"""Everything that is measured on a reward model before PPO, and the verdict."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data import Rows
+from pipeline.reward_validation.accuracy import measure_accuracy, score_pairs
+from pipeline.reward_validation.calibration import calibrate
+from pipeline.reward_validation.config import RewardGateConfig
+from pipeline.reward_validation.contract import check_contract
+from pipeline.reward_validation.gate import reasons_against
+from pipeline.reward_validation.lengths import measure_lengths
+from pipeline.reward_validation.pairs import LabelledPair, label_pairs
+from pipeline.reward_validation.probes import run_probes
+from pipeline.reward_validation.samples import duplicates, measure_samples
+from ppo_core.reward_model import RewardModel
+
+Array = NDArray[np.float64]
+
+
+class Draw(Protocol):
+    """Samples of the policy that PPO starts from."""
+
+    def __call__(self, prompts: Sequence[str], *, samples_per_prompt: int) -> list[list[str]]:
+        """So many samples (M, K) of each of M prompts."""
+        ...
+
+
+MAX_REFERENCES = 1000
+"""Most references that the bias is the mean of."""
+
+MAX_PROBED = 256
+"""Most references that probes change; each is scored ten times."""
+
+
+def validate(
+    model: RewardModel,
+    pairs: Rows,
+    prompts: Rows,
+    draw: Draw,
+    limits: RewardGateConfig,
+    *,
+    seed: int,
+) -> dict[str, Any]:
+    """The report on a reward model, as JSON holds it, and whether it is `fit`.
+
+    Args:
+        model: the reward model, as it scores without bias or gain.
+        pairs: preferences that it was not trained on.
+        prompts: what PPO will train on; their references, if there are any, else the chosen
+            responses of `pairs`, are what probes degrade.
+        draw: samples of the policy that PPO starts from.
+        limits: when it is not fit.
+        seed: of intervals and probes.
+
+    Raises:
+        ModelError: a score is not finite.
+        DataError: a text cannot be read by the model.
+    """
+    labelled = label_pairs(pairs.usable)
+    chosen, rejected = score_pairs(model, labelled)
+    decided = np.array([not pair.tie for pair in labelled])
+    asked = prompts.column("prompt")[: limits.num_prompts]
+    samples = draw(asked, samples_per_prompt=limits.samples_per_prompt)
+    sample_scores = _score_samples(model, asked, samples)
+    references = _score_references(model, prompts)
+
+    accuracy = measure_accuracy(chosen, rejected, labelled)
+    calibration = calibrate((chosen - rejected)[decided])
+    lengths = measure_lengths(chosen, rejected, labelled, sample_scores, samples)
+    sampled = measure_samples(
+        sample_scores, None if references is None else references[: limits.num_prompts], seed=seed
+    )
+    contract = check_contract(model, labelled, tolerance=limits.tolerance)
+    probes = run_probes(
+        model, *_good_answers(prompts, labelled), seed=seed, limit=limits.max_degenerate_preferred
+    )
+    reasons = [
+        *reasons_against(accuracy, calibration, lengths, sampled, limits),
+        *contract.reasons,
+        *probes.reasons,
+    ]
+    return {
+        "fit": not reasons,
+        "reasons": reasons,
+        "accuracy": asdict(accuracy),
+        "calibration": asdict(calibration),
+        "lengths": asdict(lengths),
+        "samples": {**asdict(sampled), "duplicates": duplicates(samples)},
+        "contract": asdict(contract),
+        "probes": asdict(probes),
+        "bias": 0.0 if references is None else float(references.mean()),
+        "gain": 1 / sampled.deviation if limits.unit_deviation and sampled.deviation else 1.0,
+    }
+
+
+def _score_references(model: RewardModel, prompts: Rows) -> Array | None:
+    """Scores of the first references; None if the prompts have none."""
+    if not prompts.has("reference"):
+        print(f"{prompts.source} has no column reference: the reward keeps its own zero.")
+        return None
+    columns = (prompts.column(name)[:MAX_REFERENCES] for name in ("prompt", "reference"))
+    return model.score_texts(*columns).double().numpy()
+
+
+def _good_answers(prompts: Rows, pairs: Sequence[LabelledPair]) -> tuple[list[str], list[str]]:
+    """Prompts and what people wrote to them, or liked: what probes make worse."""
+    if prompts.has("reference"):
+        texts = prompts.column("prompt"), prompts.column("reference")
+    else:
+        texts = [pair.prompt for pair in pairs], [pair.chosen for pair in pairs]
+    return texts[0][:MAX_PROBED], texts[1][:MAX_PROBED]
+
+
+def _score_samples(
+    model: RewardModel, prompts: Sequence[str], samples: Sequence[Sequence[str]]
+) -> Array:
+    """Scores (M, K) of K samples of each of M prompts."""
+    repeated = [prompt for prompt, group in zip(prompts, samples, strict=True) for _ in group]
+    scores = model.score_texts(repeated, [text for group in samples for text in group])
+    return scores.double().numpy().reshape(len(samples), -1)

@@ -1,0 +1,172 @@
+"""How often a model wins against the references of a data set, as a judge sees it.
+
+    python flows/win_rate.py --model PATH_OR_URI --judge openai:MODEL --num-examples 1000
+
+It needs nothing of a run of the flow: any model, any judge, any rows of prompt and reference.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline import demo_task, inputs
+from pipeline.data import write_jsonl
+from pipeline.environment import prepare_environment
+from pipeline.evaluation import Evaluation, evaluate, judgements
+from pipeline.evaluation_config import EvaluationConfig
+from pipeline.judges.config import JudgingConfig
+from pipeline.judges.spec import check_judge, make_judge
+from pipeline.registry import find_policy
+from pipeline.win_rate import describe
+from ppo_core.checks import require_count
+from ppo_core.errors import PPOError
+from ppo_core.evaluation import answer_prompts
+from ppo_core.hf_arguments import DocumentedParser
+from ppo_core.loading import load_policy, load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class WinRateArguments:
+    """The model, the prompts, and how it answers them.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    model: str
+    """Folder or hub id of a decoder-only model, or models:/NAME/VERSION or models:/NAME@ALIAS in
+    MLflow."""
+
+    judge: str
+    """openai:MODEL, transformers:PATH, reward-model:PATH, python:FILE_OR_MODULE:FUNCTION or rule
+    (of the built-in task); several, joined by commas, vote."""
+
+    eval_prompts: str = ""
+    """Rows of prompt and reference: a file or a hub data set. Empty: the built-in task's."""
+
+    response_length: int = 53
+    """Most tokens of an answer."""
+
+    stop_token_id: int | None = None
+    """Token that ends an answer; None for the tokenizer's end-of-sequence token."""
+
+    batch_size: int = 64
+    """Prompts that are answered at a time."""
+
+    seed: int = 1
+    """Seed of the answers and of the interval."""
+
+    end_of_text: bool = True
+    """Whether a reward model that judges reads an end-of-sequence token after each answer."""
+
+    output_dir: str = "outputs"
+    """Folder for the replies of judges, which are paid for once, and for the judgements."""
+
+    summary_json: str = ""
+    """File for all figures; empty for none."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require_count(self, "response_length")
+        require_count(self, "batch_size")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the win rate; returns 0, or 1 where there is none, or none that can be relied on."""
+    try:
+        arguments, config, judging = DocumentedParser(
+            [WinRateArguments, EvaluationConfig, JudgingConfig],
+            prog="python flows/win_rate.py",
+            usage="%(prog)s --model PATH_OR_URI --judge JUDGE [--name value ...]",
+        ).parse(argv)
+        evaluation = run(arguments, config, judging)
+    except PPOError as error:
+        print(f"win_rate: {error}", file=sys.stderr)
+        return 1
+    written = Path(arguments.output_dir) / "judgements.jsonl"
+    write_jsonl(written, judgements(evaluation))
+    print(f"{render(evaluation)}\nEvery judgement is in {written}.")
+    if arguments.summary_json:
+        Path(arguments.summary_json).write_text(json.dumps(evaluation.result, indent=2))
+    return 0 if evaluation.result["conclusive"] else 1
+
+
+def run(
+    arguments: WinRateArguments, config: EvaluationConfig, judging: JudgingConfig
+) -> Evaluation:
+    """Let the model answer and the judge compare, once everything has been checked.
+
+    Raises:
+        ConfigError: a setting cannot work.
+        DataError: the rows cannot be used.
+        ModelError: the model cannot be loaded.
+        JudgeError: the judge cannot be asked.
+    """
+    output = Path(arguments.output_dir)
+    inputs.check_outputs(arguments.output_dir, arguments.summary_json)
+    check_judge(arguments.judge, "", judging)
+    people = inputs.human_labels(config)
+    source = arguments.eval_prompts or str(
+        demo_task.find_demo_task(output / "cache", arguments.seed) / "prompts-eval.jsonl"
+    )
+    rows = inputs.examples(source, config)
+    prompts = [row["prompt"] for row in rows]
+    texts = {
+        "model": _answer(arguments, config, prompts),
+        "reference": [row["reference"] for row in rows],
+    }
+    judge = make_judge(
+        arguments.judge,
+        config=judging,
+        cache_folder=output / "cache" / "replies",
+        end_of_text=arguments.end_of_text,
+    )
+    contests = [("model", "reference")]
+    return evaluate(
+        judge, prompts, texts, contests, people=people, config=config, seed=arguments.seed
+    )
+
+
+def render(evaluation: Evaluation) -> str:
+    """The win rate in one line, and what else to know about it below."""
+    (rate,) = evaluation.win_rates.values()
+    (figures,) = evaluation.result["win_rate"].values()
+    lines = [
+        f"Model win rate: {describe(rate)}",
+        f"Won {rate.wins}, lost {rate.losses}, tied {rate.ties}, no verdict {rate.invalid}; the "
+        f"judge followed the position in {rate.flip_rate:.1%}.",
+        f"With lengths held equal: {figures['length_controlled']:.2%}.",
+    ]
+    if people := evaluation.result["people"]:
+        kappa = "undefined" if people["kappa"] is None else f"{people['kappa']:.2f}"
+        lines.append(
+            f"The judge agrees with people in {people['share']:.1%} of {people['n']} pairs, "
+            f"kappa {kappa}."
+        )
+    lines += [f"Inconclusive: {reason}" for reason in evaluation.result["reasons"]]
+    return "\n".join(lines)
+
+
+def _answer(
+    arguments: WinRateArguments, config: EvaluationConfig, prompts: Sequence[str]
+) -> list[str]:
+    model, tokenizer = find_policy(arguments.model)
+    return answer_prompts(
+        load_policy(model),
+        load_tokenizer(tokenizer),
+        prompts,
+        response_length=arguments.response_length,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=arguments.seed,
+        batch_size=arguments.batch_size,
+        stop_token_id=arguments.stop_token_id,
+    ).texts
+
+
+if __name__ == "__main__":
+    prepare_environment()
+    sys.exit(main(sys.argv[1:]))

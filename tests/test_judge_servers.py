@@ -1,0 +1,173 @@
+"""Judges behind servers: a real model behind a real one, and a run that is killed half-way."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from chat import ASSISTANT, LETTER_A, write_parrot
+from fault_server import Behaviour, Request, fault_server, refuse, say
+from tiny import EOS
+
+from pipeline.comparison import compare
+from pipeline.judges.chat_judge import ChatJudge
+from pipeline.judges.config import JudgingConfig
+from pipeline.judges.openai_chat import OpenAIChat
+from pipeline.judges.reply_cache import ReplyCache
+from pipeline.win_rate import measure_win_rate
+from ppo_core.errors import JudgeError
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.timeout(240)
+
+PROMPTS = [f"prompt {i}" for i in range(6)]
+OURS = [f"ours {i}" for i in range(6)]
+THEIRS = [f"theirs {i}" for i in range(6)]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+# A real server
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A chat model that says "A" to everything."""
+    return write_parrot(tmp_path_factory.mktemp("judge"), [ASSISTANT, LETTER_A, EOS])
+
+
+@pytest.fixture(scope="module")
+def served(model: str, tmp_path_factory: pytest.TempPathFactory):
+    """Address of `transformers serve` with that model."""
+    pytest.importorskip("uvicorn", reason="the extra transformers[serving] is missing")
+    port = free_port()
+    command = Path(sys.executable).with_name("transformers")
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            [command, "serve", model, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        while not is_up(f"http://127.0.0.1:{port}/health"):
+            assert server.poll() is None, log.read_text()
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return unused.getsockname()[1]
+
+
+def is_up(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=10) as response:
+            return response.status == 200
+    except (urllib.error.URLError, TimeoutError):
+        return False
+
+
+def test_a_served_model_that_always_says_first_is_even_and_inconclusive(
+    served: str, model: str, tmp_path: Path
+):
+    config = JudgingConfig(base_url=served, max_reply_tokens=8, max_calls=12, max_tokens=100_000)
+    chat = OpenAIChat(model, config)
+
+    comparison = compare(ChatJudge(chat, config, ReplyCache(tmp_path)), PROMPTS, OURS, THEIRS)
+
+    rate = measure_win_rate(comparison, max_invalid=0.05, max_flip_rate=0.5, seed=0)
+    assert (rate.rate, rate.flip_rate, rate.ties, rate.invalid) == (0.5, 1.0, 6, 0)
+    assert not rate.conclusive
+    assert model in rate.judge
+    assert chat.budget.calls == 12  # 6 pairs in 2 orders
+    assert chat.budget.tokens > 0
+
+
+def test_transformers_serve_passes_the_probe_and_counts_its_tokens(served: str, model: str):
+    chat = OpenAIChat(model, JudgingConfig(base_url=served))
+    chat.probe()
+    # <system> and 5 words; <user>, 4 words, "A" and "."; <assistant>; the reply "A" and its end
+    assert chat.budget.tokens == 6 + 7 + 1 + 2
+
+
+def test_another_model_than_the_one_that_is_served_is_refused(served: str):
+    with pytest.raises(JudgeError, match=r"status 400: .*another"):
+        OpenAIChat("another", JudgingConfig(base_url=served)).probe()
+
+
+# A run that is killed
+
+JUDGE = """
+import sys
+from pathlib import Path
+from pipeline.judges.chat_judge import ChatJudge
+from pipeline.judges.config import JudgingConfig
+from pipeline.judges.openai_chat import OpenAIChat
+from pipeline.judges.reply_cache import ReplyCache
+
+url, folder, number = sys.argv[1:]
+config = JudgingConfig(base_url=url, concurrency=3)
+judge = ChatJudge(OpenAIChat("model", config), config, ReplyCache(Path(folder)))
+verdicts = judge([f"prompt {i}" for i in range(int(number))], [("one", "other")] * int(number))
+print(*(verdict.winner for verdict in verdicts))
+"""
+
+
+def start_judging(url: str, folder: Path, number: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", JUDGE, url, str(folder), str(number)],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'flows'}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_killed_run_that_is_run_again_pays_for_no_answered_question_twice(tmp_path: Path):
+    answered: list[str] = []
+    counting = threading.Lock()
+    is_killed = threading.Event()
+
+    def answer_five(request: Request) -> Behaviour:
+        with counting:
+            if len(answered) < 5 or is_killed.is_set():
+                answered.append(request.question)
+                return say("VERDICT: A")
+        is_killed.wait(120)
+        return refuse(500)
+
+    with fault_server(answer_five) as server:
+        first = start_judging(server.url, tmp_path, 12)
+        # 3 calls at a time: once 3 are held behind the 5 that were answered, those 5 are kept.
+        server.wait_for(5 + 3)
+        first.kill()
+        first.communicate()
+        paid = answered.copy()
+        is_killed.set()
+        second = start_judging(server.url, tmp_path, 12)
+        said, _ = second.communicate(timeout=120)
+
+    assert said.split() == ["first"] * 12
+    asked = Counter(request.question for request in server.requests)
+    assert len(paid) == 5
+    assert all(asked[question] == 1 for question in paid)
+    assert len(asked) == len(answered) == 12
+    assert sum(asked.values()) == 12 + 3
