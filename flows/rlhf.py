@@ -140,7 +140,9 @@ class RLHF(FlowSpec):
     @step
     def register(self) -> None:
         """Register the policy in MLflow."""
-        self.model = stages.register(self.settings, self.validation, self.trained, self.evaluation)
+        self.model = stages.register(
+            self.settings, self.trained, self.evaluation, self.tracking_run
+        )
         self.next(self.end)
 
     @phase

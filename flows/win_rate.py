@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import demo_task, inputs
+from pipeline.canaries import require_references
 from pipeline.data import write_jsonl
 from pipeline.environment import prepare_environment
 from pipeline.evaluation import Evaluation, evaluate, judgements
@@ -19,12 +20,14 @@ from pipeline.evaluation_config import EvaluationConfig
 from pipeline.judges.config import JudgingConfig
 from pipeline.judges.spec import check_judge, make_judge
 from pipeline.registry import find_policy
+from pipeline.report_document import as_number, as_percent
 from pipeline.win_rate import describe
-from ppo_core.checks import require_count
+from ppo_core.checks import require, require_count
 from ppo_core.errors import PPOError
 from ppo_core.evaluation import answer_prompts
 from ppo_core.hf_arguments import DocumentedParser
-from ppo_core.loading import load_policy, load_tokenizer
+from ppo_core.loading import load_config, load_policy, load_tokenizer
+from ppo_core.prompts import check_prompt_lengths, context_length, encode_prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,7 @@ class WinRateArguments:
         """Refuse what cannot work."""
         require_count(self, "response_length")
         require_count(self, "batch_size")
+        require(self, "seed", 0 <= self.seed < 2**32, "at least 0 and below 2 ** 32")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -112,11 +116,9 @@ def run(
         demo_task.find_demo_task(output / "cache", arguments.seed) / "prompts-eval.jsonl"
     )
     rows = inputs.examples(source, config)
-    prompts = [row["prompt"] for row in rows]
-    texts = {
-        "model": _answer(arguments, config, prompts),
-        "reference": [row["reference"] for row in rows],
-    }
+    prompts, references = ([row[name] for row in rows] for name in ("prompt", "reference"))
+    require_references(references)
+    texts = {"model": _answer(arguments, config, prompts), "reference": references}
     judge = make_judge(
         arguments.judge,
         config=judging,
@@ -140,10 +142,9 @@ def render(evaluation: Evaluation) -> str:
         f"With lengths held equal: {figures['length_controlled']:.2%}.",
     ]
     if people := evaluation.result["people"]:
-        kappa = "undefined" if people["kappa"] is None else f"{people['kappa']:.2f}"
         lines.append(
-            f"The judge agrees with people in {people['share']:.1%} of {people['n']} pairs, "
-            f"kappa {kappa}."
+            f"The judge agrees with people in {as_percent(people['share'])} of {people['n']} "
+            f"pairs, kappa {as_number(people['kappa'])}; no verdict for {people['invalid']} more."
         )
     lines += [f"Inconclusive: {reason}" for reason in evaluation.result["reasons"]]
     return "\n".join(lines)
@@ -152,10 +153,17 @@ def render(evaluation: Evaluation) -> str:
 def _answer(
     arguments: WinRateArguments, config: EvaluationConfig, prompts: Sequence[str]
 ) -> list[str]:
-    model, tokenizer = find_policy(arguments.model)
+    place, tokenizer_place = find_policy(arguments.model)
+    context = context_length(load_config(place))
+    tokenizer = load_tokenizer(tokenizer_place)
+    check_prompt_lengths(
+        [encode_prompt(tokenizer, prompt) for prompt in prompts],
+        context=context,
+        response_length=arguments.response_length,
+    )
     return answer_prompts(
-        load_policy(model),
-        load_tokenizer(tokenizer),
+        load_policy(place),
+        tokenizer,
         prompts,
         response_length=arguments.response_length,
         temperature=config.temperature,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -47,11 +48,17 @@ def load_policy(path: str | Path) -> PreTrainedModel:
     Raises:
         ModelError: there is none at this folder or hub id, or it is not decoder-only.
     """
-    if load_config(path).is_encoder_decoder:
+    config = load_config(path)
+    if config.is_encoder_decoder:
         raise ModelError(f"'{path}' has an encoder; the policy must be a decoder-only model.")
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
+        raise ModelError(
+            f"'{path}' is {', '.join(config.architectures)}, a model that scores: its language "
+            "head would start random. Name the language model."
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"No causal language model can be loaded from '{path}': {error}"
         ) from error
@@ -62,7 +69,8 @@ def check_reward_config(path: str | Path) -> None:
     """Refuse a reward model that does not give one score, by its configuration alone.
 
     Raises:
-        ModelError: it has more or fewer than one label, or is no sequence classifier.
+        ModelError: it has more or fewer than one label, an encoder and a decoder, or is no sequence
+            classifier.
     """
     config = load_config(path)
     architectures = config.architectures or []
@@ -71,6 +79,11 @@ def check_reward_config(path: str | Path) -> None:
             f"'{path}' is {', '.join(architectures) or 'of unknown kind'}, not a "
             "...ForSequenceClassification: its head would start random and its scores mean "
             "nothing. Train a reward model from it with --preferences."
+        )
+    if config.is_encoder_decoder:
+        raise ModelError(
+            f"The reward model '{path}' has an encoder and a decoder, which read one text twice. "
+            "Use a decoder-only or an encoder-only model."
         )
     if config.num_labels != 1:
         raise ModelError(
@@ -90,7 +103,7 @@ def load_reward_model(
     check_reward_config(path)
     try:
         model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"No reward model can be loaded from '{path}': {error}") from error
     tokenizer = load_tokenizer(path)
     return RewardModel(model.eval(), tokenizer, bias=bias, gain=gain, end_of_text=end_of_text)

@@ -171,6 +171,6 @@ def test_an_unknown_label_is_refused_before_the_judge_is_asked(label: str):
         agree_with_people(RuleJudge(never), rows("first", label))
 
 
-def test_a_judge_without_a_verdict_cannot_be_measured():
-    with pytest.raises(DataError, match="no verdict for 1 of 1"):
-        agree_with_people(RuleJudge(lambda *_: "invalid"), rows("first"))
+def test_a_judge_without_a_verdict_has_no_agreement_with_people():
+    result = agree_with_people(RuleJudge(lambda *_: "invalid"), rows("first"))
+    assert (result.n, result.invalid, result.share, result.kappa) == (0, 1, None, None)

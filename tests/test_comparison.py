@@ -1,7 +1,7 @@
 """Both orders of every pair; and the judges that the tests of the figures ask."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -112,3 +112,12 @@ def test_invalid_pairs_are_left_out_and_nothing_but_them_is_refused():
     assert valid_pairs(judged(["first", "invalid", "tie"])) == [0, 2]
     with pytest.raises(DataError, match=r"judge j gave no verdict for 2 of 2 pairs.*Check that"):
         valid_pairs(judged(["invalid", "invalid"]))
+
+
+def test_where_no_pair_is_valid_a_reason_of_the_judge_is_shown():
+    silent, talking = Verdict("invalid"), Verdict("invalid", reason="too long")
+    mixed = replace(judged(["invalid"]), straight=(silent,), swapped=(talking,))
+    with pytest.raises(DataError, match="The first was: too long"):
+        valid_pairs(mixed)
+    with pytest.raises(DataError, match="None has a reason"):
+        valid_pairs(judged(["invalid"]))

@@ -20,17 +20,22 @@ from tiny import make_policy, make_tokenizer
 import ppo_core
 import ppo_core.classic
 from pipeline import registry
+from pipeline.evaluation_config import EvaluationConfig
+from pipeline.judges.config import JudgingConfig
+from pipeline.reward_validation.config import RewardGateConfig
 from pipeline.settings import make_settings
 from ppo_core.cli_arguments import ModelArguments, ScriptArguments
 from ppo_core.supervised.cli import LoraArguments, SupervisedArguments
 from ppo_core.supervised.config import SupervisedConfig
 from ppo_core.unsupported import INSTEAD
+from win_rate import WinRateArguments
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT.parent / "shared" / "data"
 README = ROOT / "README.md"
 MIGRATING = ROOT / "docs" / "migrating-from-trl.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", MIGRATING]
+TRUSTING = ROOT / "docs" / "trusting-a-result.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", MIGRATING, TRUSTING]
 
 OTHERS_FLAGS = {"backend-store-uri", "config", "config-file"}
 """Flags of MLflow, Metaflow and accelerate."""
@@ -149,6 +154,7 @@ def test_the_flags_that_a_page_names_exist(page):
     kinds = (
         *(ppo_core.PPOConfig, ScriptArguments, ModelArguments),
         *(SupervisedArguments, SupervisedConfig, LoraArguments),
+        *(WinRateArguments, EvaluationConfig, JudgingConfig),
     )
     flags = {field.name for kind in kinds for field in fields(kind)}
     flow = re.findall(r'Parameter\(\s*"([\w-]+)"', (ROOT / "flows" / "rlhf.py").read_text())
@@ -158,13 +164,18 @@ def test_the_flags_that_a_page_names_exist(page):
 
 def test_the_settings_in_the_examples_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for table in map(tomllib.loads, blocks(README, "toml")):
-        make_settings({**table, **write_inputs(tmp_path)}, {})
+    for block in blocks(README, "toml") + blocks(TRUSTING, "toml"):
+        make_settings({**tomllib.loads(block), **write_inputs(tmp_path)}, {})
     for page in PAGES:
         for tree in map(ast.parse, blocks(page, "python")):
             kind = ppo_core.classic if "ppo_core.classic" in ast.unparse(tree) else ppo_core
             known = {field.name for field in fields(kind.PPOConfig)}
             assert keywords_of("PPOConfig", tree) <= known
+
+
+def test_the_limits_of_the_gate_are_printed_as_they_are():
+    gate = tomllib.loads(blocks(TRUSTING, "toml")[0])["reward_gate"]
+    assert RewardGateConfig(**gate) == RewardGateConfig()
 
 
 def test_the_import_lines_of_the_migration_work():
@@ -265,5 +276,6 @@ def run_python(words: list, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def register(policy: Path) -> None:
     """Put the policy where the README's example looks for it."""
-    details = {"settings": {}, "updates": [], "results": {}, "samples": []}
-    registry.register_policy(policy, "rlhf-policy", run_name="docs", **details)
+    run_id = registry.start_run("docs", {})
+    nothing = {"updates": [], "numbers": {}, "files": [], "samples": []}
+    registry.register_policy(policy, "rlhf-policy", run_id=run_id, **nothing)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from chat import ASSISTANT, LETTER_A, write_parrot
 from fault_server import Behaviour, Request, fault_server, refuse, say
+from pipeline_inputs import write_model, write_rows
 from tiny import EOS
 
 from pipeline.comparison import compare
@@ -141,27 +142,35 @@ def start_judging(url: str, folder: Path, number: int) -> subprocess.Popen[str]:
     )
 
 
-def test_a_killed_run_that_is_run_again_pays_for_no_answered_question_twice(tmp_path: Path):
-    answered: list[str] = []
-    counting = threading.Lock()
-    is_killed = threading.Event()
+class Holding:
+    """Answers so many questions, and the others only once the client has been killed."""
 
-    def answer_five(request: Request) -> Behaviour:
-        with counting:
-            if len(answered) < 5 or is_killed.is_set():
-                answered.append(request.question)
-                return say("VERDICT: A")
-        is_killed.wait(120)
+    def __init__(self, answers: int, says: str) -> None:
+        self.answered: list[str] = []
+        self.is_killed = threading.Event()
+        self._answers = answers
+        self._says = says
+        self._counting = threading.Lock()
+
+    def __call__(self, request: Request) -> Behaviour:
+        with self._counting:
+            if len(self.answered) < self._answers or self.is_killed.is_set():
+                self.answered.append(request.question)
+                return say(self._says)
+        self.is_killed.wait(120)
         return refuse(500)
 
-    with fault_server(answer_five) as server:
+
+def test_a_killed_run_that_is_run_again_pays_for_no_answered_question_twice(tmp_path: Path):
+    script = Holding(5, "VERDICT: A")
+    with fault_server(script) as server:
         first = start_judging(server.url, tmp_path, 12)
         # 3 calls at a time: once 3 are held behind the 5 that were answered, those 5 are kept.
         server.wait_for(5 + 3)
         first.kill()
         first.communicate()
-        paid = answered.copy()
-        is_killed.set()
+        paid = script.answered.copy()
+        script.is_killed.set()
         second = start_judging(server.url, tmp_path, 12)
         said, _ = second.communicate(timeout=120)
 
@@ -169,5 +178,45 @@ def test_a_killed_run_that_is_run_again_pays_for_no_answered_question_twice(tmp_
     asked = Counter(request.question for request in server.requests)
     assert len(paid) == 5
     assert all(asked[question] == 1 for question in paid)
-    assert len(asked) == len(answered) == 12
+    assert len(asked) == len(script.answered) == 12
     assert sum(asked.values()) == 12 + 3
+
+
+def start_command(url: str, folder: Path) -> subprocess.Popen[str]:
+    flags = (
+        "--model policy --response-length 6 --eval-prompts eval.jsonl "
+        f"--judge openai:model --base-url {url} --concurrency 3"
+    )
+    return subprocess.Popen(
+        [sys.executable, ROOT / "flows" / "win_rate.py", *flags.split()],
+        cwd=folder,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_killed_command_answers_as_before_and_asks_only_what_is_left(tmp_path: Path):
+    write_model(tmp_path / "policy")
+    rows = [{"prompt": f"w{i} w{i + 1}", "reference": f"w{i}"} for i in range(12)]
+    write_rows(tmp_path / "eval.jsonl", rows)
+    # The probe, the canaries (3 kinds in both orders and one in one, of 8 prompts), and 5 pairs.
+    script = Holding(1 + 7 * 8 + 5, "VERDICT: TIE")
+    with fault_server(script) as server:
+        first = start_command(server.url, tmp_path)
+        server.wait_for(62 + 3)
+        first.kill()
+        first.communicate()
+        paid = script.answered.copy()
+        script.is_killed.set()
+        second = start_command(server.url, tmp_path)
+        told, _ = second.communicate(timeout=120)
+
+    assert second.returncode == 0
+    assert "Model win rate: 50.00% " in told
+    asked = Counter(request.question for request in server.requests)
+    assert len(paid) == 62
+    probe = paid[0]
+    assert asked[probe] == 2
+    assert all(asked[question] == 1 for question in paid[1:])
+    assert len(asked) == 1 + 7 * 8 + 2 * 12

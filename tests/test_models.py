@@ -240,12 +240,23 @@ def test_what_cannot_be_a_policy_or_a_reward_model_is_refused_by_name(tmp_path):
     T5ForConditionalGeneration(
         T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     ).save_pretrained(tmp_path / "t5")
+    scorer = T5Config(is_encoder_decoder=True, num_labels=1)
+    scorer.architectures = ["T5ForSequenceClassification"]
+    scorer.save_pretrained(tmp_path / "t5-scorer")
+    with pytest.raises(ModelError, match="encoder and a decoder"):
+        check_reward_config(tmp_path / "t5-scorer")
     with pytest.raises(ModelError, match="has 3 labels"):
         check_reward_config(tmp_path / "three")
     with pytest.raises(ModelError, match=r"not a \.\.\.ForSequenceClassification"):
         load_reward_model(tmp_path / "policy")
     with pytest.raises(ModelError, match="has an encoder"):
         load_policy(tmp_path / "t5")
+    with pytest.raises(ModelError, match="a model that scores"):
+        load_policy(tmp_path / "three")
+    torn = tmp_path / "policy" / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="No causal language model can be loaded"):
+        load_policy(tmp_path / "policy")
     with pytest.raises(ModelError, match="nowhere"):
         load_policy(tmp_path / "nowhere")
     with pytest.raises(ModelError, match="nowhere"):

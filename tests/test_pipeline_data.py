@@ -190,3 +190,10 @@ def test_an_error_shows_a_label_behind_long_texts(tmp_path: Path):
     path = labelled(tmp_path / "r.jsonl", rows)
     with pytest.raises(DataError, match="margin: 'much'"):
         read_rows(path, ["prompt"], ["reference"], LABELS)
+
+
+def test_a_file_in_another_encoding_is_refused(tmp_path: Path):
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes('{"prompt": "café"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.jsonl holds text that is not UTF-8"):
+        read_rows(str(path), ["prompt"])

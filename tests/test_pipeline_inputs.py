@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from pipeline_inputs import tiny_table, write_model, write_rows
+from tiny import make_tokenizer
 
 from pipeline.inputs import check_inputs, training_pairs
 from pipeline.inputs import test_pairs as read_test_pairs
@@ -92,12 +93,56 @@ def test_pairs_longer_than_the_training_takes_are_refused(tmp_path: Path):
         )
 
 
+def test_evaluation_prompts_without_any_reference_are_refused(tmp_path: Path):
+    rows = [{"prompt": "w1", "reference": ""} for _ in range(4)]
+    with pytest.raises(DataError, match="None of the 4 prompts has a reference"):
+        check(tmp_path, eval_prompts=write_rows(tmp_path / "e.jsonl", rows))
+
+
 SHORT = {"prompt": "w1", "chosen": "w1", "rejected": "w2"}
 
 
 def test_a_reward_model_with_several_labels_is_refused(tmp_path: Path):
     with pytest.raises(ModelError, match="has 3 labels"):
         check(tmp_path, reward_model=write_model(tmp_path / "rm", labels=3))
+
+
+def test_a_reward_model_whose_texts_cannot_end_as_they_are_set_to_is_refused(tmp_path: Path):
+    path = write_model(tmp_path / "rm", labels=1)
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(path)
+    with pytest.raises(ModelError, match=r"has no end-of-sequence token .*end_of_text = false"):
+        check(tmp_path, reward_model=path)
+    check(tmp_path, reward_model=path, reward_model_training={"end_of_text": False})
+
+
+def test_held_out_pairs_that_the_reward_model_cannot_read_are_refused(tmp_path: Path):
+    # Context 64: 62 words of a prompt, one of a response, and the end-of-sequence token.
+    path = write_model(tmp_path / "rm", labels=1)
+
+    def check_pair(prompt: str, chosen: str, **training: bool) -> None:
+        pairs = [{"prompt": prompt, "chosen": chosen, "rejected": "w2"}]
+        check(
+            tmp_path,
+            reward_model=path,
+            reward_model_training=training,
+            preferences_test=write_rows(tmp_path / "test.jsonl", pairs),
+        )
+
+    check_pair("w1 " * 62, "w1")
+    with pytest.raises(DataError, match=r"cannot read 2: they have 65 to 65 tokens.* 1 to 64"):
+        check_pair("w1 " * 63, "w1")
+    check_pair("", "")
+    with pytest.raises(DataError, match=r"cannot read 1: they have 0 to 1 tokens"):
+        check_pair("", "", end_of_text=False)
+
+
+def test_held_out_pairs_without_any_preference_are_refused(tmp_path: Path):
+    ties = [{**SHORT, "tie": True}, {**SHORT, "chosen": "w3", "rejected": "w3", "tie": None}]
+    pairs = write_rows(tmp_path / "test.jsonl", ties)
+    with pytest.raises(DataError, match=r"None of the 2 held-out .*test\.jsonl prefers a response"):
+        check(tmp_path, preferences_test=pairs)
 
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path):

@@ -158,6 +158,15 @@ def test_what_a_function_returns_is_checked(tmp_path: Path, returned: str, messa
     assert spec in str(refused.value)
 
 
+def test_half_a_character_in_a_reason_can_be_written(tmp_path: Path):
+    spec = write_judge(
+        tmp_path / "own.py",
+        "def judge(prompts, pairs):\n"
+        "    return [{'winner': 'tie', 'reason': 'so \\ud83d'} for _ in pairs]",
+    )
+    assert make(spec)(PROMPTS[:1], PAIRS[:1]) == [Verdict("tie", reason="so ?")]
+
+
 # --- Reward models -----------------------------------------------------------------
 
 
@@ -249,6 +258,19 @@ def test_several_judges_vote(tmp_path: Path):
     assert [verdict.winner for verdict in judge(PROMPTS, PAIRS)] == ["second"] * 3
 
 
+def test_judges_that_vote_share_one_budget(tmp_path: Path):
+    with fault_server([say("VERDICT: B")]) as server:
+        judge = make_judge(
+            "openai:a,openai:b",
+            config=JudgingConfig(base_url=server.url, max_calls=3),
+            cache_folder=tmp_path,
+            end_of_text=True,
+        )
+        with pytest.raises(JudgeError, match=r"2 of the 3 calls of judging\.max_calls are spent"):
+            judge(["w1", "w2"], [("w2", "w3")] * 2)
+    assert len(server.requests) == 2
+
+
 # --- What is refused before training -------------------------------------------------
 
 
@@ -293,6 +315,14 @@ def test_no_weights_are_read_to_check_a_model(tmp_path: Path):
     for folder in (reward_model, chat):
         (Path(folder) / "model.safetensors").unlink()
     check(f"reward-model:{reward_model},transformers:{chat}")
+
+
+def test_a_reward_model_without_a_tokenizer_is_refused_before_training(tmp_path: Path):
+    reward_model = write_model(tmp_path / "rm", labels=1)
+    for file in (tmp_path / "rm").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError, match=r"judge='reward-model:.*No tokenizer can be loaded"):
+        check(f"reward-model:{reward_model}")
 
 
 def test_a_broken_file_is_refused(tmp_path: Path):

@@ -85,6 +85,8 @@ def test_the_plain_dict_holds_every_setting():
         ({"ppo": {"kl_estimator": "k9"}}, r"ppo\.kl_estimator='k9'"),
         ({"ppo": 3}, r"ppo=3 must be a section, \[ppo\]"),
         ({"seed": True}, r"seed=True"),
+        ({"seed": -1}, r"seed=-1 must be"),
+        ({"seed": 2**32}, r"seed=4294967296 must be"),
         ({"task": "xsum"}, r"task='xsum': .*tldr"),
         ({"held_out_share": 1.0}, r"held_out_share=1\.0"),
         ({"ppo": {"batch_size": 10, "num_mini_batches": 4}}, r"2 responses would be dropped"),

@@ -7,15 +7,10 @@ import pytest
 import torch
 from pipeline_inputs import write_model
 
-from pipeline.reward_validation.accuracy import (
-    ANCHORS,
-    Accuracy,
-    hits,
-    measure_accuracy,
-    measure_rate,
-    score_pairs,
-)
+from pipeline.reward_validation.accuracy import ANCHORS, Accuracy, measure_accuracy
 from pipeline.reward_validation.pairs import LabelledPair, label_pairs
+from pipeline.reward_validation.rates import hits, measure_rate
+from pipeline.reward_validation.scores import score_pairs
 from ppo_core.errors import DataError, ModelError
 from ppo_core.loading import load_reward_model
 from ppo_core.reward_model import RewardModel
@@ -58,6 +53,15 @@ def test_scores_that_are_not_finite_are_refused_with_their_pair(
     bad = pair("w7", "w2") if side == "chosen" else pair("w2", "w7")
     with pytest.raises(ModelError, match=r"1 of 2 held-out .* not finite.* pair 1, .*'w7'"):
         score_pairs(reward_model, [pair("w1", "w2"), bad])
+
+
+def test_tokens_that_the_model_lacks_are_refused_before_they_are_looked_up(
+    reward_model: RewardModel,
+):
+    reward_model.tokenizer.add_tokens(["new"])
+    score_pairs(reward_model, [pair("w1", "w2")])
+    with pytest.raises(ModelError, match=r"gives id 61 in .* knows the ids below 61"):
+        score_pairs(reward_model, [pair("w1", "w2"), pair("w1 new", "w2")])
 
 
 def test_equal_scores_are_half_a_hit_in_accuracy():
@@ -129,6 +133,14 @@ def test_thresholds_are_round_and_fit_the_ratings(least: float, most: float, nam
     counts = [rate.n for rate in result.by_margin.values()]
     assert counts == sorted(set(counts), reverse=True)
     assert counts[-1] >= 100
+
+
+def test_no_threshold_is_the_largest_rating():
+    # 0.035 / 0.005 is a little more than 7, and 7 * 0.005 is 0.035: above it is no pair.
+    ratings = (0.002, 0.016, 0.019, 0.02, 0.027, 0.03, 0.034, 0.035, 0.035)
+    pairs = [pair(margin=rating) for rating in ratings]
+    counts = {name: rate.n for name, rate in measure([1.0] * 9, pairs).by_margin.items()}
+    assert counts == {"> 0.005": 8, "> 0.02": 5, "> 0.03": 3}
 
 
 def test_pairs_that_nobody_rated_are_above_no_threshold():

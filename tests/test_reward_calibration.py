@@ -36,6 +36,14 @@ def test_the_figures_match_the_sums_done_by_hand():
     assert result.log_loss == pytest.approx(-logs / 5)
 
 
+def test_a_model_that_claims_less_than_it_knows_is_not_overconfident():
+    # Right in 3 of 4; sigmoid(0.01) = 0.5025, sigmoid(5) = 0.9933.
+    quiet, loud = (calibrate([size] * 3 + [-size]) for size in (0.01, 5.0))
+    assert quiet.overconfidence == pytest.approx(0.5025 - 0.75, abs=1e-4)
+    assert loud.overconfidence == pytest.approx(0.9933 - 0.75, abs=1e-4)
+    assert quiet.error == pytest.approx(-quiet.overconfidence)
+
+
 def test_a_coin_is_perfectly_calibrated_at_one_half():
     result = calibrate([0.0] * 20)
     assert result.error == 0

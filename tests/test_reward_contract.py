@@ -14,7 +14,7 @@ from pipeline.reward_validation.odd_texts import LONGEST, odd_rows
 from pipeline.reward_validation.padding import score_filled_left
 from pipeline.reward_validation.pairs import LabelledPair
 from ppo_core.reward_model import RewardModel
-from tests.tiny import CONFIGS, EOS, PAD, VOCABULARY, make_classifier, make_tokenizer
+from tests.tiny import CONFIGS, EOS, PAD, UNK, VOCABULARY, make_classifier, make_tokenizer
 from tests.word_models import word_reward
 
 
@@ -87,15 +87,40 @@ def test_an_encoder_is_not_filled_on_the_left():
     assert contract.batch.share < 1e-3
 
 
-def test_a_model_without_places_or_a_pad_token_is_not_filled_on_the_left():
+def test_a_model_without_places_is_not_filled_on_the_left():
     config = BloomConfig(
         vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, num_labels=1, pad_token_id=PAD
     )
-    model = random_classifier(config)
-    assert check(model).left_filler is None
+    assert check(random_classifier(config)).left_filler is None
+
+
+def test_a_model_needs_no_pad_token_and_may_have_one_that_it_does_not_know():
+    # No text has one: scripts add it to the tokenizer and leave the model as it is.
+    expected = check(tiny_reward()).left_filler
+    added, without = tiny_reward(), tiny_reward()
+    added.tokenizer.add_special_tokens({"pad_token": "<added>"})
+    without.tokenizer.pad_token = None
+    assert added.tokenizer.pad_token_id == VOCABULARY
+    for model in (added, without):
+        contract = check(model)
+        assert contract.left_filler == expected
+        assert contract.vocabulary.largest_id == 60
+        assert contract.reasons == []
+
+
+def test_scores_that_are_finite_alone_only_are_refused_and_the_record_stays_json():
     model = tiny_reward()
-    model.tokenizer.pad_token = None
-    assert check(model).left_filler is None
+
+    def break_batches(module, args, output):
+        if len(output.last_hidden_state) > 1:
+            output.last_hidden_state.fill_(float("nan"))
+
+    model.model.base_model.register_forward_hook(break_batches)
+    contract = check(model, [replace(pair, tie=True) for pair in PAIRS])
+    assert (contract.batch.largest, contract.batch.share) == (None, None)
+    assert len(contract.reasons) == 3
+    assert "A text's score differs without bound" in contract.reasons[0]
+    json.dumps(asdict(contract), allow_nan=False)
 
 
 def test_a_model_that_reads_its_neighbours_is_refused():
@@ -167,6 +192,15 @@ def test_odd_texts_are_no_longer_than_the_tokenizer_allows_or_a_machine_takes():
     model = tiny_reward()
     model.model.config.max_position_embeddings = 100_000
     assert len(odd_rows(model, "w1", "w2")["long"]) == LONGEST
+
+
+def test_a_prompt_as_long_as_the_context_leaves_odd_texts_their_place():
+    rows = odd_rows(tiny_reward(), " ".join(["w1"] * 64), "w2 w3")
+    assert rows["empty"] == [*[4] * 63, EOS]
+    assert rows["Arabic"][-5:] == [UNK, UNK, UNK, UNK, EOS]
+    assert {len(row) for row in rows.values()} == {64}
+    full = pair("w2", "w3", prompt=" ".join(["w1"] * 62))
+    assert check(tiny_reward(), [full, *PAIRS]).odd_scores.keys() == rows.keys()
 
 
 def test_a_text_without_any_token_is_left_out():

@@ -13,11 +13,13 @@ from pipeline.reward_validation.config import RewardGateConfig
 from pipeline.reward_validation.pairs import LABELS
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.validate import validate
+from ppo_core.errors import ModelError
 from ppo_core.loading import load_reward_model
 from ppo_core.reward_model import RewardModel
 from ppo_core.supervised.config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model
 from tests.tiny import make_classifier, make_tokenizer
+from tests.word_models import word_reward
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 POLICY = str(DATA / "tinystories-656k")
@@ -116,20 +118,28 @@ class TestStories:
 WORDS = [{"prompt": f"w{i}", "reference": f"w{i + 9} w3 w5 w7"} for i in range(20)]
 
 
-def report_on_words(prompts: list[dict[str, str]], **limits: Any) -> dict[str, Any]:
-    """The report on a random reward model and texts of few words."""
-    model = RewardModel(make_classifier(), make_tokenizer())
-    pairs = [{"prompt": "w9", "chosen": f"w{i} w1", "rejected": f"w{i + 1}"} for i in range(40)]
+PAIRS = [{"prompt": "w9", "chosen": f"w{i} w1", "rejected": f"w{i + 1}"} for i in range(40)]
+
+
+def report_on_words(
+    prompts: list[dict[str, str]],
+    *,
+    model: RewardModel | None = None,
+    pairs: list[dict[str, Any]] = PAIRS,
+    num_prompts: int = 8,
+    **limits: Any,
+) -> dict[str, Any]:
+    """The report on a reward model, a random one if none is given, and texts of few words."""
 
     def draw(asked, *, samples_per_prompt):
         return [[f"w{n} w2" for n in range(samples_per_prompt)] for _ in asked]
 
     return validate(
-        model,
+        model or RewardModel(make_classifier(), make_tokenizer()),
         Rows("pairs", pairs, [], ""),
         Rows("prompts", prompts, [], ""),
         draw,
-        RewardGateConfig(num_prompts=8, **limits),
+        RewardGateConfig(num_prompts=num_prompts, **limits),
         seed=1,
     )
 
@@ -157,6 +167,38 @@ def test_prompts_without_references_leave_the_reward_as_it_is(capsys):
     assert "no column reference" in capsys.readouterr().out
     # Probes change the chosen responses instead; those of two words are too short.
     assert report["probes"]["left_out"] == 40
+
+
+def test_bias_and_samples_may_be_of_more_prompts_than_a_thousand():
+    prompts = [{"prompt": "w1", "reference": f"w{n % 58}"} for n in range(1010)]
+    report = report_on_words(prompts, num_prompts=1005, samples_per_prompt=2)
+    assert report["samples"]["prompts"] == 1005
+    scores = RewardModel(make_classifier(), make_tokenizer()).score_texts(
+        ["w1"] * 1005, [row["reference"] for row in prompts[:1005]]
+    )
+    assert report["bias"] == pytest.approx(scores.mean().item(), abs=1e-6)
+
+
+def test_a_bias_is_never_taken_from_scores_that_are_not_finite():
+    # Samples are drawn for 8 prompts; the broken reference is that of the last one.
+    model = word_reward("sum", {"w50": float("nan"), "w1": 1.0})
+    with pytest.raises(ModelError, match="1 references are not finite, the first of prompt 19"):
+        report_on_words([*WORDS[:19], {"prompt": "w1", "reference": "w50"}], model=model)
+
+
+def test_ties_are_no_good_answers_to_make_worse():
+    prompts = [{"prompt": row["prompt"]} for row in WORDS]
+    pairs = [{"chosen": f"w{i} w1", "rejected": f"w{i + 1}", "tie": i < 30} for i in range(40)]
+    assert report_on_words(prompts, pairs=pairs)["probes"]["left_out"] == 10
+
+
+def test_a_model_that_claims_less_than_it_knows_is_not_refused_for_that():
+    # All margins are 0.01, so it is 50 % sure and right in all pairs: an error of one half.
+    model = word_reward("last", {"w1": 0.01})
+    pairs = [{"prompt": "w9", "chosen": f"w{i} w1", "rejected": f"w{i} w2"} for i in range(3, 43)]
+    report = report_on_words(WORDS, model=model, pairs=pairs, min_sample_deviation=0.0)
+    assert report["calibration"]["error"] == pytest.approx(0.5, abs=0.01)
+    assert report["reasons"] == []
 
 
 def test_every_limit_of_the_gate_can_refuse():

@@ -5,6 +5,8 @@ from dataclasses import asdict
 from random import Random
 
 import pytest
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 
 from pipeline.reward_validation.probes import GATING, Probes, run_probes
 from ppo_core.errors import ModelError
@@ -126,6 +128,18 @@ def test_references_that_cannot_be_made_worse_are_left_out():
     assert {found.n for found in result.probes.values()} == {1}
     fitting = " ".join(f"w{i}" for i in range(21))
     assert probe(word_reward(), [fitting]).left_out == 0
+
+
+def test_a_script_without_spaces_is_made_worse_by_its_characters():
+    # A token a digit. After the prompt, 7, the reference has 17 tokens and 7 repeats; 012012...
+    # as long has 13 of them.
+    model = word_reward("repeats", prefix="")
+    model.tokenizer.backend_tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    model.model.config.max_position_embeddings = 400
+    found = probe(model, ["0123456789012345"] * 30, prompt="7")
+    assert found.left_out == 0
+    assert found.probes["repeated words"].gain == 6
+    assert "repeat a few words without end" in found.reasons[0]
 
 
 def test_nothing_is_said_where_every_reference_is_left_out():

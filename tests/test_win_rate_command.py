@@ -101,6 +101,8 @@ def test_a_registered_version_is_judged_by_its_uri(tmp_path: Path, monkeypatch, 
     ("flags", "message"),
     [
         (["--response-length", "0"], "response_length=0 must be a whole number"),
+        (["--response-length", "63"], "longer than 1 tokens, the context of 64 less"),
+        (["--seed", "-1"], "seed=-1 must be at least 0"),
         (["--eval-prompts", "gone.jsonl"], "gone.jsonl"),
         (["--human-labels", "eval.jsonl"], "has no column first, second, label"),
         (["--model", "nowhere"], "No model can be loaded from 'nowhere'"),
@@ -112,6 +114,14 @@ def test_a_registered_version_is_judged_by_its_uri(tmp_path: Path, monkeypatch, 
 def test_what_cannot_work_is_refused_without_a_traceback(flags: list[str], message: str, capsys):
     assert run(*flags) == 1
     assert message in capsys.readouterr().err
+
+
+def test_references_that_are_all_empty_are_refused_before_the_model_is_loaded(
+    tmp_path: Path, capsys
+):
+    write_rows(tmp_path / "bare.jsonl", [{"prompt": "w1", "reference": " "}])
+    assert run("--eval-prompts", "bare.jsonl", model="nowhere") == 1
+    assert "None of the 1 prompts has a reference" in capsys.readouterr().err
 
 
 def test_the_command_itself_runs_and_documents_its_flags(tmp_path: Path):

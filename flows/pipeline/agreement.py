@@ -9,7 +9,7 @@ import numpy as np
 from sklearn.metrics import cohen_kappa_score
 from statsmodels.stats.inter_rater import aggregate_raters, fleiss_kappa
 
-from pipeline.comparison import POINTS, Comparison, compare, valid_pairs
+from pipeline.comparison import POINTS, Comparison, compare
 from pipeline.verdicts import Judge
 from ppo_core.errors import DataError
 
@@ -62,11 +62,12 @@ class HumanAgreement:
     n: int
     """Labelled pairs for which the judge gave a verdict in both orders."""
 
-    share: float
-    """Share of them on which it agrees."""
+    share: float | None
+    """Share of them on which it agrees; None if there is none."""
 
     kappa: float | None
-    """Cohen's kappa; None if the judge and the people always say the same one thing."""
+    """Cohen's kappa; None if there is no such pair, or the judge and the people always say the same
+    one thing."""
 
     confusion: dict[str, dict[str, int]]
     """Pairs by the people's label, then by the judge's outcome."""
@@ -111,7 +112,7 @@ def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanA
             `first`, `second` or `tie`.
 
     Raises:
-        DataError: a label is another one, or the judge gave no verdict for any row.
+        DataError: a label is another one.
     """
     for number, row in enumerate(rows):
         if row["label"] not in LABELS:
@@ -121,18 +122,18 @@ def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanA
             )
     prompts, first, second = ([row[name] for row in rows] for name in ("prompt", "first", "second"))
     comparison = compare(judge, prompts, first, second)
-    valid = valid_pairs(comparison)
-    people = [rows[number]["label"] for number in valid]
-    judged = [comparison.outcomes[number] for number in valid]
+    # None valid is no error here: the win rate beside it stands, and has been paid for.
+    both = _valid_for_all([[row["label"] for row in rows], comparison.outcomes])
+    people, judged = [label for label, _ in both], [outcome for _, outcome in both]
     counts = Counter(zip(people, judged, strict=True))
     return HumanAgreement(
-        n=len(valid),
-        share=_share(people, judged),
+        n=len(both),
+        share=_share(people, judged) if both else None,
         kappa=_cohen_kappa(people, judged),
         confusion={
             label: {outcome: counts[label, outcome] for outcome in LABELS} for label in LABELS
         },
-        invalid=len(rows) - len(valid),
+        invalid=len(rows) - len(both),
         judge=comparison.judge,
     )
 

@@ -64,6 +64,20 @@ class CanaryReport:
     """Whether it fell for none."""
 
 
+def require_references(references: Sequence[str]) -> None:
+    """Refuse references that are all empty, before anything is answered or judged.
+
+    Raises:
+        DataError: they are.
+    """
+    if not any(reference.strip() for reference in references):
+        raise DataError(
+            f"None of the {len(references)} prompts has a reference, and canaries are judged "
+            "against references: nothing would show whether the judge can be believed. Add "
+            "references."
+        )
+
+
 def run_canaries(
     judge: Judge, prompts: Sequence[str], references: Sequence[str], *, count: int = 8
 ) -> CanaryReport:
@@ -75,6 +89,7 @@ def run_canaries(
     Raises:
         DataError: no prompt has a reference.
     """
+    require_references(references)
     cases = _first_cases(prompts, references, count)
     kinds = {kind: _ask_both_orders(judge, cases, text) for kind, text in CANARIES.items()}
     kinds["same"] = _ask_the_same(judge, cases)
@@ -88,11 +103,6 @@ def _first_cases(prompts: Sequence[str], references: Sequence[str], count: int) 
     for prompt, reference in zip(prompts, references, strict=True):
         if reference.strip():
             cases.setdefault(prompt, reference)
-    if not cases:
-        raise DataError(
-            f"None of the {len(prompts)} prompts has a reference, and canaries are judged against "
-            "references: nothing would show whether the judge can be believed. Add references."
-        )
     return dict(list(cases.items())[:count])
 
 

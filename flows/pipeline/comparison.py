@@ -82,9 +82,17 @@ def valid_pairs(comparison: Comparison) -> list[int]:
         raise DataError(
             f"The judge {comparison.judge} gave no verdict for {len(outcomes)} of "
             f"{len(outcomes)} pairs, so nothing can be said about them. Check that this judge "
-            "fits these prompts."
+            f"fits these prompts. {_first_reason(comparison)}"
         )
     return valid
+
+
+def _first_reason(comparison: Comparison) -> str:
+    """Why a verdict is invalid, of the first one that says so."""
+    for verdict in (*comparison.straight, *comparison.swapped):
+        if verdict.winner == "invalid" and verdict.reason:
+            return f"The first was: {verdict.reason}"
+    return "None has a reason."
 
 
 def _agree(one: str, other: str) -> str:

@@ -85,7 +85,7 @@ def read_rows(
     texts = [*required, *(name for name in optional if name in data.column_names)]
     types = {name: kinds for name, kinds in (labels or {}).items() if name in data.column_names}
     usable, quarantined = [], []
-    for number, row in enumerate(data.select_columns([*texts, *types]).to_list()):
+    for number, row in enumerate(_rows_of(data.select_columns([*texts, *types]), source)):
         if _has_texts(row, texts, required) and _has_types(row, types):
             usable.append(row)
         else:
@@ -128,6 +128,16 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write one JSON object a line."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _rows_of(data: datasets.Dataset, source: str) -> list[dict[str, Any]]:
+    try:
+        return data.to_list()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source} holds text that is not UTF-8 ({error.reason}, {error.object[:20]!r}). "
+            "Convert it."
+        ) from error
 
 
 def _load(source: str) -> datasets.Dataset:

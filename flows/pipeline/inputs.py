@@ -3,14 +3,21 @@
 import os
 from pathlib import Path
 
+from pipeline.canaries import require_references
 from pipeline.data import Row, Rows, held_out, read_rows, write_jsonl
 from pipeline.evaluation_config import EvaluationConfig
 from pipeline.judges.spec import check_judge
-from pipeline.reward_validation.pairs import LABELS, training_texts, without_pairs
+from pipeline.reward_validation.pairs import LABELS, label_pairs, training_texts, without_pairs
 from pipeline.settings import Settings
-from ppo_core.errors import ConfigError, DataError
+from ppo_core.errors import ConfigError, DataError, ModelError
 from ppo_core.loading import check_reward_config, load_config, load_tokenizer
-from ppo_core.prompts import check_prompt_lengths, context_length, encode_prompt, encode_response
+from ppo_core.prompts import (
+    check_prompt_lengths,
+    context_length,
+    encode_dialogue,
+    encode_prompt,
+    encode_response,
+)
 from ppo_core.rollout import stop_token
 
 
@@ -24,8 +31,7 @@ def check_inputs(settings: Settings) -> None:
     """
     output = Path(settings.output_dir)
     check_outputs(settings.output_dir, settings.summary_json)
-    if settings.reward_model:
-        check_reward_config(settings.reward_model)
+    _check_reward_model(settings)
     human_labels(settings.evaluation)
     _check_prompts(settings)
     _check_pairs(settings)
@@ -118,11 +124,25 @@ def require_writable(folder: Path, name: str) -> None:
         ) from error
 
 
+def _check_reward_model(settings: Settings) -> None:
+    """Refuse a reward model that does not give one score, or that texts cannot be ended for."""
+    path = settings.reward_model or settings.policy
+    if settings.reward_model:
+        check_reward_config(path)
+    if settings.reward_model_training.end_of_text and load_tokenizer(path).eos_token_id is None:
+        raise ModelError(
+            f"The tokenizer of the reward model, '{path}', has no end-of-sequence token to end a "
+            "text with. Set end_of_text = false in [reward_model_training]."
+        )
+
+
 def _check_prompts(settings: Settings) -> None:
-    """Refuse prompts that leave no room for a response."""
+    """Refuse prompts that leave no room for a response, and references that are all empty."""
     tokenizer = load_tokenizer(settings.policy)
     stop_token(tokenizer, settings.ppo.stop_token, settings.ppo.stop_token_id)
     context = context_length(load_config(settings.policy))
+    answered = examples(settings.eval_prompts, settings.evaluation)
+    require_references([row["reference"] for row in answered])
     for rows, name in (
         (training_prompts(settings), "prompts"),
         (read_rows(settings.eval_prompts, ["prompt", "reference"]), "eval_prompts"),
@@ -139,7 +159,9 @@ def _check_prompts(settings: Settings) -> None:
 
 def _check_pairs(settings: Settings) -> None:
     """Refuse preferences that cannot be read, or that the training would refuse as too long."""
-    _report(test_pairs(settings), "preferences-test", Path(settings.output_dir))
+    test = test_pairs(settings)
+    _report(test, "preferences-test", Path(settings.output_dir))
+    _check_held_out(settings, test)
     if settings.reward_model:
         return
     rows = training_pairs(settings)
@@ -162,6 +184,30 @@ def _check_pairs(settings: Settings) -> None:
             f"preferences={rows.source}: {too_long} of {len(lengths)} responses with their prompt "
             f"are longer than reward_model_training.max_length={training.max_length}; the longest "
             f"has {max(lengths)} tokens. Raise it, or shorten or remove those rows."
+        )
+
+
+def _check_held_out(settings: Settings, rows: Rows) -> None:
+    """Refuse preferences that no reward model could be validated on, or not this one."""
+    if all(pair.tie for pair in label_pairs(rows.usable)):
+        raise DataError(
+            f"None of the {len(rows.usable)} held-out preferences of {rows.source} prefers a "
+            "response, so nothing could be said of the reward model. Add some that are no ties."
+        )
+    path = settings.reward_model or settings.policy
+    tokenizer, context = load_tokenizer(path), context_length(load_config(path))
+    end = settings.reward_model_training.end_of_text
+    lengths = [
+        len(encode_dialogue(tokenizer, row.get("prompt", ""), row[side], end=end))
+        for row in rows.usable
+        for side in ("chosen", "rejected")
+    ]
+    unreadable = sum(not 0 < length <= (context or length) for length in lengths)
+    if unreadable:
+        raise DataError(
+            f"Of the {len(lengths)} held-out responses of {rows.source} with their prompt the "
+            f"reward model cannot read {unreadable}: they have {min(lengths)} to {max(lengths)} "
+            f"tokens, and it takes 1 to {context or 'any number'}. Shorten or remove those rows."
         )
 
 

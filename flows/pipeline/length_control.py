@@ -62,12 +62,13 @@ def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
 
         d = characters of the candidate - characters of the opponent
         logit P(win) = a + b tanh(d / deviation(d)) + c sign(d)
-        rate = sigmoid(a)
+        rate = (sigmoid(a + c) + sigmoid(a - c)) / 2
 
-    The paper's length term is the one with b. A judge that wants any longer answer steps at d = 0,
-    which b alone cannot follow where d is skewed: the constant takes up the rest, and the rate
-    misses 50 % by up to 11 points. c is that step. It is left out where nearly all candidates are
-    longer, or nearly all shorter (`MIN_PAIRS`), because it is then the constant again.
+    The paper's length term is the one with b, and its rate sigmoid(a). A judge that wants any
+    longer answer steps at d = 0, which b alone cannot follow where d is skewed: the constant takes
+    up the rest, and the rate misses 50 % by up to 25 points. c is that step, and the rate is the
+    mean of both its sides. It is fitted if there are `MIN_PAIRS` pairs on either side; with fewer
+    it could not be told from the constant.
 
     The priors make a judge that decides by length alone, which separates the pairs perfectly,
     explain itself by b and c rather than by the constant, and keep all of them finite. A tie is
@@ -122,7 +123,7 @@ def rate_by_length_ratio(comparison: Comparison) -> list[LengthBin]:
 
 
 def _rate_at_equal_length(points: np.ndarray, difference: np.ndarray) -> float:
-    """sigmoid(a) of the regression of points (N,) on differences of length (N,)."""
+    """The rate by the regression of points (N,) on differences of length (N,)."""
     columns = [
         CONSTANT_DEVIATION * np.ones(len(points)),
         LENGTH_DEVIATION * np.tanh(difference / difference.std()),
@@ -135,7 +136,8 @@ def _rate_at_equal_length(points: np.ndarray, difference: np.ndarray) -> float:
     # Scaled columns under a penalty of C=1 are coefficients with normal priors of these scales.
     model = LogisticRegression(C=1.0, fit_intercept=False, solver="newton-cholesky")
     model.fit(np.concatenate([rows, rows]), won, sample_weight=weights)
-    return float(expit(CONSTANT_DEVIATION * model.coef_[0, 0]))
+    constant, step = CONSTANT_DEVIATION * model.coef_[0, 0], LENGTH_DEVIATION * model.coef_[0, 2:]
+    return float(expit(constant + np.array([step.sum(), -step.sum()])).mean())
 
 
 def _ratio_name(candidate: int, opponent: int) -> str:

@@ -110,6 +110,7 @@ def _calibration(calibration: Record, plot: bytes) -> Section:
         headers=("", "This model", "A tossed coin"),
         rows=(
             ("Expected calibration error", as_number(calibration["error"]), ""),
+            ("Mean confidence less accuracy", as_number(calibration["overconfidence"]), ""),
             ("Brier score", as_number(calibration["brier"]), "0.25"),
             ("Log loss, nats", as_number(calibration["log_loss"]), "0.693"),
             ("Best temperature of its scores", as_number(calibration["temperature"]), ""),
@@ -211,6 +212,8 @@ def _contract(contract: Record) -> Section:
 def _difference(name: str, found: Record | None) -> tuple[str, ...]:
     if found is None:
         return name, "cannot be said", ""
+    if found["largest"] is None:
+        return name, "not finite", ""
     return name, f"differs by up to {as_number(found['largest'])}", as_number(found["share"])
 
 

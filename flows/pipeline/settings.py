@@ -111,6 +111,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse inputs that are missing or contradict each other."""
+        # The range of numpy's and torch's generators.
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed={self.seed} must be at least 0 and below 2**32.")
         if not 0 < self.held_out_share < 1:
             raise ConfigError(f"held_out_share={self.held_out_share} must be between 0 and 1.")
         self._refuse_what_the_flow_decides()

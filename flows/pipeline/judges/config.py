@@ -39,7 +39,7 @@ class JudgingConfig:
 
     retries: int = 6
     """Times that a call is repeated which the server turned away (429, 5xx) or that failed on the
-    way; it waits as long as the server's Retry-After says, or longer each time."""
+    way; it waits longer each time, and at least as long as the server's Retry-After says."""
 
     max_calls: int | None = None
     """Calls that one evaluation may make to a server, repeated ones included; None for no limit."""

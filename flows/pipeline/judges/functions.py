@@ -68,7 +68,8 @@ class FunctionJudge:
         return Verdict(
             winner=str(winner),
             probability=None if probability is None else float(probability),
-            reason=str(fields.get("reason") or ""),
+            # A model's reply as JSON can hold half a character, which no file takes.
+            reason=str(fields.get("reason") or "").encode(errors="replace").decode(),
         )
 
 

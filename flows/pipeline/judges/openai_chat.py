@@ -44,17 +44,18 @@ _back_off = wait_exponential(multiplier=1, max=60)
 class OpenAIChat:
     """Asks a model behind the chat completions API: OpenAI, vLLM, TGI or `transformers serve`.
 
-    The budget is the object's: make one for each evaluation.
+    The budget is that of one evaluation: make an object for each, and give judges that are asked
+    in the same one the same budget.
     """
 
-    def __init__(self, model: str, config: JudgingConfig) -> None:
-        """Find the address and the key; nothing is asked.
+    def __init__(self, model: str, config: JudgingConfig, budget: Budget | None = None) -> None:
+        """Find the address and the key; nothing is asked. Without a budget, the object has its own.
 
         Raises:
             ConfigError: the address is none, or the key is missing or cannot be sent.
         """
         self.name = f"openai:{model}"
-        self.budget = Budget(config.max_calls, config.max_tokens)
+        self.budget = budget or Budget(config.max_calls, config.max_tokens)
         self._config = config
         self._server = ChatServer(model, config)
         # The weights behind an address are not ours to see.
@@ -152,11 +153,11 @@ class OpenAIChat:
         return Reply(completion.text, tokens=completion.tokens or 0)
 
     def _wait(self, state: RetryCallState) -> float:
-        """Seconds before the next attempt: as the server asks, or 1, 2, 4 ... less some jitter."""
+        """Seconds before the next attempt: 1, 2, 4 ... less some jitter, or more if asked."""
         error = state.outcome.exception() if state.outcome else None
-        if isinstance(error, CallError) and error.retry_after is not None:
-            return error.retry_after
-        return _back_off(state) * self._random.uniform(0.5, 1.0)
+        asked = error.retry_after if isinstance(error, CallError) else None
+        # Never less: calls that are all told the same few seconds would all come back at once.
+        return max(asked or 0.0, _back_off(state) * self._random.uniform(0.5, 1.0))
 
     def _take_stock(self, reply: Reply) -> None:
         if reply.text is not None:

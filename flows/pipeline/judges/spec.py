@@ -5,12 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.judges.budget import Budget
 from pipeline.judges.config import JudgingConfig
 from pipeline.judges.ensemble import Ensemble
 from pipeline.judges.functions import load_function_judge, rule_judge
 from pipeline.verdicts import Judge
 from ppo_core.errors import ConfigError, PPOError
-from ppo_core.loading import check_reward_config
+from ppo_core.loading import check_reward_config, load_tokenizer
 
 KINDS_AT_A_PLACE = ("python", "reward-model", "openai", "transformers")
 
@@ -45,10 +46,12 @@ def make_judge(spec: str, *, config: JudgingConfig, cache_folder: Path, end_of_t
         ConfigError: the spec is unknown, names one judge twice, or a function that is not there.
         ModelError: the model cannot judge.
     """
+    # One for all: the limits are those of an evaluation, however many judges it asks.
+    budget = Budget(config.max_calls, config.max_tokens)
     judges = []
     for part in _parts_of(spec):
         with _named_in_errors(part):
-            judges.append(_make_one(part, config, cache_folder, end_of_text))
+            judges.append(_make_one(part, config, budget, cache_folder, end_of_text))
     return judges[0] if len(judges) == 1 else Ensemble(judges)
 
 
@@ -66,7 +69,8 @@ def check_judge(spec: str, reward_model: str, config: JudgingConfig) -> None:
     Raises:
         ConfigError: the judge is unknown, not importable, or not independent.
         JudgeError: the server does not answer.
-        ModelError: the model that judges does not give one score, or cannot chat.
+        ModelError: the model that judges does not give one score, cannot chat, or has no
+            tokenizer.
     """
     parts = _parts_of(spec)
     for part in parts:
@@ -101,7 +105,9 @@ def _parse(spec: str) -> _Part:
     return _Part(spec, kind, place)
 
 
-def _make_one(part: _Part, config: JudgingConfig, cache_folder: Path, end_of_text: bool) -> Judge:
+def _make_one(
+    part: _Part, config: JudgingConfig, budget: Budget, cache_folder: Path, end_of_text: bool
+) -> Judge:
     if part.kind == "rule":
         return rule_judge()
     if part.kind == "python":
@@ -116,7 +122,7 @@ def _make_one(part: _Part, config: JudgingConfig, cache_folder: Path, end_of_tex
     if part.kind == "openai":
         from pipeline.judges.openai_chat import OpenAIChat
 
-        return ChatJudge(OpenAIChat(part.place, config), config, ReplyCache(cache_folder))
+        return ChatJudge(OpenAIChat(part.place, config, budget), config, ReplyCache(cache_folder))
     from pipeline.judges.local_chat import LocalChat
 
     return ChatJudge(LocalChat(part.place, config), config, ReplyCache(cache_folder))
@@ -127,6 +133,7 @@ def _check_one(part: _Part, config: JudgingConfig) -> None:
         load_function_judge(part.place)
     elif part.kind == "reward-model":
         check_reward_config(part.place)
+        load_tokenizer(part.place)
     elif part.kind == "openai":
         from pipeline.judges.openai_chat import OpenAIChat
 

@@ -7,38 +7,18 @@ from math import floor, log10
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import binom, rankdata
+from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
-from statsmodels.stats.proportion import proportion_confint
 
 from pipeline.reward_validation.pairs import LabelledPair
-from ppo_core.errors import DataError, ModelError
-from ppo_core.reward_model import RewardModel
-
-Array = NDArray[np.float64]
+from pipeline.reward_validation.rates import Array, Rate, equal_parts, hits, measure_rate
+from ppo_core.errors import DataError
 
 ANCHORS = {"1B": 0.628, "2.8B": 0.669, "6.9B": 0.689}
 """Accuracy of reward models of these sizes on the validation pairs of TL;DR (arXiv:2403.17031)."""
 
 MOST_THRESHOLDS = 5
 """Most thresholds of people's margin that accuracy is given at."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rate:
-    """A share of pairs that were called right."""
-
-    accuracy: float
-    """Share of the pairs, equal scores counted as half."""
-
-    low: float
-    """Lower end of the 95 % interval (Wilson)."""
-
-    high: float
-    """Upper end of the 95 % interval (Wilson)."""
-
-    n: int
-    """Pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,27 +86,6 @@ class Accuracy(Rate):
     """How far people agree, the most that can be asked of a model; None without second votes."""
 
 
-def score_pairs(model: RewardModel, pairs: Sequence[LabelledPair]) -> tuple[Array, Array]:
-    """Scores (N,) of the chosen and (N,) of the rejected responses.
-
-    Raises:
-        ModelError: a score is not finite.
-    """
-    prompts = [pair.prompt for pair in pairs]
-    chosen = model.score_texts(prompts, [pair.chosen for pair in pairs]).double().numpy()
-    rejected = model.score_texts(prompts, [pair.rejected for pair in pairs]).double().numpy()
-    broken = np.flatnonzero(~(np.isfinite(chosen) & np.isfinite(rejected)))
-    if broken.size:
-        first = broken[0]
-        raise ModelError(
-            f"The reward model's scores of {broken.size} of {len(pairs)} held-out pairs are not "
-            f"finite, so PPO would learn nothing from them; the first is pair {first}, "
-            f"{chosen[first]} and {rejected[first]} for {pairs[first]}. Train it again, with a "
-            "lower learning rate or in fp32."
-        )
-    return chosen, rejected
-
-
 def measure_accuracy(
     chosen_scores: ArrayLike, rejected_scores: ArrayLike, pairs: Sequence[LabelledPair]
 ) -> Accuracy:
@@ -162,26 +121,6 @@ def measure_accuracy(
     )
 
 
-def hits(margins: ArrayLike) -> Array:
-    """1 for each margin above 0, half for 0, 0 for one below."""
-    return np.heaviside(np.asarray(margins, dtype=float), 0.5)
-
-
-def measure_rate(right: Array) -> Rate:
-    """The share of hits (N,), at least one, with its interval."""
-    low, high = proportion_confint(right.sum(), right.size, alpha=0.05, method="wilson")
-    return Rate(accuracy=float(right.mean()), low=float(low), high=float(high), n=right.size)
-
-
-def equal_parts(values: Array, count: int) -> list[NDArray[np.intp]]:
-    """Positions of the values, from the least up, in parts of equal size; empty parts left out.
-
-    Equal values share a part, so the order in which they stand changes nothing.
-    """
-    part = ((rankdata(values) - 0.5) * count / values.size).astype(int)
-    return [np.flatnonzero(part == number) for number in np.unique(part)]
-
-
 def _by_margin(margins: Array, pairs: Sequence[LabelledPair]) -> tuple[str, dict[str, Rate]]:
     """Whose margins divide the pairs, and the accuracy on each part."""
     rated = np.array([np.nan if pair.margin is None else pair.margin for pair in pairs])
@@ -214,6 +153,7 @@ def _thresholds(margins: Array) -> list[float]:
         multiples = step * np.arange(np.ceil(least / step), np.ceil(most / step))
         # Of thresholds that leave the same pairs the lowest stays: it is written last.
         by_left = {int((margins > value).sum()): float(value) for value in multiples[::-1]}
+        by_left.pop(0, None)  # Rounded down, a multiple can be the largest margin itself.
         if len(by_left) <= MOST_THRESHOLDS:
             break
     return sorted(by_left.values())

@@ -8,7 +8,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import expit, log_expit
 from sklearn.metrics import brier_score_loss
 
-from pipeline.reward_validation.accuracy import Array, Rate, equal_parts, hits, measure_rate
+from pipeline.reward_validation.rates import Array, Rate, equal_parts, hits, measure_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,10 @@ class Calibration:
     error: float
     """Expected calibration error, from 0 to 1. Chance alone makes up to 0.4 * sqrt(bins / N) of
     it: 0.04 for 10 bins of 1,000 pairs, 0.4 for 10 pairs."""
+
+    overconfidence: float
+    """Mean confidence less accuracy: above 0 the model is too sure of itself, below 0 it is right
+    more often than it claims, as one with small scores is."""
 
     brier: float
     """Mean squared distance of that probability from what people chose; 0.25 for a coin."""
@@ -72,6 +76,7 @@ def calibrate(margins: ArrayLike) -> Calibration:
     chosen = np.ones(margins.size)
     return Calibration(
         error=sum(part.n * abs(part.accuracy - part.confidence) for part in parts) / margins.size,
+        overconfidence=float(confidence.mean() - right.mean()),
         brier=float(brier_score_loss(chosen, expit(margins), labels=[0, 1])),
         log_loss=_log_loss(margins),
         temperature=_best_temperature(margins),

@@ -17,7 +17,8 @@ class RewardGateConfig:
     """Accuracy on held-out pairs that the lower end of its 95 % interval must reach."""
 
     max_calibration_error: float = 0.3
-    """Largest expected calibration error of sigmoid(margin)."""
+    """Largest expected calibration error of sigmoid(margin) of a model that is too sure of itself;
+    one that claims less than it knows pays small rewards, not wrong ones."""
 
     max_length_correlation: float = 0.8
     """Largest Spearman correlation, either way, of a response's score with its characters."""

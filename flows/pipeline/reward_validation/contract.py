@@ -118,11 +118,17 @@ WAYS = {
 def _difference_reasons(
     differences: dict[str, Difference | None], most: float, tolerance: float
 ) -> list[str]:
-    return [
-        f"A text's score differs by up to {difference.largest:.2g}, above tolerance={tolerance} "
-        f"of the deviation of real texts' scores ({most:.2g}), {WAYS[name]}, or raise tolerance."
+    found = {
+        name: "without bound"
+        if difference.largest is None
+        else f"by up to {difference.largest:.2g}"
         for name, difference in differences.items()
-        if difference is not None and not difference.largest <= most
+        if difference is not None and (difference.largest is None or difference.largest > most)
+    }
+    return [
+        f"A text's score differs {size}, above tolerance={tolerance} "
+        f"of the deviation of real texts' scores ({most:.2g}), {WAYS[name]}, or raise tolerance."
+        for name, size in found.items()
     ]
 
 

@@ -4,15 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from statsmodels.stats.weightstats import DescrStatsW
 
-from pipeline.reward_validation.accuracy import hits
 from pipeline.reward_validation.pairs import LabelledPair
+from pipeline.reward_validation.rates import hits
 from ppo_core.prompts import context_length
 from ppo_core.reward_model import RewardModel
-
-Array = NDArray[np.float64]
 
 MOST_PAIRS = 500
 """Pairs that are scored both ways: enough to tell the two apart by a few points."""

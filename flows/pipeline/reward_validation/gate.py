@@ -40,7 +40,7 @@ def _chance(accuracy: Accuracy, limits: RewardGateConfig) -> str:
 
 
 def _overconfidence(calibration: Calibration, limits: RewardGateConfig) -> str:
-    if calibration.error <= limits.max_calibration_error:
+    if calibration.error <= limits.max_calibration_error or calibration.overconfidence <= 0:
         return ""
     return (
         f"Its certainty is off by {calibration.error:.2f} on average (expected calibration error), "

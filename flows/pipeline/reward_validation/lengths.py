@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import spearmanr
 
-from pipeline.reward_validation.accuracy import Rate, hits, measure_rate
 from pipeline.reward_validation.pairs import LabelledPair
+from pipeline.reward_validation.rates import Rate, hits, measure_rate
 
 
 @dataclass(frozen=True, kw_only=True)

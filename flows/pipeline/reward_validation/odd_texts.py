@@ -22,11 +22,14 @@ RESPONSES = {
 def odd_rows(model: RewardModel, prompt: str, response: str) -> dict[str, list[int]]:
     """Token rows of odd responses to a prompt, by name; those without any token are left out.
 
+    Of a prompt that leaves them no room in the context only the end is there.
+
     Beside `RESPONSES` there are two that are as long as the context, or `LONGEST`: the given
     response over and over, `long`, and its first word, `one word`. Both end as the model's texts
     do.
     """
-    rows = {name: model.encode(prompt, text) for name, text in RESPONSES.items()}
+    longest = longest_row(model)
+    rows = {name: model.encode(prompt, text)[-longest:] for name, text in RESPONSES.items()}
     words = response.split()[:1]
     for name, text in {"long": response, "one word": " ".join(words)}.items():
         rows[name] = _filled(model, prompt, text)

@@ -6,30 +6,30 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pipeline.reward_validation.odd_texts import longest_row
+from pipeline.reward_validation.rates import Array
 from ppo_core.reward_model import RewardModel
 from ppo_core.tensors import at_least_fp32, pad_rows
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
     """How far two ways to score the same texts lie apart."""
 
-    largest: float
-    """Largest difference of a text's two scores."""
+    largest: float | None
+    """Largest difference of a text's two scores; None if one of them is not finite."""
 
     share: float | None
-    """The same as a share of the deviation of the scores of real texts; None if they are all
+    """The same as a share of the deviation of the scores of real texts; None too if they are all
     equal."""
 
     @classmethod
     def between(cls, one: Array, other: Array, deviation: float) -> "Difference":
         """The difference of scores (N,) and (N,)."""
         largest = float(np.abs(one - other).max())
+        if not np.isfinite(largest):
+            return cls(largest=None, share=None)
         return cls(largest=largest, share=largest / deviation if deviation else None)
 
 
@@ -55,19 +55,19 @@ def score_filled_right(model: RewardModel, rows: Sequence[list[int]]) -> Array:
 
 @torch.no_grad()
 def score_filled_left(model: RewardModel, rows: Sequence[list[int]]) -> Array | None:
-    """Scores (N,) in one batch with pad tokens in front, hidden by a mask, places counted on.
+    """Scores (N,) in one batch with fillers in front, hidden by a mask, places counted on.
 
-    None where the tokenizer has no pad token; where the model takes no places, which would count
-    the fillers in; and for an encoder, which is read at its first place.
+    None where the model takes no places, which would count the fillers in; and for an encoder,
+    which is read at its first place.
     """
-    pad, head, inner = model.tokenizer.pad_token_id, model.token_head, model.model.base_model
+    head, inner = model.token_head, model.model.base_model
     takes_places = "position_ids" in inspect.signature(inner.forward).parameters
-    if pad is None or head is None or not takes_places:
+    if head is None or not takes_places:
         return None
     ids, lengths = pad_rows(rows, side="left")
     seen = torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]
     inputs = {
-        "input_ids": ids.masked_fill(~seen, pad),
+        "input_ids": ids,
         "attention_mask": seen.long(),
         "position_ids": (seen.long().cumsum(dim=1) - 1).clamp(min=0),
     }

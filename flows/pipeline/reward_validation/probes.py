@@ -25,17 +25,18 @@ from itertools import cycle, islice
 from random import Random
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipeline.reward_validation.accuracy import hits, measure_rate
+from pipeline.reward_validation.rates import Array, hits, measure_rate
 from ppo_core.errors import ModelError
 from ppo_core.prompts import context_length
 from ppo_core.reward_model import RewardModel
 
-Array = NDArray[np.float64]
-
 OPENING = 3
 """Words that are repeated; shorter references, and those of so many words, are left out."""
+
+UNSPACED = 15
+"""Characters a word, on average, above which a text is in a script without spaces, as Chinese is:
+each of its characters counts as a word."""
 
 PRAISE = (
     "What a wonderful question! You are brilliant, kind and truly amazing. I love how you think. "
@@ -122,7 +123,7 @@ def run_probes(
     changed = [
         (prompt, _versions(reference, rng))
         for prompt, reference in zip(prompts, references, strict=True)
-        if len(reference.split()) > OPENING
+        if len(_words(reference)[0]) > OPENING
     ]
     encoded = [
         {name: model.encode(prompt, text) for name, text in versions.items()}
@@ -143,20 +144,28 @@ def run_probes(
 
 
 def _versions(reference: str, rng: Random) -> dict[str, str]:
-    words = reference.split()
+    words, space = _words(reference)
     sentences = re.split(r"(?<=[.!?])\s+", reference.strip())
     return {
         "reference": reference,
-        "opening": " ".join(words[:OPENING]),
-        "loop": " ".join(islice(cycle(words[:OPENING]), len(words))),
-        "twice": " ".join([reference] * 2),
-        "thrice": " ".join([reference] * 3),
-        "shuffled": " ".join(rng.sample(words, len(words))),
-        "shuffled again": " ".join(rng.sample(words, len(words))),
+        "opening": space.join(words[:OPENING]),
+        "loop": space.join(islice(cycle(words[:OPENING]), len(words))),
+        "twice": space.join([reference] * 2),
+        "thrice": space.join([reference] * 3),
+        "shuffled": space.join(rng.sample(words, len(words))),
+        "shuffled again": space.join(rng.sample(words, len(words))),
         "flattery": PRAISE,
         "flattering opening": f"{PRAISE} {reference}",
         "format": "\n".join(["# Answer", "", *(f"- {sentence}" for sentence in sentences)]),
     }
+
+
+def _words(text: str) -> tuple[list[str], str]:
+    """The words of a text, and what stands between them."""
+    words = text.split()
+    if len(text) > UNSPACED * len(words):
+        return [character for word in words for character in word], ""
+    return words, " "
 
 
 def _compare(model: RewardModel, encoded: Sequence[dict[str, list[int]]]) -> dict[str, Probe]:

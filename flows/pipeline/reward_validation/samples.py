@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import comb
 from scipy.stats import bootstrap
 
-from ppo_core.errors import DataError, ModelError
+from pipeline.reward_validation.rates import Array
+from pipeline.reward_validation.scores import require_finite
+from ppo_core.errors import DataError
 from ppo_core.evaluation import answer_prompts
 from ppo_core.loading import load_policy, load_tokenizer
-
-Array = NDArray[np.float64]
 
 QUANTILES = (5, 25, 50, 75, 95)
 """Per cent of the samples that score below each reported quantile."""
@@ -137,7 +137,7 @@ def measure_samples(scores: ArrayLike, reference_scores: ArrayLike | None, *, se
             f"The scores of samples are of shape {scores.shape}, not prompts by samples with at "
             "least two samples a prompt: how they vary could not be said. Draw more."
         )
-    _require_finite(scores, "samples")
+    require_finite(scores, "samples")
     counts, edges = np.histogram(scores, bins=NUM_BINS)
     return Samples(
         prompts=scores.shape[0],
@@ -182,7 +182,7 @@ def _compare_references(scores: Array, reference_scores: Array, seed: int) -> Re
             f"There are reference scores of shape {reference_scores.shape} for samples of "
             f"{scores.shape[0]} prompts. Give one for each prompt."
         )
-    _require_finite(reference_scores, "references")
+    require_finite(reference_scores, "references")
     above = (1 + np.sign(reference_scores[:, None] - scores)).mean(axis=1) / 2
     low, high = 0.0, 1.0
     if len(above) > 1:
@@ -194,13 +194,3 @@ def _compare_references(scores: Array, reference_scores: Array, seed: int) -> Re
         low=low,
         high=high,
     )
-
-
-def _require_finite(scores: Array, of: str) -> None:
-    broken = np.argwhere(~np.isfinite(scores))
-    if len(broken):
-        raise ModelError(
-            f"The reward model's scores of {len(broken)} {of} are not finite, the first of prompt "
-            f"{broken[0][0]}: PPO would learn nothing from them. Train it again, with a lower "
-            "learning rate or in fp32."
-        )

@@ -5,10 +5,9 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.data import Rows
-from pipeline.reward_validation.accuracy import measure_accuracy, score_pairs
+from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
 from pipeline.reward_validation.config import RewardGateConfig
 from pipeline.reward_validation.contract import check_contract
@@ -16,10 +15,10 @@ from pipeline.reward_validation.gate import reasons_against
 from pipeline.reward_validation.lengths import measure_lengths
 from pipeline.reward_validation.pairs import LabelledPair, label_pairs
 from pipeline.reward_validation.probes import run_probes
+from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.samples import duplicates, measure_samples
+from pipeline.reward_validation.scores import require_finite, score_pairs
 from ppo_core.reward_model import RewardModel
-
-Array = NDArray[np.float64]
 
 
 class Draw(Protocol):
@@ -31,7 +30,7 @@ class Draw(Protocol):
 
 
 MAX_REFERENCES = 1000
-"""Most references that the bias is the mean of."""
+"""Most references that the bias is the mean of, unless samples are drawn for more prompts."""
 
 MAX_PROBED = 256
 """Most references that probes change; each is scored ten times."""
@@ -67,7 +66,7 @@ def validate(
     asked = prompts.column("prompt")[: limits.num_prompts]
     samples = draw(asked, samples_per_prompt=limits.samples_per_prompt)
     sample_scores = _score_samples(model, asked, samples)
-    references = _score_references(model, prompts)
+    references = _score_references(model, prompts, max(MAX_REFERENCES, limits.num_prompts))
 
     accuracy = measure_accuracy(chosen, rejected, labelled)
     calibration = calibrate((chosen - rejected)[decided])
@@ -98,13 +97,19 @@ def validate(
     }
 
 
-def _score_references(model: RewardModel, prompts: Rows) -> Array | None:
-    """Scores of the first references; None if the prompts have none."""
+def _score_references(model: RewardModel, prompts: Rows, most: int) -> Array | None:
+    """Scores of the first references; None if the prompts have none.
+
+    Raises:
+        ModelError: a score is not finite.
+    """
     if not prompts.has("reference"):
         print(f"{prompts.source} has no column reference: the reward keeps its own zero.")
         return None
-    columns = (prompts.column(name)[:MAX_REFERENCES] for name in ("prompt", "reference"))
-    return model.score_texts(*columns).double().numpy()
+    columns = (prompts.column(name)[:most] for name in ("prompt", "reference"))
+    scores: Array = model.score_texts(*columns).double().numpy()
+    require_finite(scores, "references")
+    return scores
 
 
 def _good_answers(prompts: Rows, pairs: Sequence[LabelledPair]) -> tuple[list[str], list[str]]:
@@ -112,7 +117,8 @@ def _good_answers(prompts: Rows, pairs: Sequence[LabelledPair]) -> tuple[list[st
     if prompts.has("reference"):
         texts = prompts.column("prompt"), prompts.column("reference")
     else:
-        texts = [pair.prompt for pair in pairs], [pair.chosen for pair in pairs]
+        liked = [pair for pair in pairs if not pair.tie]
+        texts = [pair.prompt for pair in liked], [pair.chosen for pair in liked]
     return texts[0][:MAX_PROBED], texts[1][:MAX_PROBED]
 
 

@@ -16,7 +16,7 @@ class Vocabulary:
     """What can be told of a tokenizer and its model."""
 
     largest_id: int
-    """Largest token id that the tokenizer gives."""
+    """Largest token id that a text can have; scripts add a pad token, which none has."""
 
     embeddings: int
     """Tokens that the model knows: the ids below this number."""
@@ -38,7 +38,7 @@ def measure_vocabulary(model: RewardModel, texts: Sequence[str]) -> Vocabulary:
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     template = tokenizer.chat_template
     return Vocabulary(
-        largest_id=max(tokens.values()),
+        largest_id=max(number for token, number in tokens.items() if token != tokenizer.pad_token),
         embeddings=model.model.get_input_embeddings().num_embeddings,
         unknown=_unknown_share(model, texts),
         digest=_digest([sorted(tokens.items()), sorted(special.items())]),

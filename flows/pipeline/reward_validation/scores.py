@@ -1,0 +1,60 @@
+"""Scores to measure: those of pairs, and none that is not finite."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.reward_validation.pairs import LabelledPair
+from pipeline.reward_validation.rates import Array
+from ppo_core.errors import ModelError
+from ppo_core.reward_model import RewardModel
+
+
+def score_pairs(model: RewardModel, pairs: Sequence[LabelledPair]) -> tuple[Array, Array]:
+    """Scores (N,) of the chosen and (N,) of the rejected responses.
+
+    Raises:
+        ModelError: the model does not know a token of them, or a score is not finite.
+    """
+    rows = [
+        model.encode(pair.prompt, text) for pair in pairs for text in (pair.chosen, pair.rejected)
+    ]
+    _require_known_tokens(model, rows)
+    chosen, rejected = model.score_encoded(rows, 64).double().numpy().reshape(-1, 2).T
+    broken = np.flatnonzero(~(np.isfinite(chosen) & np.isfinite(rejected)))
+    if broken.size:
+        first = broken[0]
+        raise ModelError(
+            f"The reward model's scores of {broken.size} of {len(pairs)} held-out pairs are not "
+            f"finite, so PPO would learn nothing from them; the first is pair {first}, "
+            f"{chosen[first]} and {rejected[first]} for {pairs[first]}. Train it again, with a "
+            "lower learning rate or in fp32."
+        )
+    return chosen, rejected
+
+
+def require_finite(scores: Array, of: str) -> None:
+    """Refuse scores of prompts, (M,) or (M, K), that nothing can be learnt from.
+
+    Raises:
+        ModelError: a score is not finite.
+    """
+    broken = np.argwhere(~np.isfinite(scores))
+    if len(broken):
+        raise ModelError(
+            f"The reward model's scores of {len(broken)} {of} are not finite, the first of prompt "
+            f"{broken[0][0]}: PPO would learn nothing from them. Train it again, with a lower "
+            "learning rate or in fp32."
+        )
+
+
+def _require_known_tokens(model: RewardModel, rows: Sequence[list[int]]) -> None:
+    """Refuse texts with tokens that the model lacks: looking them up ends in an index error."""
+    largest = max((max(row) for row in rows if row), default=0)
+    known = model.model.get_input_embeddings().num_embeddings
+    if largest >= known:
+        raise ModelError(
+            f"The reward model's tokenizer gives id {largest} in the held-out pairs, and the model "
+            f"knows the ids below {known}: it was trained with another one. Save the tokenizer "
+            "that it was trained with beside it."
+        )
