@@ -12,8 +12,8 @@ RUN_ARGS ?=
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
 
-test: $(VENV)/installed-dev ## Run the suite, two tests at a time on one thread each.
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
+test: $(VENV)/installed-dev ## Run the suite, two files at a time on one thread each.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

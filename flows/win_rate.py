@@ -8,7 +8,7 @@ It needs nothing of a run of the flow: any model, any judge, any rows of prompt 
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipeline import demo_task, inputs
@@ -68,7 +68,7 @@ class WinRateArguments:
     """Folder for the replies of judges, which are paid for once, and for the judgements."""
 
     summary_json: str = ""
-    """File for all figures; empty for none."""
+    """File for all figures and settings; empty for none."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -93,7 +93,9 @@ def main(argv: Sequence[str]) -> int:
     write_jsonl(written, judgements(evaluation))
     print(f"{render(evaluation)}\nEvery judgement is in {written}.")
     if arguments.summary_json:
-        Path(arguments.summary_json).write_text(json.dumps(evaluation.result, indent=2))
+        settings = {**asdict(arguments), **asdict(config), "judging": asdict(judging)}
+        summary = {**evaluation.result, "settings": settings}
+        Path(arguments.summary_json).write_text(json.dumps(summary, indent=2), encoding="utf-8")
     return 0 if evaluation.result["conclusive"] else 1
 
 

@@ -1,8 +1,12 @@
 """Fixtures that several test files share."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Before the hub's client is imported, which would ask five times for what is not here.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture

@@ -24,9 +24,6 @@ from pipeline.reward_document import reward_document
 ROOT = Path(__file__).parent.parent
 CHROMIUM = shutil.which("chromium")
 
-# One worker runs them all, so the flow runs once.
-pytestmark = pytest.mark.xdist_group("cards")
-
 FLOW = """
 import json
 from metaflow import FlowSpec, card, current, step

@@ -40,7 +40,7 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", MIGRATING, TRUSTING]
 OTHERS_FLAGS = {"backend-store-uri", "config", "config-file"}
 """Flags of MLflow, Metaflow and accelerate."""
 
-pytestmark = [pytest.mark.xdist_group("docs"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 # --- What is printed runs ----------------------------------------------------------

@@ -18,8 +18,7 @@ from pipeline_inputs import JUDGE, as_toml, tiny_table
 ROOT = Path(__file__).parent.parent
 FLOW = ROOT / "flows" / "rlhf.py"
 
-# One worker runs them all, so the flow runs once.
-pytestmark = [pytest.mark.xdist_group("flow"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass(frozen=True)

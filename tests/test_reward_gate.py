@@ -27,8 +27,6 @@ POLICY = str(DATA / "tinystories-656k")
 stories = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is missing"),
-    # One worker runs them all, so each model is trained once.
-    pytest.mark.xdist_group("gate"),
 ]
 
 

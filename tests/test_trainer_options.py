@@ -79,7 +79,6 @@ def test_bf16_trains_in_bf16_and_keeps_the_weights_in_fp32():
         dtypes[bf16] = seen
         # Sampling and training round alike, up to the order of their sums.
         assert metrics["val/first_ratio_error"] < (0.05 if bf16 else 1e-5)
-        assert (metrics["val/first_ratio_error"] > 1e-5) == bf16
         assert {p.dtype for p in trainer._trainee.module.parameters()} == {torch.float32}
         assert any(not torch.equal(before[name], value) for name, value in weights(trainer).items())
     # The first is whether it was the update: sampling and training see the same policy.

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -14,8 +13,6 @@ from ppo_core.classic import AutoModelForCausalLMWithValueHead
 from tests.tiny import make_classifier, make_policy, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
-
-pytestmark = pytest.mark.xdist_group("trl scripts")
 
 TRAINER_SCRIPT = """
 import shutil

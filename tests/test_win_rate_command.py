@@ -49,6 +49,9 @@ def test_the_figures_and_every_judgement_are_kept(tmp_path: Path):
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["win_rate"]["model_vs_reference"]["n"] == 10
     assert figures["canaries"]["sound"]
+    assert figures["settings"]["model"] == "policy"
+    assert figures["settings"]["temperature"] == 0.7
+    assert figures["settings"]["judging"]["attempts"] == 3
     kept = [json.loads(line) for line in (tmp_path / "out/judgements.jsonl").open()]
     assert [row["outcome"] for row in kept] == ["second"] * 10
     assert kept[3]["prompt"] == "w3 w4"
@@ -74,9 +77,7 @@ def test_greedy_answers_depend_on_no_seed_and_sampled_ones_do(tmp_path: Path):
     assert answers() != answers("--seed", "2")
 
 
-def test_a_registered_version_is_judged_by_its_uri(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
+def test_a_registered_version_is_judged_by_its_uri(tmp_path: Path, mlflow_client, capsys):
     components = {
         "model": transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy"),
         "tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path / "policy"),
