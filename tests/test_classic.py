@@ -641,7 +641,8 @@ def torchrun(script: Path, *arguments: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [sys.executable, *launcher, str(script), *arguments]
-    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=240)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
 
 
 TARGET_KL = 0.025
