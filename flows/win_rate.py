@@ -19,7 +19,7 @@ from pipeline.evaluation import Evaluation, evaluate, judgements
 from pipeline.evaluation_config import EvaluationConfig
 from pipeline.judges.config import JudgingConfig
 from pipeline.judges.spec import check_judge, make_judge
-from pipeline.registry import find_policy
+from pipeline.registry.versions import find_policy
 from pipeline.report_document import as_number, as_percent
 from pipeline.win_rate import describe
 from ppo_core.checks import require, require_count

@@ -66,7 +66,7 @@ def test_4_the_parts_of_the_pipeline_do_not_know_each_other(path: Path):
         assert not siblings(path, "pipeline") & (STRANGERS - {part})
     if path.stem != "stages":
         assert "stages" not in siblings(path, "pipeline")
-    assert path.stem == "registry" or "mlflow" not in packages(path)
+    assert part == "registry" or "mlflow" not in packages(path)
     assert path.stem == "storage" or "boto3" not in packages(path)
 
 

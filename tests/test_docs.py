@@ -19,7 +19,8 @@ from tiny import make_policy, make_tokenizer
 
 import ppo_core
 import ppo_core.classic
-from pipeline import registry
+from pipeline.registry.tracking import start_run
+from pipeline.registry.versions import register_policy
 from pipeline.evaluation_config import EvaluationConfig
 from pipeline.judges.config import JudgingConfig
 from pipeline.reward_validation.config import RewardGateConfig
@@ -276,6 +277,6 @@ def run_python(words: list, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def register(policy: Path) -> None:
     """Put the policy where the README's example looks for it."""
-    run_id = registry.start_run("docs", {})
+    run_id = start_run("docs", {})
     nothing = {"updates": [], "numbers": {}, "files": [], "samples": []}
-    registry.register_policy(policy, "rlhf-policy", run_id=run_id, **nothing)
+    register_policy(policy, "rlhf-policy", run_id=run_id, **nothing)

@@ -9,7 +9,7 @@ from tiny import make_tokenizer
 
 from pipeline.inputs import check_inputs, training_pairs
 from pipeline.inputs import test_pairs as read_test_pairs
-from pipeline.registry import check_registry
+from pipeline.registry.connection import check_registry
 from pipeline.settings import make_settings
 from ppo_core.errors import ConfigError, DataError, ModelError, PPOError
 

@@ -31,7 +31,7 @@ Result = dict[str, Any]
 def read_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, Any]) -> Settings:
     """Read the settings strictly and refuse every input that would fail later."""
     from pipeline.inputs import check_inputs, require_writable
-    from pipeline.registry import check_registry
+    from pipeline.registry.connection import check_registry
     from pipeline.settings import make_settings
 
     settings = make_settings(from_file, from_command_line)
@@ -90,7 +90,7 @@ def load_reward_model(settings: Settings, sft: Result) -> Result:
 
 def start_tracking(settings: Settings, run_id: str) -> str:
     """A run in MLflow with these settings; returns its id there."""
-    from pipeline.registry import start_run
+    from pipeline.registry.tracking import start_run
     from pipeline.settings import as_plain_dict
 
     return start_run(run_id, as_plain_dict(settings))
@@ -100,9 +100,10 @@ def validate_reward_model(
     settings: Settings, sft: Result, reward_model: Result, tracking_run: str
 ) -> Result:
     """What there is to know about the reward model before anything is trained against it."""
-    from pipeline import inputs, registry
+    from pipeline import inputs
     from pipeline.figures import reward_model_figures
     from pipeline.headlines import reward_model_numbers
+    from pipeline.registry.tracking import log_reward_report
     from pipeline.report_page import reward_model_page
     from pipeline.reward_validation.samples import draw_samples
     from pipeline.reward_validation.validate import validate
@@ -129,7 +130,7 @@ def validate_reward_model(
         seed=settings.seed,
     )
     report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
-    registry.log_reward_report(
+    log_reward_report(
         tracking_run,
         report,
         numbers=reward_model_numbers(report),
@@ -270,7 +271,7 @@ def evaluation_card(evaluation: Result) -> list[Any]:
 def register(settings: Settings, policy: Result, evaluation: Result, tracking_run: str) -> Result:
     """Register the policy in MLflow with the run's metrics and samples."""
     from pipeline.headlines import evaluation_numbers
-    from pipeline.registry import register_policy
+    from pipeline.registry.versions import register_policy
 
     return register_policy(
         Path(policy["path"]),
@@ -296,7 +297,7 @@ def summarize(
     seconds: Mapping[str, float],
 ) -> Result:
     """The whole run as one plain dict: shown, written and kept beside the version."""
-    from pipeline.registry import log_summary
+    from pipeline.registry.tracking import log_summary
     from pipeline.report import render_summary
     from pipeline.settings import as_plain_dict
 

@@ -1,0 +1,1 @@
+"""MLflow: tracking, versions, and which of them is champion. No other package imports mlflow."""
