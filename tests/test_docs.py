@@ -19,10 +19,10 @@ from tiny import make_policy, make_tokenizer
 
 import ppo_core
 import ppo_core.classic
-from pipeline.registry.tracking import start_run
-from pipeline.registry.versions import register_policy
 from pipeline.evaluation_config import EvaluationConfig
 from pipeline.judges.config import JudgingConfig
+from pipeline.registry.tracking import start_run
+from pipeline.registry.versions import register_policy
 from pipeline.reward_validation.config import RewardGateConfig
 from pipeline.settings import make_settings
 from ppo_core.cli_arguments import ModelArguments, ScriptArguments
