@@ -1,0 +1,179 @@
+"""Serve the champion of a registered model, and follow it when another is promoted.
+
+    python docs/champion_service.py rlhf-policy --port 8000
+    curl localhost:8000/generate -d '{"prompt": "Hello"}' -H 'content-type: application/json'
+    curl localhost:8000/health
+
+A new champion is fetched, verified, loaded and asked once before it takes over; until then, and if
+any of that fails, the old one serves. A request ends on the model that it began with.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, Field
+from starlette.background import BackgroundTask
+from transformers import TextIteratorStreamer
+
+from flows.champion import Champion, champion_version, load_champion
+from ppo_core.errors import DataError, ModelError
+from ppo_core.prompts import encode_prompt
+
+log = logging.getLogger("champion_service")
+generations = ThreadPoolExecutor(max_workers=1)  # at a time; the other requests wait
+RETRY_SECONDS = 300  # until a version that was refused is tried again
+
+
+class Question(BaseModel):
+    """A prompt, or messages for the chat template, and how to answer."""
+
+    prompt: str | None = None
+    messages: list[dict[str, str]] | None = None
+    max_new_tokens: int = Field(64, ge=1)
+    temperature: float | None = Field(None, ge=0)  # 0: the likeliest token; None: as it was judged
+    stream: bool = False
+
+
+class Follower:
+    """The champion that serves now, and a thread that watches for the next."""
+
+    def __init__(self, name: str, poll_seconds: float) -> None:
+        """Load the champion; raises ModelError where there is none that can serve."""
+        self.name, self.poll_seconds = name, poll_seconds
+        self.champion = load_and_try(name, champion_version(name))
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        refused, retry_at, said = "", 0.0, ""
+        while True:
+            time.sleep(self.poll_seconds)
+            version = ""
+            try:
+                version = champion_version(self.name)
+                if version == self.champion.version:
+                    refused, said = "", ""
+                elif version != refused or time.monotonic() > retry_at:
+                    self.champion = load_and_try(self.name, version)
+                    log.info("Version %s of '%s' serves now.", version, self.name)
+            except Exception as error:  # whatever is wrong with a new one, the old one goes on
+                refused, retry_at = version, time.monotonic() + RETRY_SECONDS
+                if str(error) != said:  # an hour without the registry is one line
+                    said = str(error)
+                    log.warning("Version %s goes on serving. %s", self.champion.version, said)
+
+
+def load_and_try(name: str, version: str) -> Champion:
+    """A version that has answered once, and with numbers."""
+    champion = load_champion(name, version=version)
+    question = Question(prompt="Hello", max_new_tokens=1)
+    ids = encode(champion, question)
+    generate(champion, ids, question)
+    if not champion.model(ids).logits.isfinite().all():
+        raise ModelError(f"Version {version} of '{name}' gives logits that are not finite.")
+    return champion
+
+
+def encode(champion: Champion, question: Question) -> torch.Tensor:
+    """Token ids, (1, T), made as they were in training; raises DataError where they cannot be."""
+    if (question.prompt is None) == (question.messages is None):
+        raise DataError("Give a prompt or messages, and not both.")
+    given = question.messages if question.prompt is None else question.prompt
+    ids = encode_prompt(champion.tokenizer, given)
+    context = getattr(champion.model.config, "max_position_embeddings", sys.maxsize)
+    if not 0 < len(ids) <= context - question.max_new_tokens:
+        raise DataError(
+            f"A prompt of {len(ids)} tokens and an answer of up to {question.max_new_tokens} do "
+            f"not fit: there must be at least one of each, and {context} at most."
+        )
+    return torch.tensor([ids])
+
+
+def generate(champion: Champion, ids: torch.Tensor, question: Question, **options: Any) -> str:
+    """The whole answer."""
+    if question.temperature is not None:
+        options["do_sample"] = question.temperature > 0
+        options["temperature"] = question.temperature or None
+    tokens = champion.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=question.max_new_tokens,
+        **options,
+    )
+    return champion.tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def stream(
+    champion: Champion, ids: torch.Tensor, question: Question, gone: threading.Event
+) -> Iterator[str]:
+    """The answer in pieces, while it is made; no more of it is made once the client has gone."""
+    pieces = TextIteratorStreamer(champion.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    stop = [lambda *_, **__: torch.tensor([gone.is_set()])]
+    options = {"streamer": pieces, "stopping_criteria": stop}
+    work = generations.submit(generate, champion, ids, question, **options)
+    work.add_done_callback(lambda _: pieces.end())  # after an error too, or it would not end
+    yield from pieces
+    work.result()  # an error breaks the connection: half an answer never looks whole
+
+
+def make_app(follower: Follower) -> FastAPI:
+    """The two addresses of the service."""
+    app = FastAPI(title=follower.name)
+
+    @app.post("/generate")
+    def answer(question: Question) -> Response:
+        champion = follower.champion
+        headers = {"X-Model-Version": champion.version}
+        try:
+            ids = encode(champion, question)
+        except DataError as error:
+            raise HTTPException(422, str(error), headers) from error
+        if question.stream:
+            gone = threading.Event()
+            return StreamingResponse(
+                stream(champion, ids, question, gone),
+                headers=headers,
+                media_type="text/plain",
+                background=BackgroundTask(gone.set),  # also when the client leaves early
+            )
+        text = generations.submit(generate, champion, ids, question).result()
+        return JSONResponse({"version": champion.version, "text": text}, headers=headers)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"name": follower.name, "version": follower.champion.version}
+
+    return app
+
+
+def main() -> int:
+    """Serve until it is stopped; returns 1 where there is no champion to begin with."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("name", help="registered model whose alias champion is followed")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--poll-seconds", type=float, default=5, help="between looks at the alias")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the next look is a retry
+    try:
+        follower = Follower(given.name, given.poll_seconds)
+    except ModelError as error:
+        print(f"champion_service: {error}", file=sys.stderr)
+        return 1
+    uvicorn.run(make_app(follower), host=given.host, port=given.port)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
