@@ -1,0 +1,93 @@
+"""The aliases and tags of versions; what was deleted meanwhile has none."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from pipeline.registry.connection import connect
+from pipeline.registry.ledger import MAX_TAG_CHARACTERS, shortened
+
+CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous-champion", "challenger"
+
+
+@dataclass(frozen=True)
+class VersionNotes:
+    """What MLflow keeps beside a version."""
+
+    tags: Mapping[str, str]
+    """Its tags."""
+
+    win_rates: Mapping[str, float]
+    """Win rates of its run, by contest."""
+
+
+def read_aliases(name: str) -> dict[str, int]:
+    """The versions behind the aliases of a registered model; empty if there is no such model."""
+    try:
+        aliases = connect().get_registered_model(name).aliases
+    except MlflowException as error:
+        raise_unless_missing(error)
+        return {}
+    return {alias: int(version) for alias, version in aliases.items()}
+
+
+def read_version(name: str, version: int) -> VersionNotes:
+    """What MLflow keeps beside a version; nothing if it was deleted."""
+    client = connect()
+    tags: Mapping[str, str] = {}
+    metrics: Mapping[str, float] = {}
+    with unless_deleted():
+        found = client.get_model_version(name, str(version))
+        tags = found.tags
+        metrics = client.get_run(found.run_id).data.metrics if found.run_id else {}
+    rates = {
+        metric.removeprefix("win_rate/").removesuffix("/rate"): value
+        for metric, value in sorted(metrics.items())
+        if metric.startswith("win_rate/") and metric.endswith("/rate")
+    }
+    return VersionNotes(tags, rates)
+
+
+def set_tags(client: MlflowClient, name: str, version: int, tags: Mapping[str, str]) -> None:
+    """Set tags of a version, visibly cut where they are too long."""
+    with unless_deleted():
+        for key, value in tags.items():
+            text = shortened(value, MAX_TAG_CHARACTERS)
+            client.set_model_version_tag(name, str(version), key, text)
+
+
+def point(client: MlflowClient, name: str, alias: str, version: int | None) -> None:
+    """Point an alias at a version, or delete it."""
+    with unless_deleted():
+        if version is None:
+            client.delete_registered_model_alias(name, alias)
+        else:
+            client.set_registered_model_alias(name, alias, str(version))
+
+
+def exists(client: MlflowClient, name: str, version: int) -> bool:
+    """Whether MLflow has a version, and has not deleted it."""
+    try:
+        client.get_model_version(name, str(version))
+    except MlflowException as error:
+        raise_unless_missing(error)
+        return False
+    return True
+
+
+@contextmanager
+def unless_deleted() -> Iterator[None]:
+    """Leave out what cannot be done because the version, or the whole model, was deleted."""
+    try:
+        yield
+    except MlflowException as error:
+        raise_unless_missing(error)
+
+
+def raise_unless_missing(error: MlflowException) -> None:
+    """Raise an error again that says anything else than that something is not there."""
+    if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+        raise error
