@@ -1,22 +1,33 @@
-"""Policies as versions of a registered model."""
+"""Policies as versions of a registered model: exactly one of each run of the flow."""
 
-from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlflow
-import mlflow.transformers
-import transformers
-from mlflow.entities import Metric
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from pipeline.registry.connection import connect
 from ppo_core.errors import ModelError
+from ppo_core.manifest import CARD
 
-REQUIREMENTS = ("torch", "transformers", "accelerate")
-"""What a consumer of the registered policy installs, at the versions it was made with."""
+FLOW_RUN = "flow_run"
+"""Tag of a version: the run of the flow that made it."""
 
-MAX_METRICS_PER_CALL = 1000
+MANIFEST_TAG = "manifest"
+"""Tag of a version: SHA-256 of its manifest."""
+
+LOGGED_MODEL = "policy"
+"""Name of the logged model behind a version."""
+
+MAX_DESCRIPTION_CHARACTERS = 5000
+"""What the database of MLflow takes as the description of a version."""
+
+CUT = "\n\n... cut here: README.md among the version's artifacts has all of it."
 
 
 def find_policy(place: str) -> tuple[Path | str, Path | str]:
@@ -44,67 +55,234 @@ def find_policy(place: str) -> tuple[Path | str, Path | str]:
     return model, tokenizer
 
 
-def register_policy(
-    policy: Path,
+def register_version(
     name: str,
     *,
     run_id: str,
-    updates: Sequence[Mapping[str, float]],
-    numbers: Mapping[str, float],
-    files: Sequence[Path],
-    samples: Sequence[Mapping[str, str]],
+    flow_run: str,
+    write: Callable[[Path, str], str],
+    tags: Mapping[str, str],
+    card: str,
 ) -> dict[str, str]:
-    """Log a run of the flow and register its policy as a new version.
+    """Register what `write` makes as the version of a run of the flow, once.
+
+    A step may be killed anywhere and started again, run twice at once, or lose a reply of the
+    registry, after which MLflow asks it to create the version again. The lowest number among the
+    run's versions is therefore written down as a parameter of the MLflow run, which nobody can
+    change; whoever comes later takes that version, and all others of the run are deleted. A policy
+    that was uploaded whole is not uploaded again.
 
     Args:
-        policy: folder of the model and its tokenizer.
-        name: name of the registered model.
+        name: name of the registered model, which is made if needed.
         run_id: the MLflow run that the version comes from.
-        updates: metrics of each PPO update.
-        numbers: figures of the whole run, by the names of their metrics.
-        files: what else to keep beside the version.
-        samples: prompts with their answers, kept as a table.
+        flow_run: the run of the flow, which has one version however often it tries.
+        write: fills a new folder with an MLflow model, given the id that it is uploaded under, and
+            returns the digest of its manifest, as `write_artifact` does.
+        tags: further tags of the version, at most 5000 characters each.
+        card: the model card, which becomes the description.
 
     Returns:
-        name, version and uri of the registered version, and the id of the MLflow run.
+        name, version and uri of the registered version, the id of the MLflow run, and the digest
+        of the manifest.
+
+    Raises:
+        ModelError: the registry refuses or gives no answer, or the run's version was deleted.
     """
-    connect()
-    # An absolute path is no id of the hub: MLflow would look there for a model card.
-    folder = policy.resolve()
-    with mlflow.start_run(run_id=run_id):
-        _log_updates(run_id, updates)
-        mlflow.log_metrics(dict(numbers))
-        for file in files:
-            mlflow.log_artifact(str(file))
-        if samples:
-            columns = {key: [sample[key] for sample in samples] for key in samples[0]}
-            mlflow.log_table(columns, "samples.json")
-        logged = mlflow.transformers.log_model(
-            transformers_model={
-                "model": transformers.AutoModelForCausalLM.from_pretrained(folder),
-                "tokenizer": transformers.AutoTokenizer.from_pretrained(folder),
-            },
-            name="policy",
-            task="text-generation",
-            pip_requirements=[_requirement(package) for package in REQUIREMENTS],
-            registered_model_name=name,
+    client = connect()
+    with _explained(name):
+        number = _claimed(client, run_id, flow_run)
+        if number is None:
+            try:
+                _make_version(client, name, run_id, flow_run, write, tags, card)
+            except MlflowException:
+                # Another copy of this step may have been faster, and deleted this one's upload.
+                if not _versions(client, name, run_id, flow_run):
+                    raise
+            number = _claim(client, name, run_id, flow_run)
+        version = _keep_only(client, name, number, run_id, flow_run)
+    return {
+        "name": name,
+        "version": number,
+        "uri": f"models:/{name}/{number}",
+        "run_id": run_id,
+        "manifest": version.tags[MANIFEST_TAG],
+    }
+
+
+def write_card(name: str, version: str | int, card: str) -> None:
+    """Replace the model card of a version: its README.md and its description.
+
+    Raises:
+        ModelError: there is no such version, or it is no logged model, or the registry refuses.
+    """
+    client = connect()
+    with _explained(name):
+        model_id = _model_id(client.get_model_version(name, str(version)))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / CARD
+            path.write_text(card, encoding="utf-8")
+            client.log_model_artifact(model_id, str(path))
+        client.update_model_version(name, str(version), _description(card))
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except MlflowException as error:
+        raise ModelError(
+            f"The registry at {mlflow.get_registry_uri()} did not do what was asked of it for "
+            f"{name!r}: {error}. Mend the cause and resume the run: nothing is registered twice."
+        ) from error
+
+
+def _claim_key(flow_run: str) -> str:
+    """A run that was resumed has the MLflow run of the one before, and a version of its own."""
+    return f"model_version/{flow_run}"
+
+
+def _claimed(client: MlflowClient, run_id: str, flow_run: str) -> str | None:
+    """The number that was agreed on, if any."""
+    return client.get_run(run_id).data.params.get(_claim_key(flow_run))
+
+
+def _claim(client: MlflowClient, name: str, run_id: str, flow_run: str) -> str:
+    """Agree on the lowest number, or learn which one another copy of this step agreed on."""
+    lowest = min(int(version.version) for version in _versions(client, name, run_id, flow_run))
+    try:
+        client.log_param(run_id, _claim_key(flow_run), str(lowest))
+    except MlflowException:
+        number = _claimed(client, run_id, flow_run)
+        if number is None:
+            raise
+        return number
+    return str(lowest)
+
+
+def _versions(client: MlflowClient, name: str, run_id: str, flow_run: str) -> list[ModelVersion]:
+    """All versions that a run of the flow has made by itself, however many."""
+    found = client.search_model_versions(f"run_id = '{run_id}'")
+    return [one for one in found if one.name == name and one.tags.get(FLOW_RUN) == flow_run]
+
+
+def _make_version(
+    client: MlflowClient,
+    name: str,
+    run_id: str,
+    flow_run: str,
+    write: Callable[[Path, str], str],
+    tags: Mapping[str, str],
+    card: str,
+) -> None:
+    """A version of the run, unless there is one by the time that the policy is uploaded."""
+    model = _find_uploaded(client, run_id, flow_run) or _upload(client, run_id, flow_run, write)
+    _create_registered_model(client, name)
+    if _versions(client, name, run_id, flow_run):
+        return
+    client.create_model_version(
+        name,
+        f"models:/{model.model_id}",
+        run_id,
+        tags={**tags, FLOW_RUN: flow_run, MANIFEST_TAG: model.tags[MANIFEST_TAG]},
+        description=_description(card),
+        model_id=model.model_id,
+    )
+
+
+def _logged_models(client: MlflowClient, run_id: str, flow_run: str) -> list[LoggedModel]:
+    """All models that a run of the flow has begun to upload, the oldest first."""
+    found = client.search_logged_models(
+        [client.get_run(run_id).info.experiment_id], f"source_run_id = '{run_id}'"
+    )
+    own = [model for model in found if model.tags.get(FLOW_RUN) == flow_run]
+    return sorted(own, key=lambda model: model.creation_timestamp)
+
+
+def _find_uploaded(client: MlflowClient, run_id: str, flow_run: str) -> LoggedModel | None:
+    models = _logged_models(client, run_id, flow_run)
+    return next((model for model in models if model.status == LoggedModelStatus.READY), None)
+
+
+def _upload(
+    client: MlflowClient, run_id: str, flow_run: str, write: Callable[[Path, str], str]
+) -> LoggedModel:
+    """A logged model that is READY only once all of its files are there."""
+    model = client.create_logged_model(
+        client.get_run(run_id).info.experiment_id,
+        LOGGED_MODEL,
+        source_run_id=run_id,
+        tags={FLOW_RUN: flow_run},
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        digest = write(Path(folder), model.model_id)
+        client.log_model_artifacts(model.model_id, folder)
+    client.set_logged_model_tags(model.model_id, {MANIFEST_TAG: digest})
+    return client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+
+
+def _create_registered_model(client: MlflowClient, name: str) -> None:
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _keep_only(
+    client: MlflowClient, name: str, number: str, run_id: str, flow_run: str
+) -> ModelVersion:
+    """Delete all versions of the run but one, and whatever was uploaded in vain."""
+    kept = None
+    for version in _versions(client, name, run_id, flow_run):
+        if str(version.version) == number:
+            kept = version
+        else:
+            _delete_version(client, name, str(version.version))
+    if kept is None:
+        raise ModelError(
+            f"Version {number} of {name!r}, which this run registered, is not there any more: "
+            "somebody deleted it. Start a new run to register the policy again."
         )
-    number = str(logged.registered_model_version)
-    return {"name": name, "version": number, "uri": f"models:/{name}/{number}", "run_id": run_id}
+    for model in _logged_models(client, run_id, flow_run):
+        if model.model_id != _model_id(kept):
+            client.delete_logged_model(model.model_id)
+    _show_with_run(client, run_id, _model_id(kept))
+    return kept
 
 
-def _log_updates(run_id: str, updates: Sequence[Mapping[str, float]]) -> None:
-    """All metrics in few calls: one call an update would cost 58 ms against a server."""
-    metrics = [
-        Metric(key, value, timestamp=0, step=step)
-        for step, update in enumerate(updates, start=1)
-        for key, value in update.items()
-    ]
-    client = mlflow.MlflowClient()
-    for start in range(0, len(metrics), MAX_METRICS_PER_CALL):
-        client.log_batch(run_id, metrics=metrics[start : start + MAX_METRICS_PER_CALL])
+def _show_with_run(client: MlflowClient, run_id: str, model_id: str) -> None:
+    """Make a logged model an output of the run; MLflow refuses to do that twice."""
+    try:
+        client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
+    except MlflowException:
+        outputs = client.get_run(run_id).outputs.model_outputs
+        if model_id not in {model.model_id for model in outputs}:
+            raise
 
 
-def _requirement(package: str) -> str:
-    """The version in use, without a local part such as +cpu, which no index may have."""
-    return f"{package}=={version(package).partition('+')[0]}"
+def _delete_version(client: MlflowClient, name: str, number: str) -> None:
+    try:
+        client.delete_model_version(name, number)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+
+
+def _model_id(version: ModelVersion) -> str:
+    """The logged model that is the source of a version."""
+    if not version.source.startswith("models:/m-"):
+        raise ModelError(
+            f"Version {version.version} of {version.name!r} comes from {version.source}, which is "
+            "no logged model: it has no model card to replace. Name a version that the flow made."
+        )
+    return version.source.removeprefix("models:/")
+
+
+def _description(card: str) -> str:
+    """The card as the description of a version: without its front matter, cut if it is long."""
+    text = card
+    if card.startswith("---\n"):
+        text = card.partition("\n---\n")[2].strip()
+    if len(text) <= MAX_DESCRIPTION_CHARACTERS:
+        return text
+    return text[: MAX_DESCRIPTION_CHARACTERS - len(CUT)] + CUT

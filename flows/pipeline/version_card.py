@@ -1,0 +1,187 @@
+"""The model card of a registered version: what it is, what it won, and what it is not for."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from pipeline.report import TITLES
+from pipeline.report_document import as_interval, as_percent
+from ppo_core.completions import as_markdown
+
+Record = Mapping[str, Any]
+
+SAMPLES = 5
+"""Prompts whose answers are shown."""
+
+LIMITS = (
+    "It was compared with other models on the prompts named above and by one judge: that says "
+    "nothing about other tasks, languages or lengths of prompts.",
+    "It learned what a reward model scores high, with the faults of that reward model and of the "
+    "people and rules whose preferences it was trained on.",
+    "Nobody checked whether what it says is true, safe or legal. It is not for decisions about "
+    "people, nor for medical, legal or financial advice.",
+)
+"""What holds for every version."""
+
+
+def version_card(record: Record) -> str:
+    """The card as markdown with a head in YAML; whatever the record quotes is escaped.
+
+    Args:
+        record: plain values:
+
+            - `name` of the registered model, and its `version`, None while it has none;
+            - `models`: by their part (base, SFT, reward model, judge) the `name` and `digest` of
+              each, the digest None where there is none;
+            - `data`: by its part (prompts, preferences, ...) the `name`, `digest` and `rows`;
+            - `win_rate`: by contest `rate`, `low`, `high`, `n`, `ties` and `judge`;
+            - `reasons`: why the evaluation is inconclusive, if it is;
+            - `metrics`: numbers by their names;
+            - `decoding`: arguments of `generate` that it is served with by default;
+            - `samples`: rows of `prompt` and the answers by who gave them, at least one or none;
+            - `limits`: what it is not for, beside what holds for every version;
+            - `decision`: None before there is one, else `action`, `reasons`, `by` and `at`;
+            - `settings`: nested tables.
+    """
+    sections = [
+        f"---\n{_front_matter(record)}\n---",
+        f"# {as_markdown(_title(record))}",
+        f"{_line(_short(record['models']['base']['name']))}, tuned with proximal policy "
+        "optimization (PPO, [arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) to answer so "
+        "that a reward model scores it higher.",
+        _section("Promotion", _decision(record["decision"])),
+        _section("How to load it", _loading(record)),
+        _section("Win rates", _win_rates(record)),
+        _section("What it is not for", _bullets([*LIMITS, *record["limits"]])),
+        _section("Models", _models(record["models"])),
+        _section("Data", _data(record["data"])),
+        _section("Metrics", _pairs("metric", record["metrics"])),
+        _section("Samples", _samples(record["samples"])),
+        _section("Settings", _pairs("setting", _flat(record["settings"]))),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _front_matter(record: Record) -> str:
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        model_name=_title(record),
+        base_model=_short(record["models"]["base"]["name"]),
+        tags=["ppo", "rlhf"],
+    ).to_yaml()
+
+
+def _title(record: Record) -> str:
+    number = record["version"]
+    return record["name"] if number is None else f"{record['name']}, version {number}"
+
+
+def _decision(decision: Record | None) -> str:
+    if decision is None:
+        return "Not decided yet."
+    head = (
+        f"**{as_markdown(decision['action']).capitalize()}** by {as_markdown(decision['by'])} at "
+        f"{as_markdown(decision['at'])}."
+    )
+    return "\n\n".join(part for part in (head, _bullets(decision["reasons"])) if part)
+
+
+def _loading(record: Record) -> str:
+    number = "VERSION" if record["version"] is None else record["version"]
+    uri = json.dumps(f"models:/{record['name']}/{number}")
+    return (
+        "```python\nimport mlflow\n\n"
+        f"pipeline = mlflow.transformers.load_model({uri})\n```\n\n"
+        "Unless it is told otherwise it decodes as it was judged:\n\n"
+        + _pairs("argument", record["decoding"])
+    )
+
+
+def _win_rates(record: Record) -> str:
+    table = _table(
+        ("", "wins", "95 % interval", "pairs", "ties", "judge"),
+        (
+            (
+                TITLES.get(contest, contest),
+                as_percent(rate["rate"]),
+                as_interval(rate),
+                rate["n"],
+                rate["ties"],
+                _short(rate["judge"]),
+            )
+            for contest, rate in record["win_rate"].items()
+        ),
+    )
+    doubts = _bullets(f"Inconclusive: {reason}" for reason in record["reasons"])
+    return "\n\n".join(part for part in (table, doubts) if part)
+
+
+def _models(models: Record) -> str:
+    rows = ((part, _short(one["name"]), one["digest"]) for part, one in models.items())
+    return _table(("part", "model", "digest"), rows)
+
+
+def _data(data: Record) -> str:
+    rows = ((part, _short(one["name"]), one["rows"], one["digest"]) for part, one in data.items())
+    return _table(("used as", "data", "rows", "digest"), rows)
+
+
+def _samples(samples: Sequence[Mapping[str, str]]) -> str:
+    if not samples:
+        return ""
+    columns = list(samples[0])
+    return _table(columns, ([row[name] for name in columns] for row in samples[:SAMPLES]))
+
+
+def _section(title: str, text: str) -> str:
+    return f"## {title}\n\n{text}" if text else ""
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {_line(line)}" for line in lines)
+
+
+def _line(text: str) -> str:
+    """The text as the start of a line, where `#` or `1.` would be markup too."""
+    shown = as_markdown(text)
+    if shown.startswith(tuple("#+-=0123456789")):
+        return f"&#{ord(shown[0])};{shown[1:]}"
+    return shown
+
+
+def _pairs(what: str, values: Mapping[str, Any]) -> str:
+    return _table((what, "value"), values.items()) if values else ""
+
+
+def _table(headers: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "none"
+    return as_markdown(f"{value:.4g}" if isinstance(value, float) else str(value))
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, the names joined by dots, paths without their folders."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = _short(value) if isinstance(value, str) else value
+    return flat
+
+
+def _short(name: str) -> str:
+    """The last part of a path that starts at a root or a home, and any other name as it is."""
+    for path in (PurePosixPath(name), PureWindowsPath(name)):
+        if path.is_absolute() or name.startswith("~"):
+            return path.name
+    return name
