@@ -7,6 +7,8 @@ from metaflow.util import get_username
 DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
+    # Two lines at the end of every step.
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     # Three retries are given up after 14 seconds, MLflow's own seven after four minutes.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

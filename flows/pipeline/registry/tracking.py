@@ -1,86 +1,96 @@
-"""What MLflow keeps of a run of the flow."""
+"""What a step does is tracked in MLflow, whether MLflow answers or not."""
 
-import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Self
 
-import mlflow
-from mlflow.entities import Param
+from pipeline.journal import Journal
+from pipeline.registry.sender import Sender
+from pipeline.registry.system_metrics import SystemMetrics
+from pipeline.run_log import RunLog
+from ppo_core.errors import ModelError
 
-from pipeline.registry.connection import EXPERIMENT, connect
+PARENT = "parent"
+"""Name of the run above those of the steps."""
 
-REWARD_REPORT = "reward-model"
-"""Folder of the artifacts on the reward model."""
+FLUSH_SECONDS = 20.0
+"""How long the end of a step waits for MLflow to take the rest."""
 
-MAX_PARAMS_PER_CALL = 100
-MAX_PARAM_CHARACTERS = 6000
-
-
-def start_run(run_name: str, settings: Mapping[str, Any]) -> str:
-    """A new MLflow run with the settings as its parameters; returns its id."""
-    connect()
-    mlflow.set_experiment(EXPERIMENT)
-    with mlflow.start_run(run_name=run_name) as run:
-        _log_settings(run.info.run_id, settings)
-    return run.info.run_id
+REQUIRED_SECONDS = 180.0
+"""How long is waited for MLflow where the step cannot go on without it."""
 
 
-def log_reward_report(
-    run_id: str,
-    report: Mapping[str, Any],
-    *,
-    numbers: Mapping[str, float],
-    page: str,
-    figures: Mapping[str, bytes],
-) -> None:
-    """Keep what was measured on the reward model, and whether it may be trained against.
+class Tracker:
+    """Tracks a step while its context lasts: its state, its machine, and what it logs.
 
-    Args:
-        run_id: the MLflow run.
-        report: all figures, the verdict and its reasons.
-        numbers: those to compare runs by, by the names of their metrics.
-        page: the same as an HTML page.
-        figures: PNG files by their names.
+        with Tracker(folder, runs, "train_policy") as tracker:
+            tracker.step.log_metrics({"loss": 0.1}, step=1)
+            tracker.parent.log_metrics({"win_rate": 0.6})
+
+    All of it goes to the journal in `folder`; a thread sends it. What MLflow has not taken by the
+    end of a step is sent by the next one with the same folder.
     """
-    connect()
-    refused = not report["fit"] and not report["accepted_by_hand"]
-    verdict = "fit" if report["fit"] else "refused" if refused else "accepted by hand"
-    client = mlflow.MlflowClient()
-    client.set_tag(run_id, "reward_model", verdict)
-    mlflow.log_metrics(dict(numbers), run_id=run_id)
-    client.log_dict(run_id, dict(report), f"{REWARD_REPORT}/report.json")
-    client.log_text(run_id, page, f"{REWARD_REPORT}/report.html")
-    with tempfile.TemporaryDirectory() as folder:
-        for name, png in figures.items():
-            path = Path(folder) / f"{name}.png"
-            path.write_bytes(png)
-            client.log_artifact(run_id, str(path), REWARD_REPORT)
-    if refused:
-        client.set_terminated(run_id, "FAILED")
 
+    def __init__(self, folder: Path, runs: Mapping[str, str], step: str) -> None:
+        """Track a step.
 
-def log_summary(run_id: str, summary: Mapping[str, Any]) -> None:
-    """Keep the summary of the flow beside the version that it is about."""
-    connect()
-    mlflow.MlflowClient().log_dict(run_id, dict(summary), "summary.json")
+        Args:
+            folder: where the journal of all steps of the run is.
+            runs: ids of the runs in MLflow, as `start_runs` gives them.
+            step: name of the step, or PARENT for the last one: its end is that of the whole run.
+        """
+        self.journal = Journal(folder)
+        self.parent = RunLog(self.journal, runs[PARENT])
+        """The run of the whole flow."""
+        self.step = RunLog(self.journal, runs[step])
+        """The run of this step."""
+        self._sender = Sender(self.journal)
+        self._system = SystemMetrics(self.step)
+        self._started = 0.0
 
+    def __enter__(self) -> Self:
+        """The step begins."""
+        self._started = time.perf_counter()
+        self.parent.set_status("RUNNING")
+        self.step.set_status("RUNNING")
+        self._sender.start()
+        self._system.start()
+        return self
 
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, the names joined by dots."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
+    def __exit__(
+        self,
+        error: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """The step has ended; it waits a little for MLflow to take the rest."""
+        self._system.stop()
+        # MLflow counts from when a run was made, which was when the flow started.
+        self.step.log_metrics({"seconds": time.perf_counter() - self._started})
+        self.step.set_status("FINISHED" if error is None else "FAILED")
+        if error is not None:
+            self.parent.set_status("FAILED")
+        if not self._sender.flush(FLUSH_SECONDS):
+            print(f"{self._kept()} The next step sends them.", flush=True)
+        self._sender.stop()
 
+    def require_all_sent(self, seconds: float = REQUIRED_SECONDS) -> None:
+        """Wait until MLflow has taken everything so far.
 
-def _log_settings(run_id: str, settings: Mapping[str, Any]) -> None:
-    params = [
-        Param(key, str(value)[:MAX_PARAM_CHARACTERS]) for key, value in flatten(settings).items()
-    ]
-    client = mlflow.MlflowClient()
-    for start in range(0, len(params), MAX_PARAMS_PER_CALL):
-        client.log_batch(run_id, params=params[start : start + MAX_PARAMS_PER_CALL])
+        Raises:
+            ModelError: it has not within that time.
+        """
+        if not self._sender.flush(seconds):
+            raise ModelError(
+                f"{self._kept()} A version would be registered without what it was measured by. "
+                "Start MLflow again, then go on with `python flows/rlhf.py resume`."
+            )
+
+    def _kept(self) -> str:
+        trouble = self._sender.trouble or "no answer yet"
+        return (
+            f"MLflow has not taken {len(self.journal.unsent())} entries of what was tracked "
+            f"({trouble}). They are kept in {self.journal.folder}."
+        )
