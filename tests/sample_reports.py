@@ -94,21 +94,31 @@ def _probes() -> Probes:
     return Probes(probes={"repeated words": repeated, "flattery": flattery}, left_out=7, reasons=[])
 
 
-def evaluation_result(*, judge: str = "python:judge.py:judge") -> dict[str, Any]:
-    """The result of an evaluation in which PPO's answers have more points than SFT's."""
+def evaluation_result(
+    *, judge: str = "python:judge.py:judge", champion: int | None = None
+) -> dict[str, Any]:
+    """The result of an evaluation in which PPO's answers have more points than all others.
+
+    They are compared with those of a champion too, where its version is given.
+    """
     rng = np.random.default_rng(0)
     prompts = [f"prompt {number}" for number in range(200)]
+    means = {"reference": 0.5, "sft": 0.0, "ppo": 1.0}
+    contests = [("sft", "reference"), ("ppo", "reference"), ("ppo", "sft")]
+    if champion is not None:
+        means["champion"] = 0.4
+        contests.append(("ppo", "champion"))
     texts = {
         who: [
             f"{points:.2f}" + "." * int(rng.integers(0, 40)) for points in rng.normal(mean, 1, 200)
         ]
-        for who, mean in {"reference": 0.5, "sft": 0.0, "ppo": 1.0}.items()
+        for who, mean in means.items()
     }
     evaluation = evaluate(
         FunctionJudge(judge, _most_points, version="1"),
         prompts,
         texts,
-        [("sft", "reference"), ("ppo", "reference"), ("ppo", "sft")],
+        contests,
         people=[
             {"prompt": "", "first": "2", "second": str(points), "label": label}
             for points, label in enumerate(["first", "first", "first", "second", "tie"])
@@ -123,10 +133,37 @@ def evaluation_result(*, judge: str = "python:judge.py:judge") -> dict[str, Any]
     )
     return {
         **evaluation.result,
+        "champion": champion,
         "improvement": asdict(improvement),
         "kl": {"sft": 0.0, "ppo": 12.3},
-        "distinct": {"sft": 1.0, "ppo": 0.985},
+        "distinct": dict.fromkeys(means, 1.0) | {"ppo": 0.985},
+        "length": dict.fromkeys(means, 31.0) | {"ppo": 40.5},
+        "repetition": dict.fromkeys(means, 0.012) | {"ppo": 0.034},
     }
+
+
+def promotion(action: str = "promoted", **changes: Any) -> dict[str, Any]:
+    """The decision on version 3, as the summary of a run has it."""
+    champion = {"promoted": 3, "refused": 2}[action]
+    decision = {"action": action, "version": 3, "champion": champion, "reasons": ["It wins."]}
+    return decision | changes
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    """The summary of a run whose policy beat the champion, version 2."""
+    metrics = ("objective/scores", "objective/rlhf_reward", "objective/kl", "objective/entropy")
+    return {
+        **evaluation_result(champion=2),
+        "reward_model": reward_report(),
+        "objective": {name: {"first": 0.0, "last": 1.5} for name in metrics},
+        "timings": {
+            "seconds": {"start": 1.0, "train_policy": 60.0},
+            "episodes_per_second": 80.0,
+            "peak_rss_bytes": 2**30,
+        },
+        "model": {"name": "rlhf-policy", "version": "3", "uri": "models:/rlhf-policy/3"},
+        "promotion": promotion(),
+    } | changes
 
 
 def _most_points(prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:

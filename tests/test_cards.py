@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_reports import HOSTILE, evaluation_result, reward_report
+from sample_reports import HOSTILE, evaluation_result, promotion, reward_report, summary
 
-from pipeline.cards import evaluation_card, reward_model_card
+from pipeline.cards import evaluation_card, promotion_card, reward_model_card
 from pipeline.evaluation_document import evaluation_document
 from pipeline.figures import reward_model_figures
+from pipeline.headlines import evaluation_numbers
+from pipeline.promotion_config import PromotionConfig
+from pipeline.promotion_document import promotion_document
+from pipeline.report import render_summary
 from pipeline.report_document import Document
 from pipeline.report_page import reward_model_page
 from pipeline.reward_document import reward_document
@@ -35,14 +39,29 @@ class CardFlow(FlowSpec):
         from pipeline.cards import reward_model_card
         with open("report.json") as file:
             current.card.extend(reward_model_card(json.load(file)))
-        self.next(self.end)
+        self.next(self.evaluate)
 
     @card(type="blank")
     @step
-    def end(self):
+    def evaluate(self):
         from pipeline.cards import evaluation_card
         with open("evaluation.json") as file:
             current.card.extend(evaluation_card(json.load(file)))
+        self.next(self.register)
+
+    @card(type="blank")
+    @step
+    def register(self):
+        from pipeline.cards import promotion_card
+        from pipeline.promotion_config import PromotionConfig
+        names = ("promotion", "evaluation", "report")
+        documents = [json.load(open(f"{name}.json")) for name in names]
+        current.card.extend(promotion_card(*documents, PromotionConfig(), kl=12.3))
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
 
 if __name__ == "__main__":
     CardFlow()
@@ -116,13 +135,15 @@ def row_of(document: Document, title: str, name: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The cards of a run about a refused reward model and an inconclusive evaluation."""
+    """The cards of a run: its reward model and its policy are refused, and nothing is certain."""
     folder = tmp_path_factory.mktemp("cards")
     report = reward_report(quoted=HOSTILE) | {"fit": False, "reasons": [f"It likes {HOSTILE}"]}
-    evaluation = evaluation_result(judge=f"python:{HOSTILE}")
+    evaluation = evaluation_result(judge=f"python:{HOSTILE}", champion=2)
     evaluation |= {"conclusive": False, "reasons": [f"The judge said {HOSTILE}"]}
     (folder / "report.json").write_text(json.dumps(report))
+    decision = promotion("refused", reasons=[f"The judge said {HOSTILE}"])
     (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    (folder / "promotion.json").write_text(json.dumps(decision))
     (folder / "flow.py").write_text(FLOW)
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'flows'}",
@@ -139,14 +160,22 @@ def cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         check=True,
     )
     kept = folder / ".metaflow" / "mf.cards"
-    (reward,) = kept.glob("**/start/**/*.html")
-    (evaluation,) = kept.glob("**/end/**/*.html")
-    return {"reward": reward, "evaluation": evaluation}
+    steps = {"reward": "start", "evaluation": "evaluate", "promotion": "register"}
+    (reward, evaluation, decided) = (
+        card for step in steps.values() for card in kept.glob(f"**/{step}/**/*.html")
+    )
+    return dict(zip(steps, (reward, evaluation, decided), strict=True))
 
 
 @pytest.fixture(scope="module")
 def evaluation() -> dict[str, Any]:
     return evaluation_result()
+
+
+@pytest.fixture(scope="module")
+def rematch() -> dict[str, Any]:
+    """An evaluation that compares with a champion as well."""
+    return evaluation_result(champion=2)
 
 
 def test_a_card_begins_with_the_verdict_and_why(cards: dict[str, Path]):
@@ -157,6 +186,9 @@ def test_a_card_begins_with_the_verdict_and_why(cards: dict[str, Path]):
     verdict, why, *_ = components(cards["evaluation"])
     assert verdict["value"] == "Inconclusive"
     assert why["data"][1:] == [[f"The judge said {HOSTILE}"]]
+    verdict, why, *_ = components(cards["promotion"])
+    assert verdict["value"] == "Refused"
+    assert why["data"] == [[f"The judge said {HOSTILE}"]]
 
 
 def test_a_card_shows_its_figures(cards: dict[str, Path]):
@@ -175,13 +207,13 @@ def test_a_card_shows_its_figures(cards: dict[str, Path]):
 def test_markdown_gets_headings_in_our_words_only(cards: dict[str, Path]):
     for card in cards.values():
         headings = [part["source"] for part in components(card) if part["type"] == "markdown"]
-        assert len(headings) > 5
+        assert len(headings) > 1
         for heading in headings:
             assert re.fullmatch(r"## [A-Za-z,:?' ()-]+", heading)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize("name", ["reward", "evaluation"])
+@pytest.mark.parametrize("name", ["reward", "evaluation", "promotion"])
 def test_what_others_wrote_is_inert_in_a_card(name: str, cards: dict[str, Path], tmp_path: Path):
     elements = Elements(rendered(cards[name], tmp_path))
     assert_inert(elements)
@@ -352,3 +384,125 @@ def test_an_evaluation_has_the_same_components_as_its_document(evaluation: dict[
     plots = sum(len(section.plots) for section in document.sections)
     # The verdict and the reasons; a heading and a table a section; the figures.
     assert len(evaluation_card(evaluation)) == 2 + 2 * len(document.sections) + plots
+
+
+def test_the_contest_against_the_champion_is_shown_everywhere_where_there_is_one(
+    evaluation: dict[str, Any], rematch: dict[str, Any]
+):
+    contest = "PPO against the champion"
+    document = evaluation_document(rematch)
+    for title in ("Win rates", "Without the advantage of length"):
+        assert row_of(document, title, contest)
+    (ratios,) = [part for part in document.sections if part.title.startswith("Wins by how many")]
+    assert ratios.headers[-1] == contest
+    assert row_of(document, "The answers", "Champion")[1] == ""
+    assert contest not in repr(evaluation_document(evaluation))
+    assert "Champion" not in repr(evaluation_document(evaluation))
+
+
+def test_length_and_repetition_are_shown_for_everybody(evaluation: dict[str, Any]):
+    document = evaluation_document(evaluation)
+    assert row_of(document, "The answers", "PPO") == ("PPO", "12.3", "98.5%", "40.5", "3.4%")
+    assert row_of(document, "The answers", "SFT") == ("SFT", "0", "100.0%", "31", "1.2%")
+    references = ("References", "", "100.0%", "31", "1.2%")
+    assert row_of(document, "The answers", "References") == references
+
+
+def test_a_divergence_that_was_not_measured_is_said_so(evaluation: dict[str, Any]):
+    greedy = evaluation | {"kl": {"sft": None, "ppo": None}}
+    assert row_of(evaluation_document(greedy), "The answers", "PPO")[1] == "none"
+    numbers = evaluation_numbers(greedy)
+    assert not any(name.startswith("kl/") for name in numbers)
+
+
+def test_the_metrics_of_an_evaluation_are_grouped_and_are_numbers(rematch: dict[str, Any]):
+    numbers = evaluation_numbers(rematch)
+    assert {name.partition("/")[0] for name in numbers} == set(
+        "win_rate improvement kl distinct length repetition evaluation".split()
+    )
+    assert numbers["length/ppo"] == 40.5
+    assert numbers["repetition/champion"] == 0.012
+    assert numbers["win_rate/ppo_vs_champion/low"] > 0.5
+    assert all(type(value) is float for value in numbers.values())
+
+
+def decided(action: str, evaluation: dict[str, Any], **changes: Any) -> Document:
+    """The document of a decision on version 3."""
+    return promotion_document(
+        promotion(action, **changes), evaluation, reward_report(), PromotionConfig(), kl=12.3
+    )
+
+
+def test_the_card_of_a_decision_says_it_and_why(rematch: dict[str, Any]):
+    promoted = decided("promoted", rematch)
+    assert (promoted.verdict, promoted.tone) == ("Promoted", "success")
+    assert row_of(promoted, "The decision", "3") == ("3", "champion", "version 2")
+    refused = decided("refused", rematch, reasons=["It loses.", "It repeats."])
+    assert (refused.verdict, refused.tone) == ("Refused", "danger")
+    assert refused.reasons == ("It loses.", "It repeats.")
+    stays = "refused, and version 2 stays champion"
+    assert row_of(refused, "The decision", "3") == ("3", stays, "version 2")
+
+
+def test_the_card_of_a_first_version_names_no_champion(evaluation: dict[str, Any]):
+    first = decided("refused", evaluation, champion=None)
+    nobody = "refused, and there is no champion"
+    assert row_of(first, "The decision", "3") == ("3", nobody, "there was none")
+    assert row_of(first, "Figures and limits", "PPO against SFT")
+
+
+def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: dict[str, Any]):
+    document = decided("promoted", rematch)
+    rows = {row[0]: row[1:] for row in document.sections[1].rows}
+    rate, references = (
+        rematch["win_rate"][name] for name in ("ppo_vs_champion", "ppo_vs_reference")
+    )
+    shown = "{rate:.1%}, {low:.1%} .. {high:.1%}"
+    assert rows == {
+        "PPO against the champion": (shown.format(**rate), "lower end above 50.0%"),
+        "PPO against the references": (shown.format(**references), "lower end above 50.0%"),
+        "KL of an answer from SFT, nats": ("12.3", "at most 20"),
+        "Words of an answer, and of its opponent": ("40.5 and 31", "at most 2 times the other"),
+        "Repeated 3-grams of words": ("3.4%", "at most 30.0%"),
+        "Evaluation": ("conclusive", "conclusive"),
+        "Reward model": ("fit", "fit"),
+    }
+
+
+def test_the_card_of_a_decision_has_the_components_of_its_document(evaluation: dict[str, Any]):
+    documents = (promotion(), evaluation, reward_report())
+    card = promotion_card(*documents, PromotionConfig(), kl=12.3)
+    assert len(card) == 2 + 2 * len(decided("promoted", evaluation).sections)
+
+
+def lines(text: str) -> list[str]:
+    """The lines of a table in the terminal, without its borders."""
+    return [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+
+
+def test_the_terminal_says_what_became_of_the_version():
+    shown = lines(render_summary(summary()))
+    assert "Registered models:/rlhf-policy/3, champion" in shown
+    assert shown.index("Promotion") < shown.index("It wins.")
+    assert any(line.startswith("PPO against the champion") for line in shown)
+
+    refused = promotion("refused", reasons=["It loses.", "It repeats " + "itself " * 30])
+    shown = lines(render_summary(summary(promotion=refused)))
+    assert "Registered models:/rlhf-policy/3, refused, and version 2 stays champion" in shown
+    assert "It loses." in shown
+    assert " ".join(shown).count("itself") == 30
+
+    nobody = promotion("refused", champion=None)
+    shown = render_summary(summary(promotion=nobody))
+    assert "refused, and there is no champion" in shown
+
+
+def test_the_terminal_shows_what_others_wrote_as_it_is():
+    name = "[/bold] :smile: [red]x"
+    reasons = {"reasons": [f"The judge {name} fell."], "conclusive": False}
+    decision = promotion("refused", reasons=[f"It lost, says {name}."])
+    given = summary(**evaluation_result(judge=name, champion=2) | reasons, promotion=decision)
+    shown = lines(render_summary(given))
+    assert f"Win rates, judged by {name}" in shown
+    assert f"Inconclusive: The judge {name} fell." in shown
+    assert f"It lost, says {name}." in shown

@@ -1,8 +1,11 @@
+import sys
 from typing import Any
 
 import pytest
+from tiny import make_policy
 
 from pipeline.settings import INPUTS, Settings, as_plain_dict, make_settings, read_preset
+from ppo_core.adapters import add_adapter
 from ppo_core.errors import ConfigError
 
 OWN = {
@@ -113,12 +116,75 @@ def test_the_plain_dict_holds_every_setting():
         ({"reward_gate": {"tolerance": 0.0}}, r"tolerance=0\.0"),
         ({"reward_gate": {"num_prompts": 0}}, r"num_prompts=0"),
         ({"reward_gate": {"samples_per_prompt": 1}}, r"samples_per_prompt=1"),
+        ({"promotion": {"min_win_rate": 1.0}}, r"^\[promotion\] min_win_rate=1\.0 must be"),
+        ({"promotion": {"max_kl": 0.0}}, r"max_kl=0\.0 must be above 0"),
+        ({"promotion": {"max_length_ratio": 0.5}}, r"max_length_ratio=0\.5 must be at least 1"),
+        ({"promotion": {"max_repetition": 30.0}}, r"max_repetition=30\.0 must be between"),
+        ({"lora": {"r": -1}}, r"^\[lora\] r=-1 must be at least 0"),
+        ({"lora": {"r": 4, "alpha": 0}}, r"alpha=0 must be a whole number"),
+        ({"lora": {"r": 4, "target_modules": []}}, r"target_modules=\[\] must be"),
+        ({"lora": {"r": 4, "target_modules": "q_proj"}}, r"lora\.target_modules='q_proj'"),
+        ({"lora": {"r": 4, "target_modules": ["all-linear", "q"]}}, r"the name of a module"),
+        ({"lora": {"alpha": 8}}, r"alpha=8 takes effect only with r above 0"),
+        ({"lora": {"target_modules": ["q"]}}, r"target_modules=\['q'\] takes effect only"),
+        ({"lora": {"dropout": 0.1}}, r"Unknown setting lora\.dropout"),
+        ({"ppo": {"model_adapter_name": "a"}}, r"ppo\.model_adapter_name='a' would be ignored"),
+        (
+            {"lora": {"r": 4}, "ppo": {"reference_refresh_updates": 2}},
+            r"reference_refresh_updates=2 copies the policy into the reference, and with lora\.r=4",
+        ),
+        ({"ppo": {"stop_token": "None"}}, r"ppo\.stop_token='None'"),
         ({"task": "tldr"}, r"task='tldr' makes its inputs itself, and policy, preferences"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(table: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         settings(table)
+
+
+def test_a_token_is_refused_and_never_printed():
+    with pytest.raises(ConfigError, match=r"ppo\.hub_token is set") as refused:
+        settings({"ppo": {"hub_token": "hf_secret"}})
+    assert "hf_secret" not in str(refused.value)
+
+
+def test_no_stop_token_is_written_as_none():
+    assert settings({"ppo": {"stop_token": "none"}}).ppo.stop_token is None
+    assert settings({}).ppo.stop_token == "eos"
+
+
+def test_without_a_rank_the_whole_policy_is_trained():
+    assert settings({}).lora.peft_config() is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_with_a_rank_adapters_on_all_linear_layers_are_trained(family: str):
+    pytest.importorskip("peft")
+    adapted = add_adapter(make_policy(family), settings({"lora": {"r": 4}}).lora.peft_config())
+    trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
+    assert all("lora_" in name for name in trained)
+    assert {min(adapted.get_parameter(name).shape) for name in trained} == {4}
+    layers = [layer for layer in adapted.modules() if hasattr(layer, "lora_A")]
+    assert {layer.scaling["default"] for layer in layers} == {32 / 4}
+    # Two blocks of seven linear layers, or four.
+    assert len(layers) == {"llama": 14, "gpt2": 8}[family]
+
+
+def test_adapters_are_put_on_the_named_modules_alone():
+    pytest.importorskip("peft")
+    lora = settings({"lora": {"r": 2, "alpha": 6, "target_modules": ["q_proj"]}}).lora
+    adapted = add_adapter(make_policy(), lora.peft_config())
+    layers = [name for name, layer in adapted.named_modules() if hasattr(layer, "lora_A")]
+    assert [name.rpartition(".")[2] for name in layers] == ["q_proj", "q_proj"]
+
+
+def test_adapters_without_peft_are_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"^\[lora\] r=4 needs the package peft.*pip install"):
+        settings({"lora": {"r": 4}})
+    assert settings({}).lora.r == 0
 
 
 def test_missing_inputs_are_named():

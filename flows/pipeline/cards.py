@@ -11,6 +11,8 @@ from typing import Any
 from metaflow.cards import Image, Markdown, MetaflowCardComponent, Table, ValueBox
 
 from pipeline.evaluation_document import evaluation_document
+from pipeline.promotion_config import PromotionConfig
+from pipeline.promotion_document import promotion_document
 from pipeline.report_document import Document, Section
 from pipeline.reward_document import reward_document
 
@@ -23,6 +25,18 @@ def reward_model_card(report: Mapping[str, Any]) -> list[MetaflowCardComponent]:
 def evaluation_card(evaluation: Mapping[str, Any]) -> list[MetaflowCardComponent]:
     """The components of the card of an evaluation's result."""
     return _components(evaluation_document(evaluation))
+
+
+def promotion_card(
+    promotion: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+    validation: Mapping[str, Any],
+    limits: PromotionConfig,
+    *,
+    kl: float,
+) -> list[MetaflowCardComponent]:
+    """The components of the card of a decision, see `promotion_document`."""
+    return _components(promotion_document(promotion, evaluation, validation, limits, kl=kl))
 
 
 def _components(document: Document) -> list[MetaflowCardComponent]:

@@ -18,13 +18,16 @@ from pipeline.report_document import (
 
 Record = Mapping[str, Any]
 
+WHO = {"reference": "References", "sft": "SFT", "ppo": "PPO", "champion": "Champion"}
+"""Everybody whose answers are measured, in words."""
+
 
 def evaluation_document(evaluation: Record) -> Document:
     """Whether PPO made the policy better, and whether the judge who says so can be believed.
 
     Args:
-        evaluation: what the flow's step hands on: `evaluate`'s result with `improvement`, `kl` and
-            `distinct`.
+        evaluation: what the flow's step hands on: `evaluate`'s result with `improvement`, `kl`,
+            `distinct`, `length` and `repetition`.
     """
     win_rates = evaluation["win_rate"]
     verdict, tone = _verdict(evaluation)
@@ -201,11 +204,23 @@ def _judges(contest: str, agreement: Record) -> list[tuple[str, ...]]:
 
 def _policies(evaluation: Record) -> Section:
     return Section(
-        title="The policies",
-        headers=("", "KL of an answer from SFT, nats", "Distinct answers"),
+        title="The answers",
+        headers=(
+            "",
+            "KL of an answer from SFT, nats",
+            "Distinct answers",
+            "Words, mean",
+            "Repeated 3-grams of words",
+        ),
         rows=tuple(
-            (who.upper(), as_number(kl), as_percent(evaluation["distinct"][who]))
-            for who, kl in evaluation["kl"].items()
+            (
+                WHO[who],
+                as_number(evaluation["kl"][who]) if who in evaluation["kl"] else "",
+                as_percent(evaluation["distinct"][who]),
+                as_number(evaluation["length"][who]),
+                as_percent(evaluation["repetition"][who]),
+            )
+            for who in evaluation["length"]
         ),
     )
 

@@ -43,6 +43,8 @@ def evaluation_numbers(evaluation: Mapping[str, Any]) -> Numbers:
         **_under("improvement", {n: evaluation["improvement"][n] for n in ("difference", "low")}),
         **_under("kl", evaluation["kl"]),
         **_under("distinct", evaluation["distinct"]),
+        **_under("length", evaluation["length"]),
+        **_under("repetition", evaluation["repetition"]),
         "evaluation/conclusive": float(evaluation["conclusive"]),
     }
 

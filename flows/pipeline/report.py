@@ -11,20 +11,33 @@ TITLES = {
     "sft_vs_reference": "SFT against the references",
     "ppo_vs_reference": "PPO against the references",
     "ppo_vs_sft": "PPO against SFT",
+    "ppo_vs_champion": "PPO against the champion",
 }
+"""Every contest that there may be, in words."""
 
 SHOWN_METRICS = ("objective/scores", "objective/rlhf_reward", "objective/kl", "objective/entropy")
 
 
 def render_summary(summary: Mapping[str, Any]) -> str:
     """The summary as text, 106 columns wide."""
-    console = Console(file=io.StringIO(), width=106)
+    # What judges and data sets are called is no markup and no emoji.
+    console = Console(file=io.StringIO(), width=106, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(_win_rates(summary["win_rate"]))
         console.print(_the_rest(summary))
         for reason in summary["reasons"]:
-            console.print(f"Inconclusive: {reason}", markup=False)
+            console.print(f"Inconclusive: {reason}")
+        console.print(_promotion(summary["model"], summary["promotion"]))
     return capture.get()
+
+
+def decision_in_words(promotion: Mapping[str, Any]) -> str:
+    """What became of a version: `champion`, or `refused` and who stays."""
+    if promotion["action"] == "promoted":
+        return "champion"
+    if promotion["champion"] is None:
+        return "refused, and there is no champion"
+    return f"refused, and version {promotion['champion']} stays champion"
 
 
 def _win_rates(win_rates: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -65,7 +78,14 @@ def _the_rest(summary: Mapping[str, Any]) -> Table:
         f"{timings['episodes_per_second']:.1f} episodes/s, "
         f"peak memory {timings['peak_rss_bytes'] / 2**30:.2f} GiB",
     )
-    table.add_row("Registered", summary["model"]["uri"])
+    return table
+
+
+def _promotion(model: Mapping[str, Any], promotion: Mapping[str, Any]) -> Table:
+    table = Table(show_header=False, title="Promotion", title_justify="left")
+    table.add_row("Registered", f"{model['uri']}, {decision_in_words(promotion)}")
+    for reason in promotion["reasons"]:
+        table.add_row("", reason)
     return table
 
 

@@ -1,4 +1,4 @@
-"""The report on a reward model as one HTML page, which needs no other file and no network."""
+"""Each report as one HTML page, which needs no other file and no network."""
 
 from base64 import b64encode
 from collections.abc import Mapping
@@ -6,6 +6,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from pipeline.evaluation_document import evaluation_document
+from pipeline.report_document import Document
 from pipeline.reward_document import reward_document
 
 TEMPLATE = """\
@@ -60,9 +62,18 @@ img { display: block; width: 600px; max-width: 100%; margin: 1rem 0 }
 
 
 def reward_model_page(report: Mapping[str, Any]) -> str:
-    """The report as HTML with its figures inside; whatever it quotes is escaped."""
+    """The report on a reward model as HTML with its figures inside; what it quotes is escaped."""
+    return _page(reward_document(report))
+
+
+def evaluation_page(evaluation: Mapping[str, Any]) -> str:
+    """The report on an evaluation in the same form."""
+    return _page(evaluation_document(evaluation))
+
+
+def _page(document: Document) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["base64"] = lambda png: b64encode(png).decode("ascii")
-    return environment.from_string(TEMPLATE).render(document=reward_document(report))
+    return environment.from_string(TEMPLATE).render(document=document)

@@ -6,12 +6,15 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.evaluation_config import EvaluationConfig
 from pipeline.judges.config import JudgingConfig
+from pipeline.lora_config import LoraConfig
+from pipeline.promotion_config import PromotionConfig
 from pipeline.reward_validation.config import RewardGateConfig
 from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError
@@ -28,10 +31,13 @@ NOT_OF_THE_FLOW = {
     "sft_model_path": "set policy of the run",
     "reward_model_path": "set reward_model of the run",
     "ptx_coef": "the flow has no pretraining texts",
-    "model_adapter_name": "the flow trains whole models",
-    "ref_adapter_name": "the flow trains whole models",
+    "model_adapter_name": "the flow makes the adapter itself, see [lora]",
+    "ref_adapter_name": "the reference is the policy before PPO",
 }
 """Settings of PPO that the flow decides itself, and what to do instead."""
+
+NO_VALUE = "none"
+"""Stands for None, which TOML cannot write, where a setting left out is something else."""
 
 PRESETS = Path(__file__).parent.parent / "presets"
 
@@ -100,6 +106,9 @@ class Settings:
     ppo: PPOConfig = field(default_factory=lambda: PPOConfig(**PPO_SIZES))
     """What PPO does."""
 
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters that PPO trains in the place of the whole policy."""
+
     reward_gate: RewardGateConfig = field(default_factory=RewardGateConfig)
     """When the reward model is fit to train against."""
 
@@ -109,6 +118,9 @@ class Settings:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """How the policies are compared."""
 
+    promotion: PromotionConfig = field(default_factory=PromotionConfig)
+    """When the policy becomes the champion."""
+
     def __post_init__(self) -> None:
         """Refuse inputs that are missing or contradict each other."""
         # The range of numpy's and torch's generators.
@@ -117,6 +129,8 @@ class Settings:
         if not 0 < self.held_out_share < 1:
             raise ConfigError(f"held_out_share={self.held_out_share} must be between 0 and 1.")
         self._refuse_what_the_flow_decides()
+        self._refuse_a_token()
+        self._refuse_a_reference_without_weights()
         if self.task:
             self._refuse_inputs_of_a_task()
         else:
@@ -127,6 +141,23 @@ class Settings:
             value = getattr(self.ppo, name)
             if value != getattr(PPOConfig, name):
                 raise ConfigError(f"ppo.{name}={value!r} would be ignored: {instead}.")
+
+    def _refuse_a_token(self) -> None:
+        if self.ppo.hub_token is not None:
+            # Not quoted: the message would be the first place to have the token.
+            raise ConfigError(
+                "ppo.hub_token is set: nothing is uploaded to the hub, so it would only be kept in "
+                "MLflow for all to see, with the other settings. Remove it; what is read from the "
+                "hub is read with the token in the environment variable HF_TOKEN."
+            )
+
+    def _refuse_a_reference_without_weights(self) -> None:
+        if self.lora.r and self.ppo.reference_refresh_updates:
+            raise ConfigError(
+                f"ppo.reference_refresh_updates={self.ppo.reference_refresh_updates} copies the "
+                f"policy into the reference, and with lora.r={self.lora.r} the reference is the "
+                "policy without its adapter. Leave one of them out."
+            )
 
     def _refuse_inputs_of_a_task(self) -> None:
         named = [name for name in INPUTS if getattr(self, name)]
@@ -194,9 +225,15 @@ def as_plain_dict(settings: Settings) -> dict[str, Any]:
     return dataclasses.asdict(settings)
 
 
+def needs_no_value(kind: Any, default: object) -> bool:
+    """Whether None of a setting of this type has to be written as NO_VALUE."""
+    return NoneType in get_args(kind) and default is not None
+
+
 def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
     """Make the dataclass `kind` of a TOML table; `where` is the table's name with a dot."""
     types = get_type_hints(kind)
+    defaults = {one.name: one.default for one in dataclasses.fields(kind)}
     values = {}
     for key, value in table.items():
         if key not in types:
@@ -205,6 +242,8 @@ def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{where}{key}={value!r} must be a section, [{where}{key}].")
             values[key] = _read(types[key], value, f"{where}{key}.")
+        elif value == NO_VALUE and needs_no_value(types[key], defaults[key]):
+            values[key] = None
         else:
             values[key] = _check_type(types[key], value, where + key)
     try:
