@@ -1,5 +1,5 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
-# The others: lint, types, tldr and stories (both for three seeds), clean.
+# The others: lint, types, soak, tldr and stories (both for three seeds), clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,13 +7,16 @@ BIN := $(VENV)/bin
 SEEDS ?= 1 2 3
 RUN_ARGS ?=
 
-.PHONY: run test lint types tldr stories clean
+.PHONY: run test soak lint types tldr stories clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
 
 test: $(VENV)/installed-dev ## Run the suite, two files at a time on one thread each.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+soak: $(VENV)/installed-dev ## The tests that take minutes.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -n 2 --dist loadfile
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -86,22 +86,25 @@ class RLHF(FlowSpec):
     @phase
     @step
     def start(self) -> None:
-        """Read the settings and check every input."""
-        self.settings = stages.read_settings(self.file_settings, self._command_line())
+        """Read the settings, check every input, and find the champion to beat."""
+        given = stages.read_settings(self.file_settings, self._command_line())
+        self.settings = stages.prepare(given)
+        self.champion = stages.find_champion(self.settings)
+        self.tracked = stages.start_run(given, self.settings, current.flow_name, current.run_id)
         self.next(self.load_policy)
 
     @phase
     @step
     def load_policy(self) -> None:
         """Load the policy, or fine-tune it first."""
-        self.sft = stages.load_policy(self.settings)
+        self.sft = stages.load_policy(self.settings, self.tracked)
         self.next(self.load_reward_model)
 
     @phase
     @step
     def load_reward_model(self) -> None:
         """Load the reward model, or train it on preferences."""
-        self.rewarder = stages.load_reward_model(self.settings, self.sft)
+        self.rewarder = stages.load_reward_model(self.settings, self.sft, self.tracked)
         self.next(self.validate_reward_model)
 
     @card(type="blank")
@@ -109,9 +112,8 @@ class RLHF(FlowSpec):
     @step
     def validate_reward_model(self) -> None:
         """Measure the reward model on preferences it has not seen."""
-        self.tracking_run = stages.start_tracking(self.settings, current.run_id)
         self.validation = stages.validate_reward_model(
-            self.settings, self.sft, self.rewarder, self.tracking_run
+            self.settings, self.sft, self.rewarder, self.tracked
         )
         current.card.extend(stages.reward_model_card(self.validation))
         self.next(self.train_policy)
@@ -121,7 +123,7 @@ class RLHF(FlowSpec):
     def train_policy(self) -> None:
         """Train the policy with PPO against the validated reward model."""
         self.trained = stages.train_policy(
-            self.settings, self.sft, self.rewarder, self.validation, current.run_id
+            self.settings, self.sft, self.rewarder, self.validation, self.tracked
         )
         self.next(self.evaluate_win_rate)
 
@@ -129,20 +131,28 @@ class RLHF(FlowSpec):
     @phase
     @step
     def evaluate_win_rate(self) -> None:
-        """Judge the answers of both policies on prompts they have not seen."""
+        """Judge the policy's answers to unseen prompts against the champion's and others'."""
         self.evaluation = stages.evaluate_win_rate(
-            self.settings, self.sft, self.trained, current.run_id
+            self.settings, self.sft, self.trained, self.champion, self.tracked
         )
         current.card.extend(stages.evaluation_card(self.evaluation))
         self.next(self.register)
 
+    @card(type="blank")
     @phase
     @step
     def register(self) -> None:
-        """Register the policy in MLflow."""
-        self.model = stages.register(
-            self.settings, self.trained, self.evaluation, self.tracking_run
+        """Register the policy in MLflow, and promote it to champion or refuse it."""
+        self.registered = stages.register(
+            self.settings,
+            self.sft,
+            self.rewarder,
+            self.validation,
+            self.trained,
+            self.evaluation,
+            self.tracked,
         )
+        current.card.extend(stages.promotion_card(self.settings, self.validation, self.registered))
         self.next(self.end)
 
     @phase
@@ -150,7 +160,12 @@ class RLHF(FlowSpec):
     def end(self) -> None:
         """Sum the run up."""
         self.summary = stages.summarize(
-            self.settings, self.validation, self.trained, self.evaluation, self.model, self.seconds
+            self.settings,
+            self.validation,
+            self.trained,
+            self.registered,
+            self.tracked,
+            self.seconds,
         )
 
     def _command_line(self) -> dict[str, Any]:

@@ -55,6 +55,11 @@ def test_3_the_phases_do_not_import_each_other(name: str):
     assert not siblings(ROOT / "ppo_core" / f"{name}.py", "ppo_core") & others
 
 
+def test_4_the_consumer_needs_nothing_of_the_flow():
+    ours = packages(ROOT / "flows" / "champion.py") & {"flows", "pipeline", "metaflow", "ppo_core"}
+    assert ours == {"ppo_core"}
+
+
 def test_4_the_flow_calls_stages_only():
     assert siblings(ROOT / "flows" / "rlhf.py", "pipeline") == {"stages", "environment"}
 

@@ -21,8 +21,11 @@ import ppo_core
 import ppo_core.classic
 from pipeline.evaluation_config import EvaluationConfig
 from pipeline.judges.config import JudgingConfig
-from pipeline.registry.tracking import start_run
-from pipeline.registry.versions import register_policy
+from pipeline.promotion_config import PromotionConfig
+from pipeline.registry.artifact import Decoding, write_artifact
+from pipeline.registry.champions import promote_by_hand
+from pipeline.registry.runs import start_runs
+from pipeline.registry.versions import register_version
 from pipeline.reward_validation.config import RewardGateConfig
 from pipeline.settings import make_settings
 from ppo_core.cli_arguments import ModelArguments, ScriptArguments
@@ -36,7 +39,8 @@ DATA = ROOT.parent / "shared" / "data"
 README = ROOT / "README.md"
 MIGRATING = ROOT / "docs" / "migrating-from-trl.md"
 TRUSTING = ROOT / "docs" / "trusting-a-result.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", MIGRATING, TRUSTING]
+PRODUCTION = ROOT / "docs" / "to-production.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", MIGRATING, TRUSTING, PRODUCTION]
 
 OTHERS_FLAGS = {"backend-store-uri", "config", "config-file"}
 """Flags of MLflow, Metaflow and accelerate."""
@@ -62,6 +66,8 @@ def test_the_published_python_examples_run(tmp_path, monkeypatch):
 
     register(tmp_path / "policy")
     assert run_block(registered)["policy"].task == "text-generation"
+    (loading,) = blocks(PRODUCTION, "python")
+    assert run_block(loading)["champion"].version == "1"
 
 
 def test_the_published_classic_loop_runs(tmp_path, monkeypatch):
@@ -174,9 +180,11 @@ def test_the_settings_in_the_examples_exist(tmp_path, monkeypatch):
             assert keywords_of("PPOConfig", tree) <= known
 
 
-def test_the_limits_of_the_gate_are_printed_as_they_are():
+def test_the_limits_of_the_gates_are_printed_as_they_are():
     gate = tomllib.loads(blocks(TRUSTING, "toml")[0])["reward_gate"]
     assert RewardGateConfig(**gate) == RewardGateConfig()
+    limits = tomllib.loads(blocks(PRODUCTION, "toml")[0])["promotion"]
+    assert PromotionConfig(**limits) == PromotionConfig()
 
 
 def test_the_import_lines_of_the_migration_work():
@@ -277,6 +285,22 @@ def run_python(words: list, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def register(policy: Path) -> None:
     """Put the policy where the README's example looks for it."""
-    run_id = start_run("docs", {})
-    nothing = {"updates": [], "numbers": {}, "files": [], "samples": []}
-    register_policy(policy, "rlhf-policy", run_id=run_id, **nothing)
+    run_id = start_runs("rlhf-policy", "RLHF/1", {}, {})["parent"]
+    register_version(
+        "rlhf-policy",
+        run_id=run_id,
+        flow_run="RLHF/1",
+        write=lambda folder, model_id: write_artifact(
+            policy,
+            folder,
+            name="rlhf-policy",
+            decoding=Decoding(response_length=8, temperature=0.7),
+            example="w1 w2",
+            card="",
+            run_id=run_id,
+            model_id=model_id,
+        ),
+        tags={},
+        card="",
+    )
+    promote_by_hand("rlhf-policy", 1, reason="The documentation says so.", by="person reader")

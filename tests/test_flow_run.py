@@ -68,9 +68,26 @@ def run_flow(folder: Path, *arguments: str) -> Ran:
     return Ran(ran.returncode, ran.stdout + ran.stderr)
 
 
+def client_of(folder: Path) -> mlflow.MlflowClient:
+    return mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+
+
 def versions(folder: Path) -> int:
-    client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
-    return len(client.search_model_versions("name='tiny-policy'"))
+    return len(client_of(folder).search_model_versions("name='tiny-policy'"))
+
+
+def runs_of(folder: Path, flow_run: str) -> dict[str, mlflow.entities.Run]:
+    """The runs in MLflow of one run of the flow, by step."""
+    client = client_of(folder)
+    experiment = client.get_experiment_by_name("rlhf")
+    found = client.search_runs([experiment.experiment_id], f"tags.flow_run = '{flow_run}'")
+    runs = {run.data.tags["step"]: run for run in found}
+    assert len(runs) == len(found)
+    return runs
+
+
+def artifacts_of(folder: Path, run: mlflow.entities.Run, path: str | None = None) -> set[str]:
+    return {file.path for file in client_of(folder).list_artifacts(run.info.run_id, path)}
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +134,13 @@ def test_the_report_on_a_refused_reward_model_is_there_to_be_read(journey: Journ
     assert journey.card.code == 0, journey.card.log
     (data,) = re.findall(r'window\.__MF_DATA__\["[^"]+"\] = "([^"]+)"', journey.card.log)
     assert '"Refused"' in base64.b64decode(data).decode()
-    client = mlflow.MlflowClient(f"sqlite:///{journey.folder / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("rlhf")
-    (run,) = [
-        run
-        for run in client.search_runs([experiment.experiment_id])
-        if run.data.tags["reward_model"] == "refused"
-    ]
-    assert run.info.status == "FAILED"
-    kept = {file.path for file in client.list_artifacts(run.info.run_id, "reward-model")}
+    number = re.search(r"\[(\d+)/validate_reward_model/", journey.refused.log)
+    runs = runs_of(journey.folder, f"RLHF/{number[1]}")
+    assert runs["parent"].data.tags["reward_model"] == "refused"
+    assert runs["parent"].info.status == runs["train_policy"].info.status == "FAILED"
+    assert runs["validate_reward_model"].info.status == "FINISHED"
+    assert runs["register"].info.status == "SCHEDULED"
+    kept = artifacts_of(journey.folder, runs["validate_reward_model"], "reward-model")
     assert {"reward-model/report.json", "reward-model/report.html"} < kept
     assert "reward-model/reliability.png" in kept
 
@@ -135,10 +150,33 @@ def test_a_reward_model_accepted_by_hand_is_on_record(journey: Journey, summary:
     assert summary["reward_model"]["accepted_by_hand"]
     assert summary["settings"]["accept_reward_model"]
     assert "The reward model was refused and is accepted by hand:" in journey.failed.log
-    client = mlflow.MlflowClient(f"sqlite:///{journey.folder / 'mlflow.db'}")
-    run = client.get_run(summary["model"]["run_id"])
+    run = client_of(journey.folder).get_run(summary["model"]["run_id"])
     assert run.data.tags["reward_model"] == "accepted by hand"
-    assert run.info.status == "FINISHED"
+
+
+def test_a_run_that_failed_and_was_resumed_is_one_run_with_its_steps_below(
+    journey: Journey, summary: dict[str, Any]
+):
+    parent = client_of(journey.folder).get_run(summary["model"]["run_id"])
+    runs = runs_of(journey.folder, parent.data.tags["flow_run"])
+    assert runs["parent"].info.run_id == parent.info.run_id
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    children = {step for step in runs if step != "parent"}
+    assert {runs[step].data.tags["mlflow.parentRunId"] for step in children} == {parent.info.run_id}
+    assert "system/cpu_utilization_percentage" in runs["train_policy"].data.metrics
+
+
+def test_a_policy_that_won_nothing_is_registered_and_refused(
+    journey: Journey, summary: dict[str, Any]
+):
+    assert summary["promotion"]["action"] == "refused"
+    version = client_of(journey.folder).get_model_version("tiny-policy", "1")
+    assert version.tags["promotion"] == "refused"
+    assert "min_win_rate" in version.tags["promotion_reasons"]
+    assert "reward model was refused" in version.tags["promotion_reasons"]
+    assert "**Refused** by run RLHF/" in version.description
+    aliases = client_of(journey.folder).get_registered_model("tiny-policy").aliases
+    assert {alias: int(version) for alias, version in aliases.items()} == {"challenger": 2}
 
 
 def test_a_failing_step_says_what_to_mend_and_registers_nothing(journey: Journey):
@@ -200,16 +238,18 @@ def test_progress_is_readable_in_the_log(journey: Journey):
 
 
 def test_the_registry_keeps_settings_metrics_and_samples(journey: Journey, summary: dict[str, Any]):
-    uri = f"sqlite:///{journey.folder / 'mlflow.db'}"
-    client = mlflow.MlflowClient(uri)
-    run_id = summary["model"]["run_id"]
-    run = client.get_run(run_id)
-    assert run.data.params["ppo.response_length"] == "6"
-    assert run.data.metrics["win_rate/ppo_vs_sft/rate"] == summary["win_rate"]["ppo_vs_sft"]["rate"]
-    history = client.get_metric_history(run_id, "objective/kl")
+    client = client_of(journey.folder)
+    parent = client.get_run(summary["model"]["run_id"])
+    runs = runs_of(journey.folder, parent.data.tags["flow_run"])
+    assert parent.data.params["ppo.response_length"] == "6"
+    rate = summary["win_rate"]["ppo_vs_sft"]["rate"]
+    assert parent.data.metrics["win_rate/ppo_vs_sft/rate"] == rate
+    history = client.get_metric_history(runs["train_policy"].info.run_id, "objective/kl")
     assert [metric.step for metric in history] == [1, 2, 3]
-    kept = {file.path for file in client.list_artifacts(run_id)}
-    assert kept >= {"samples.json", "summary.json", "judgements.jsonl", "reward-model"}
+    assert len(parent.inputs.dataset_inputs) == 5
+    evaluated = artifacts_of(journey.folder, runs["evaluate_win_rate"])
+    assert evaluated == {"samples.json", "judgements.jsonl", "evaluation"}
+    assert artifacts_of(journey.folder, parent) == {"packages.txt", "settings.toml", "summary.json"}
 
 
 CONSUMER = """

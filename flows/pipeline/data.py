@@ -124,6 +124,11 @@ def digest_rows(rows: Sequence[Row]) -> str:
     return digest.hexdigest()[:16]
 
 
+def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
+    """The JSON object of each line, as `write_jsonl` writes them."""
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write one JSON object a line."""
     with path.open("w", encoding="utf-8") as file:

@@ -69,6 +69,17 @@ def training_prompts(settings: Settings) -> Rows:
     return read_rows(settings.prompts, ["prompt"], ["reference"])
 
 
+def data_sets(settings: Settings) -> dict[str, Rows]:
+    """Every data set that a run reads, by what it is used for."""
+    return {
+        **({"sft": sft_rows(settings)} if settings.sft_data else {}),
+        **({} if settings.reward_model else {"preferences": training_pairs(settings)}),
+        "preferences-test": test_pairs(settings),
+        "prompts": training_prompts(settings),
+        "eval-prompts": read_rows(settings.eval_prompts, ["prompt", "reference"]),
+    }
+
+
 def examples(source: str, config: EvaluationConfig) -> list[Row]:
     """Prompts and references that policies are judged on."""
     rows = read_rows(source, ["prompt", "reference"]).usable

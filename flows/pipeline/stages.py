@@ -10,7 +10,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,125 +18,148 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipeline.cache import Cached
+    from pipeline.flow_run import FlowRun
+    from pipeline.registry.tracking import Tracker
     from pipeline.settings import Settings
-    from ppo_core.evaluation import Answers
-
-NUM_SAMPLES = 20
-"""Prompts whose answers are shown beside the registered policy."""
 
 Result = dict[str, Any]
 """What a stage hands on: paths as text, and small numbers."""
 
 
 def read_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, Any]) -> Settings:
-    """Read the settings strictly and refuse every input that would fail later."""
-    from pipeline.inputs import check_inputs, require_writable
-    from pipeline.registry.connection import check_registry
+    """Read the settings strictly, before anything is made of them."""
     from pipeline.settings import make_settings
 
-    settings = make_settings(from_file, from_command_line)
-    require_writable(Path(settings.output_dir), "output_dir")
-    if settings.task:
-        settings = _make_demo_task(settings)
+    return make_settings(from_file, from_command_line)
+
+
+def prepare(given: Settings) -> Settings:
+    """The settings with files for a built-in task; every input that would fail later is refused."""
+    from pipeline.inputs import check_inputs, require_writable
+    from pipeline.registry.connection import check_registry
+
+    require_writable(Path(given.output_dir), "output_dir")
+    settings = _make_demo_task(given) if given.task else given
     check_inputs(settings)
     check_registry(settings.registered_model)
     return settings
 
 
-def load_policy(settings: Settings) -> Result:
+def start_run(given: Settings, settings: Settings, flow: str, number: str) -> FlowRun:
+    """The run with its folder, its runs in MLflow, and what it comes from."""
+    from pipeline import inputs
+    from pipeline.flow_run import FlowRun
+    from pipeline.journal import Journal
+    from pipeline.lineage import trace
+    from pipeline.registration import SETTINGS_FILE
+    from pipeline.registry.data_sets import log_data
+    from pipeline.registry.runs import start_runs
+    from pipeline.registry.tracking import PARENT
+    from pipeline.run_log import RunLog
+    from pipeline.settings import as_plain_dict
+    from pipeline.settings_file import settings_text
+
+    name = f"{flow}/{number}"
+    folder = Path(settings.output_dir).absolute() / "runs" / number
+    folder.mkdir(parents=True, exist_ok=True)
+    origin = trace(flow_run=name, settings=as_plain_dict(given), data=inputs.data_sets(settings))
+    runs = start_runs(settings.registered_model, name, as_plain_dict(settings), origin.tags)
+    log_data(runs[PARENT], origin.data)
+    (folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
+    parent = RunLog(Journal(folder), runs[PARENT])
+    parent.log_artifact(folder / SETTINGS_FILE)
+    parent.log_text(origin.packages, "packages.txt")
+    return FlowRun(id=name, folder=folder, tracking=runs, origin=origin.tags, data=origin.data)
+
+
+def find_champion(settings: Settings) -> Result:
+    """The champion that the new policy will be compared with, fetched and verified."""
+    from pipeline.promotion import find_champion
+
+    return find_champion(settings)
+
+
+def load_policy(settings: Settings, run: FlowRun) -> Result:
     """The policy to start from: as it is, or fine-tuned on `sft_data`."""
     from pipeline import cache, inputs
     from ppo_core.supervised.training import train_sft
 
-    if not settings.sft_data:
-        return {"path": settings.policy, "metrics": {}}
-    rows = inputs.sft_rows(settings)
-    made = cache.make_once(
-        _cache_folder(settings),
-        "sft",
-        {
-            "model": cache.digest_of_model(settings.policy),
-            "rows": rows.digest,
-            "settings": asdict(settings.sft),
-            "code": cache.digest_of_code(*_supervised_code()),
-        },
-        lambda folder: train_sft(settings.policy, rows.usable, settings.sft, folder),
-    )
-    return {"path": str(made.path), "metrics": made.metrics}
+    with _track(run, "load_policy") as tracker:
+        if not settings.sft_data:
+            return {"path": settings.policy, "metrics": {}}
+        rows = inputs.sft_rows(settings)
+        made = cache.make_once(
+            _cache_folder(settings),
+            "sft",
+            {
+                "model": cache.digest_of_model(settings.policy),
+                "rows": rows.digest,
+                "settings": asdict(settings.sft),
+                "code": cache.digest_of_code(*_supervised_code()),
+            },
+            lambda folder: train_sft(settings.policy, rows.usable, settings.sft, folder),
+        )
+        return _made(made, tracker)
 
 
-def load_reward_model(settings: Settings, sft: Result) -> Result:
+def load_reward_model(settings: Settings, sft: Result, run: FlowRun) -> Result:
     """The reward model: the one that is named, or one trained from the policy."""
     from pipeline import cache, inputs
     from ppo_core.supervised.training import train_reward_model
 
-    if settings.reward_model:
-        return {"path": settings.reward_model, "metrics": {}}
-    rows = inputs.training_pairs(settings)
-    training = settings.reward_model_training
-    made = cache.make_once(
-        _cache_folder(settings),
-        "reward-model",
-        {
-            "model": cache.digest_of_model(sft["path"]),
-            "rows": rows.digest,
-            "settings": asdict(training),
-            "code": cache.digest_of_code(*_supervised_code()),
-        },
-        lambda folder: train_reward_model(sft["path"], rows.usable, training, folder),
-    )
-    return {"path": str(made.path), "metrics": made.metrics}
-
-
-def start_tracking(settings: Settings, run_id: str) -> str:
-    """A run in MLflow with these settings; returns its id there."""
-    from pipeline.registry.tracking import start_run
-    from pipeline.settings import as_plain_dict
-
-    return start_run(run_id, as_plain_dict(settings))
+    with _track(run, "load_reward_model") as tracker:
+        if settings.reward_model:
+            return {"path": settings.reward_model, "metrics": {}}
+        rows = inputs.training_pairs(settings)
+        training = settings.reward_model_training
+        made = cache.make_once(
+            _cache_folder(settings),
+            "reward-model",
+            {
+                "model": cache.digest_of_model(sft["path"]),
+                "rows": rows.digest,
+                "settings": asdict(training),
+                "code": cache.digest_of_code(*_supervised_code()),
+            },
+            lambda folder: train_reward_model(sft["path"], rows.usable, training, folder),
+        )
+        return _made(made, tracker)
 
 
 def validate_reward_model(
-    settings: Settings, sft: Result, reward_model: Result, tracking_run: str
+    settings: Settings, sft: Result, reward_model: Result, run: FlowRun
 ) -> Result:
     """What there is to know about the reward model before anything is trained against it."""
     from pipeline import inputs
-    from pipeline.figures import reward_model_figures
-    from pipeline.headlines import reward_model_numbers
-    from pipeline.registry.tracking import log_reward_report
-    from pipeline.report_page import reward_model_page
+    from pipeline.report_tracking import log_reward_report
     from pipeline.reward_validation.samples import draw_samples
     from pipeline.reward_validation.validate import validate
     from ppo_core.loading import load_reward_model
 
-    model = load_reward_model(
-        reward_model["path"], end_of_text=settings.reward_model_training.end_of_text
-    )
-    report = validate(
-        model,
-        inputs.test_pairs(settings),
-        inputs.training_prompts(settings),
-        partial(
-            draw_samples,
-            sft["path"],
-            response_length=settings.ppo.response_length,
-            temperature=settings.ppo.temperature,
+    with _track(run, "validate_reward_model") as tracker:
+        model = load_reward_model(
+            reward_model["path"], end_of_text=settings.reward_model_training.end_of_text
+        )
+        report = validate(
+            model,
+            inputs.test_pairs(settings),
+            inputs.training_prompts(settings),
+            partial(
+                draw_samples,
+                sft["path"],
+                response_length=settings.ppo.response_length,
+                temperature=settings.ppo.temperature,
+                seed=settings.seed,
+                stop=settings.ppo.stop_token,
+                stop_token_id=settings.ppo.stop_token_id,
+                batch_size=settings.ppo.local_rollout_forward_batch_size,
+            ),
+            settings.reward_gate,
             seed=settings.seed,
-            stop=settings.ppo.stop_token,
-            stop_token_id=settings.ppo.stop_token_id,
-            batch_size=settings.ppo.local_rollout_forward_batch_size,
-        ),
-        settings.reward_gate,
-        seed=settings.seed,
-    )
-    report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
-    log_reward_report(
-        tracking_run,
-        report,
-        numbers=reward_model_numbers(report),
-        page=reward_model_page(report),
-        figures=reward_model_figures(report),
-    )
+        )
+        report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
+        log_reward_report(tracker, report)
     return report
 
 
@@ -162,96 +185,95 @@ def require_fit_reward_model(validation: Result) -> None:
 
 
 def train_policy(
-    settings: Settings, sft: Result, reward_model: Result, validation: Result, run_id: str
+    settings: Settings, sft: Result, reward_model: Result, validation: Result, run: FlowRun
 ) -> Result:
     """Train the policy with PPO against the reward model."""
     from pipeline import inputs
-    from pipeline.metrics_file import MetricsFile
+    from pipeline.metrics_callback import MetricsCallback
     from ppo_core.loading import load_policy, load_reward_model, load_tokenizer
     from ppo_core.trainer import PPOTrainer
 
-    require_fit_reward_model(validation)
-    folder = _run_folder(settings, run_id)
-    trainer = PPOTrainer(
-        args=replace(settings.ppo, output_dir=str(folder / "ppo")),
-        processing_class=load_tokenizer(sft["path"]),
-        model=load_policy(sft["path"]),
-        ref_model=load_policy(sft["path"]),
-        reward_model=load_reward_model(
-            reward_model["path"],
-            bias=validation["bias"],
-            gain=validation["gain"],
-            end_of_text=settings.reward_model_training.end_of_text,
-        ),
-        train_dataset=inputs.training_prompts(settings).column("prompt"),
-        callbacks=[MetricsFile(folder / "metrics.jsonl")],
-    )
-    started = time.perf_counter()
-    updates = trainer.train()
-    seconds = time.perf_counter() - started
-    trainer.save_model(folder / "policy")
+    with _track(run, "train_policy") as tracker:
+        require_fit_reward_model(validation)
+        trainer = PPOTrainer(
+            args=replace(settings.ppo, output_dir=str(run.folder / "ppo")),
+            processing_class=load_tokenizer(sft["path"]),
+            model=load_policy(sft["path"]),
+            ref_model=None,
+            reward_model=load_reward_model(
+                reward_model["path"],
+                bias=validation["bias"],
+                gain=validation["gain"],
+                end_of_text=settings.reward_model_training.end_of_text,
+            ),
+            train_dataset=inputs.training_prompts(settings).column("prompt"),
+            callbacks=[MetricsCallback(tracker.step)],
+            peft_config=settings.lora.peft_config(),
+        )
+        started = time.perf_counter()
+        updates = trainer.train()
+        seconds = time.perf_counter() - started
+        trainer.save_model(run.folder / "policy")
+        cost = {
+            "episodes_per_second": updates[-1]["episode"] / seconds,
+            "peak_rss_bytes": _peak_rss_bytes(),
+        }
+        tracker.parent.log_metrics(updates[-1] | cost)
     return {
-        "path": str(folder / "policy"),
-        "updates": str(folder / "metrics.jsonl"),
+        "path": str(run.folder / "policy"),
         "objective": {
             name: {"first": updates[0][name], "last": updates[-1][name]} for name in updates[0]
         },
-        "episodes_per_second": updates[-1]["episode"] / seconds,
-        "peak_rss_bytes": _peak_rss_bytes(),
+        **cost,
     }
 
 
-def evaluate_win_rate(settings: Settings, sft: Result, policy: Result, run_id: str) -> Result:
-    """Judge the answers of both policies against the references and against each other."""
-    from pipeline import inputs
-    from pipeline.data import write_jsonl
-    from pipeline.evaluation import distinct_share, evaluate, judgements
-    from pipeline.judges.spec import make_judge
-    from pipeline.win_rate import compare_policies
+def evaluate_win_rate(
+    settings: Settings, sft: Result, policy: Result, champion: Result, run: FlowRun
+) -> Result:
+    """Judge the answers of the policy against the references, SFT and the champion."""
+    from pipeline.policy_evaluation import evaluate_policies
+    from pipeline.report_tracking import log_evaluation
 
-    rows = inputs.examples(settings.eval_prompts, settings.evaluation)
-    prompts = [row["prompt"] for row in rows]
-    answers = {
-        "sft": _answer(settings, sft["path"], sft["path"], prompts),
-        "ppo": _answer(settings, policy["path"], sft["path"], prompts),
-    }
-    texts = {"reference": [row["reference"] for row in rows]}
-    texts |= {who: given.texts for who, given in answers.items()}
-    judge = make_judge(
-        settings.judge,
-        config=settings.judging,
-        cache_folder=_cache_folder(settings) / "replies",
-        end_of_text=settings.reward_model_training.end_of_text,
-    )
-    evaluation = evaluate(
-        judge,
-        prompts,
-        texts,
-        [("sft", "reference"), ("ppo", "reference"), ("ppo", "sft")],
-        people=inputs.human_labels(settings.evaluation),
-        config=settings.evaluation,
-        seed=settings.seed,
-    )
-    improvement = compare_policies(
-        evaluation.comparisons["ppo_vs_reference"],
-        evaluation.comparisons["sft_vs_reference"],
-        seed=settings.seed,
-    )
-    folder = _run_folder(settings, run_id)
-    columns = {"prompt": prompts, **texts}
-    write_jsonl(
-        folder / "samples.jsonl",
-        [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
-    )
-    write_jsonl(folder / "judgements.jsonl", judgements(evaluation))
-    return {
-        **evaluation.result,
-        "improvement": asdict(improvement),
-        "kl": {who: given.kl for who, given in answers.items()},
-        "distinct": {who: distinct_share(given.texts) for who, given in answers.items()},
-        "samples": str(folder / "samples.jsonl"),
-        "judgements": str(folder / "judgements.jsonl"),
-    }
+    with _track(run, "evaluate_win_rate") as tracker:
+        evaluation = evaluate_policies(settings, sft["path"], policy["path"], champion, run.folder)
+        log_evaluation(tracker, evaluation)
+    return evaluation
+
+
+def register(
+    settings: Settings,
+    sft: Result,
+    reward_model: Result,
+    validation: Result,
+    trained: Result,
+    evaluation: Result,
+    run: FlowRun,
+) -> Result:
+    """Register the policy as a version, and promote or refuse it."""
+    from pipeline.registration import Candidate, register
+    from pipeline.report_tracking import log_evaluation
+
+    with _track(run, "register") as tracker:
+        # What a version was measured by is there before the version.
+        tracker.require_all_sent()
+        candidate = Candidate(
+            settings=settings,
+            run=run,
+            sft=sft,
+            reward_model=reward_model,
+            trained=trained,
+            validation=validation,
+            evaluation=evaluation,
+        )
+        registered = register(candidate)
+        if registered["evaluation"] != evaluation:
+            log_evaluation(tracker, registered["evaluation"])
+        decision = registered["promotion"]
+        tracker.parent.set_tags(
+            {"version": str(decision["version"]), "promotion": decision["action"]}
+        )
+    return {**registered, "kl": candidate.kl}
 
 
 def reward_model_card(validation: Result) -> list[Any]:
@@ -268,23 +290,16 @@ def evaluation_card(evaluation: Result) -> list[Any]:
     return evaluation_card(evaluation)
 
 
-def register(settings: Settings, policy: Result, evaluation: Result, tracking_run: str) -> Result:
-    """Register the policy in MLflow with the run's metrics and samples."""
-    from pipeline.headlines import evaluation_numbers
-    from pipeline.registry.versions import register_policy
+def promotion_card(settings: Settings, validation: Result, registered: Result) -> list[Any]:
+    """What a person looks at after the decision."""
+    from pipeline.cards import promotion_card
 
-    return register_policy(
-        Path(policy["path"]),
-        settings.registered_model,
-        run_id=tracking_run,
-        updates=_read_jsonl(policy["updates"]),
-        numbers={
-            **evaluation_numbers(evaluation),
-            "episodes_per_second": policy["episodes_per_second"],
-            "peak_rss_bytes": policy["peak_rss_bytes"],
-        },
-        files=[Path(evaluation["judgements"])],
-        samples=_read_jsonl(evaluation["samples"])[:NUM_SAMPLES],
+    return promotion_card(
+        registered["promotion"],
+        registered["evaluation"],
+        validation,
+        settings.promotion,
+        kl=registered["kl"],
     )
 
 
@@ -292,17 +307,17 @@ def summarize(
     settings: Settings,
     validation: Result,
     policy: Result,
-    evaluation: Result,
-    model: Result,
+    registered: Result,
+    run: FlowRun,
     seconds: Mapping[str, float],
 ) -> Result:
     """The whole run as one plain dict: shown, written and kept beside the version."""
-    from pipeline.registry.tracking import log_summary
+    from pipeline.registry.tracking import PARENT
     from pipeline.report import render_summary
     from pipeline.settings import as_plain_dict
 
     summary = {
-        **evaluation,
+        **registered["evaluation"],
         "reward_model": validation,
         "objective": policy["objective"],
         "timings": {
@@ -310,10 +325,13 @@ def summarize(
             "episodes_per_second": policy["episodes_per_second"],
             "peak_rss_bytes": policy["peak_rss_bytes"],
         },
-        "model": model,
+        "model": registered["model"],
+        "promotion": registered["promotion"],
         "settings": as_plain_dict(settings),
     }
-    log_summary(model["run_id"], summary)
+    with _track(run, PARENT) as tracker:
+        tracker.parent.log_json(summary, "summary.json")
+        tracker.require_all_sent()
     if settings.summary_json:
         Path(settings.summary_json).write_text(json.dumps(summary, indent=2), encoding="utf-8")
     print(render_summary(summary), flush=True)
@@ -337,25 +355,18 @@ def _make_demo_task(settings: Settings) -> Settings:
     )
 
 
-def _answer(settings: Settings, policy: str, reference: str, prompts: Sequence[str]) -> Answers:
-    """One answer of the policy in a folder to each prompt, compared with a reference."""
-    from ppo_core.evaluation import answer_prompts
-    from ppo_core.loading import load_policy, load_tokenizer
+def _track(run: FlowRun, step: str) -> Tracker:
+    """Tracks a step in MLflow while its context lasts."""
+    from pipeline.registry.tracking import Tracker
 
-    return answer_prompts(
-        load_policy(policy),
-        load_tokenizer(policy),
-        prompts,
-        response_length=settings.ppo.response_length,
-        temperature=settings.evaluation.temperature,
-        top_k=settings.evaluation.top_k,
-        top_p=settings.evaluation.top_p,
-        seed=settings.seed,
-        batch_size=settings.ppo.local_rollout_forward_batch_size,
-        stop=settings.ppo.stop_token,
-        stop_token_id=settings.ppo.stop_token_id,
-        reference=load_policy(reference),
-    )
+    return Tracker(run.folder, run.tracking, step)
+
+
+def _made(made: Cached, tracker: Tracker) -> Result:
+    """A folder of the cache as a result, and how it came about as metrics."""
+    tracker.step.log_metrics(made.metrics)
+    tracker.step.set_tags({"reused": str(made.reused)})
+    return {"path": str(made.path), "metrics": made.metrics}
 
 
 def _supervised_code() -> list[ModuleType]:
@@ -368,17 +379,6 @@ def _supervised_code() -> list[ModuleType]:
 
 def _cache_folder(settings: Settings) -> Path:
     return Path(settings.output_dir) / "cache"
-
-
-def _run_folder(settings: Settings, run_id: str) -> Path:
-    """The folder of what this run of the flow writes."""
-    folder = Path(settings.output_dir) / "runs" / run_id
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _read_jsonl(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 def _peak_rss_bytes() -> int:

@@ -1,0 +1,26 @@
+"""What all steps of one run of the flow share."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.lineage import DataSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowRun:
+    """One run of the flow, the same one after it was resumed."""
+
+    id: str
+    """Of Metaflow, FLOW/NUMBER: it has one parent run in MLflow and registers one version."""
+
+    folder: Path
+    """Where it writes: the journal, the policy, the answers and their judgements."""
+
+    tracking: dict[str, str] = field(default_factory=dict)
+    """Runs of MLflow by the names of the steps, and `parent`."""
+
+    origin: dict[str, str] = field(default_factory=dict)
+    """Where it comes from, as `lineage.trace` has it: tags of its version."""
+
+    data: list[DataSet] = field(default_factory=list)
+    """The data sets that it reads."""
