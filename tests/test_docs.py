@@ -42,7 +42,7 @@ TRUSTING = ROOT / "docs" / "trusting-a-result.md"
 PRODUCTION = ROOT / "docs" / "to-production.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", MIGRATING, TRUSTING, PRODUCTION]
 
-OTHERS_FLAGS = {"backend-store-uri", "config", "config-file"}
+OTHERS_FLAGS = {"backend-store-uri", "config", "config-file", "env-manager"}
 """Flags of MLflow, Metaflow and accelerate."""
 
 pytestmark = pytest.mark.timeout(600)
@@ -165,7 +165,9 @@ def test_the_flags_that_a_page_names_exist(page):
     )
     flags = {field.name for kind in kinds for field in fields(kind)}
     flow = re.findall(r'Parameter\(\s*"([\w-]+)"', (ROOT / "flows" / "rlhf.py").read_text())
-    known = {name.replace("_", "-") for name in {*flags, *flow, *OTHERS_FLAGS, "help"}}
+    scripts = (ROOT / "flows" / "registry.py", ROOT / "docs" / "champion_service.py")
+    others = {flag for path in scripts for flag in re.findall(r'"--([\w-]+)"', path.read_text())}
+    known = {name.replace("_", "-") for name in {*flags, *flow, *others, *OTHERS_FLAGS, "help"}}
     assert {flag for flag in named if flag.replace("_", "-") not in known} == set()
 
 
