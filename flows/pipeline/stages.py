@@ -75,9 +75,12 @@ def start_run(given: Settings, settings: Settings, flow: str, number: str) -> Fl
 
 def find_champion(settings: Settings) -> Result:
     """The champion that the new policy will be compared with, fetched and verified."""
+    from pipeline.inputs import check_champion
     from pipeline.promotion import find_champion
 
-    return find_champion(settings)
+    champion = find_champion(settings)
+    check_champion(settings, champion)
+    return champion
 
 
 def load_policy(settings: Settings, run: FlowRun) -> Result:
