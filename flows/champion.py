@@ -11,7 +11,6 @@ This file needs nothing of the flow, so that a service may follow the registry w
 import logging
 import os
 import posixpath
-import re
 import shutil
 import tempfile
 import time
@@ -31,9 +30,11 @@ from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
 from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 
+from ppo_core.addresses import without_credentials
 from ppo_core.errors import ModelError
 from ppo_core.manifest import (
     MANIFEST,
+    MANIFEST_TAG,
     check_file,
     check_folder,
     check_list,
@@ -50,9 +51,6 @@ if TYPE_CHECKING:
 
 CACHE = Path.home() / ".cache" / "rlhf-flow" / "champions"
 """Where fetched versions are kept unless another folder is named; it may be deleted."""
-
-MANIFEST_TAG = "manifest"
-"""Tag of a version: the SHA-256 of its manifest."""
 
 ABANDONED_SECONDS = 24 * 3600
 """Age at which what an interrupted fetch has left behind is removed."""
@@ -193,7 +191,7 @@ def _find_version(name: str, alias: str, version: str | int | None) -> ModelVers
             return MlflowClient().get_model_version_by_alias(name, alias)
         return MlflowClient().get_model_version(name, str(version))
     except (MlflowException, OSError) as error:
-        registry, said = map(_without_password, (mlflow.get_registry_uri(), error))
+        registry, said = map(without_credentials, (mlflow.get_registry_uri(), error))
         code = error.error_code if isinstance(error, MlflowException) else ""
         if version is None and code == "INVALID_PARAMETER_VALUE":
             raise ModelError(
@@ -210,10 +208,6 @@ def _find_version(name: str, alias: str, version: str | int | None) -> ModelVers
             f"The MLflow registry at {registry} gives no answer: {said}. Set MLFLOW_TRACKING_URI "
             "to one that is running."
         ) from error
-
-
-def _without_password(text: object) -> str:
-    return re.sub(r"//[^/@\s]*@", "//", str(text))
 
 
 def _manifest_digest(found: ModelVersion, what: str) -> str:
@@ -262,7 +256,17 @@ def _publish(unfinished: Path, folder: Path, files: Iterable[str], digest: str) 
         for path in (*files, MANIFEST):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (unfinished / path).replace(folder / path)
+        _require_mended(folder, digest)
+
+
+def _require_mended(folder: Path, digest: str) -> None:
+    try:
         check_folder(folder, digest)
+    except ModelError as error:
+        raise ModelError(
+            f"The copy in {folder} holds what was not fetched into it. Delete that folder, find "
+            f"out who writes there, and try again. {error}"
+        ) from error
 
 
 def _remove_abandoned(cache: Path) -> None:
@@ -333,6 +337,6 @@ def _asking_the_store(what: str) -> Iterator[None]:
     # Each store raises what its own client does: boto's errors share no class with MLflow's.
     except Exception as error:
         raise ModelError(
-            f"The artifacts of {what} cannot be read: {_without_password(error)}. Nothing of it "
+            f"The artifacts of {what} cannot be read: {without_credentials(error)}. Nothing of it "
             "was loaded. Check the address, the credentials and the free space, and try again."
         ) from error

@@ -14,15 +14,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from pipeline.environment import prepare_environment
 from ppo_core.errors import PPOError
-
-PROMOTION_TAGS = ("promotion", "promotion_at", "promotion_by", "promotion_reasons")
-"""Tags of a version that say what was decided about it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,12 +35,8 @@ def show(name: str) -> None:
     from pipeline.registry.champions import read_champions
 
     champions, aliases = read_champions(name), read_aliases(name)
-    shown = (CHAMPION, PREVIOUS, CHALLENGER)
-    table = _table(name, "", *shown)
-    columns = [_describe(name, aliases.get(alias)) for alias in shown]
-    for label, *cells in zip(("version", *PROMOTION_TAGS, "win rates"), *columns, strict=True):
-        _add_row(table, label.replace("_", " "), *cells)
-    Console().print(table)
+    for alias in (CHAMPION, PREVIOUS, CHALLENGER):
+        _print_version(name, alias, aliases.get(alias))
     said = {CHAMPION: champions.champion, PREVIOUS: champions.previous}
     differences = [
         f"The alias {alias} is {_version(aliases.get(alias))}, by the history it is "
@@ -63,19 +52,15 @@ def history(name: str) -> None:
     from pipeline.registry.champions import read_champions
 
     decisions = read_champions(name).decisions
-    table = _table(name, "#", "at", "action", "version", "champion", "by", "reasons")
-    for decision in decisions:
-        _add_row(
-            table,
-            str(decision.number),
-            decision.at,
-            decision.action,
-            str(decision.version),
-            _version(decision.champion),
-            decision.by,
-            "\n".join(decision.reasons),
+    for made in decisions:
+        _print_block(
+            f"{made.number}. {made.action} {_version(made.version)}; "
+            f"champion: {_version(made.champion)}",
+            f"{made.at}, by {made.by}",
+            *made.reasons,
         )
-    Console().print(table)
+    if not decisions:
+        print(f"Nothing was decided about {name} yet.")
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -122,33 +107,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _describe(name: str, version: int | None) -> list[str]:
-    """The cells of a version: its number, its tags, its win rates."""
+def _print_version(name: str, alias: str, version: int | None) -> None:
+    """What stands behind an alias: the version, its win rates, and what was decided about it."""
     from pipeline.registry.aliases import read_version
+    from pipeline.report import TITLES
 
     if version is None:
-        return ["none", *[""] * len(PROMOTION_TAGS), ""]
+        _print_block(f"{alias}: none")
+        return
     notes = read_version(name, version)
-    rates = "\n".join(f"{contest} {rate:.1%}" for contest, rate in notes.win_rates.items())
-    return [str(version), *(notes.tags.get(tag, "") for tag in PROMOTION_TAGS), rates]
+    at, by, reasons = (notes.tags.get(f"promotion_{what}") for what in ("at", "by", "reasons"))
+    rates = (f"{TITLES.get(one, one)}: {rate:.1%}" for one, rate in notes.win_rates.items())
+    _print_block(
+        f"{alias}: version {version}, {notes.tags.get('promotion', 'not decided yet')}",
+        *([f"{at}, by {by}"] if at else []),
+        *(reasons or "").splitlines(),
+        *rates,
+    )
 
 
 def _version(version: int | None) -> str:
     return "none" if version is None else f"version {version}"
 
 
-def _table(title: str, *headers: str) -> Table:
-    table = Table(title=Text(title), show_lines=True)
-    for header in headers:
-        table.add_column(header, overflow="fold")
-    return table
-
-
-def _add_row(table: Table, *cells: str) -> None:
-    """Add cells as they are: what somebody wrote is neither markup nor a terminal's command."""
-    table.add_row(
-        *(Text("".join(c if c.isprintable() or c == "\n" else " " for c in cell)) for cell in cells)
-    )
+def _print_block(head: str, *lines: str) -> None:
+    """Print lines below a head; what somebody wrote is no command for the terminal."""
+    for line in (head, *(f"    {line}" for line in lines)):
+        print("".join(c if c.isprintable() else " " for c in line))
+    print()
 
 
 def _person() -> str:

@@ -16,6 +16,9 @@ from ppo_core.errors import ModelError
 MANIFEST = "manifest.json"
 """File with the digest of every other file of a version, but for the card."""
 
+MANIFEST_TAG = "manifest"
+"""Tag of a version in MLflow: SHA-256 of its manifest."""
+
 CARD = "README.md"
 """Written again after a decision, so no manifest vouches for it, and no consumer fetches it."""
 
@@ -42,6 +45,7 @@ def write_manifest(folder: Path) -> str:
     """
     files = {}
     for path in sorted(_files_of(folder, str(folder)) - UNVOUCHED):
+        check_path(path, str(folder))
         check_name(path, str(folder))
         _check_content(folder, path, str(folder))
         files[path] = _sha256(folder / path)
@@ -132,7 +136,7 @@ def check_path(path: str, what: str) -> None:
     Raises:
         ModelError: it could.
     """
-    if "\\" in path or any(part in ("", ".", "..") for part in path.split("/")):
+    if set("\\:") & set(path) or any(part in ("", ".", "..") for part in path.split("/")):
         raise refusal(what, f"the path {path!r} could lead out of its folder")
 
 

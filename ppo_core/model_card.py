@@ -39,7 +39,7 @@ def write_model_card(
     is None. `metrics` are those of the last update; the first three `samples` are shown.
     """
     folder = Path(folder)
-    name = _without_folders(model_name or config.hub_model_id or folder.resolve().name)
+    name = without_folders(model_name or config.hub_model_id or folder.resolve().name)
     sections = [
         f"---\n{_front_matter(name, base_model, dataset_name, tags)}\n---",
         f"# {as_markdown(name)}",
@@ -93,6 +93,14 @@ def push_folder(
     return commit.commit_url
 
 
+def without_folders(name: str) -> str:
+    """The last part of a path that starts at a root or a home, and any other name as it is."""
+    for path in (PurePosixPath(name), PureWindowsPath(name)):
+        if path.is_absolute() or name.startswith("~"):
+            return path.name
+    return name
+
+
 def _front_matter(
     name: str, base_model: str | None, dataset_name: str | None, tags: str | Sequence[str] | None
 ) -> str:
@@ -108,16 +116,16 @@ def _front_matter(
 
 
 def _purpose(config: PPOConfig, base_model: str | None, dataset_name: str | None) -> str:
-    base = as_markdown(_without_folders(base_model)) if base_model else "a language model"
+    base = as_markdown(without_folders(base_model)) if base_model else "a language model"
     text = (
         f"{base}, trained with proximal policy optimization (PPO, "
         "[arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) to answer so that a reward model "
         "scores it higher, and held near the model it started from by the KL divergence."
     )
     if config.reward_model_path:
-        text += f" The reward model: {as_markdown(_without_folders(config.reward_model_path))}."
+        text += f" The reward model: {as_markdown(without_folders(config.reward_model_path))}."
     if dataset_name:
-        text += f" The prompts: {as_markdown(_without_folders(dataset_name))}."
+        text += f" The prompts: {as_markdown(without_folders(dataset_name))}."
     return text
 
 
@@ -164,21 +172,13 @@ def _shown(value: object) -> str:
 def _public_settings(config: PPOConfig) -> dict[str, object]:
     settings = {name: value for name, value in asdict(config).items() if name != "hub_token"}
     return {
-        name: _without_folders(value) if isinstance(value, str) else value
+        name: without_folders(value) if isinstance(value, str) else value
         for name, value in settings.items()
     }
 
 
 def _versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in _PACKAGES}
-
-
-def _without_folders(name: str) -> str:
-    """The last part of a path that starts at a root or a home, and any other name as it is."""
-    for path in (PurePosixPath(name), PureWindowsPath(name)):
-        if path.is_absolute() or name.startswith("~"):
-            return path.name
-    return name
 
 
 def _on_hub(name: str | None) -> bool:

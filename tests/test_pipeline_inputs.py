@@ -1,6 +1,5 @@
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 from pipeline_inputs import tiny_table, write_model, write_rows
 from tiny import make_tokenizer
 
-from pipeline.inputs import check_champion, check_inputs, training_pairs
+from pipeline.inputs import check_inputs, training_pairs
 from pipeline.inputs import test_pairs as read_test_pairs
 from pipeline.registry.connection import check_registry
 from pipeline.settings import make_settings
@@ -204,18 +203,6 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path):
 def test_a_name_that_the_registry_would_not_take_is_refused(name: str):
     with pytest.raises(ConfigError, match="registered_model="):
         check_registry(name)
-
-
-def test_prompts_that_the_champion_has_no_room_for_are_refused(tmp_path: Path):
-    # context 64, response_length 6: a prompt of 60 words leaves room for 4
-    settings = make_settings(tiny_table(tmp_path), {})
-    place = {"version": 3, "model": settings.policy, "tokenizer": settings.policy}
-    check_champion(settings, place)
-    check_champion(settings, dict.fromkeys(place))
-    row = {"prompt": "w1 " * 60, "reference": "w2"}
-    long = replace(settings, eval_prompts=write_rows(tmp_path / "long.jsonl", [row]))
-    with pytest.raises(DataError, match=r"the champion, version 3 of 'rlhf-policy', could not"):
-        check_champion(long, place)
 
 
 def test_every_refusal_can_be_caught_at_once():

@@ -126,7 +126,9 @@ def digest_rows(rows: Sequence[Row]) -> str:
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     """The JSON object of each line, as `write_jsonl` writes them."""
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    # Not `splitlines`, for which an answer with U+2028 or U+0085 in it is two lines.
+    with Path(path).open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -1,9 +1,7 @@
 """Everything about a run that can be refused before anything is trained."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pipeline.canaries import require_references
 from pipeline.data import Row, Rows, held_out, read_rows, write_jsonl
@@ -41,33 +39,6 @@ def check_inputs(settings: Settings) -> None:
         _report(sft_rows(settings), "sft", output)
     # Last, since asking a server may cost something.
     check_judge(settings.judge, settings.reward_model, settings.judging)
-
-
-def check_champion(settings: Settings, champion: Mapping[str, Any]) -> None:
-    """Refuse evaluation prompts that the champion has no room to answer.
-
-    Args:
-        settings: of the run.
-        champion: its `version`, None without one, and the places of its `model` and `tokenizer`.
-
-    Raises:
-        DataError: a prompt is too long for it.
-    """
-    if champion["version"] is None:
-        return
-    tokenizer = load_tokenizer(champion["tokenizer"])
-    rows = examples(settings.eval_prompts, settings.evaluation)
-    try:
-        check_prompt_lengths(
-            [encode_prompt(tokenizer, row["prompt"]) for row in rows],
-            context=context_length(load_config(champion["model"])),
-            response_length=settings.ppo.response_length,
-        )
-    except DataError as error:
-        raise DataError(
-            f"eval_prompts={settings.eval_prompts}: the champion, version {champion['version']} of "
-            f"'{settings.registered_model}', could not answer them for comparison: {error}"
-        ) from error
 
 
 def sft_rows(settings: Settings) -> Rows:

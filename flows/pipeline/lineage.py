@@ -3,7 +3,6 @@
 import hashlib
 import os
 import platform
-import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,10 @@ from typing import Any
 
 from pipeline.cache import digest_of
 from pipeline.data import Rows
+from ppo_core.addresses import without_credentials
+
+FLOW_RUN = "flow_run"
+"""Tag of runs and versions in MLflow: id of the run of the flow."""
 
 UNKNOWN = "unknown"
 """Of code that lies in no git repository, or where git cannot be asked."""
@@ -74,7 +77,7 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, Rows
     packages = installed_packages()
     commit, changes = git_state(Path(__file__))
     tags = {
-        "flow_run": flow_run,
+        FLOW_RUN: flow_run,
         "git_commit": commit,
         "git_changes": changes,
         "python": platform.python_version(),
@@ -122,11 +125,6 @@ def installed_packages() -> str:
         if name := package.metadata["Name"]:
             versions.setdefault(name.lower(), f"{name}=={package.version}")
     return "".join(f"{versions[name]}\n" for name in sorted(versions))
-
-
-def without_credentials(source: str) -> str:
-    """A source without the user, the password and the query of its address, if it is one."""
-    return re.sub(r"://(?:[^/?#\s]*@)?([^?\s]*)(?:\?\S*)?", r"://\1", source)
 
 
 def _git(file: Path, *words: str) -> str | None:

@@ -14,13 +14,41 @@ from pipeline.judges.spec import make_judge
 from pipeline.settings import Settings
 from pipeline.text_measures import mean_words, repeated_share
 from pipeline.win_rate import compare_policies
+from ppo_core.errors import DataError
 from ppo_core.evaluation import Answers, answer_prompts
-from ppo_core.loading import load_policy, load_tokenizer
+from ppo_core.loading import load_config, load_policy, load_tokenizer
+from ppo_core.prompts import check_prompt_lengths, context_length, encode_prompt
 
 Result = dict[str, Any]
 
 SAMPLES, JUDGEMENTS = "samples.jsonl", "judgements.jsonl"
 """Files in the run's folder: every prompt with all answers, and every verdict."""
+
+
+def check_champion(settings: Settings, champion: Mapping[str, Any]) -> None:
+    """Refuse a champion that could not answer, while nothing is lost by that.
+
+    Args:
+        settings: of the run.
+        champion: its `version`, `model` and `tokenizer`.
+
+    Raises:
+        DataError: it cannot read a prompt, or leaves no room for the answer.
+        ModelError: its configuration or its tokenizer cannot be loaded.
+    """
+    tokenizer = load_tokenizer(champion["tokenizer"])
+    rows = inputs.examples(settings.eval_prompts, settings.evaluation)
+    try:
+        check_prompt_lengths(
+            [encode_prompt(tokenizer, row["prompt"]) for row in rows],
+            context=context_length(load_config(champion["model"])),
+            response_length=settings.ppo.response_length,
+        )
+    except DataError as error:
+        raise DataError(
+            f"eval_prompts={settings.eval_prompts}, which the champion, version "
+            f"{champion['version']} of '{settings.registered_model}', has to answer too: {error}"
+        ) from error
 
 
 def evaluate_policies(
@@ -121,15 +149,25 @@ def _answer_as_champion(
     settings: Settings, champion: Mapping[str, Any], prompts: Sequence[str]
 ) -> list[str]:
     """The champion's answers; they end with its own stop token, not with that of this run."""
-    model = load_policy(champion["model"])
-    stop = model.generation_config.eos_token_id
+    model, tokenizer = load_policy(champion["model"]), load_tokenizer(champion["tokenizer"])
     return _sample(
         settings,
         model,
-        load_tokenizer(champion["tokenizer"]),
+        tokenizer,
         prompts,
-        stop_token_id=stop if isinstance(stop, int) else None,
+        # Without a stop token it was judged, and is served, at full length.
+        stop=None,
+        stop_token_id=_stop_token_of(model, tokenizer),
     ).texts
+
+
+def _stop_token_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that ends a model's answers; of several, the tokenizer's own if it is one."""
+    stops = model.generation_config.eos_token_id
+    if isinstance(stops, list):
+        own = tokenizer.eos_token_id
+        return own if own in stops else next(iter(stops), None)
+    return stops
 
 
 def _sample(

@@ -1,19 +1,25 @@
 """From a registered candidate to a decision: it is judged against the champion of that moment."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from champion import MANIFEST_TAG, fetch_champion
+from pipeline.cache import make_once
 from pipeline.gates import reasons_against, reasons_for
-from pipeline.policy_evaluation import evaluate_again
+from pipeline.policy_evaluation import JUDGEMENTS, SAMPLES, check_champion, evaluate_again
 from pipeline.registry import champions
 from pipeline.registry.aliases import read_version
 from pipeline.registry.ledger import Decision
+from pipeline.registry.succession import Champions
 from pipeline.registry.versions import find_policy
 from pipeline.settings import Settings
 
 Result = dict[str, Any]
+
+EVALUATION = "evaluation.json"
+"""In the folder of a later judgement: its result, for a step that is started again."""
 
 
 def find_champion(settings: Settings) -> Result:
@@ -22,9 +28,24 @@ def find_champion(settings: Settings) -> Result:
     All three are None where there is no champion yet.
 
     Raises:
+        DataError: it cannot read the prompts that policies are judged on.
         ModelError: it cannot be read from the registry, or is not what was registered.
     """
     return _fetch(settings, champions.settle(settings.registered_model).champion)
+
+
+def still_there(settings: Settings, champion: Result) -> Result:
+    """The champion that a run has found, or the present one where its files are gone since.
+
+    Between two steps the machine may be another, or a folder for what was fetched emptied.
+
+    Raises:
+        DataError: as `find_champion`.
+        ModelError: as `find_champion`.
+    """
+    if champion["version"] is None or Path(champion["model"]).is_dir():
+        return champion
+    return find_champion(settings)
 
 
 def decide(
@@ -41,7 +62,8 @@ def decide(
 
     The champion may have changed since the candidate was judged, and may change while this
     runs: the candidate is then judged against the new one, until one decision follows on the
-    state that it was made for.
+    state that it was made for. Each of these judgements has a folder of its own, and is not made
+    twice. A candidate that a person made champion meanwhile stays that.
 
     Args:
         settings: of the run.
@@ -55,15 +77,16 @@ def decide(
     Returns:
         the decision, and the evaluation that it rests on.
     """
-    name = settings.registered_model
+    name, first = settings.registered_model, evaluation
     while True:
         state = champions.settle(name)
         if earlier := state.decided(by, version):
             # This step had decided before it was started again.
-            return earlier, evaluation
-        if evaluation["champion"] != state.champion:
-            rival = _fetch(settings, state.champion)
-            evaluation = evaluate_again(settings, evaluation, rival, folder)
+            before = Champions(state.decisions[: earlier.number - 1])
+            return earlier, _judged(settings, first, before.champion, folder)
+        if state.champion == version:
+            return _last_about(version, state), first
+        evaluation = _judged(settings, first, state.champion, folder)
         against = reasons_against(
             evaluation,
             validation,
@@ -85,6 +108,32 @@ def decide(
             return made, evaluation
 
 
+def _judged(settings: Settings, first: Result, champion: int | None, folder: Path) -> Result:
+    """The evaluation against a champion: the first one, or one that is made and kept."""
+    if first["champion"] == champion:
+        return first
+
+    def judge_again(unfinished: Path) -> None:
+        made = evaluate_again(settings, first, _fetch(settings, champion), unfinished)
+        (unfinished / EVALUATION).write_text(json.dumps(made), encoding="utf-8")
+
+    name = f"against-{'sft' if champion is None else champion}"
+    # Of the first one: the candidate's answers and the judge may be others if it was made anew.
+    again = make_once(folder, name, {"first": first}, judge_again).path
+    evaluation: Result = json.loads((again / EVALUATION).read_text(encoding="utf-8"))
+    return {
+        **evaluation,
+        "samples": str(again / SAMPLES),
+        "judgements": str(again / JUDGEMENTS),
+    }
+
+
+def _last_about(version: int, state: Champions) -> Decision:
+    """The decision by which a version became the champion that it is."""
+    made = (version, version)
+    return [each for each in state.decisions if (each.version, each.champion) == made][-1]
+
+
 def _fetch(settings: Settings, version: int | None) -> Result:
     name = settings.registered_model
     if version is None:
@@ -96,4 +145,6 @@ def _fetch(settings: Settings, version: int | None) -> Result:
     else:
         # Somebody made a model champion that the flow did not register: it is what is in use.
         model, tokenizer = find_policy(f"models:/{name}/{version}")
-    return {"version": version, "model": str(model), "tokenizer": str(tokenizer)}
+    champion = {"version": version, "model": str(model), "tokenizer": str(tokenizer)}
+    check_champion(settings, champion)
+    return champion

@@ -23,7 +23,8 @@ def promotion_document(
         limits: of the gate.
         kl: nats of an answer between the version and SFT.
     """
-    promoted = promotion["action"] == "promoted"
+    # Also where a person made it champion before the run decided.
+    promoted = promotion["champion"] == promotion["version"]
     return Document(
         subject="Does production load this policy?",
         verdict="Promoted" if promoted else "Refused",

@@ -86,6 +86,7 @@ def register(candidate: Candidate) -> Result:
         ),
         tags=_tags(candidate),
         card=card,
+        scratch=run.folder,
     )
     number = int(model["version"])
     challenge(settings.registered_model, number)

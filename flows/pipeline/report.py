@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -33,7 +34,7 @@ def render_summary(summary: Mapping[str, Any]) -> str:
 
 def decision_in_words(promotion: Mapping[str, Any]) -> str:
     """What became of a version: `champion`, or `refused` and who stays."""
-    if promotion["action"] == "promoted":
+    if promotion["champion"] == promotion["version"]:
         return "champion"
     if promotion["champion"] is None:
         return "refused, and there is no champion"
@@ -86,6 +87,9 @@ def _promotion(model: Mapping[str, Any], promotion: Mapping[str, Any]) -> Table:
     table.add_row("Registered", f"{model['uri']}, {decision_in_words(promotion)}")
     for reason in promotion["reasons"]:
         table.add_row("", reason)
+    if promotion["champion"] != promotion["version"]:
+        chosen = f"{quote(model['name'])} {model['version']}"
+        table.add_row("To overrule", f"python flows/registry.py promote {chosen} --reason TEXT")
     return table
 
 

@@ -75,12 +75,9 @@ def start_run(given: Settings, settings: Settings, flow: str, number: str) -> Fl
 
 def find_champion(settings: Settings) -> Result:
     """The champion that the new policy will be compared with, fetched and verified."""
-    from pipeline.inputs import check_champion
     from pipeline.promotion import find_champion
 
-    champion = find_champion(settings)
-    check_champion(settings, champion)
-    return champion
+    return find_champion(settings)
 
 
 def load_policy(settings: Settings, run: FlowRun) -> Result:
@@ -236,9 +233,11 @@ def evaluate_win_rate(
 ) -> Result:
     """Judge the answers of the policy against the references, SFT and the champion."""
     from pipeline.policy_evaluation import evaluate_policies
+    from pipeline.promotion import still_there
     from pipeline.report_tracking import log_evaluation
 
     with _track(run, "evaluate_win_rate") as tracker:
+        champion = still_there(settings, champion)
         evaluation = evaluate_policies(settings, sft["path"], policy["path"], champion, run.folder)
         log_evaluation(tracker, evaluation)
     return evaluation

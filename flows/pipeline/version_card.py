@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import ModelCardData
@@ -10,14 +9,18 @@ from huggingface_hub import ModelCardData
 from pipeline.report import TITLES
 from pipeline.report_document import as_interval, as_percent
 from ppo_core.completions import as_markdown
+from ppo_core.model_card import without_folders
 
 Record = Mapping[str, Any]
 
 SAMPLES = 5
 """Prompts whose answers are shown."""
 
+SHOWN_ENDS = ("rate", "low", "high")
+"""Metrics of a contest that are in the table of win rates."""
+
 LIMITS = (
-    "It was compared with other models on the prompts named above and by one judge: that says "
+    "It was compared with other models on the prompts named below and by one judge: that says "
     "nothing about other tasks, languages or lengths of prompts.",
     "It learned what a reward model scores high, with the faults of that reward model and of the "
     "people and rules whose preferences it was trained on.",
@@ -49,16 +52,16 @@ def version_card(record: Record) -> str:
     sections = [
         f"---\n{_front_matter(record)}\n---",
         f"# {as_markdown(_title(record))}",
-        f"{_line(_short(record['models']['base']['name']))}, tuned with proximal policy "
+        f"{_line(without_folders(record['models']['base']['name']))}, tuned with proximal policy "
         "optimization (PPO, [arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) to answer so "
         "that a reward model scores it higher.",
         _section("Promotion", _decision(record["decision"])),
-        _section("How to load it", _loading(record)),
         _section("Win rates", _win_rates(record)),
+        _section("How to load it", _loading(record)),
         _section("What it is not for", _bullets([*LIMITS, *record["limits"]])),
         _section("Models", _models(record["models"])),
         _section("Data", _data(record["data"])),
-        _section("Metrics", _pairs("metric", record["metrics"])),
+        _section("Metrics", _pairs("metric", _other_metrics(record))),
         _section("Samples", _samples(record["samples"])),
         _section("Settings", _pairs("setting", _flat(record["settings"]))),
     ]
@@ -70,7 +73,7 @@ def _front_matter(record: Record) -> str:
         library_name="transformers",
         pipeline_tag="text-generation",
         model_name=_title(record),
-        base_model=_short(record["models"]["base"]["name"]),
+        base_model=without_folders(record["models"]["base"]["name"]),
         tags=["ppo", "rlhf"],
     ).to_yaml()
 
@@ -87,7 +90,8 @@ def _decision(decision: Record | None) -> str:
         f"**{as_markdown(decision['action']).capitalize()}** by {as_markdown(decision['by'])} at "
         f"{as_markdown(decision['at'])}."
     )
-    return "\n\n".join(part for part in (head, _bullets(decision["reasons"])) if part)
+    later = "Decisions after this one are in the version's tags and in the history of its name."
+    return "\n\n".join(part for part in (head, _bullets(decision["reasons"]), later) if part)
 
 
 def _loading(record: Record) -> str:
@@ -96,6 +100,8 @@ def _loading(record: Record) -> str:
     return (
         "```python\nimport mlflow\n\n"
         f"pipeline = mlflow.transformers.load_model({uri})\n```\n\n"
+        "`load_champion` of `flows/champion.py` loads it for a service, and verifies every file "
+        "first. "
         "Unless it is told otherwise it decodes as it was judged:\n\n"
         + _pairs("argument", record["decoding"])
     )
@@ -111,7 +117,7 @@ def _win_rates(record: Record) -> str:
                 as_interval(rate),
                 rate["n"],
                 rate["ties"],
-                _short(rate["judge"]),
+                without_folders(rate["judge"]),
             )
             for contest, rate in record["win_rate"].items()
         ),
@@ -121,13 +127,22 @@ def _win_rates(record: Record) -> str:
 
 
 def _models(models: Record) -> str:
-    rows = ((part, _short(one["name"]), one["digest"]) for part, one in models.items())
+    rows = ((part, without_folders(one["name"]), one["digest"]) for part, one in models.items())
     return _table(("part", "model", "digest"), rows)
 
 
 def _data(data: Record) -> str:
-    rows = ((part, _short(one["name"]), one["rows"], one["digest"]) for part, one in data.items())
+    rows = (
+        (part, without_folders(one["name"]), one["rows"], one["digest"])
+        for part, one in data.items()
+    )
     return _table(("used as", "data", "rows", "digest"), rows)
+
+
+def _other_metrics(record: Record) -> Mapping[str, float]:
+    """The metrics that the table of win rates does not have."""
+    shown = {f"win_rate/{contest}/{end}" for contest in record["win_rate"] for end in SHOWN_ENDS}
+    return {name: value for name, value in record["metrics"].items() if name not in shown}
 
 
 def _samples(samples: Sequence[Mapping[str, str]]) -> str:
@@ -175,13 +190,5 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = _short(value) if isinstance(value, str) else value
+            flat[prefix + key] = without_folders(value) if isinstance(value, str) else value
     return flat
-
-
-def _short(name: str) -> str:
-    """The last part of a path that starts at a root or a home, and any other name as it is."""
-    for path in (PurePosixPath(name), PureWindowsPath(name)):
-        if path.is_absolute() or name.startswith("~"):
-            return path.name
-    return name

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from pipeline.registry.connection import connect
+from pipeline.registry.connection import connect, explained
 from pipeline.registry.ledger import MAX_TAG_CHARACTERS, shortened
 
 CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous-champion", "challenger"
@@ -24,6 +24,7 @@ class VersionNotes:
     """Win rates of its run, by contest."""
 
 
+@explained()
 def read_aliases(name: str) -> dict[str, int]:
     """The versions behind the aliases of a registered model; empty if there is no such model."""
     try:
@@ -34,6 +35,7 @@ def read_aliases(name: str) -> dict[str, int]:
     return {alias: int(version) for alias, version in aliases.items()}
 
 
+@explained()
 def read_version(name: str, version: int) -> VersionNotes:
     """What MLflow keeps beside a version; nothing if it was deleted."""
     client = connect()

@@ -29,7 +29,7 @@ from pipeline.registry.aliases import (
     read_aliases,
     set_tags,
 )
-from pipeline.registry.connection import connect
+from pipeline.registry.connection import connect, explained
 from pipeline.registry.ledger import (
     Action,
     Decision,
@@ -58,6 +58,7 @@ _VERDICTS: Mapping[Action, str] = {
 """The tag `promotion` of the version that a decision is about."""
 
 
+@explained()
 def read_champions(name: str) -> Champions:
     """The champions by the history, which is only read.
 
@@ -77,6 +78,7 @@ def read_champions(name: str) -> Champions:
     return Champions(ledger.read().decisions if ledger else ())
 
 
+@explained()
 def settle(name: str) -> Champions:
     """Carry out what was decided but interrupted, and take over what was moved in MLflow.
 
@@ -97,6 +99,7 @@ def settle(name: str) -> Champions:
         _apply(client, name, ledger)
 
 
+@explained()
 def challenge(name: str, version: int) -> None:
     """Show a version as the challenger, unless a higher one is, or it has been decided about.
 
@@ -115,6 +118,7 @@ def challenge(name: str, version: int) -> None:
         client.set_registered_model_alias(name, CHALLENGER, str(version))
 
 
+@explained()
 def decide(
     name: str,
     *,
@@ -158,6 +162,7 @@ def decide(
     return _commit(name, now, action, version, reasons=reasons, by=by, key=key)
 
 
+@explained()
 def promote_by_hand(name: str, version: int, *, reason: str, by: str) -> Decision:
     """Make a version champion because a person says so, whatever the judgement and the number.
 
@@ -175,6 +180,7 @@ def promote_by_hand(name: str, version: int, *, reason: str, by: str) -> Decisio
             return made
 
 
+@explained()
 def roll_back(name: str, *, reason: str, by: str) -> Decision:
     """Withdraw the present champion: the one before it is champion again.
 

@@ -2,17 +2,23 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import mlflow
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from ppo_core.addresses import without_credentials
 from ppo_core.errors import ConfigError, ModelError
 
 EXPERIMENT = "rlhf"
 """Where the runs of the flow are."""
 
 DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
+
+MAX_PARAM_CHARACTERS = 6000
+"""What MLflow takes as the value of a parameter of a run."""
 
 
 def connect() -> MlflowClient:
@@ -39,8 +45,31 @@ def check_registry(name: str) -> None:
         )
     try:
         connect().search_registered_models(max_results=1)
+    # The driver of a database may not be installed.
+    except (MlflowException, OSError, ImportError) as error:
+        raise ModelError(
+            f"The MLflow registry at {registry_address()} gives no answer: "
+            f"{without_credentials(error)}. Set MLFLOW_TRACKING_URI to one that is running."
+        ) from error
+
+
+def registry_address() -> str:
+    """Where the registry is, as it may be shown."""
+    return without_credentials(mlflow.get_registry_uri())
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say in plain words what MLflow refused, or that it gave no answer; also as a decorator.
+
+    Raises:
+        ModelError: it did.
+    """
+    try:
+        yield
     except (MlflowException, OSError) as error:
         raise ModelError(
-            f"The MLflow registry at {mlflow.get_registry_uri()} gives no answer: {error}. Set "
-            "MLFLOW_TRACKING_URI to one that is running."
+            f"MLflow at {registry_address()} did not do what was asked of it: "
+            f"{without_credentials(error)}. Mend the cause and try again, a run of the flow with "
+            "`python flows/rlhf.py resume`: nothing is done twice."
         ) from error

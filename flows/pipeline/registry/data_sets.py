@@ -7,14 +7,15 @@ from mlflow.entities import Dataset, DatasetInput, InputTag
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
 from pipeline.lineage import DataSet
-from pipeline.registry.connection import connect
+from pipeline.registry.connection import connect, explained
 
 
+@explained()
 def log_data(run_id: str, data: Sequence[DataSet]) -> None:
     """Log data sets as inputs of a run; doing so again changes nothing.
 
     Raises:
-        MlflowException: MLflow gives no answer.
+        ModelError: MLflow gives no answer.
     """
     connect().log_inputs(run_id, [_input(one) for one in data])
 

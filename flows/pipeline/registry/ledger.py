@@ -20,11 +20,11 @@ from uuid import uuid4
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from pipeline.registry.connection import MAX_PARAM_CHARACTERS
 from ppo_core.errors import ConfigError, ModelError
 
 Action = Literal["promoted", "refused", "rolled back", "found"]
 
-MAX_PARAM_CHARACTERS = 6000
 MAX_TAG_CHARACTERS = 8000
 MAX_NAME_CHARACTERS = 250
 CUT = " [cut]"

@@ -10,8 +10,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking.context.registry import resolve_tags
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
-from pipeline.registry.connection import EXPERIMENT, connect
+from pipeline.lineage import FLOW_RUN
+from pipeline.registry.connection import EXPERIMENT, MAX_PARAM_CHARACTERS, connect
 from pipeline.registry.tracking import PARENT
+from ppo_core.addresses import without_credentials
 from ppo_core.errors import ModelError
 
 STEPS = (
@@ -24,14 +26,10 @@ STEPS = (
 )
 """Steps of the flow that have a run of their own."""
 
-FLOW_RUN = "flow_run"
-"""Tag with the id of the run of the flow, on the parent and its children."""
-
 STEP = "step"
 """Tag with the name of the step, or PARENT."""
 
 MAX_PARAMS_PER_CALL = 100
-MAX_PARAM_CHARACTERS = 6000
 
 
 def start_runs(
@@ -52,6 +50,7 @@ def start_runs(
         ModelError: MLflow gives no answer, or will not take them.
     """
     client = connect()
+    server = without_credentials(mlflow.get_tracking_uri())
     try:
         experiment = _experiment(client)
         parent = _parent(client, experiment, f"{name} {flow_run}", flow_run, tags)
@@ -59,11 +58,11 @@ def start_runs(
         runs = {PARENT: parent, **_children(client, experiment, flow_run, parent)}
     except MlflowException as error:
         raise ModelError(
-            f"MLflow at {mlflow.get_tracking_uri()} starts no run: {error.message} Nothing would "
-            "be tracked and no policy registered. Mend it, or set MLFLOW_TRACKING_URI to another, "
+            f"MLflow at {server} starts no run: {without_credentials(error)} Nothing would be "
+            "tracked and no policy registered. Mend it, or set MLFLOW_TRACKING_URI to another, "
             "and run again."
         ) from error
-    if (server := mlflow.get_tracking_uri()).startswith("http"):
+    if server.startswith("http"):
         print(f"MLflow: {server}/#/experiments/{experiment}/runs/{parent}", flush=True)
     return runs
 

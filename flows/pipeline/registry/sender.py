@@ -12,6 +12,7 @@ from tenacity.stop import stop_when_event_set
 from tenacity.wait import wait_exponential
 
 from pipeline.journal import Entry, Journal
+from ppo_core.addresses import without_credentials
 
 POLL_SECONDS = 1.0
 """How often the journal is looked at: what came meanwhile goes in few calls."""
@@ -115,7 +116,8 @@ class Sender:
         error = state.outcome.exception() if state.outcome else None
         first = not self.trouble
         # In one line: MLflow quotes addresses, and web pages of gateways.
-        self.trouble = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_TROUBLE_CHARACTERS]
+        said = without_credentials(f"{type(error).__name__}: {error}")
+        self.trouble = " ".join(said.split())[:MAX_TROUBLE_CHARACTERS]
         if first:
             print(
                 f"MLflow does not take what is tracked ({self.trouble}). The step goes on; all is "
@@ -124,6 +126,7 @@ class Sender:
             )
 
     def _set_aside(self, entry: Entry, reason: str) -> None:
+        reason = without_credentials(reason)
         self._journal.refuse(entry, reason)
         what = [str(entry[key]) for key in ("key", "path", "status", "line") if key in entry]
         names = what or list(entry.get("values", ()))

@@ -67,13 +67,14 @@ class Tracker:
     ) -> None:
         """The step has ended; it waits a little for MLflow to take the rest."""
         self._system.stop()
-        # MLflow counts from when a run was made, which was when the flow started.
-        self.step.log_metrics({"seconds": time.perf_counter() - self._started})
+        if self.step.run != self.parent.run:
+            # MLflow counts from when a run was made, which was when the flow started.
+            self.step.log_metrics({"seconds": time.perf_counter() - self._started})
         self.step.set_status("FINISHED" if error is None else "FAILED")
         if error is not None:
             self.parent.set_status("FAILED")
         if not self._sender.flush(FLUSH_SECONDS):
-            print(f"{self._kept()} The next step sends them.", flush=True)
+            print(f"{self._kept()} The next step, or a resumed run, sends them.", flush=True)
         self._sender.stop()
 
     def require_all_sent(self, seconds: float = REQUIRED_SECONDS) -> None:

@@ -11,15 +11,11 @@ from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from pipeline.registry.connection import connect
+from pipeline.lineage import FLOW_RUN
+from pipeline.registry.connection import connect, explained, registry_address
+from ppo_core.addresses import without_credentials
 from ppo_core.errors import ModelError
-from ppo_core.manifest import CARD
-
-FLOW_RUN = "flow_run"
-"""Tag of a version: the run of the flow that made it."""
-
-MANIFEST_TAG = "manifest"
-"""Tag of a version: SHA-256 of its manifest."""
+from ppo_core.manifest import CARD, MANIFEST_TAG
 
 LOGGED_MODEL = "policy"
 """Name of the logged model behind a version."""
@@ -43,8 +39,9 @@ def find_policy(place: str) -> tuple[Path | str, Path | str]:
         folder = Path(mlflow.artifacts.download_artifacts(place))
     except (MlflowException, OSError) as error:
         raise ModelError(
-            f"{place} cannot be read from the registry at {mlflow.get_registry_uri()}: {error}. "
-            "Check the name and the version, or set MLFLOW_TRACKING_URI."
+            f"{place} cannot be read from the registry at {registry_address()}: "
+            f"{without_credentials(error)}. Check the name and the version, or set "
+            "MLFLOW_TRACKING_URI."
         ) from error
     model, tokenizer = folder / "model", folder / "components" / "tokenizer"
     if not (model.is_dir() and tokenizer.is_dir()):
@@ -55,6 +52,7 @@ def find_policy(place: str) -> tuple[Path | str, Path | str]:
     return model, tokenizer
 
 
+@explained()
 def register_version(
     name: str,
     *,
@@ -63,6 +61,7 @@ def register_version(
     write: Callable[[Path, str], str],
     tags: Mapping[str, str],
     card: str,
+    scratch: Path | None = None,
 ) -> dict[str, str]:
     """Register what `write` makes as the version of a run of the flow, once.
 
@@ -78,8 +77,10 @@ def register_version(
         flow_run: the run of the flow, which has one version however often it tries.
         write: fills a new folder with an MLflow model, given the id that it is uploaded under, and
             returns the digest of its manifest, as `write_artifact` does.
-        tags: further tags of the version, at most 5000 characters each.
+        tags: further tags of the version.
         card: the model card, which becomes the description.
+        scratch: folder with room for the whole version until it is uploaded; None for the
+            system's, which may be in memory.
 
     Returns:
         name, version and uri of the registered version, the id of the MLflow run, and the digest
@@ -89,17 +90,16 @@ def register_version(
         ModelError: the registry refuses or gives no answer, or the run's version was deleted.
     """
     client = connect()
-    with _explained(name):
-        number = _claimed(client, run_id, flow_run)
-        if number is None:
-            try:
-                _make_version(client, name, run_id, flow_run, write, tags, card)
-            except MlflowException:
-                # Another copy of this step may have been faster, and deleted this one's upload.
-                if not _versions(client, name, run_id, flow_run):
-                    raise
-            number = _claim(client, name, run_id, flow_run)
-        version = _keep_only(client, name, number, run_id, flow_run)
+    number = _claimed(client, run_id, flow_run)
+    if number is None:
+        try:
+            _make_version(client, name, run_id, flow_run, write, tags, card, scratch)
+        except (MlflowException, ModelError):
+            # Another copy of this step may have been faster, and deleted this one's upload.
+            if not _versions(client, name, run_id, flow_run):
+                raise
+        number = _claim(client, name, run_id, flow_run)
+    version = _keep_only(client, name, number, run_id, flow_run)
     return {
         "name": name,
         "version": number,
@@ -109,6 +109,7 @@ def register_version(
     }
 
 
+@explained()
 def write_card(name: str, version: str | int, card: str) -> None:
     """Replace the model card of a version: its README.md and its description.
 
@@ -116,28 +117,31 @@ def write_card(name: str, version: str | int, card: str) -> None:
         ModelError: there is no such version, or it is no logged model, or the registry refuses.
     """
     client = connect()
-    with _explained(name):
-        model_id = _model_id(client.get_model_version(name, str(version)))
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / CARD
-            path.write_text(card, encoding="utf-8")
+    model_id = _model_id(client.get_model_version(name, str(version)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / CARD
+        path.write_text(card, encoding="utf-8")
+        with _uploading(model_id):
             client.log_model_artifact(model_id, str(path))
-        client.update_model_version(name, str(version), _description(card))
+    client.update_model_version(name, str(version), _description(card))
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
+def _uploading(model_id: str) -> Iterator[None]:
+    """Say in plain words what the store of artifacts would not take."""
     try:
         yield
-    except MlflowException as error:
+    # Each store raises what its own client does: boto's errors share no class with MLflow's.
+    except Exception as error:
         raise ModelError(
-            f"The registry at {mlflow.get_registry_uri()} did not do what was asked of it for "
-            f"{name!r}: {error}. Mend the cause and resume the run: nothing is registered twice."
+            f"The store of artifacts did not take the files of {model_id}: "
+            f"{without_credentials(error)}. Check the address, the credentials and the free space "
+            "there, and go on with `python flows/rlhf.py resume`: nothing is registered twice."
         ) from error
 
 
 def _claim_key(flow_run: str) -> str:
-    """A run that was resumed has the MLflow run of the one before, and a version of its own."""
+    """Parameter of the MLflow run with the number that was agreed on for a run of the flow."""
     return f"model_version/{flow_run}"
 
 
@@ -173,9 +177,11 @@ def _make_version(
     write: Callable[[Path, str], str],
     tags: Mapping[str, str],
     card: str,
+    scratch: Path | None,
 ) -> None:
     """A version of the run, unless there is one by the time that the policy is uploaded."""
-    model = _find_uploaded(client, run_id, flow_run) or _upload(client, run_id, flow_run, write)
+    model = _find_uploaded(client, run_id, flow_run)
+    model = model or _upload(client, run_id, flow_run, write, scratch)
     _create_registered_model(client, name)
     if _versions(client, name, run_id, flow_run):
         return
@@ -204,7 +210,11 @@ def _find_uploaded(client: MlflowClient, run_id: str, flow_run: str) -> LoggedMo
 
 
 def _upload(
-    client: MlflowClient, run_id: str, flow_run: str, write: Callable[[Path, str], str]
+    client: MlflowClient,
+    run_id: str,
+    flow_run: str,
+    write: Callable[[Path, str], str],
+    scratch: Path | None,
 ) -> LoggedModel:
     """A logged model that is READY only once all of its files are there."""
     model = client.create_logged_model(
@@ -213,9 +223,10 @@ def _upload(
         source_run_id=run_id,
         tags={FLOW_RUN: flow_run},
     )
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
         digest = write(Path(folder), model.model_id)
-        client.log_model_artifacts(model.model_id, folder)
+        with _uploading(model.model_id):
+            client.log_model_artifacts(model.model_id, folder)
     client.set_logged_model_tags(model.model_id, {MANIFEST_TAG: digest})
     return client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
