@@ -40,8 +40,8 @@ class Question(BaseModel):
 
     prompt: str | None = None
     messages: list[dict[str, str]] | None = None
-    max_new_tokens: int = Field(64, ge=1)
-    temperature: float | None = Field(None, ge=0)  # 0: the likeliest token; None: as it was judged
+    max_new_tokens: int | None = Field(None, ge=1)  # None: as it was judged, here and below
+    temperature: float | None = Field(None, ge=0)  # 0: the likeliest token
     stream: bool = False
 
 
@@ -91,9 +91,10 @@ def encode(champion: Champion, question: Question) -> torch.Tensor:
     given = question.messages if question.prompt is None else question.prompt
     ids = encode_prompt(champion.tokenizer, given)
     context = getattr(champion.model.config, "max_position_embeddings", sys.maxsize)
-    if not 0 < len(ids) <= context - question.max_new_tokens:
+    longest = question.max_new_tokens or champion.model.generation_config.max_new_tokens
+    if not 0 < len(ids) <= context - longest:
         raise DataError(
-            f"A prompt of {len(ids)} tokens and an answer of up to {question.max_new_tokens} do "
+            f"A prompt of {len(ids)} tokens and an answer of up to {longest} do "
             f"not fit: there must be at least one of each, and {context} at most."
         )
     return torch.tensor([ids])
@@ -104,12 +105,10 @@ def generate(champion: Champion, ids: torch.Tensor, question: Question, **option
     if question.temperature is not None:
         options["do_sample"] = question.temperature > 0
         options["temperature"] = question.temperature or None
-    tokens = champion.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=question.max_new_tokens,
-        **options,
-    )
+    if question.max_new_tokens is not None:
+        options["max_new_tokens"] = question.max_new_tokens
+    mask = torch.ones_like(ids)
+    tokens = champion.model.generate(ids, attention_mask=mask, **options)
     return champion.tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -165,6 +164,7 @@ def main() -> int:
     parser.add_argument("--poll-seconds", type=float, default=5, help="between looks at the alias")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # the follower says it once
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the next look is a retry
     try:
         follower = Follower(given.name, given.poll_seconds)

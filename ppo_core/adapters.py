@@ -1,6 +1,7 @@
 """What PPO needs of PEFT: adapters on one base model, switched around its forward passes."""
 
 import copy
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -181,6 +182,16 @@ def save_adapter(model: "PeftModel", folder: str | Path, name: str | None = None
         for file in own.iterdir():
             file.replace(Path(folder) / file.name)
         own.rmdir()
+    _sort_modules(Path(folder) / "adapter_config.json")
+
+
+def _sort_modules(path: Path) -> None:
+    """PEFT writes names of modules as a set has them, another order in each process."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for key in ("target_modules", "modules_to_save", "exclude_modules"):
+        if isinstance(config.get(key), list):
+            config[key] = sorted(config[key])
+    path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def load_adapter_weights(model: "PeftModel", folder: str | Path, name: str | None = None) -> None:

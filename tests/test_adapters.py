@@ -1,7 +1,10 @@
 """Adapters on one base: which of them a forward pass uses, and what learns from it."""
 
+import os
+import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +31,8 @@ from ppo_core.rollout import SamplingSettings, sample_responses
 from tests.tiny import CONFIGS, EOS, make_policy, make_prompts, make_tokenizer
 
 peft = pytest.importorskip("peft")
+
+ROOT = Path(__file__).parent.parent
 
 IDS = torch.tensor([[5, 9, 3, 17, 44], [8, 8, 21, 2, 30]])
 LORA = {"r": 3, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -446,3 +451,22 @@ def test_a_saved_adapter_loads_again_onto_the_base(tmp_path, name: str):
         loaded = peft.PeftModel.from_pretrained(make_policy("qwen2"), tmp_path / saved)
         assert list(loaded.peft_config) == ["default"]
         assert_close(loaded(input_ids=IDS).logits, logits(model, used))
+
+
+def test_a_saved_adapter_is_the_same_file_in_every_process(tmp_path):
+    # PEFT keeps names in a set, whose order is another one for another hash seed.
+    code = (
+        "import sys; from peft import LoraConfig; from tests.tiny import make_policy; "
+        "from ppo_core.adapters import add_adapter, save_adapter; "
+        "names = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'up_proj', 'down_proj']; "
+        "config = LoraConfig(task_type='CAUSAL_LM', target_modules=names); "
+        "save_adapter(add_adapter(make_policy(), config), sys.argv[1])"
+    )
+    for seed in ("1", "2"):
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / seed)],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            check=True,
+        )
+    first, second = (tmp_path / seed / "adapter_config.json" for seed in ("1", "2"))
+    assert first.read_text() == second.read_text()

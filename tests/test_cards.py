@@ -490,6 +490,7 @@ def test_the_terminal_says_what_became_of_the_version():
     shown = lines(render_summary(summary(promotion=refused)))
     assert "Registered models:/rlhf-policy/3, refused, and version 2 stays champion" in shown
     assert "It loses." in shown
+    assert "To overrule python flows/registry.py promote rlhf-policy 3 --reason TEXT" in shown
     assert " ".join(shown).count("itself") == 30
 
     nobody = promotion("refused", champion=None)

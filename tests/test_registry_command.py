@@ -1,36 +1,41 @@
 """`python flows/registry.py`: who is champion, why, and another one by hand."""
 
 import getpass
+import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from uuid import uuid4
 
-import mlflow
 import pytest
 
 import registry
 from pipeline.registry import champions
 from pipeline.registry.champions import decide, settle
 from pipeline.registry.connection import connect
+from tests.mlflow_store import tracking_to, write_database
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+    return write_database(tmp_path_factory.mktemp("mlflow") / "mlflow.db")
 
 
 @pytest.fixture
-def model(database: str, monkeypatch) -> str:
+def model(database: str, monkeypatch) -> Iterator[str]:
     """Version 2 is champion before version 1, and version 3 was refused."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(champions, "PATIENCE", 0.1)
-    mlflow.set_tracking_uri(None)
+    with tracking_to(database):
+        yield make_model()
+
+
+def make_model() -> str:
     client, name = connect(), f"policy-{uuid4().hex[:8]}"
     client.create_registered_model(name)
     run = client.create_run("0").info.run_id
@@ -62,12 +67,14 @@ def champion(name: str) -> int:
 def test_show_tells_who_is_champion_since_when_and_with_which_win_rates(model: str, capsys):
     assert ask("show", model) == 0
     told = capsys.readouterr().out
-    (versions,) = [line for line in told.splitlines() if "version" in line]
-    assert [cell.strip() for cell in versions.split("│")[1:-1]] == ["version", "2", "1", "3"]
-    assert told.count("ppo_vs_sft 61.7%") == 3
+    assert [line for line in told.splitlines() if "version" in line] == [
+        "champion: version 2, promoted",
+        "previous-champion: version 1, promoted",
+        "challenger: version 3, refused",
+    ]
+    assert told.count("PPO against SFT: 61.7%") == 3
     assert "55.0%" not in told
-    assert "refused" in told
-    assert "run RLHF/2" in told
+    assert "by run RLHF/2\n    Reason 2 of [bold]two[/bold].\n    And another.\n" in told
     assert told.endswith("Aliases and history agree.\n")
 
 
@@ -153,3 +160,46 @@ def test_the_file_runs_by_itself_and_names_a_server_that_does_not_answer(model: 
     away = run(MLFLOW_TRACKING_URI="http://127.0.0.1:1")
     assert away.returncode == 1
     assert away.stderr.startswith("registry: The MLflow registry at http://127.0.0.1:1 gives no")
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A server that lists its models, and refuses all else."""
+
+    def answer(self):
+        known = self.path.partition("?")[0].endswith("registered-models/search")
+        words = {} if known else {"error_code": "PERMISSION_DENIED", "message": "Not for you."}
+        body = json.dumps(words).encode()
+        self.send_response(200 if known else 403)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = answer  # noqa: N815
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.mark.parametrize(
+    "asked", [("show",), ("history",), ("rollback",), ("promote", "1", "--reason", "No.")]
+)
+def test_what_mlflow_refuses_is_a_sentence_without_the_password(capsys, asked: tuple[str, ...]):
+    command, *more = asked
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        with tracking_to(f"http://me:secret@{address}"):
+            assert ask(command, "policy", *more) == 1
+        server.shutdown()
+    told = capsys.readouterr().err
+    assert told.startswith(f"registry: MLflow at http://{address} did not do what was asked of it:")
+    assert "Not for you." in told
+    assert "secret" not in told
+
+
+def test_a_database_without_its_driver_is_a_sentence_without_the_password(monkeypatch, capsys):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mysql+pymysql://me:secret@127.0.0.1:1/db")
+    assert ask("show", "policy") == 1
+    told = capsys.readouterr().err
+    assert told.startswith("registry: The MLflow registry at mysql+pymysql://127.0.0.1:1/db gives")
+    assert "secret" not in told

@@ -65,6 +65,14 @@ def test_the_card_says_what_was_won_by_whom_and_how_surely():
     assert "| judge | python:judge.py:judge | none |" in card
 
 
+def test_a_figure_of_the_table_of_win_rates_is_not_repeated_as_a_metric():
+    names = ("rate", "low", "high", "flip_rate")
+    metrics = {f"win_rate/ppo_vs_sft/{name}": 0.1 for name in names}
+    card = version_card(make_record(metrics=metrics))
+    assert card.count("| win\\_rate/") == 1
+    assert "| win\\_rate/ppo\\_vs\\_sft/flip\\_rate | 0.1 |" in card
+
+
 def test_the_head_is_that_of_the_hub():
     head, _ = render(version_card(make_record()))
     assert head["base_model"] == "org/tiny"

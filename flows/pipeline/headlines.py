@@ -41,7 +41,8 @@ def evaluation_numbers(evaluation: Mapping[str, Any]) -> Numbers:
     return {
         **numbers,
         **_under("improvement", {n: evaluation["improvement"][n] for n in ("difference", "low")}),
-        **_under("kl", evaluation["kl"]),
+        # Of SFT from itself it is rounding alone.
+        **_under("kl", {"ppo": evaluation["kl"]["ppo"]}),
         **_under("distinct", evaluation["distinct"]),
         **_under("length", evaluation["length"]),
         **_under("repetition", evaluation["repetition"]),

@@ -254,9 +254,11 @@ def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
 
 def _check_type(kind: Any, value: Any, name: str) -> Any:
     try:
-        return TypeAdapter(kind).validate_python(value, strict=True)
+        TypeAdapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
         raise ConfigError(f"{name}={value!r}: {error.errors()[0]['msg']}.") from error
+    # As it was given: 1 stays 1 where a float is asked for, or a file of settings would not repeat.
+    return value
 
 
 def _describe_unknown(key: str, known: list[str], where: str) -> str:

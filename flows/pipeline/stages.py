@@ -64,7 +64,7 @@ def start_run(given: Settings, settings: Settings, flow: str, number: str) -> Fl
     folder = Path(settings.output_dir).absolute() / "runs" / number
     folder.mkdir(parents=True, exist_ok=True)
     origin = trace(flow_run=name, settings=as_plain_dict(given), data=inputs.data_sets(settings))
-    runs = start_runs(settings.registered_model, name, as_plain_dict(settings), origin.tags)
+    runs = start_runs(settings.registered_model, name, as_plain_dict(given), origin.tags)
     log_data(runs[PARENT], origin.data)
     (folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
     parent = RunLog(Journal(folder), runs[PARENT])

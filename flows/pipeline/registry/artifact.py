@@ -123,7 +123,8 @@ def write_artifact(
     # It says that a licence was looked for on the hub, where this policy has never been.
     (folder / "LICENSE.txt").unlink()
     if (policy / ADAPTER).is_dir():
-        shutil.copytree(policy / ADAPTER, folder / ADAPTER)
+        # Without the card that PEFT writes, a form that nobody has filled in.
+        shutil.copytree(policy / ADAPTER, folder / ADAPTER, ignore=shutil.ignore_patterns(CARD))
     if settings is not None:
         shutil.copyfile(settings, folder / SETTINGS)
     (folder / CARD).write_text(card, encoding="utf-8")

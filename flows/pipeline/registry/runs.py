@@ -1,6 +1,7 @@
 """The runs in MLflow of one run of the flow: a parent, and below it one for each step."""
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import mlflow
@@ -53,7 +54,9 @@ def start_runs(
     server = without_credentials(mlflow.get_tracking_uri())
     try:
         experiment = _experiment(client)
-        parent = _parent(client, experiment, f"{name} {flow_run}", flow_run, tags)
+        # What tells runs apart comes first: lists show the beginning of a name.
+        title = f"{datetime.now(UTC):%Y-%m-%d %H:%M} {name}"
+        parent = _parent(client, experiment, title, flow_run, tags)
         _log_settings(client, parent, settings)
         runs = {PARENT: parent, **_children(client, experiment, flow_run, parent)}
     except MlflowException as error:

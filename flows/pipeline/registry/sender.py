@@ -114,6 +114,9 @@ class Sender:
 
     def _note_trouble(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
+        # MLflow and its HTTP client wrap what happened several times.
+        while error is not None and (cause := error.__cause__ or error.__context__):
+            error = cause
         first = not self.trouble
         # In one line: MLflow quotes addresses, and web pages of gateways.
         said = without_credentials(f"{type(error).__name__}: {error}")

@@ -47,7 +47,8 @@ class Tracker:
         self.step = RunLog(self.journal, runs[step])
         """The run of this step."""
         self._sender = Sender(self.journal)
-        self._system = SystemMetrics(self.step)
+        # The parent has none of its own: its steps have them.
+        self._system = SystemMetrics(self.step) if step != PARENT else None
         self._started = 0.0
 
     def __enter__(self) -> Self:
@@ -56,7 +57,8 @@ class Tracker:
         self.parent.set_status("RUNNING")
         self.step.set_status("RUNNING")
         self._sender.start()
-        self._system.start()
+        if self._system:
+            self._system.start()
         return self
 
     def __exit__(
@@ -66,7 +68,8 @@ class Tracker:
         traceback: TracebackType | None,
     ) -> None:
         """The step has ended; it waits a little for MLflow to take the rest."""
-        self._system.stop()
+        if self._system:
+            self._system.stop()
         if self.step.run != self.parent.run:
             # MLflow counts from when a run was made, which was when the flow started.
             self.step.log_metrics({"seconds": time.perf_counter() - self._started})

@@ -20,6 +20,12 @@ from ppo_core.manifest import CARD, MANIFEST_TAG
 LOGGED_MODEL = "policy"
 """Name of the logged model behind a version."""
 
+DESCRIPTION = (
+    "Policies registered by flows/rlhf.py. The alias champion names the one in use; who became "
+    "champion, when and why is in the experiment promotions of "
+)
+"""Of a registered model, before its name."""
+
 MAX_DESCRIPTION_CHARACTERS = 5000
 """What the database of MLflow takes as the description of a version."""
 
@@ -233,7 +239,7 @@ def _upload(
 
 def _create_registered_model(client: MlflowClient, name: str) -> None:
     try:
-        client.create_registered_model(name)
+        client.create_registered_model(name, description=f"{DESCRIPTION}{name}.")
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
