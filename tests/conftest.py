@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import os
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture
-def mlflow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def mlflow_client(tmp_path: Path):
     """A client of an MLflow of this test's own, to which all tracking goes."""
     mlflow = pytest.importorskip("mlflow")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    mlflow.set_tracking_uri(None)
-    mlflow.set_experiment("Default")  # another test of this process may have chosen one
-    yield mlflow.MlflowClient()
-    mlflow.end_run()
-    mlflow.set_tracking_uri(None)
+    from tests.mlflow_store import tracking_to, write_database
+
+    with chdir(tmp_path), tracking_to(write_database(tmp_path / "mlflow.db")):
+        yield mlflow.MlflowClient()

@@ -12,7 +12,6 @@ from multiprocessing import get_context
 
 import mlflow
 import psutil
-import pytest
 import requests
 
 fork = get_context("fork")
@@ -22,8 +21,17 @@ fork = get_context("fork")
 class Fault:
     """What is done, once, to a request whose path ends in `path` and whose body holds `word`."""
 
-    path: str
+    path: str = ""
     word: str = ""
+    changes: bool = False
+    """Whether it happens to requests that change something only."""
+
+    again: bool = True
+    """Whether it may happen twice to requests of the same method and path."""
+
+    skip: int = 0
+    """Such requests that go through before."""
+
     before: Callable[[], None] = lambda: None
     """Before the server sees the request."""
 
@@ -33,8 +41,32 @@ class Fault:
     drop: bool = False
     """Whether the connection is closed instead of the reply."""
 
+    lose: bool = False
+    """Whether it is closed before the server sees the request."""
+
     times: int = 1
+    hits: list[str] = field(default_factory=list)
+    """The requests that it happened to."""
+
     happened: threading.Event = field(default_factory=threading.Event)
+
+    def hit(self, request: str, body: bytes) -> bool:
+        """Whether it happens to this request, which then counts."""
+        changing = not request.startswith("GET") and not request.endswith("/search")
+        if (
+            not self.times
+            or not request.endswith(self.path)
+            or self.word.encode() not in body
+            or (self.changes and not changing)
+            or (request in self.hits and not self.again)
+        ):
+            return False
+        if self.skip:
+            self.skip -= 1
+            return False
+        self.times -= 1
+        self.hits.append(request)
+        return True
 
 
 @dataclass
@@ -45,32 +77,35 @@ class FaultProxy:
     url: str
     faults: list[Fault] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+    """Method and path of each that came."""
+
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, fault: Fault) -> Fault:
         self.faults.append(fault)
         return fault
 
-    def take(self, path: str, body: bytes) -> Fault | None:
-        """The fault of this request, which happens once less from now on."""
+    def take(self, request: str, body: bytes) -> Fault:
+        """The fault of this request, or one that does nothing."""
         with self.lock:
-            self.requests.append(path)
-            for fault in self.faults:
-                if path.endswith(fault.path) and fault.word.encode() in body and fault.times:
-                    fault.times -= 1
-                    return fault
-        return None
+            self.requests.append(request)
+            return next((fault for fault in self.faults if fault.hit(request, body)), Fault())
 
 
 @contextmanager
 def fault_proxy(target: str) -> Iterator[FaultProxy]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # A reply in two pieces takes 40 ms more.
 
         def forward(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            fault = proxy.take(self.path.partition("?")[0], body) or Fault("")
+            path = self.path.partition("?")[0].rpartition("mlflow/")[2]
+            fault = proxy.take(f"{self.command} {path}", body)
             fault.before()
+            if fault.lose:
+                self.close_connection = True
+                return
             headers = {"Content-Type": self.headers.get("Content-Type", "")}
             reply = requests.request(
                 self.command, target + self.path, data=body, headers=headers, timeout=60
@@ -99,7 +134,7 @@ def fault_proxy(target: str) -> Iterator[FaultProxy]:
 
     server = Server(("127.0.0.1", 0), Handler)
     proxy = FaultProxy(target, f"http://127.0.0.1:{server.server_address[1]}")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield proxy
     finally:
@@ -125,13 +160,3 @@ def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
-
-
-def use(url: str, patch: pytest.MonkeyPatch) -> None:
-    """MLflow is there for the rest of the test."""
-    patch.setenv("MLFLOW_TRACKING_URI", url)
-    patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    patch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
-    patch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
-    patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-    mlflow.set_tracking_uri(None)

@@ -15,6 +15,8 @@ import boto3
 import requests
 from moto.server import ThreadedMotoServer
 
+from tests.mlflow_store import write_database
+
 BUCKET = "artifacts"
 
 
@@ -36,15 +38,23 @@ class MlflowServer:
 
     def start(self) -> None:
         """Start it and wait until it answers."""
+        database = self.folder / "server.db"
+        if not database.exists():
+            write_database(database)
+        environment = {
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            # Eight processes that evaluate traces; each takes seconds to start.
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        }
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"),
                 *("--port", str(self.port), "--workers", "1"),
-                *("--backend-store-uri", f"sqlite:///{self.folder / 'server.db'}"),
+                *("--backend-store-uri", f"sqlite:///{database}"),
                 *("--default-artifact-root", self.artifacts),
             ],
             cwd=self.folder,
-            env={**os.environ, **self.environment, "MLFLOW_DISABLE_TELEMETRY": "true"},
+            env={**os.environ, **self.environment, **environment},
             stdout=(self.folder / "server.log").open("ab"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -106,7 +116,7 @@ def free_port() -> int:
 
 
 def wait_until_answering(
-    url: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 90
+    url: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 180
 ) -> None:
     """Until a GET of `url` succeeds; a process that has ended is a failure with its log."""
     deadline = time.monotonic() + seconds
@@ -114,7 +124,7 @@ def wait_until_answering(
         try:
             if requests.get(url, timeout=5).ok:
                 return
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.Timeout):
             pass
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)

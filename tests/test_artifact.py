@@ -18,9 +18,6 @@ import pytest
 import requests
 import torch
 import yaml
-from chat import make_chat_tokenizer, say, write_parrot
-from servers import free_port, wait_until_answering
-from tiny import EOS, make_policy, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from champion import check_folder
@@ -28,6 +25,10 @@ from pipeline.registry.artifact import Decoding, write_artifact
 from pipeline.registry.connection import connect
 from ppo_core.errors import ModelError
 from ppo_core.evaluation import answer_prompts
+from tests.chat import make_chat_tokenizer, say, write_parrot
+from tests.mlflow_store import tracking_to, write_database
+from tests.servers import free_port, wait_until_answering
+from tests.tiny import EOS, make_policy, make_tokenizer
 
 PROMPTS = ["w1 w2 w3", "w7", "w20 w21 w22 w23 w24 w25", "w40 w3"]
 LENGTH = 12
@@ -35,8 +36,10 @@ GREEDY = Decoding(response_length=LENGTH, temperature=0)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quiet() -> None:
-    connect()
+def quiet(tmp_path_factory) -> Iterator[None]:
+    with tracking_to(write_database(tmp_path_factory.mktemp("mlflow") / "mlflow.db")):
+        connect()
+        yield
 
 
 def write_policy(folder: Path, *, dtype=torch.float32, tokenizer=None, **saving: Any) -> Path:

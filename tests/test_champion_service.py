@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM
 
 from ppo_core.manifest import write_manifest
+from tests.mlflow_store import tracking_to
 from tests.servers import MlflowServer, free_port, mlflow_server, wait_until_answering
 from tests.test_champion import change_a_byte
 from tests.tiny import make_policy, make_tokenizer
@@ -95,7 +96,7 @@ class Service:
         return requests.get(f"{self.url}/health", timeout=30).json()["version"]
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not holds():
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.05)
@@ -106,10 +107,11 @@ class Service:
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        with mlflow_server(tmp_path_factory.mktemp("mlflow"), "mlflow-artifacts:/") as server:
-            yield Registry(server, MlflowClient(server.url))
+    with (
+        mlflow_server(tmp_path_factory.mktemp("mlflow"), "mlflow-artifacts:/") as server,
+        tracking_to(server.url),
+    ):
+        yield Registry(server, MlflowClient())
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +350,9 @@ def test_a_registry_that_is_down_disturbs_no_request(registry, serving_one):
 # --- No champion to begin with -----------------------------------------------------
 
 
-@pytest.mark.parametrize("there_is", ["no alias", "a changed byte"])
+@pytest.mark.parametrize(
+    "there_is", ["no alias", pytest.param("a changed byte", marks=pytest.mark.slow)]
+)
 def test_without_a_champion_it_does_not_start(there_is, registry, versions, tmp_path):
     name = there_is.replace(" ", "-")
     number, place = registry.register(versions["1"], name=name)

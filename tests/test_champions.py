@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from queue import SimpleQueue
 from uuid import uuid4
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
 
 from pipeline.registry import champions as registry
 from pipeline.registry.aliases import read_aliases, read_version
@@ -23,14 +23,15 @@ from pipeline.registry.connection import connect
 from pipeline.registry.ledger import Action, Decision, find_ledger
 from pipeline.registry.succession import Champions, stack_of
 from ppo_core.errors import ModelError
-from tests.fault_proxy import Fault, FaultProxy, fault_proxy, fork, start_process, stop, use
+from tests.fault_proxy import Fault, FaultProxy, fault_proxy, fork, start_process, stop
+from tests.mlflow_store import tracking_to, write_database
 from tests.servers import MlflowServer, mlflow_server
 
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory) -> str:
     """A database without a server, where nobody else is at work."""
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+    return write_database(tmp_path_factory.mktemp("mlflow") / "mlflow.db")
 
 
 @pytest.fixture(scope="module")
@@ -40,30 +41,34 @@ def running_server(tmp_path_factory) -> Iterator[MlflowServer]:
 
 
 @pytest.fixture
-def model(database: str, monkeypatch) -> str:
-    """A registered model with the versions 1, 2, 3 and 4."""
-    use(database, monkeypatch)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time is at work, the others are stopped or dead: nobody is worth waiting for."""
     monkeypatch.setattr(registry, "PATIENCE", 0.1)
-    return make_versions(4)
 
 
 @pytest.fixture
-def server(running_server: MlflowServer, monkeypatch) -> MlflowServer:
-    use(running_server.url, monkeypatch)
-    return running_server
+def model(database: str, impatient: None) -> Iterator[str]:
+    """A registered model with the versions 1, 2, 3 and 4."""
+    with tracking_to(database):
+        yield make_versions(4)
 
 
 @pytest.fixture
-def served(server: MlflowServer) -> str:
+def server(running_server: MlflowServer) -> Iterator[MlflowServer]:
+    with tracking_to(running_server.url):
+        yield running_server
+
+
+@pytest.fixture
+def served(server: MlflowServer, impatient: None) -> str:
     """A registered model with the versions 1, 2, 3 and 4 on a server."""
     return make_versions(4)
 
 
 @pytest.fixture
-def proxy(served: str, server: MlflowServer, monkeypatch) -> Iterator[FaultProxy]:
+def proxy(served: str, server: MlflowServer) -> Iterator[FaultProxy]:
     """All MLflow of this process goes through it."""
-    with fault_proxy(server.url) as running:
-        use(running.url, monkeypatch)
+    with fault_proxy(server.url) as running, tracking_to(running.url):
         yield running
 
 
@@ -235,14 +240,20 @@ def assert_nothing_was_lost(model: str, versions: Sequence[int]) -> None:
         assert tags(model, version)["promotion"] == action
 
 
-def test_concurrent_promotions_all_count(server):
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy stops a process for seconds, and it is no less at work."""
+    monkeypatch.setattr(registry, "PATIENCE", 60.0)
+
+
+def test_concurrent_promotions_all_count(server, patient):
     name = make_versions(4)
     race(name, [1, 2, 3, 4], processes=2, url=server.url)
     assert_nothing_was_lost(name, [1, 2, 3, 4])
 
 
 @pytest.mark.slow
-def test_twenty_concurrent_promotions_leave_one_champion_and_a_complete_history(server):
+def test_twenty_concurrent_promotions_leave_one_champion_and_a_complete_history(server, patient):
     name = make_versions(20)
     race(name, range(1, 21), processes=4, url=server.url)
     assert_nothing_was_lost(name, range(1, 21))
@@ -257,7 +268,7 @@ def test_lost_replies_leave_one_decision(served: str, proxy: FaultProxy, path: s
         fault.word = '"0002"'  # The marks that follow are answered.
     try:
         judge(served, 2)
-    except MlflowException:
+    except ModelError:
         assert times == 99
     assert fault.happened.is_set()
     fault.times = 0
@@ -268,11 +279,11 @@ def test_lost_replies_leave_one_decision(served: str, proxy: FaultProxy, path: s
 
 def killed_after_appending(model: str, proxy: FaultProxy, version: int) -> None:
     """A process that is killed with -9 when its decision is appended, and nothing else is done."""
-    pid: list[int] = []
-    fault = proxy.add(Fault("log-parameter", after=lambda: os.kill(pid[0], signal.SIGKILL)))
+    pid: SimpleQueue[int] = SimpleQueue()
+    fault = proxy.add(Fault("log-parameter", after=lambda: os.kill(pid.get(), signal.SIGKILL)))
     process = start_process(lambda: judge(model, version), proxy.url)
-    pid.append(process.pid)
-    process.join(60)
+    pid.put(process.pid)
+    process.join(120)
     assert process.exitcode == -signal.SIGKILL
     assert fault.happened.is_set()
 
@@ -316,11 +327,11 @@ def zombie(server, served: str) -> Iterator:
     with fault_proxy(server.url) as between:
 
         def start(path: str, word: str = ""):
-            pid: list[int] = []
-            fault = between.add(Fault(path, word, after=lambda: stop(pid[0])))
+            pid: SimpleQueue[int] = SimpleQueue()
+            fault = between.add(Fault(path, word, after=lambda: stop(pid.get())))
             process = start_process(lambda: judge(served, 2), between.url)
-            pid.append(process.pid)
-            assert fault.happened.wait(60)
+            pid.put(process.pid)
+            assert fault.happened.wait(120)
             return process
 
         yield start
@@ -365,7 +376,7 @@ def test_a_zombie_that_had_begun_with_the_tags_leaves_those_of_later_decisions(s
 def test_a_zombie_whose_alias_arrives_late_puts_it_right(server, served: str, proxy):
     judge(served, 1)
     newer = threading.Event()
-    late = proxy.add(Fault("alias", '"champion"', before=lambda: newer.wait(60) or None))
+    late = proxy.add(Fault("alias", '"champion"', before=lambda: newer.wait(100) or None))
     process = start_process(lambda: judge(served, 2), proxy.url)
     while not any(decision.version == 2 for decision in registry.read_champions(served).decisions):
         time.sleep(0.1)

@@ -16,7 +16,8 @@ from pipeline.registry import ledger as ledgers
 from pipeline.registry.connection import connect
 from pipeline.registry.ledger import Decision, History, find_ledger, open_ledger
 from ppo_core.errors import ConfigError, ModelError
-from tests.fault_proxy import Fault, FaultProxy, fault_proxy, fork, start_process, use
+from tests.fault_proxy import Fault, FaultProxy, fault_proxy, fork, start_process
+from tests.mlflow_store import tracking_to
 from tests.servers import MlflowServer, mlflow_server
 
 
@@ -27,16 +28,15 @@ def running_server(tmp_path_factory) -> Iterator[MlflowServer]:
 
 
 @pytest.fixture
-def server(running_server: MlflowServer, monkeypatch) -> MlflowServer:
-    use(running_server.url, monkeypatch)
-    return running_server
+def server(running_server: MlflowServer) -> Iterator[MlflowServer]:
+    with tracking_to(running_server.url):
+        yield running_server
 
 
 @pytest.fixture
-def proxy(server: MlflowServer, monkeypatch) -> Iterator[FaultProxy]:
+def proxy(server: MlflowServer) -> Iterator[FaultProxy]:
     """All MLflow of this process goes through it."""
-    with fault_proxy(server.url) as running:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", running.url)
+    with fault_proxy(server.url) as running, tracking_to(running.url):
         yield running
 
 

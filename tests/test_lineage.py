@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data import Rows, read_rows
-from pipeline.lineage import (
-    UNKNOWN,
-    git_state,
-    installed_packages,
-    trace,
-    without_credentials,
-)
+from pipeline.lineage import UNKNOWN, git_state, installed_packages, trace
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
@@ -101,24 +95,6 @@ def test_every_package_is_listed_once_in_order():
     assert names == sorted(set(names))
     assert f"torch=={version('torch')}" in lines
     assert all(line.partition("==")[2] for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("source", "shown"),
-    [
-        ("data/train.jsonl", "data/train.jsonl"),
-        ("org/name:test", "org/name:test"),
-        ("what?.jsonl (first 90)", "what?.jsonl (first 90)"),
-        ("https://user:secret@host:80/x.jsonl", "https://host:80/x.jsonl"),
-        ("https://token@host/x (last 10)", "https://host/x (last 10)"),
-        ("https://user:se@cret@host/x", "https://host/x"),
-        ("https://host/x?signature=secret (first 9)", "https://host/x (first 9)"),
-        ("https://user:secret@host?key=secret", "https://host"),
-        ("s3://bucket/rows@v2.jsonl", "s3://bucket/rows@v2.jsonl"),
-    ],
-)
-def test_a_source_is_shown_without_credentials(source: str, shown: str):
-    assert without_credentials(source) == shown
 
 
 def test_the_lineage_of_a_run(tmp_path: Path):

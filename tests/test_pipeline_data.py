@@ -5,7 +5,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pipeline.data import held_out, read_rows, write_jsonl
+from pipeline.data import held_out, read_jsonl, read_rows, write_jsonl
 from ppo_core.errors import DataError
 
 
@@ -197,3 +197,9 @@ def test_a_file_in_another_encoding_is_refused(tmp_path: Path):
     path.write_bytes('{"prompt": "café"}\n'.encode("latin-1"))
     with pytest.raises(DataError, match=r"latin\.jsonl holds text that is not UTF-8"):
         read_rows(str(path), ["prompt"])
+
+
+def test_what_was_written_is_read_whatever_ends_a_line_elsewhere(tmp_path: Path):
+    rows = [{"prompt": "a\u2028b\x85c\x1cd\r\ne", "ppo": "\n"}, {"prompt": "", "ppo": "\x0c"}]
+    write_jsonl(tmp_path / "samples.jsonl", rows)
+    assert read_jsonl(tmp_path / "samples.jsonl") == rows

@@ -1,24 +1,17 @@
 """One version of each run of the flow, whatever happens while it is registered."""
 
 import hashlib
-import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
 
 import mlflow
 import pytest
-import requests
 from mlflow import MlflowClient
-from servers import BUCKET, MlflowServer, mlflow_server, s3
-from tiny import make_policy, make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from pipeline.registry.artifact import Decoding, write_artifact
@@ -29,14 +22,12 @@ from pipeline.registry.versions import (
     write_card,
 )
 from ppo_core.errors import ModelError
+from tests.fault_proxy import Fault, fault_proxy, start_process
+from tests.mlflow_store import tracking_to
+from tests.servers import BUCKET, MlflowServer, mlflow_server, s3
+from tests.tiny import make_policy, make_tokenizer
 
 CARD = "---\ntags:\n- ppo\n---\n\n# The card"
-
-Forward = Callable[[], Callable[[], None]]
-"""Has the server do what a request asks for, and returns what sends its reply on."""
-
-Fault = Callable[[str, Forward], None]
-"""What becomes of a request of this method and path."""
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +49,10 @@ def server(tmp_path_factory) -> Iterator[MlflowServer]:
             yield running
 
 
-@contextmanager
-def tracking_to(uri: str) -> Iterator[MlflowClient]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_TRACKING_URI", uri)
-        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-        # A lost reply is asked for again at once.
-        patch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
-        mlflow.set_tracking_uri(None)
-        yield MlflowClient()
-    mlflow.set_tracking_uri(None)
-
-
 @pytest.fixture
 def client(server: MlflowServer) -> Iterator[MlflowClient]:
-    with tracking_to(server.url) as connected:
-        yield connected
+    with tracking_to(server.url):
+        yield MlflowClient()
 
 
 @pytest.fixture
@@ -204,6 +183,20 @@ def test_a_registry_that_refuses_is_an_error_with_its_words(
         register(policy, refused, start_run(client))
 
 
+def test_a_store_of_artifacts_that_is_away_is_an_error_and_leaves_no_version(
+    client: MlflowClient, name: str, policy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run_id = start_run(client)
+    with monkeypatch.context() as patch:
+        patch.setenv("MLFLOW_S3_ENDPOINT_URL", "http://127.0.0.1:9")
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")
+        with pytest.raises(ModelError, match=r"store of artifacts did not take.*rlhf.py resume"):
+            register(policy, name, run_id)
+    assert client.search_model_versions(f"run_id = '{run_id}'") == []
+    register(policy, name, run_id)
+    require_one_version(client, name, run_id)
+
+
 def test_a_card_is_written_again(client: MlflowClient, name: str, policy: Path):
     made = register(policy, name, start_run(client))
     write_card(name, 1, "# Promoted")
@@ -260,90 +253,16 @@ def assert_same_weights(folder: Path | str) -> None:
 # --- On a server that fails --------------------------------------------------------
 
 
-@dataclass
-class Proxy:
-    """In front of a server: hands requests and replies on, or does its worst with them."""
-
-    upstream: str
-    fault: Fault
-    seen: list[str] = field(default_factory=list)
-
-    def handle(self, handler: BaseHTTPRequestHandler) -> None:
-        """Do with one request as the fault wants."""
-        body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
-        headers = {key: value for key, value in handler.headers.items() if key != "Host"}
-
-        def forward() -> Callable[[], None]:
-            url = self.upstream + handler.path
-            reply = requests.request(handler.command, url, data=body, headers=headers, timeout=60)
-            return partial(_send, handler, reply)
-
-        handler.close_connection = True
-        request = f"{handler.command} {handler.path.partition('?')[0].partition('mlflow/')[2]}"
-        self.seen.append(request)
-        self.fault(request, forward)
-
-
-def _send(handler: BaseHTTPRequestHandler, reply: requests.Response) -> None:
-    handler.send_response(reply.status_code)
-    handler.send_header("Content-Type", reply.headers["Content-Type"])
-    handler.send_header("Content-Length", str(len(reply.content)))
-    handler.end_headers()
-    handler.wfile.write(reply.content)
-
-
-@contextmanager
-def in_front_of(server: MlflowServer, fault: Fault) -> Iterator[tuple[str, Proxy]]:
-    proxy = Proxy(server.url, fault)
-
-    class Handler(BaseHTTPRequestHandler):
-        def handle_any(self) -> None:
-            proxy.handle(self)
-
-        do_GET = do_POST = do_PATCH = do_DELETE = handle_any  # noqa: N815
-
-        def log_message(self, *arguments: Any) -> None:
-            """Say nothing."""
-
-    listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listener.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.server_port}", proxy
-    finally:
-        listener.shutdown()
-        listener.server_close()
-
-
-def changes_something(request: str) -> bool:
-    return not request.startswith("GET") and not request.endswith("/search")
-
-
-def in_a_process(target: Callable[[], object]) -> multiprocessing.Process:
-    """Started as a copy of this one, which has imported everything."""
-    process = multiprocessing.get_context("fork").Process(target=target)
-    process.start()
-    return process
-
-
 def test_a_registry_that_commits_and_loses_its_replies_has_one_version(
     server: MlflowServer, client: MlflowClient, name: str, policy: Path
 ):
     run_id = start_run(client)
-    lost: set[str] = set()
-
-    def lose_the_first(request: str, forward: Forward) -> None:
-        answer = forward()
-        if changes_something(request) and request not in lost:
-            lost.add(request)
-        else:
-            answer()
-
-    with in_front_of(server, lose_the_first) as (url, proxy), tracking_to(url):
+    lost = Fault(changes=True, again=False, times=99, drop=True)
+    with fault_proxy(server.url) as proxy, tracking_to(proxy.url):
+        proxy.add(lost)
         made = register(policy, name, run_id)
-    with tracking_to(server.url):
-        assert require_one_version(client, name, run_id) == made["version"] == "1"
-    twice = {request for request in lost if proxy.seen.count(request) > 1}
+    assert require_one_version(client, name, run_id) == made["version"] == "1"
+    twice = {request for request in lost.hits if proxy.requests.count(request) > 1}
     assert {"POST model-versions/create", "POST logged-models"} <= twice
 
 
@@ -358,9 +277,8 @@ def test_a_step_killed_behind_any_of_its_requests_and_tried_again_has_one_versio
             break
         assert exit_code == -signal.SIGKILL
         killed_behind.append(killed)
-        with tracking_to(server.url):
-            made = register(policy, name, run_id)
-            assert require_one_version(client, name, run_id) == made["version"]
+        made = register(policy, name, run_id)
+        assert require_one_version(client, name, run_id) == made["version"]
     assert {
         *("POST logged-models", "POST model-versions/create", "POST runs/log-parameter"),
         "POST runs/outputs",
@@ -372,25 +290,18 @@ def register_until_killed(
 ) -> tuple[str, int | None]:
     """Kill a step once the server did what it asked for after `survives` other changes.
 
-    Returns what it had asked for last, and the exit status of its process.
+    Returns what it had asked for last, if it asked for so much, and its exit status.
     """
-    changes: list[str] = []
-    victim: list[int] = []
-
-    def kill(request: str, forward: Forward) -> None:
-        answer = forward()
-        if changes_something(request):
-            changes.append(request)
-            if len(changes) == survives + 1:
-                os.kill(victim[0], signal.SIGKILL)
-                return
-        answer()
-
-    with in_front_of(server, kill) as (url, _), tracking_to(url):
-        process = in_a_process(partial(register, policy, name, run_id))
-        victim.append(process.pid)
+    victim: SimpleQueue[int] = SimpleQueue()
+    kill = Fault(
+        changes=True, skip=survives, after=lambda: os.kill(victim.get(), signal.SIGKILL), drop=True
+    )
+    with fault_proxy(server.url) as proxy:
+        proxy.add(kill)
+        process = start_process(partial(register, policy, name, run_id), proxy.url)
+        victim.put(process.pid)
         process.join()
-    return changes[-1], process.exitcode
+    return "".join(kill.hits), process.exitcode
 
 
 def test_a_policy_that_was_uploaded_whole_is_not_uploaded_again(
@@ -398,28 +309,21 @@ def test_a_policy_that_was_uploaded_whole_is_not_uploaded_again(
     client: MlflowClient,
     name: str,
     policy: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ):
     run_id = start_run(client)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-
-    def refuse_versions(request: str, forward: Forward) -> None:
-        if request != "POST model-versions/create":
-            forward()()
-
     with (
-        in_front_of(server, refuse_versions) as (url, _),
-        tracking_to(url),
+        fault_proxy(server.url) as proxy,
+        tracking_to(proxy.url, retries=0),
         pytest.raises(ModelError, match="model-versions/create"),
     ):
+        proxy.add(Fault("POST model-versions/create", lose=True, times=99))
         register(policy, name, run_id)
 
     def write_again(folder: Path, model_id: str) -> str:
         raise AssertionError("it is there already")
 
-    with tracking_to(server.url):
-        register_version(name, run_id=run_id, flow_run="17", write=write_again, tags={}, card=CARD)
-        require_one_version(client, name, run_id)
+    register_version(name, run_id=run_id, flow_run="17", write=write_again, tags={}, card=CARD)
+    require_one_version(client, name, run_id)
 
 
 def test_copies_of_a_step_that_run_at_once_agree_on_one_version(
@@ -428,22 +332,16 @@ def test_copies_of_a_step_that_run_at_once_agree_on_one_version(
     run_id = start_run(client)
     copies = 2
     all_create = threading.Barrier(copies)
-    held: list[str] = []
-
-    def hold_until_all_create(request: str, forward: Forward) -> None:
-        if request == "POST model-versions/create":
-            held.append(request)
-            all_create.wait(60)
-        forward()()
-
-    with in_front_of(server, hold_until_all_create) as (url, _), tracking_to(url):
-        processes = [in_a_process(partial(register, policy, name, run_id)) for _ in range(copies)]
+    create = "POST model-versions/create"
+    with fault_proxy(server.url) as proxy:
+        proxy.add(Fault(create, before=lambda: all_create.wait(100) and None, times=copies))
+        work = partial(register, policy, name, run_id)
+        processes = [start_process(work, proxy.url) for _ in range(copies)]
         for process in processes:
             process.join()
     assert [process.exitcode for process in processes] == [0] * copies
-    assert len(held) == copies
-    with tracking_to(server.url):
-        assert require_one_version(client, name, run_id) == "1"
+    assert proxy.requests.count(create) == copies
+    assert require_one_version(client, name, run_id) == "1"
 
 
 def test_a_copy_that_was_overtaken_while_it_wrote_takes_the_version_of_the_other(
@@ -464,22 +362,22 @@ def test_a_copy_that_was_overtaken_while_it_wrote_takes_the_version_of_the_other
 
 
 def test_runs_that_register_a_new_name_at_once_have_a_version_each(
-    client: MlflowClient, name: str, policy: Path
+    server: MlflowServer, client: MlflowClient, name: str, policy: Path
 ):
     runs = [start_run(client) for _ in range(3)]
-    processes = [in_a_process(partial(register, policy, name, run_id, run_id)) for run_id in runs]
+    processes = [
+        start_process(partial(register, policy, name, run_id, run_id), server.url)
+        for run_id in runs
+    ]
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert {require_one_version(client, name, run_id) for run_id in runs} == {"1", "2", "3"}
 
 
-def test_a_server_that_is_not_there_is_an_error_that_says_so(
-    policy: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+def test_a_server_that_is_not_there_is_an_error_that_says_so(policy: Path):
     with (
-        tracking_to("http://127.0.0.1:9"),
+        tracking_to("http://127.0.0.1:9", retries=0),
         pytest.raises(ModelError, match=r"127\.0\.0\.1:9 did not do what was asked"),
     ):
         register(policy, "rlhf-policy", "0" * 32)

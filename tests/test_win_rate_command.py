@@ -77,14 +77,7 @@ def test_greedy_answers_depend_on_no_seed_and_sampled_ones_do(tmp_path: Path):
     assert answers() != answers("--seed", "2")
 
 
-def test_a_registered_version_is_judged_by_its_uri(
-    tmp_path: Path, mlflow_client, monkeypatch, capsys
-):
-    # An absolute address: MLflow keeps the file of a relative one, whatever folder comes next.
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    mlflow.set_tracking_uri(uri)
-    mlflow.set_experiment("Default")
+def test_a_registered_version_is_judged_by_its_uri(tmp_path: Path, mlflow_client, capsys):
     components = {
         "model": transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy"),
         "tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path / "policy"),
