@@ -137,14 +137,10 @@ def test_a_text_in_markdown_stays_on_its_line_and_in_its_cell():
 
 
 @pytest.fixture
-def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    module = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    module.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
-    module.set_experiment("Default")  # another test of this process may have chosen one
-    yield module
-    module.set_tracking_uri(None)
+def mlflow(mlflow_client):
+    import mlflow
+
+    return mlflow
 
 
 def test_mlflow_adds_the_rows_of_each_step_to_one_table(tmp_path: Path, mlflow):

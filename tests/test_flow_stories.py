@@ -33,12 +33,13 @@ def test_ppo_makes_stories_happier(tmp_path: Path, monkeypatch):
             "total_episodes": 1600,
         },
     )
-    policy = stages.load_policy(settings)
-    reward_model = stages.load_reward_model(settings, policy)
-    tracking_run = stages.start_tracking(settings, "stories")
-    validation = stages.validate_reward_model(settings, policy, reward_model, tracking_run)
-    trained = stages.train_policy(settings, policy, reward_model, validation, "stories")
-    evaluation = stages.evaluate_win_rate(settings, policy, trained, "stories")
+    run = stages.start_run(settings, settings, "RLHF", "stories")
+    policy = stages.load_policy(settings, run)
+    reward_model = stages.load_reward_model(settings, policy, run)
+    validation = stages.validate_reward_model(settings, policy, reward_model, run)
+    trained = stages.train_policy(settings, policy, reward_model, validation, run)
+    champion = stages.find_champion(settings)
+    evaluation = stages.evaluate_win_rate(settings, policy, trained, champion, run)
 
     assert policy["path"] == settings.policy
     assert validation["fit"], validation["reasons"]

@@ -18,12 +18,12 @@ from pipeline_inputs import tiny_table
 from torch import tensor
 from torch.testing import assert_close
 
-from pipeline import stages
 from pipeline.comparison import compare
 from pipeline.judges.chat_judge import ChatJudge
 from pipeline.judges.config import JudgingConfig
 from pipeline.judges.openai_chat import OpenAIChat
 from pipeline.judges.reply_cache import ReplyCache
+from pipeline.policy_evaluation import evaluate_policies
 from pipeline.settings import make_settings
 from ppo_core import answer_prompts
 from ppo_core.config import PPOConfig
@@ -418,9 +418,7 @@ def test_answers_shown_as_the_sft_policys_are_not_the_trained_policys(tmp_path):
     folder = tmp_path / "trained"
     make_policy(seed=7).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    result = stages.evaluate_win_rate(
-        settings, {"path": settings.policy}, {"path": str(folder)}, "run"
-    )
+    result = evaluate_policies(settings, settings.policy, str(folder), {"version": None}, tmp_path)
     samples = [json.loads(line) for line in Path(result["samples"]).read_text().splitlines()]
     for who, model in (("sft", make_policy()), ("ppo", make_policy(seed=7))):
         expected = answer_prompts(
