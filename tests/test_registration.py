@@ -229,7 +229,9 @@ def candidate(world: World, name: str, folder: Path) -> registration.Candidate:
     experiment = client.get_experiment_by_name("killed")
     number = experiment.experiment_id if experiment else client.create_experiment("killed")
     parent = client.create_run(number).info.run_id
-    run = FlowRun(id=f"RLHF/{parent}", folder=folder, tracking={"parent": parent})
+    run = FlowRun(
+        id=f"RLHF/{parent}", folder=folder, tracking={"parent": parent}, origin={}, data=[]
+    )
     (folder / registration.SETTINGS_FILE).write_text(settings_text(settings))
     return world.candidate(settings, "best", run, world.evaluate(settings, "best", folder))
 

@@ -27,7 +27,6 @@ def make_record(**changed):
         "metrics": {"objective/kl": 3.14159265},
         "decoding": {"max_new_tokens": 53, "do_sample": False},
         "samples": [{"prompt": "a question", "sft": "an answer", "ppo": "a better one"}],
-        "limits": ["It answers in German only."],
         "decision": None,
         "settings": {"seed": 1, "ppo": {"learning_rate": 3e-6}},
     }
@@ -82,7 +81,7 @@ def test_the_head_is_that_of_the_hub():
 
 def test_the_card_says_what_the_version_is_not_for_and_how_to_load_it():
     _, page = render(version_card(make_record()))
-    for limit in (*LIMITS, "It answers in German only."):
+    for limit in LIMITS:
         assert limit in page.text
     assert 'mlflow.transformers.load_model("models:/rlhf-policy/7")' in page.text
 
@@ -118,7 +117,6 @@ def record_of(text, **changed):
         "metrics": {text: 1.0},
         "decoding": {text: text},
         "samples": [{text: text, "ppo": text}],
-        "limits": [text],
         "decision": {"action": text, "reasons": [text], "by": text, "at": text},
         "settings": {text: {text: text}},
     }

@@ -1,6 +1,6 @@
 """What all steps of one run of the flow share."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.lineage import DataSet
@@ -16,11 +16,11 @@ class FlowRun:
     folder: Path
     """Where it writes: the journal, the policy, the answers and their judgements."""
 
-    tracking: dict[str, str] = field(default_factory=dict)
+    tracking: dict[str, str]
     """Runs of MLflow by the names of the steps, and `parent`."""
 
-    origin: dict[str, str] = field(default_factory=dict)
+    origin: dict[str, str]
     """Where it comes from, as `lineage.trace` has it: tags of its version."""
 
-    data: list[DataSet] = field(default_factory=list)
+    data: list[DataSet]
     """The data sets that it reads."""

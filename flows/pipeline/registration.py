@@ -153,7 +153,6 @@ def _record(
         "metrics": evaluation_numbers(evaluation),
         "decoding": decoding.arguments(),
         "samples": read_jsonl(evaluation["samples"]),
-        "limits": [],
         "decision": asdict(decision) if decision else None,
         "settings": as_plain_dict(candidate.settings),
     }

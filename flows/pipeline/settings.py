@@ -225,6 +225,17 @@ def as_plain_dict(settings: Settings) -> dict[str, Any]:
     return dataclasses.asdict(settings)
 
 
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables of settings as one, the names joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
 def needs_no_value(kind: Any, default: object) -> bool:
     """Whether None of a setting of this type has to be written as NO_VALUE."""
     return NoneType in get_args(kind) and default is not None

@@ -8,6 +8,7 @@ from huggingface_hub import ModelCardData
 
 from pipeline.report import TITLES
 from pipeline.report_document import as_interval, as_percent
+from pipeline.settings import flatten
 from ppo_core.completions import as_markdown
 from ppo_core.model_card import without_folders
 
@@ -45,7 +46,6 @@ def version_card(record: Record) -> str:
             - `metrics`: numbers by their names;
             - `decoding`: arguments of `generate` that it is served with by default;
             - `samples`: rows of `prompt` and the answers by who gave them, at least one or none;
-            - `limits`: what it is not for, beside what holds for every version;
             - `decision`: None before there is one, else `action`, `reasons`, `by` and `at`;
             - `settings`: nested tables.
     """
@@ -58,12 +58,12 @@ def version_card(record: Record) -> str:
         _section("Promotion", _decision(record["decision"])),
         _section("Win rates", _win_rates(record)),
         _section("How to load it", _loading(record)),
-        _section("What it is not for", _bullets([*LIMITS, *record["limits"]])),
+        _section("What it is not for", _bullets(LIMITS)),
         _section("Models", _models(record["models"])),
         _section("Data", _data(record["data"])),
         _section("Metrics", _pairs("metric", _other_metrics(record))),
         _section("Samples", _samples(record["samples"])),
-        _section("Settings", _pairs("setting", _flat(record["settings"]))),
+        _section("Settings", _settings(record["settings"])),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -183,12 +183,10 @@ def _cell(value: Any) -> str:
     return as_markdown(f"{value:.4g}" if isinstance(value, float) else str(value))
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, the names joined by dots, paths without their folders."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = without_folders(value) if isinstance(value, str) else value
-    return flat
+def _settings(settings: Mapping[str, Any]) -> str:
+    """The settings, paths without their folders."""
+    shown = {
+        name: without_folders(value) if isinstance(value, str) else value
+        for name, value in flatten(settings).items()
+    }
+    return _pairs("setting", shown)

@@ -14,6 +14,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from pipeline.lineage import FLOW_RUN
 from pipeline.registry.connection import EXPERIMENT, MAX_PARAM_CHARACTERS, connect
 from pipeline.registry.tracking import PARENT
+from pipeline.settings import flatten
 from ppo_core.addresses import without_credentials
 from ppo_core.errors import ModelError
 
@@ -68,17 +69,6 @@ def start_runs(
     if server.startswith("http"):
         print(f"MLflow: {server}/#/experiments/{experiment}/runs/{parent}", flush=True)
     return runs
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, the names joined by dots."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def _experiment(client: MlflowClient) -> str:
