@@ -111,7 +111,7 @@ def test_a_story_model_learns_to_be_cheerful_in_thirty_lines(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     before = cheerfulness(model, stories / "prompts-eval.jsonl")
     after = cheerfulness(tmp_path / "cheerful-stories", stories / "prompts-eval.jsonl")
-    # Over seeds 1, 2 and 3: from 0.40 to 0.73, 0.72 and 0.66; the standard error is 0.03.
+    # Over seeds 1, 2 and 3: from 0.40 to 0.66, 0.66 and 0.70; the standard error is 0.03.
     assert before < 0.5
     assert after > before + 0.18
 
