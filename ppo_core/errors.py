@@ -21,5 +21,13 @@ class TrainingError(PPOError, RuntimeError):
     """Training reached a state that it must not continue from."""
 
 
+class RunInterruptedError(PPOError, RuntimeError):
+    """Training was told to stop, and can go on from its last checkpoint."""
+
+
+class ProcessError(PPOError, RuntimeError):
+    """A process of a training has died or frozen; the next one goes on from the checkpoint."""
+
+
 class JudgeError(PPOError, RuntimeError):
     """A judge cannot be asked, or may not be asked more."""

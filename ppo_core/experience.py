@@ -17,7 +17,7 @@ from ppo_core.rewards import (
     penalise_missing_stop,
     token_rewards,
 )
-from ppo_core.tensors import SumOverProcesses, standardise
+from ppo_core.tensors import standardise
 
 
 def shaped_scores(
@@ -25,14 +25,13 @@ def shaped_scores(
     rollout: Rollout,
     config: PPOConfig,
     moments: RunningMoments,
-    sum_over_processes: SumOverProcesses,
 ) -> Tensor:
     """Scores (B,) scaled and clipped, less the penalties for how a response ends.
 
     The running moments learn from the scores first, where they are used.
     """
     if config.use_score_scaling:
-        moments.update(scores, sum_over_processes)
+        moments.update(scores)
         scores = moments.scale(scores, centre=config.use_score_norm)
     if config.score_clip is not None:
         scores = clip_scores(scores, config.score_clip)
@@ -59,16 +58,10 @@ def divergence(rollout: Rollout, scores: Scores, estimator: str) -> Tensor:
 
 
 def make_experience(
-    rollout: Rollout,
-    scores: Scores,
-    kl: Tensor,
-    config: PPOConfig,
-    *,
-    kl_coef: float,
-    sum_over_processes: SumOverProcesses,
+    rollout: Rollout, scores: Scores, kl: Tensor, config: PPOConfig, *, kl_coef: float
 ) -> Experience:
     """What the update learns from; kl is (B, T), and kl_coef its weight at this moment."""
-    whiten = partial(standardise, mask=rollout.response_mask, sum_over_processes=sum_over_processes)
+    whiten = partial(standardise, mask=rollout.response_mask)
     in_reward = 0.0 if config.kl_in_loss else kl_coef
     rewards = token_rewards(scores.scores, kl, rollout.response_mask, kl_coef=in_reward)
     if config.whiten_rewards:

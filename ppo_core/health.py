@@ -145,7 +145,7 @@ class HealthMonitor:
         """
         if in_a_row >= self._config.max_skipped_steps:
             raise TrainingError(
-                f"{in_a_row} optimizer steps in a row had a loss or a gradient that is not finite "
+                f"{in_a_row} steps in a row had a score, a loss or a gradient that is not finite "
                 f"(max_skipped_steps={self._config.max_skipped_steps}). None of them was taken: "
                 "the weights are as after the last good step. Look at the last scores, lower "
                 "learning_rate, or set bf16=False, and start a new run from the latest "

@@ -1,23 +1,16 @@
-"""Records in, named numbers out: over counted tokens only, over all processes."""
+"""Records of a whole batch in, named numbers out: over counted tokens only."""
 
 import torch
 from torch import Tensor
 
 from ppo_core.records import Experience, Rollout, Scores, TokenSums
 from ppo_core.repetition import repeated_share
-from ppo_core.tensors import SumOverProcesses, masked_sum
+from ppo_core.tensors import masked_sum
 
 Metrics = dict[str, float]
 
 
-def objective_metrics(
-    rollout: Rollout,
-    scores: Scores,
-    kl: Tensor,
-    *,
-    kl_coef: float,
-    sum_over_processes: SumOverProcesses,
-) -> Metrics:
+def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: float) -> Metrics:
     """Means over responses of what the policy is trained for; kl is (B, T), 0 if not counted."""
     response_kl = kl.sum(dim=1)
     sums = {
@@ -30,17 +23,15 @@ def objective_metrics(
         "val/repetition": repeated_share(rollout.response_ids, rollout.response_lengths).sum(),
         "val/num_eos_tokens": rollout.has_stop.sum(),
     }
-    count = torch.tensor(len(rollout), device=kl.device)
-    own = torch.stack([*(value.to(kl) for value in sums.values()), count.to(kl)])
-    *totals, responses = sum_over_processes(own).tolist()
-    means = {name: total / responses for name, total in zip(sums, totals, strict=True)}
-    means["val/num_eos_tokens"] *= responses
+    totals = torch.stack([value.to(kl) for value in sums.values()]).tolist()
+    means = {name: total / len(rollout) for name, total in zip(sums, totals, strict=True)}
+    means["val/num_eos_tokens"] *= len(rollout)
     means["objective/kl_coef"] = kl_coef
     means["objective/rlhf_reward"] = means["objective/non_score_reward"] + means["objective/scores"]
     return means
 
 
-def explained_variance(experience: Experience, sum_over_processes: SumOverProcesses) -> float:
+def explained_variance(experience: Experience) -> float:
     """1 - Var(returns - values) / Var(returns) over counted tokens; 0 where returns are equal.
 
     1 is a critic that knows, 0 one that says the same of every state, below 0 is worse.
@@ -48,11 +39,8 @@ def explained_variance(experience: Experience, sum_over_processes: SumOverProces
     mask = experience.rollout.response_mask
     returns = experience.returns[mask].double()
     errors = returns - experience.values[mask].double()
-    own = [returns.sum(), (returns**2).sum(), errors.sum(), (errors**2).sum(), mask.sum().double()]
-    total, squares, error, error_squares, count = sum_over_processes(torch.stack(own)).tolist()
-    variance = squares / count - (total / count) ** 2
-    of_errors = error_squares / count - (error / count) ** 2
-    return 1 - of_errors / variance if variance > 0 else 0.0
+    variance = returns.var(correction=0).item()
+    return 1 - errors.var(correction=0).item() / variance if variance > 0 else 0.0
 
 
 def update_metrics(sums: TokenSums) -> Metrics:

@@ -3,20 +3,17 @@
 import math
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
-
-from ppo_core.tensors import SumOverProcesses, alone
 
 ROUNDING = 1e-12
 """A standard deviation below this share of the mean is what rounding makes of equal values."""
 
 
 class RunningMoments:
-    """Mean and standard deviation of a stream of values, over all processes.
+    """Mean and standard deviation of a stream of values.
 
     Batches are joined by the parallel update of Chan, Golub and LeVeque (1979, eq. 2.1), in fp64
-    and around the mean, so that the split into batches and processes changes nothing.
+    and around the mean, so that the split into batches changes nothing.
     """
 
     def __init__(self) -> None:
@@ -36,13 +33,11 @@ class RunningMoments:
         deviation = math.sqrt(self._squares / (self.count - 1))
         return deviation if deviation > ROUNDING * abs(self.mean) else 1.0
 
-    def update(self, values: Tensor, sum_over_processes: SumOverProcesses = alone) -> None:
-        """Take in the next values (B,), which are finite; every process brings its own."""
-        values = values.double()
-        sums = torch.stack([values.sum(), values.new_tensor(len(values))])
-        total, count = sum_over_processes(sums).tolist()
-        mean = total / count
-        squares = sum_over_processes(((values - mean) ** 2).sum()).item()
+    def update(self, values: Tensor) -> None:
+        """Take in the next values (B,), which are finite."""
+        values, count = values.double(), len(values)
+        mean = values.mean().item()
+        squares = ((values - mean) ** 2).sum().item()
         distance, together = mean - self.mean, self.count + count
         self._squares += squares + distance**2 * self.count * count / together
         self.mean += distance * count / together

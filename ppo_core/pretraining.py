@@ -37,14 +37,9 @@ class PretrainingTexts:
         self._generator = torch.Generator().manual_seed(seed)
         self._start_pass()
 
-    def next_rows(self, n: int, share: slice = slice(None)) -> TokenRows:
-        """The next n texts, on the CPU; all tokens but each text's first are counted.
-
-        A batch may span two passes. `share` picks this process's texts out of the n that all
-        processes draw together, as in `slice(rank, None, num_processes)`.
-        """
-        texts = [self._texts[self._next_number()] for _ in range(n)]
-        return joined_texts(texts[share])
+    def next_texts(self, n: int) -> list[Tokens]:
+        """The next n texts, as token ids; they may span two passes."""
+        return [self._texts[self._next_number()] for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on from here, as JSON takes it."""

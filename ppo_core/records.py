@@ -1,11 +1,16 @@
 """What one phase of a PPO step hands to the next. Shapes as in `tensors`."""
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ppo_core.tensors import SumOverProcesses, length_mask
+from ppo_core.tensors import length_mask
+
+SumOverProcesses = Callable[[Tensor], Tensor]
+"""Adds a tensor up over all processes; the identity where there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +179,26 @@ class TokenSums:
         """Add the sums of one optimizer step."""
         self.add(**vars(other))
 
-    def summed(self, sum_over_processes: SumOverProcesses, device: torch.device) -> "TokenSums":
+    def summed(self, sum_over_processes: SumOverProcesses) -> "TokenSums":
         """The sums over all processes."""
         names = [entry.name for entry in fields(self)]
-        own = torch.tensor([getattr(self, name) for name in names], device=device)
+        own = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64)
         return TokenSums(**dict(zip(names, sum_over_processes(own).tolist(), strict=True)))
+
+
+Record = TypeVar("Record", Rollout, Scores, Experience)
+
+
+def map_tensors(record: Record, function: Callable[[Tensor], Tensor]) -> Record:
+    """The same record with `function` of each of its tensors, those of its parts included."""
+    return replace(
+        record, **{name: _mapped(value, function) for name, value in vars(record).items()}
+    )
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: function(tensor) for key, tensor in value.items()}
+    return map_tensors(value, function) if isinstance(value, Rollout) else value

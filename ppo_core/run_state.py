@@ -12,9 +12,13 @@ from ppo_core.errors import ConfigError
 from ppo_core.health import HealthMonitor
 from ppo_core.kl_control import LARGEST_ERROR, AdaptiveKL
 from ppo_core.moments import RunningMoments
+from ppo_core.pending import PendingUpdate
 from ppo_core.prompts import PromptStream
 from ppo_core.schedule import Schedule
 from ppo_core.training_state import generator_tensors, restore_generators
+
+GENERATORS, EXPERIENCE = "generators", "experience"
+"""Groups of tensors in a checkpoint."""
 
 
 @dataclass(kw_only=True)
@@ -35,6 +39,9 @@ class RunState:
     updates: int = 0
     episodes: int = 0
 
+    pending: PendingUpdate | None = None
+    """The update that was begun, if there is one."""
+
     @classmethod
     def at_start(cls, config: PPOConfig, schedule: Schedule, num_prompts: int) -> "RunState":
         """The state before the first update.
@@ -52,28 +59,37 @@ class RunState:
             },
         )
 
-    def as_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The generators as tensors, and all else as JSON takes it."""
-        adaptive_kl = self.adaptive_kl.state_dict() if self.adaptive_kl else None
-        return generator_tensors(self.generators), {
+    def as_checkpoint(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Groups of tensors by their names, and all else as JSON takes it."""
+        groups = {GENERATORS: generator_tensors(self.generators)}
+        pending = None
+        if self.pending is not None:
+            groups[EXPERIENCE], pending = self.pending.as_checkpoint()
+        return groups, {
             "updates": self.updates,
             "episodes": self.episodes,
             "moments": self.moments.state_dict(),
-            "adaptive_kl": adaptive_kl,
+            "adaptive_kl": self.adaptive_kl.state_dict() if self.adaptive_kl else None,
             "health": self.health.state_dict(),
+            "pending": pending,
         }
 
-    def restore(self, generators: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def restore(self, groups: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Go on where `as_checkpoint` was called."""
-        restore_generators(self.generators, generators)
+        restore_generators(self.generators, groups[GENERATORS])
         self.updates, self.episodes = state["updates"], state["episodes"]
         self.moments.load_state_dict(state["moments"])
         self.health.load_state_dict(state["health"])
         if self.adaptive_kl is not None and state["adaptive_kl"] is not None:
             self.adaptive_kl.load_state_dict(state["adaptive_kl"])
+        self.pending = None
+        drawn = self.episodes
+        if state["pending"] is not None:
+            self.pending = PendingUpdate.from_checkpoint(groups[EXPERIENCE], state["pending"])
+            drawn += len(self.pending.progress.order[0])
         # The order of the prompts follows from the seed: what was drawn is drawn again.
         self.stream.restart()
-        self.stream.next_batch(self.episodes)
+        self.stream.next_batch(drawn)
 
 
 def make_adaptive_kl(config: PPOConfig, batch_size: int) -> AdaptiveKL | None:

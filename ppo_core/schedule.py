@@ -43,17 +43,21 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
     """The sizes of a run.
 
     Raises:
-        ConfigError: a batch cannot be split evenly over processes and minibatches.
+        ConfigError: a batch cannot be split evenly into minibatches, or is smaller than the
+            number of processes.
     """
     batch_size = config.batch_size or (
         config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes
     )
-    parts = num_processes * config.num_mini_batches
-    if left := batch_size % parts:
+    if left := batch_size % config.num_mini_batches:
         raise ConfigError(
-            f"A batch of {batch_size} responses cannot be split evenly over {num_processes} "
-            f"processes and num_mini_batches={config.num_mini_batches}: {left} responses would be "
-            f"left over. Choose a multiple of {parts}."
+            f"A batch of {batch_size} responses cannot be split evenly into num_mini_batches="
+            f"{config.num_mini_batches}: {left} responses would be left over. Choose a multiple."
+        )
+    if batch_size < num_processes:
+        raise ConfigError(
+            f"A batch of {batch_size} responses is smaller than the number of processes, "
+            f"{num_processes}: some would have nothing to do. Raise batch_size, or start fewer."
         )
     # A number of passes may be a fraction; episodes are whole (TRL #1740, #1743).
     episodes = config.total_episodes or ceil(config.num_train_epochs * num_prompts)

@@ -1,38 +1,12 @@
 """A rollout in; reference log-probabilities, values and reward scores out."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ppo_core.models import Critic, LanguageModel
-from ppo_core.records import Rollout, Scores
+from ppo_core.records import Rollout
 from ppo_core.reward_model import RewardModel
 from ppo_core.tensors import length_sorted_batches
-
-
-def score(
-    rollout: Rollout,
-    *,
-    reference: LanguageModel,
-    critic: Critic,
-    reward: Callable[[Rollout], tuple[Tensor, dict[str, Tensor]]],
-    batch_size: int,
-    policy: LanguageModel | None = None,
-) -> Scores:
-    """Everything that PPO needs to know about a rollout, `batch_size` rows at a time.
-
-    reward gives the scores (B,) of a rollout, and what each reward says (B,) by its name. With
-    a `policy` the exact KL divergence from the reference is computed too.
-    """
-    scores, parts = reward(rollout)
-    return Scores(
-        scores=scores,
-        parts=parts,
-        ref_logprobs=reference_logprobs(reference, rollout, batch_size),
-        values=critic_values(critic, rollout, batch_size),
-        full_kl=None if policy is None else full_kl(policy, reference, rollout, batch_size),
-    )
 
 
 def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -> Tensor:

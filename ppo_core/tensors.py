@@ -4,18 +4,10 @@ Legend, here and everywhere: B responses, P prompt tokens, T response tokens, S 
 tokens of a joined row, N counted tokens, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-SumOverProcesses = Callable[[Tensor], Tensor]
-"""Adds a tensor up over all processes; the identity where there is one."""
-
-
-def alone(tensor: Tensor) -> Tensor:
-    """The sum over processes where there is only one."""
-    return tensor
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
@@ -42,34 +34,22 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0).sum()
 
 
-def masked_mean(
-    values: Tensor, mask: Tensor, sum_over_processes: SumOverProcesses = alone
-) -> Tensor:
-    """Mean of the values where the mask holds, over all processes; 0 where it never holds."""
-    total, count = sum_over_processes(torch.stack([masked_sum(values, mask), mask.sum()]))
-    return total / count.clamp(min=1)
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the values where the mask holds; 0 where it never holds."""
+    return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
-def standardise(
-    values: Tensor,
-    mask: Tensor,
-    *,
-    keep_mean: bool,
-    sum_over_processes: SumOverProcesses = alone,
-    epsilon: float = 1e-8,
-) -> Tensor:
+def standardise(values: Tensor, mask: Tensor, *, keep_mean: bool, epsilon: float = 1e-8) -> Tensor:
     """Values (B, T) scaled to standard deviation 1 under the mask, and 0 outside of it.
 
         out = (values - mean) / sqrt(variance + epsilon)  [+ mean, if keep_mean]
 
-    Mean and variance (with Bessel's correction) are those of the counted tokens of all
-    processes, so that the split over processes changes nothing. Advantages lose their
-    mean, rewards keep it (arXiv:1909.08593; arXiv:2403.17031, detail 18).
+    Mean and variance (with Bessel's correction) are those of the counted tokens. Advantages
+    lose their mean, rewards keep it (arXiv:1909.08593; arXiv:2403.17031, detail 18).
     """
-    mean = masked_mean(values, mask, sum_over_processes)
+    mean = masked_mean(values, mask)
     deviations = torch.where(mask, values - mean, 0)
-    squares, count = sum_over_processes(torch.stack([(deviations**2).sum(), mask.sum()]))
-    variance = squares / (count - 1).clamp(min=1)
+    variance = (deviations**2).sum() / (mask.sum() - 1).clamp(min=1)
     scaled = deviations * torch.rsqrt(variance + epsilon)
     return torch.where(mask, scaled + mean, 0) if keep_mean else scaled
 

@@ -4,43 +4,39 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
-from ppo_core.checkpoint import latest_checkpoint
+from ppo_core.collector import Collector
 from ppo_core.compatibility import check_parts
 from ppo_core.completions import Completions, log_table, print_table
 from ppo_core.config import PPOConfig
 from ppo_core.ema import WeightAverage
 from ppo_core.engine import Engine
-from ppo_core.errors import ConfigError, TrainingError
+from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.evaluation import greedy_completions
-from ppo_core.experience import divergence, make_experience, shaped_scores
-from ppo_core.metrics import Metrics, explained_variance, objective_metrics, update_metrics
+from ppo_core.identity import Identity, given_models, layout
+from ppo_core.interruption import Interruption
+from ppo_core.metrics import Metrics, explained_variance, update_metrics
 from ppo_core.models import ActorCritic
 from ppo_core.optimisation import make_trainee
 from ppo_core.parts import make_parts
+from ppo_core.pending import PendingUpdate
 from ppo_core.pretraining import make_pretraining_texts
 from ppo_core.progress import progress
 from ppo_core.prompt_set import Collator, PromptSet, make_prompt_set
-from ppo_core.prompts import (
-    Prompt,
-    prompt_text,
-    response_texts,
-)
-from ppo_core.records import Experience, Rollout, Scores
+from ppo_core.records import map_tensors
 from ppo_core.reporting import CallbackOrType, Reporter
 from ppo_core.reward_sources import make_rewards
-from ppo_core.rollout import SamplingSettings, sample_responses, stop_token
+from ppo_core.rollout import SamplingSettings, stop_token
+from ppo_core.run_checkpoints import RunCheckpoints
 from ppo_core.run_files import RunFiles
 from ppo_core.run_state import RunState
 from ppo_core.schedule import make_schedule
-from ppo_core.scoring import score
+from ppo_core.training_state import global_rng_state, restore_global_rng_state
 from ppo_core.update import update_policy
 
 ROWS_SHOWN = 5
@@ -99,14 +95,23 @@ class PPOTrainer:
         self.engine = Engine(
             bf16=args.bf16,
             use_cpu=args.use_cpu,
+            sharding=args.sharding,
+            offload=args.offload,
             deepspeed=args.deepspeed,
             gather_for_generation=args.ds3_gather_for_generation,
+            timeout=args.ddp_timeout,
         )
         self.rewards = make_rewards(
             reward_model,
             processing_class,
             batch_size=args.local_rollout_forward_batch_size,
             weights=args.reward_weights,
+        )
+        models = given_models(
+            model,
+            ref_model,
+            [scorer.model for scorer in self.rewards.models()],
+            adds_adapter=peft_config is not None,
         )
         parts = make_parts(
             args,
@@ -135,9 +140,11 @@ class PPOTrainer:
             args, num_prompts=len(self._train_set), num_processes=self.engine.num_processes
         )
         self._run = RunState.at_start(args, self.schedule, len(self._train_set))
+        trained = ActorCritic(self.policy, self.critic)
+        models["policy or critic"] = layout(trained)
         self._trainee = make_trainee(
             args,
-            ActorCritic(self.policy, self.critic),
+            trained,
             self.reference,
             self.schedule,
             self.engine,
@@ -163,11 +170,19 @@ class PPOTrainer:
             parts=parts,
             engine=self.engine,
             trainee=self._trainee,
+            reporter=self._reporter,
+            average=self._average,
+        )
+        self._checkpoints = RunCheckpoints(
+            config=args,
+            tokenizer=processing_class,
+            parts=parts,
+            engine=self.engine,
+            trainee=self._trainee,
             run=self._run,
             reporter=self._reporter,
             average=self._average,
-            schedule=self.schedule,
-            prompts_digest=self._train_set.digest(),
+            identity=Identity.of(args, self.schedule, self._train_set.digest(), models),
         )
         self._sampling = SamplingSettings(
             stop_token_id=stop_token(processing_class, args.stop_token, args.stop_token_id),
@@ -175,7 +190,17 @@ class PPOTrainer:
             top_k=args.top_k,
             top_p=args.top_p,
         )
-        self._seconds: dict[str, float] = {}
+        self._collector = Collector(
+            config=args,
+            tokenizer=processing_class,
+            parts=parts,
+            module=self._trainee.module,
+            engine=self.engine,
+            prompts=self._train_set,
+            schedule=self.schedule,
+            sampling=self._sampling,
+        )
+        self._interruption = Interruption()
 
     @property
     def model(self) -> nn.Module:
@@ -204,25 +229,44 @@ class PPOTrainer:
         """Call it no longer."""
         self._reporter.remove_callback(callback)
 
-    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> list[Metrics]:
+    def train(
+        self,
+        resume_from_checkpoint: str | Path | bool | None = None,
+        *,
+        resume_anyway: bool = False,
+    ) -> list[Metrics]:
         """Run all updates that are left; returns the metrics of each.
 
-        `resume_from_checkpoint` is a checkpoint's folder, or True for the latest in
-        `output_dir`, where there is one.
+        `resume_from_checkpoint` is a checkpoint's folder, or True for the newest in `output_dir`
+        whose files are as they were written, where there is one. With `resume_anyway` it may be
+        of other settings or models, which are then a warning.
 
         Raises:
-            TrainingError: a score is not finite, too many steps in a row were skipped, or the
-                checkpoint cannot be resumed from.
+            RunInterruptedError: SIGTERM came. A checkpoint was written, unless save_strategy is
+                "no".
+            TrainingError: too many steps in a row were skipped, or the checkpoint cannot be
+                resumed from.
         """
-        if folder := self._checkpoint_to_resume(resume_from_checkpoint):
-            self._files.resume(folder)
-        elif self._run.updates == 0:
-            self._files.start_anew()
+        self._checkpoints.start(resume_from_checkpoint, anyway=resume_anyway)
+        self._reporter.begin()
+        with self._interruption:
+            try:
+                history = self._run_updates()
+            except RunInterruptedError:
+                if self.args.save_strategy != "no":
+                    self._checkpoints.save()
+                    self._checkpoints.finish()
+                raise
+        self._checkpoints.finish()
+        self._reporter.end()
+        return history
+
+    def _run_updates(self) -> list[Metrics]:
         history = []
         started, episodes_before = time.monotonic(), self._run.episodes
-        self._reporter.begin()
         with self._progress() as bar:
             for _ in range(self._run.updates, self.schedule.num_updates):
+                self._checkpoints.check_writer()
                 self._reporter.step_begin()
                 metrics = self.step()
                 seconds = time.monotonic() - started
@@ -238,37 +282,24 @@ class PPOTrainer:
                 # A callback of one process may want to stop; all leave the loop together.
                 if self.engine.any(self._reporter.should_stop):
                     break
-        self._reporter.end()
         return history
 
     def step(self) -> Metrics:
-        """One update: sample, score, learn."""
-        config, run = self.args, self._run
-        learning_rate = float(self._trainee.scheduler.get_last_lr()[0])
-        kl_coef = run.adaptive_kl.kl_coef if run.adaptive_kl else config.kl_coef
-        rows, uniforms = self._draw()
-        with self._timed("sampling"):
-            rollout = self._sample([self._train_set.tokens[row] for row in rows], uniforms)
-        with self._timed("scoring"):
-            scores = self._score(rollout, [self._train_set.prompts[row] for row in rows])
-        kl = divergence(rollout, scores, config.kl_estimator)
-        with self._timed("updating"):
-            experience = make_experience(
-                rollout,
-                scores,
-                kl,
-                config,
-                kl_coef=kl_coef,
-                sum_over_processes=self.engine.sum,
-            )
-            metrics = self._learn(experience)
-        metrics |= objective_metrics(
-            rollout, scores, kl, kl_coef=kl_coef, sum_over_processes=self.engine.sum
-        )
+        """One update: sample, score, learn; or what is left of one that was interrupted.
+
+        Raises:
+            RunInterruptedError: SIGTERM came. The update can be gone on with.
+            TrainingError: too many steps in a row were skipped.
+        """
+        run = self._run
+        if run.pending is None:
+            run.pending = self._collect()
+        metrics = run.pending.metrics | self._learn(run.pending)
+        run.pending = None
         run.updates += 1
         run.episodes += self.schedule.batch_size
         self._follow(metrics["objective/kl"])
-        return metrics | self._seconds | {"lr": learning_rate, "episode": float(run.episodes)}
+        return metrics | {"episode": float(run.episodes)}
 
     def generate_completions(self, sampling: bool = False) -> Completions | None:
         """Answer the evaluation prompts greedily, score the answers, and show them as a table.
@@ -320,97 +351,61 @@ class PPOTrainer:
 
     # --- The phases of an update ---
 
-    def _draw(self) -> tuple[list[int], Tensor]:
-        """This process's share of the next prompts, and of the randomness to answer them.
+    def _collect(self) -> PendingUpdate:
+        """Sample and score the next batch."""
+        run = self._run
+        kl_coef = run.adaptive_kl.kl_coef if run.adaptive_kl else self.args.kl_coef
+        before, randomness = run.as_checkpoint(), global_rng_state()
+        try:
+            pending = self._collector.collect(run, kl_coef=kl_coef, pause=self._pause)
+        except RunInterruptedError:
+            # As if it had not been begun: what was drawn for it is drawn again.
+            run.restore(*before)
+            restore_global_rng_state(*randomness)
+            raise
+        pending.metrics["lr"] = float(self._trainee.scheduler.get_last_lr()[0])
+        return pending
 
-        Both are drawn for the whole batch in every process, so that a response does not depend
-        on how many processes there are.
-        """
-        size, share = self.schedule.batch_size, self._share
-        rows = self._run.stream.next_batch(size)
-        uniforms = torch.rand(
-            size, self.args.response_length, generator=self._run.generators["sampling"]
-        )
-        return rows[share], uniforms[share]
-
-    @property
-    def _share(self) -> slice:
-        return slice(self.engine.rank, None, self.engine.num_processes)
-
-    def _sample(self, prompts: Sequence[list[int]], uniforms: Tensor) -> Rollout:
-        with self.engine.gathered(self._trainee.module), self.engine.autocast():
-            return sample_responses(
-                self.policy,
-                prompts,
-                uniforms,
-                self._sampling,
-                batch_size=self.args.local_rollout_forward_batch_size,
+    def _learn(self, pending: PendingUpdate) -> Metrics:
+        """Move policy and critic, unless nothing can be learned from the batch."""
+        trainee, experience = self._trainee, pending.experience
+        metrics: Metrics = {}
+        if experience is None:
+            trainee.skip(self.schedule.steps_per_update)
+        else:
+            started = time.monotonic()
+            experience = map_tensors(experience, lambda tensor: tensor.to(self.engine.device))
+            # transformers recomputes activations in training mode alone; dropout is off anyway.
+            trainee.module.train(self.args.gradient_checkpointing)
+            update_policy(
+                trainee,
+                experience,
+                self.args,
+                self.engine,
+                pending.progress,
+                critic_only=self._run.updates < self.args.critic_warmup_updates,
+                pause=self._pause,
             )
-
-    def _score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scores:
-        exact = self.args.kl_estimator == "full"
-        with self.engine.gathered(self._trainee.module), self.engine.autocast():
-            return score(
-                rollout,
-                reference=self.reference,
-                critic=self.critic,
-                reward=partial(self._reward, prompts),
-                batch_size=self.args.local_rollout_forward_batch_size,
-                policy=self.policy if exact else None,
-            )
-
-    def _reward(
-        self, prompts: Sequence[Prompt], rollout: Rollout
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Shaped scores (B,), and what each reward said, by its name.
-
-        Raises:
-            TrainingError: in any process, a score is not finite; the error shows its prompt.
-        """
-        scores, parts = self.rewards(prompts, rollout)
-        broken = (~scores.isfinite()).nonzero()[:, 0].tolist()
-        if self.engine.any(bool(broken)):
-            raise TrainingError(self._describe_broken(broken, scores, prompts, rollout))
-        shaped = shaped_scores(scores, rollout, self.args, self._run.moments, self.engine.sum)
-        return shaped, parts
-
-    def _describe_broken(
-        self, broken: list[int], scores: Tensor, prompts: Sequence[Prompt], rollout: Rollout
-    ) -> str:
-        if not broken:
-            return "Another process saw a score that is not finite; its error says which."
-        b = broken[0]
-        prompt = prompt_text(self.processing_class, prompts[b])
-        answer = response_texts(self.processing_class, rollout)[b]
-        return (
-            f"The reward model's score is {scores[b].item()} for the prompt {prompt!r} with the "
-            f"response {answer!r}. Training stopped before this update; remove the prompt or mend "
-            "the reward model."
-        )
-
-    def _learn(self, experience: Experience) -> Metrics:
-        """Move policy and critic.
-
-        Raises:
-            TrainingError: too many steps in a row were skipped.
-        """
-        trainee = self._trainee
-        # transformers recomputes activations in training mode alone; dropout is off anyway.
-        trainee.module.train(self.args.gradient_checkpointing)
-        sums = update_policy(
-            trainee,
-            experience,
-            self.args,
-            self.engine,
-            self._run.generators["shuffling"],
-            critic_only=self._run.updates < self.args.critic_warmup_updates,
-        )
-        trainee.module.eval()
+            trainee.module.eval()
+            metrics = update_metrics(pending.progress.sums) | {
+                "val/explained_variance": explained_variance(experience),
+                "time/updating": time.monotonic() - started,
+            }
         self._run.health.check_skipped(trainee.skipped_in_a_row)
-        return update_metrics(sums.summed(self.engine.sum, self.engine.device)) | {
-            "val/explained_variance": explained_variance(experience, self.engine.sum),
-            "val/skipped_steps": float(trainee.skipped_steps),
-        }
+        return metrics | {"val/skipped_steps": float(trainee.skipped_steps)}
+
+    def _pause(self) -> None:
+        """Go on, or stop here in all processes together if one of them was told to.
+
+        Raises:
+            RunInterruptedError: one was.
+        """
+        if self.engine.any(self._interruption.requested):
+            raise RunInterruptedError(
+                f"SIGTERM: training stopped in update {self._run.updates + 1} of "
+                f"{self.schedule.num_updates}. Start it again with resume_from_checkpoint=True "
+                f"to go on from the checkpoint in '{self.args.output_dir}'."
+            )
 
     def _follow(self, kl: float) -> None:
         """What follows the policy after an update: coefficient, running mean, reference."""
@@ -420,7 +415,7 @@ class PPOTrainer:
             self._average.update()
         every = self.args.reference_refresh_updates
         if every and self._run.updates % every == 0:
-            self.reference.load_state_dict(self.policy.state_dict())
+            self.engine.copy_weights(self.policy, self.reference)
 
     # --- What happens between updates ---
 
@@ -433,7 +428,7 @@ class PPOTrainer:
         if self.engine.any(self._reporter.should_evaluate) and self._eval_set is not None:
             self._evaluate(self._eval_set)
         if self.engine.any(self._reporter.should_save):
-            self._files.save_checkpoint()
+            self._checkpoints.save()
             self._reporter.saved()
         # Evenly spread, the first update's among them, and never more often than asked for.
         due = (self._run.updates - 1) * self.args.num_sample_generations
@@ -448,9 +443,10 @@ class PPOTrainer:
 
     def _answer(self, prompts: PromptSet) -> Completions:
         averaged = self._average.swapped_in() if self._average else nullcontext()
-        with averaged, self.engine.gathered(self._trainee.module), self.engine.autocast():
+        with averaged, self.engine.autocast():
             return greedy_completions(
                 self.policy,
+                self._trainee.module,
                 self.processing_class,
                 prompts,
                 self.rewards,
@@ -467,11 +463,6 @@ class PPOTrainer:
             dataset, self.processing_class, self.policy.model, self.args, collator
         )
 
-    def _checkpoint_to_resume(self, given: str | Path | bool | None) -> Path | None:
-        if given is True:
-            return latest_checkpoint(self.args.output_dir)
-        return Path(given) if given else None
-
     @contextmanager
     def _progress(self) -> Iterator[Any]:
         total = self.schedule.total_episodes
@@ -479,9 +470,3 @@ class PPOTrainer:
         with progress(total, "ppo", "episode", hidden=hidden) as bar:
             bar.update(self._run.episodes)
             yield bar
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self._seconds[f"time/{phase}"] = time.monotonic() - started

@@ -1,6 +1,7 @@
 """Epochs x minibatches x microbatches: what moves policy and critic."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +10,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ppo_core.config import PPOConfig
 from ppo_core.engine import Engine
+from ppo_core.errors import RunInterruptedError
 from ppo_core.kl import kl_per_token
 from ppo_core.losses import aggregation_weights, policy_loss, value_loss
 from ppo_core.models import LanguageModel
-from ppo_core.pretraining import PretrainingTexts, pretraining_loss
+from ppo_core.pretraining import PretrainingTexts, joined_texts, pretraining_loss
 from ppo_core.records import Experience, TokenSums
 from ppo_core.tensors import length_sorted_batches
 
@@ -37,7 +39,40 @@ class Trainee:
     """Optimizer steps of the run that were not taken."""
 
     skipped_in_a_row: int = 0
-    """The same since the last that was, for a loss or gradient that was not finite."""
+    """The same since the last that was, for a loss or gradient that was not finite; a batch with
+    a score that is not finite counts as one."""
+
+    def skip(self, steps: int) -> None:
+        """Take none of the optimizer steps of a batch."""
+        self.skipped_steps += steps
+        self.skipped_in_a_row += 1
+        for _ in range(steps):
+            self.scheduler.step()
+
+
+@dataclass(kw_only=True)
+class UpdateProgress:
+    """How far the update of a batch has come; a checkpoint in the middle of it keeps this."""
+
+    order: Tensor
+    """(epochs, B) the rows of the whole batch, in the order of each pass over it."""
+
+    steps_done: int = 0
+    """Optimizer steps that are behind, taken or skipped."""
+
+    sums: TokenSums = field(default_factory=TokenSums)
+    """What they saw, over all processes."""
+
+    @classmethod
+    def at_start(cls, config: PPOConfig, rows: int, generator: torch.Generator) -> "UpdateProgress":
+        """`num_ppo_epochs` passes over a batch, each in a new order."""
+        passes = range(config.num_ppo_epochs)
+        return cls(order=torch.stack([torch.randperm(rows, generator=generator) for _ in passes]))
+
+    def minibatches(self, config: PPOConfig) -> list[Tensor]:
+        """The rows of each optimizer step that is left."""
+        all_of_them = [part for rows in self.order for part in rows.chunk(config.num_mini_batches)]
+        return all_of_them[self.steps_done :]
 
 
 def update_policy(
@@ -45,45 +80,46 @@ def update_policy(
     experience: Experience,
     config: PPOConfig,
     engine: Engine,
-    generator: torch.Generator,
+    progress: UpdateProgress,
     *,
     critic_only: bool = False,
-) -> TokenSums:
-    """Learn from a batch of experience: `num_ppo_epochs` passes, each in a new order.
+    pause: Callable[[], None] = lambda: None,
+) -> None:
+    """Learn from a batch of experience, which every process has whole; fills in `progress`.
 
     With `critic_only` the policy's loss is left out. Passes end early where the policy has
     moved further than 1.5 x `target_kl`, or after `max_skipped_steps` steps in a row that were
-    not finite; all processes decide on the same sum. Returns the sums over the counted tokens
-    of this process.
+    not finite; all processes decide on the same sum.
+
+    `pause` is called, in all processes alike, before each microbatch. It may raise: the step that
+    was begun is then undone, and the update can go on later where `progress` says.
     """
-    sums = TokenSums()
-    minibatches = [
-        minibatch
-        for _ in range(config.num_ppo_epochs)
-        for minibatch in torch.randperm(len(experience.rollout), generator=generator).chunk(
-            config.num_mini_batches
-        )
-    ]
+    minibatches = progress.minibatches(config)
     due = len(minibatches)
     for minibatch in minibatches:
-        step = _OptimizerStep(trainee, experience, config, engine, critic_only=critic_only)
-        of_step = step.take(minibatch, untouched=sums.tokens == 0)
-        sums.add_all(of_step)
+        step = _OptimizerStep(
+            trainee, experience, config, engine, critic_only=critic_only, pause=pause
+        )
+        of_step = step.take(minibatch)
+        if progress.steps_done == 0:
+            progress.sums.first_tokens = of_step.tokens
+            progress.sums.first_ratio_error = of_step.abs_ratio_error
+        progress.sums.add_all(of_step)
+        progress.steps_done += 1
         due -= 1
         is_hopeless = trainee.skipped_in_a_row >= config.max_skipped_steps
-        if is_hopeless or _has_moved_too_far(of_step, config, engine):
+        if is_hopeless or _has_moved_too_far(of_step, config):
             break
     # The schedule counts the steps that were due, so that it ends with the run.
+    progress.steps_done += due
     for _ in range(due):
         trainee.scheduler.step()
-    return sums
 
 
-def _has_moved_too_far(of_step: TokenSums, config: PPOConfig, engine: Engine) -> bool:
+def _has_moved_too_far(of_step: TokenSums, config: PPOConfig) -> bool:
     if config.target_kl is None:
         return False
-    total = of_step.summed(engine.sum, engine.device)
-    return total.kl_from_old / total.tokens > 1.5 * config.target_kl
+    return of_step.kl_from_old / of_step.tokens > 1.5 * config.target_kl
 
 
 class _OptimizerStep:
@@ -97,48 +133,76 @@ class _OptimizerStep:
         engine: Engine,
         *,
         critic_only: bool,
+        pause: Callable[[], None],
     ) -> None:
         self.trainee = trainee
         self.experience = experience
         self.config = config
         self.engine = engine
         self.critic_only = critic_only
+        self.pause = pause
 
-    def take(self, minibatch: Tensor, *, untouched: bool) -> TokenSums:
-        """Step, or skip the step; returns the sums of this process."""
-        config, rollout = self.config, self.experience.rollout
-        minibatch = minibatch.to(rollout.row_lengths.device)
+    def take(self, minibatch: Tensor) -> TokenSums:
+        """Step, or skip the step; returns the sums over all processes."""
+        texts = self.trainee.pretraining
+        before = texts.state_dict() if texts is not None else {}
+        try:
+            own = self._add_gradients(minibatch.to(self.experience.rollout.row_lengths.device))
+        except RunInterruptedError:
+            self.engine.discard(self.trainee.module, self.trainee.optimizer)
+            if texts is not None:
+                texts.load_state_dict(before)
+            raise
+        sums = own.summed(self.engine.sum)
+        self._step(sums)
+        return sums
+
+    def _add_gradients(self, minibatch: Tensor) -> TokenSums:
+        """Pass this process's share of a minibatch forward and backward; returns its sums."""
         sums = TokenSums()
         self._learn_pretraining_texts(len(minibatch))
         weights = self._row_weights(minibatch)
-        batches = length_sorted_batches(
-            rollout.row_lengths[minibatch], config.per_device_train_batch_size
-        )
-        for number, batch in enumerate(batches):
+        batches = self._own_batches(minibatch)
+        for number, places in enumerate(batches):
+            self.pause()
             more = number < len(batches) - 1
             with self.engine.accumulate_only(self.trainee.module, more):
-                loss = self._loss(minibatch[batch], weights[batch], sums)
-                self.engine.backward(loss)
-        if untouched:
-            sums.first_tokens, sums.first_ratio_error = sums.tokens, sums.abs_ratio_error
-        self._step(sums)
+                self.engine.backward(self._loss(minibatch[places], weights[places], sums))
         return sums
+
+    def _own_batches(self, minibatch: Tensor) -> list[Tensor]:
+        """This process's places in a minibatch, a microbatch at a time.
+
+        Neighbours in length are dealt out to different processes, so that all have equally much
+        to do; all make equally many passes, some perhaps without a row at the end.
+        """
+        engine, size = self.engine, self.config.per_device_train_batch_size
+        lengths = self.experience.rollout.row_lengths[minibatch]
+        return [
+            places[engine.rank :: engine.num_processes]
+            for places in length_sorted_batches(lengths, size * engine.num_processes)
+        ]
 
     def _row_weights(self, minibatch: Tensor) -> Tensor:
         """The weight of each counted token of a row, so that the loss is a mean over the step."""
         lengths = self.experience.rollout.response_mask[minibatch].sum(dim=1)
-        totals = torch.stack([lengths.sum(), torch.full_like(lengths[0], len(lengths))])
-        num_tokens, num_responses = self.engine.sum(totals)
         return aggregation_weights(
             lengths,
             self.config.loss_aggregation,
-            num_tokens=num_tokens,
-            num_responses=num_responses,
+            num_tokens=lengths.sum(),
+            num_responses=len(lengths),
             response_length=self.config.response_length,
         )
 
     def _loss(self, rows: Tensor, weights: Tensor, sums: TokenSums) -> Tensor:
-        """The weighted losses of the counted tokens of some rows, summed; fills the sums."""
+        """The weighted losses of the counted tokens of some rows, summed; fills the sums.
+
+        Without rows it is 0, after a pass of the batch's first row: all processes must pass, and
+        have a gradient for every parameter.
+        """
+        if len(rows) == 0:
+            first = torch.zeros(1, dtype=torch.long, device=rows.device)
+            return self._loss(first, torch.zeros(1, device=rows.device), TokenSums())
         config, experience, rollout = self.config, self.experience, self.experience.rollout
         mask = rollout.response_mask[rows]
         old_logprobs = rollout.logprobs[rows][mask]
@@ -203,18 +267,16 @@ class _OptimizerStep:
         texts, engine = self.trainee.pretraining, self.engine
         if texts is None or self.critic_only:
             return
-        share = slice(engine.rank, None, engine.num_processes)
-        size = self.config.per_device_train_batch_size
-        batches = [
-            texts.next_rows(min(size, num_rows - start) * engine.num_processes, share)
-            for start in range(0, num_rows, size)
-        ]
-        own = torch.tensor(float(sum(len(batch.targets) for batch in batches)))
-        total = engine.sum(own.to(engine.device))
-        for batch in batches:
+        size = self.config.per_device_train_batch_size * engine.num_processes
+        drawn = [texts.next_texts(min(size, num_rows - n)) for n in range(0, num_rows, size)]
+        total = sum(len(text) - 1 for batch in drawn for text in batch)
+        for batch in drawn:
+            self.pause()
+            own = batch[engine.rank :: engine.num_processes]
+            rows = joined_texts(own or batch[:1]).to(engine.device)
             with engine.accumulate_only(self.trainee.module, True):
-                logprobs = self.trainee.module(batch.to(engine.device), 1.0).logprobs
-                part = len(logprobs) / total
+                logprobs = self.trainee.module(rows, 1.0).logprobs
+                part = len(logprobs) / total if own else 0.0
                 engine.backward(self.config.ptx_coef * part * pretraining_loss(logprobs))
 
     def _step(self, sums: TokenSums) -> None:
@@ -233,5 +295,4 @@ class _OptimizerStep:
     def _ratio_is_too_large(self, sums: TokenSums) -> bool:
         if self.config.ratio_threshold is None:
             return False
-        total = sums.summed(self.engine.sum, self.engine.device)
-        return 1 + total.ratio_error / total.tokens > self.config.ratio_threshold
+        return 1 + sums.ratio_error / sums.tokens > self.config.ratio_threshold

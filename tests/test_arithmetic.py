@@ -27,7 +27,6 @@ from ppo_core.tensors import (
     length_mask,
     length_sorted_batches,
     masked_mean,
-    masked_sum,
     pad_rows,
     standardise,
     tempered,
@@ -252,18 +251,6 @@ def test_moments_do_not_round_as_the_scores_do(dtype):
     assert moments.std == pytest.approx(scores.double().std().item(), rel=1e-12)
 
 
-def test_moments_over_two_processes_are_those_of_one():
-    whole, ours = RunningMoments(), RunningMoments()
-    for own, other in [([1.0, 4.0], [2.0, 9.0, -3.0]), ([8.0], [0.5])]:
-        own, other = tensor(own), tensor(other)
-        both = torch.cat([own, other])
-        missing = iter([tensor([other.sum(), len(other)]), ((other - both.mean()) ** 2).sum()])
-        ours.update(own, lambda sums, missing=missing: sums + next(missing))
-        whole.update(both)
-        assert (ours.count, ours.mean) == pytest.approx((whole.count, whole.mean))
-        assert ours.std == pytest.approx(whole.std)
-
-
 @pytest.mark.parametrize("seen", [[], [5.0], [2.0, 2.0, 2.0], [0.0, 0.0], [0.1] * 7, [1e9 / 3] * 9])
 def test_scores_that_tell_no_deviation_are_divided_by_one(seen):
     moments = RunningMoments()
@@ -480,33 +467,6 @@ def test_standardised_values_have_mean_zero_and_deviation_one(seed, lengths, sca
 def test_the_same_value_everywhere_standardises_to_zero_and_not_to_nan():
     out = standardise(torch.full((2, 3), 4.0), torch.ones(2, 3, dtype=torch.bool), keep_mean=False)
     assert_close(out, torch.zeros(2, 3))
-
-
-def test_statistics_over_two_processes_are_those_of_one():
-    torch.manual_seed(0)
-    values, mask = torch.randn(6, 5), length_mask(tensor([5, 1, 2, 4, 3, 5]), 5)
-    whole = standardise(values, mask, keep_mean=True)
-    other = standardise_of_half(values, mask, slice(3, 6))
-    half = standardise_of_half(values, mask, slice(0, 3))
-    assert_close(torch.cat([half, other]), whole)
-
-
-def standardise_of_half(values, mask, rows):
-    """One process's part, its sums completed with those of the other process."""
-    others = torch.ones(len(values), dtype=torch.bool)
-    others[rows] = False
-    mean = masked_mean(values, mask)
-    missing = iter(
-        [
-            torch.stack([masked_sum(values[others], mask[others]), mask[others].sum()]),
-            torch.stack(
-                [masked_sum((values[others] - mean) ** 2, mask[others]), mask[others].sum()]
-            ),
-        ]
-    )
-    return standardise(
-        values[rows], mask[rows], keep_mean=True, sum_over_processes=lambda own: own + next(missing)
-    )
 
 
 def test_masked_mean_ignores_what_the_mask_hides():

@@ -11,7 +11,6 @@ from ppo_core.config import PPOConfig
 from ppo_core.experience import divergence, make_experience, shaped_scores
 from ppo_core.moments import RunningMoments
 from ppo_core.records import Experience, Rollout, Scores
-from ppo_core.tensors import alone
 
 PLAIN = {"whiten_advantages": False, "whiten_rewards": False, "lam": 0.5, "kl_coef": 0.0}
 
@@ -38,7 +37,7 @@ def shaped(*batches: list[float], moments=None, rollout=None, **settings) -> lis
     config = PPOConfig(**settings)
     for batch in batches:
         rollout = rollout or make_rollout([[1]] * len(batch))
-        result = shaped_scores(tensor(batch), rollout, config, moments, alone)
+        result = shaped_scores(tensor(batch), rollout, config, moments)
     return result.tolist()
 
 
@@ -51,7 +50,6 @@ def experience_of(scores, values, mask, kl=None, **settings) -> Experience:
         torch.zeros_like(values) if kl is None else tensor(kl),
         PPOConfig(**{**PLAIN, **settings}),
         kl_coef=settings.get("kl_coef", 0.0),
-        sum_over_processes=alone,
     )
 
 

@@ -19,7 +19,7 @@ def numbered(count: int) -> list[list[int]]:
 
 
 def drawn(texts: PretrainingTexts, *batches: int) -> list[int]:
-    return [i for n in batches for i in texts.next_rows(n).ids[:, 0].tolist()]
+    return [text[0] for n in batches for text in texts.next_texts(n)]
 
 
 def test_every_token_but_the_first_is_counted():
@@ -57,16 +57,6 @@ def test_the_batch_size_does_not_change_the_order():
     order = drawn(PretrainingTexts(numbered(5), seed=1), 12)
     assert drawn(PretrainingTexts(numbered(5), seed=1), 3, 4, 5) == order
     assert drawn(PretrainingTexts(numbered(5), seed=2), 12) != order
-
-
-def test_the_processes_share_out_one_batch():
-    whole = drawn(PretrainingTexts(numbered(9), seed=1), 6, 6)
-    parts = []
-    for rank in range(2):
-        texts = PretrainingTexts(numbered(9), seed=1)
-        batches = [texts.next_rows(6, slice(rank, None, 2)) for _ in range(2)]
-        parts.append([i for rows in batches for i in rows.ids[:, 0].tolist()])
-    assert parts == [whole[0::2], whole[1::2]]
 
 
 @pytest.mark.parametrize("before", [0, 3, 5, 8])

@@ -70,15 +70,15 @@ def test_optimizer_steps_are_passes_times_minibatches_times_updates():
     assert (schedule.steps_per_update, schedule.num_optimizer_steps) == (12, 60)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "left"),
-    [({"batch_size": 9}, 3), ({"per_device_train_batch_size": 5}, 4)],
-    ids=["processes", "minibatches"],
-)
-def test_a_batch_that_cannot_be_split_evenly_is_refused(sizes, left):
-    config = PPOConfig(num_mini_batches=3, **sizes)
-    with pytest.raises(ConfigError, match=rf"{left} responses would be left over.*multiple of 6"):
+def test_a_batch_that_cannot_be_split_into_minibatches_is_refused():
+    config = PPOConfig(num_mini_batches=3, per_device_train_batch_size=5)
+    with pytest.raises(ConfigError, match=r"batch of 10 .* num_mini_batches=3: 1 responses"):
         make_schedule(config, num_prompts=8, num_processes=2)
+
+
+def test_a_batch_smaller_than_the_number_of_processes_is_refused():
+    with pytest.raises(ConfigError, match=r"batch of 2 .* processes, 3: .* Raise batch_size"):
+        make_schedule(PPOConfig(batch_size=2), num_prompts=8, num_processes=3)
 
 
 def test_the_rate_falls_to_zero_at_the_end_of_the_run():

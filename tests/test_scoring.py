@@ -10,7 +10,7 @@ from ppo_core.models import Critic, LanguageModel
 from ppo_core.prompts import response_texts
 from ppo_core.reward_model import RewardModel
 from ppo_core.reward_sources import ModelReward
-from ppo_core.scoring import critic_values, full_kl, reference_logprobs, score, score_tokens
+from ppo_core.scoring import critic_values, full_kl, reference_logprobs, score_tokens
 from tests.test_models import make_rollout, row_of
 from tests.tiny import EOS, make_classifier, make_policy, make_tokenizer
 
@@ -31,25 +31,21 @@ def test_every_row_gets_what_its_own_tokens_give(batch_size):
     reference = LanguageModel(make_policy())
     critic = Critic.from_reward_model(RewardModel(make_classifier(), make_tokenizer()))
     reward_model = RewardModel(make_classifier(), make_tokenizer())
-    scores = score(
-        rollout,
-        reference=reference,
-        critic=critic,
-        reward=lambda rollout: (score_tokens(reward_model, rollout, batch_size), {}),
-        batch_size=batch_size,
-    )
+    ref_logprobs = reference_logprobs(reference, rollout, batch_size)
+    given_values = critic_values(critic, rollout, batch_size)
+    scores = score_tokens(reward_model, rollout, batch_size)
     mask = rollout.response_mask
-    assert (scores.ref_logprobs[~mask] == 0).all()
-    assert (scores.values[~mask] == 0).all()
+    assert (ref_logprobs[~mask] == 0).all()
+    assert (given_values[~mask] == 0).all()
     for b in range(4):
         joined = rollout.token_rows(torch.tensor([b]))
         with torch.no_grad():
             logprobs, _ = reference(joined, rollout.temperature)
             values = critic(joined)
-        assert_close(scores.ref_logprobs[b][mask[b]], logprobs)
-        assert_close(scores.values[b][mask[b]], values)
+        assert_close(ref_logprobs[b][mask[b]], logprobs)
+        assert_close(given_values[b][mask[b]], values)
         ended = [*row_of(rollout, b), EOS]
-        assert_close(scores.scores[b], reward_model.score_encoded([ended], 1)[0])
+        assert_close(scores[b], reward_model.score_encoded([ended], 1)[0])
 
 
 @pytest.mark.parametrize("end_of_text", [True, False])

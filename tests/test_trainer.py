@@ -209,16 +209,35 @@ def test_saving_writes_what_transformers_loads(tmp_path):
     assert (tmp_path / "tokenizer.json").exists()
 
 
-def test_a_score_that_is_not_finite_stops_the_run_with_its_prompt():
-    model = make_classifier()
-    model.model.embed_tokens.weight.data[make_tokenizer().get_vocab()["w48"]] = torch.nan
-    trainer = make_trainer(
-        prompts=["w1 w2", "w48 w3"], reward_model=RewardModel(model, make_tokenizer())
-    )
+def test_nothing_is_learned_from_a_batch_with_a_score_that_is_not_finite(caplog):
+    calls = []
+
+    def reward(prompts, responses):
+        calls.append(prompts)
+        return [float("nan") if len(calls) == 1 and b == 3 else 0.5 * b for b in range(16)]
+
+    config = dataclasses.replace(CONFIG, missing_eos_penalty=None)
+    trainer = make_trainer(config, reward_model=reward)
     before = weights(trainer)
-    with pytest.raises(TrainingError, match=r"score is nan for the prompt '(w48 w3|w1 w2)'"):
-        trainer.train()
+    first = trainer.step()
     assert all(torch.equal(before[name], weight) for name, weight in weights(trainer).items())
+    assert f"the first of them nan for the prompt {calls[0][3]!r}" in caplog.text
+    assert first["val/skipped_steps"] == 4
+    second = trainer.step()
+    assert second["val/skipped_steps"] == 4
+    assert second["objective/scores"] == 3.75
+    assert any(not torch.equal(before[name], weight) for name, weight in weights(trainer).items())
+    # The schedule ends with the run all the same.
+    assert trainer._trainee.scheduler.last_epoch == 8
+
+
+def test_too_many_batches_in_a_row_with_scores_that_are_not_finite_end_the_run():
+    trainer = make_trainer(
+        dataclasses.replace(CONFIG, total_episodes=80),
+        reward_model=lambda prompts, responses: [float("inf")] * len(responses),
+    )
+    with pytest.raises(TrainingError, match="3 steps in a row had a score, a loss or a gradient"):
+        trainer.train()
 
 
 def test_the_same_object_as_policy_and_reference_is_refused():
@@ -274,16 +293,26 @@ TWO_PROCESSES = """
 import json, sys
 import torch
 torch.set_num_threads(1)
-from tests.test_trainer import CONFIG, make_trainer
-import dataclasses
-config = dataclasses.replace(CONFIG, num_mini_batches=1, num_ppo_epochs=1, total_episodes=16)
-trainer = make_trainer(config)
-metrics = trainer.train()[0]
+from tests.test_trainer import UNEVEN, make_trainer
+trainer = make_trainer(UNEVEN)
+metrics = trainer.train()[-1]
 if trainer.engine.is_main:
     trainer.save_model(sys.argv[1])
     with open(sys.argv[1] + "/metrics.json", "w") as file:
         json.dump(metrics, file)
 """
+
+# 15 responses are 8 and 7, a minibatch of 5 is 3 and 2, its last microbatch one row for two. With
+# a large epsilon Adam does not blow up the rounding of gradients that are nearly 0.
+UNEVEN = dataclasses.replace(
+    CONFIG,
+    batch_size=15,
+    num_mini_batches=3,
+    per_device_train_batch_size=2,
+    total_episodes=30,
+    adam_epsilon=1e-2,
+    use_score_scaling=True,
+)
 
 
 def test_two_processes_are_one(tmp_path):
@@ -300,7 +329,6 @@ def test_two_processes_are_one(tmp_path):
         results.append((load_policy(folder), json.loads((folder / "metrics.json").read_text())))
     (one, one_metrics), (two, two_metrics) = results
     for name in METRICS - CLOCKS:
-        assert two_metrics[name] == pytest.approx(one_metrics[name], abs=1e-4), name
+        assert two_metrics[name] == pytest.approx(one_metrics[name], abs=1e-5), name
     for name, weight in one.state_dict().items():
-        # One step of Adam at 1e-3; rounding shows where a gradient is near its epsilon.
-        assert_close(two.state_dict()[name], weight, rtol=0, atol=2e-5, msg=name)
+        assert_close(two.state_dict()[name], weight, rtol=0, atol=1e-6, msg=name)

@@ -180,15 +180,16 @@ def test_the_coefficient_follows_the_divergence_and_is_logged():
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.5}])
 def test_restricted_sampling_records_the_behaviour_and_starts_at_ratio_one(cut):
     trainer = make_trainer(kl_estimator="full", **cut)
-    rows, uniforms = trainer._draw()
-    rollout = trainer._sample([trainer._train_set.tokens[row] for row in rows], uniforms)
+    rows, uniforms = trainer._collector._draw(trainer._run)
+    prompts = [trainer._train_set.tokens[row] for row in rows]
+    rollout = trainer._collector._sample(prompts, uniforms)
     # What is left out gives its probability to what stays.
     gained = (rollout.behaviour_logprobs - rollout.logprobs)[rollout.response_mask]
     assert (gained > 0.1).all()
     metrics = trainer.step()
     assert metrics["val/first_ratio_error"] < 1e-5
     assert metrics["objective/kl"] >= 0
-    assert make_trainer()._sample([[5]], uniforms[:1]).behaviour_logprobs is None
+    assert make_trainer()._collector._sample([[5]], uniforms[:1]).behaviour_logprobs is None
 
 
 def test_pretraining_texts_become_likelier():
@@ -210,7 +211,7 @@ def test_three_steps_in_a_row_that_are_not_finite_end_the_run_with_the_weights_i
     # The squared error of such a return is infinite in fp32.
     trainer = make_trainer(parts={"reward_model": lambda prompts, responses: [1e30] * 8})
     before = weights(trainer)
-    with pytest.raises(TrainingError, match=r"^3 optimizer steps in a row.*weights are as after"):
+    with pytest.raises(TrainingError, match=r"^3 steps in a row.*weights are as after"):
         trainer.train()
     assert trainer._trainee.skipped_steps == 3
     assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())

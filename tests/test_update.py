@@ -14,10 +14,10 @@ from ppo_core.config import PPOConfig
 from ppo_core.engine import Engine
 from ppo_core.models import ActorCritic, Critic, LanguageModel
 from ppo_core.optimisation import parameter_groups
-from ppo_core.pretraining import PretrainingTexts
+from ppo_core.pretraining import PretrainingTexts, joined_texts
 from ppo_core.records import Experience
 from ppo_core.schedule import make_schedule, make_scheduler
-from ppo_core.update import Trainee, update_policy
+from ppo_core.update import Trainee, UpdateProgress, update_policy
 from tests.test_models import make_rollout, row_of
 from tests.tiny import VOCABULARY, make_policy, make_prompts
 
@@ -66,10 +66,14 @@ def make_trainee(learning_rate=0.1) -> Trainee:
 
 def weights_after(config: PPOConfig, experience: Experience, trainee: Trainee | None = None):
     trainee = trainee or make_trainee()
-    sums = update_policy(
-        trainee, experience, config, Engine(), torch.Generator().manual_seed(config.seed)
-    )
-    return {name: p.detach() for name, p in trainee.module.named_parameters()}, sums
+    progress = make_progress(config, experience)
+    update_policy(trainee, experience, config, Engine(), progress)
+    return {name: p.detach() for name, p in trainee.module.named_parameters()}, progress.sums
+
+
+def make_progress(config: PPOConfig, experience: Experience) -> UpdateProgress:
+    generator = torch.Generator().manual_seed(config.seed)
+    return UpdateProgress.at_start(config, len(experience.rollout), generator)
 
 
 # --- One optimizer step, read independently ---
@@ -217,7 +221,7 @@ def test_one_step_with_pretraining_texts_is_plain_autograd():
     texts = make_prompts([4, 2, 6, 3, 5, 7, 2, 4, 3])
 
     def plain(module, rows):
-        seen = PretrainingTexts(texts, seed=3).next_rows(8)
+        seen = joined_texts(PretrainingTexts(texts, seed=3).next_texts(8))
         likelihoods = [
             module.policy.model(ids[None, :length])
             .logits[0, :-1]
@@ -412,7 +416,9 @@ def test_a_critic_that_warms_up_leaves_the_policy_as_it_is_to_the_bit():
         module=module, optimizer=optimizer, scheduler=make_scheduler(optimizer, config, schedule)
     )
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    update_policy(trainee, make_experience(), config, Engine(), torch.Generator(), critic_only=True)
+    experience = make_experience()
+    progress = make_progress(config, experience)
+    update_policy(trainee, experience, config, Engine(), progress, critic_only=True)
     moved = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if name.startswith("critic.")}
 

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ppo_core.completions import Completions
 from ppo_core.errors import DataError
 from ppo_core.metrics import Metrics, explained_variance
 from ppo_core.records import Experience, Scores, TokenSums
-from ppo_core.tensors import SumOverProcesses, masked_mean
+from ppo_core.tensors import masked_mean
 
 Stats = dict[str, Any]
 """Numbers by name, and under names that end in "_dist" a number for each response."""
@@ -24,9 +23,8 @@ def step_stats(
     *,
     kl_coef: float,
     vf_coef: float,
-    sum_over_processes: SumOverProcesses,
 ) -> Stats:
-    """What one step saw: means over counted tokens of all processes; kl is (B, T).
+    """What one step saw: means over the counted tokens of the whole batch; kl is (B, T).
 
     `sums` are those of all processes.
     """
@@ -34,7 +32,7 @@ def step_stats(
     mask = rollout.response_mask
 
     def of_tokens(values: Tensor) -> float:
-        return masked_mean(values, mask, sum_over_processes).item()
+        return masked_mean(values, mask).item()
 
     def spread_of_tokens(values: Tensor) -> float:
         return of_tokens((values - of_tokens(values)) ** 2)
@@ -42,7 +40,7 @@ def step_stats(
     response_kl = kl.sum(dim=1)
     query_lengths = rollout.prompt_lengths.float()
     response_lengths = rollout.response_lengths.float()
-    mean_kl, kl_tokens = _mean(response_kl, sum_over_processes), of_tokens(kl)
+    mean_kl, kl_tokens = _mean(response_kl), of_tokens(kl)
     tokens = sums.tokens
     of_losses = {
         "ppo/loss/policy": sums.policy_loss / tokens,
@@ -59,10 +57,10 @@ def step_stats(
         "objective/kl": mean_kl,
         "objective/kl_dist": response_kl.tolist(),
         "objective/kl_coef": kl_coef,
-        "objective/entropy": _mean(-rollout.logprobs.sum(dim=1), sum_over_processes),
+        "objective/entropy": _mean(-rollout.logprobs.sum(dim=1)),
         "ppo/mean_non_score_reward": -kl_coef * kl_tokens,
-        "ppo/mean_scores": _mean(scores.scores, sum_over_processes),
-        "ppo/std_scores": _std(scores.scores, sum_over_processes),
+        "ppo/mean_scores": _mean(scores.scores),
+        "ppo/std_scores": _std(scores.scores),
         **of_losses,
         "ppo/policy/advantages_mean": of_tokens(experience.advantages),
         "ppo/returns/mean": of_tokens(experience.returns),
@@ -70,12 +68,12 @@ def step_stats(
         "ppo/val/mean": of_tokens(experience.values),
         "ppo/val/var": spread_of_tokens(experience.values),
         "ppo/val/error": of_tokens((experience.values - experience.returns) ** 2),
-        "ppo/val/var_explained": explained_variance(experience, sum_over_processes),
-        "tokens/queries_len_mean": _mean(query_lengths, sum_over_processes),
-        "tokens/queries_len_std": _std(query_lengths, sum_over_processes),
+        "ppo/val/var_explained": explained_variance(experience),
+        "tokens/queries_len_mean": _mean(query_lengths),
+        "tokens/queries_len_std": _std(query_lengths),
         "tokens/queries_dist": query_lengths.tolist(),
-        "tokens/responses_len_mean": _mean(response_lengths, sum_over_processes),
-        "tokens/responses_len_std": _std(response_lengths, sum_over_processes),
+        "tokens/responses_len_mean": _mean(response_lengths),
+        "tokens/responses_len_std": _std(response_lengths),
         "tokens/responses_dist": response_lengths.tolist(),
     }
 
@@ -127,10 +125,9 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _mean(values: Tensor, sum_over_processes: SumOverProcesses) -> float:
-    everywhere = torch.ones_like(values, dtype=torch.bool)
-    return masked_mean(values, everywhere, sum_over_processes).item()
+def _mean(values: Tensor) -> float:
+    return values.mean().item()
 
 
-def _std(values: Tensor, sum_over_processes: SumOverProcesses) -> float:
-    return _mean((values - _mean(values, sum_over_processes)) ** 2, sum_over_processes) ** 0.5
+def _std(values: Tensor) -> float:
+    return values.std(correction=0).item()

@@ -4,6 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,13 +30,13 @@ from ppo_core.models import ActorCritic
 from ppo_core.moments import RunningMoments
 from ppo_core.optimisation import check_optimizer, check_sharding
 from ppo_core.parts import make_parts
-from ppo_core.records import Experience, Rollout, Scores, TokenSums
+from ppo_core.records import Experience, Record, Rollout, Scores, TokenSums, map_tensors
 from ppo_core.reference import create_reference_model
 from ppo_core.reporting import Reporter
 from ppo_core.reward_sources import RewardMix
 from ppo_core.run_state import make_adaptive_kl
 from ppo_core.scoring import critic_values, full_kl, reference_logprobs
-from ppo_core.update import Trainee, update_policy
+from ppo_core.update import Trainee, UpdateProgress, update_policy
 from ppo_core.value_head import (
     ModelWithValueHead,
 )
@@ -224,17 +226,13 @@ class PPOTrainer:
         with self._whole():
             rollout = self._rollout(queries, responses, response_masks)
             judged = self._judge(rollout, given.to(self.engine.device))
+        rollout, judged = self._everywhere(rollout), self._everywhere(judged)
+        shaped = shaped_scores(judged.scores, rollout, self._settings, self._moments)
+        judged = replace(judged, scores=shaped)
         scored = time.monotonic()
         kl_coef = self._adaptive_kl.kl_coef if self._adaptive_kl else self._settings.kl_coef
         kl = divergence(rollout, judged, self._settings.kl_estimator)
-        experience = make_experience(
-            rollout,
-            judged,
-            kl,
-            self._settings,
-            kl_coef=kl_coef,
-            sum_over_processes=self.engine.sum,
-        )
+        experience = make_experience(rollout, judged, kl, self._settings, kl_coef=kl_coef)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         sums = self._learn(experience)
         stats = step_stats(
@@ -244,7 +242,6 @@ class PPOTrainer:
             sums,
             kl_coef=kl_coef,
             vf_coef=self._settings.vf_coef,
-            sum_over_processes=self.engine.sum,
         )
         stats["ppo/learning_rate"] = learning_rate
         stats["ppo/skipped_steps"] = float(self._trainee.skipped_steps)
@@ -368,11 +365,16 @@ class PPOTrainer:
             raise DataError(f"Scores must be finite numbers; here they are {given.tolist()}.")
         size, exact = self.config.mini_batch_size, self._settings.kl_estimator == "full"
         return Scores(
-            scores=shaped_scores(given, rollout, self._settings, self._moments, self.engine.sum),
+            scores=given,
             ref_logprobs=reference_logprobs(self.reference, rollout, size),
             values=critic_values(self.critic, rollout, size),
             full_kl=full_kl(self.policy, self.reference, rollout, size) if exact else None,
         )
+
+    def _everywhere(self, record: Record) -> Record:
+        """The rows of all processes, in every process."""
+        rows = self.config.batch_size * self.engine.num_processes
+        return map_tensors(record, partial(self.engine.gather_rows, rows=rows))
 
     def _learn(self, experience: Experience) -> TokenSums:
         """Move policy and value head; the sums of all processes.
@@ -383,10 +385,11 @@ class PPOTrainer:
         trainee = self._trainee
         # transformers recomputes activations in training mode alone; dropout is off anyway.
         trainee.module.train(self.config.gradient_checkpointing)
-        sums = update_policy(trainee, experience, self._settings, self.engine, self._shuffling)
+        progress = UpdateProgress.at_start(self._settings, len(experience.rollout), self._shuffling)
+        update_policy(trainee, experience, self._settings, self.engine, progress)
         trainee.module.eval()
         self._health.check_skipped(trainee.skipped_in_a_row)
-        return sums.summed(self.engine.sum, self.engine.device)
+        return progress.sums
 
     def _follow(self, stats: Stats) -> None:
         """What follows a step: coefficient, learning rate, warnings."""
@@ -406,8 +409,8 @@ class PPOTrainer:
             trained = [p for p in module.parameters() if p.requires_grad]
             optimizer = torch.optim.Adam(trained, lr=self.config.learning_rate)
         check_optimizer(optimizer, module)
+        check_sharding(self._settings, self.engine, module)
         prepared, optimizer = self.engine.prepare(module, optimizer)
-        check_sharding(self._settings, self.engine, prepared)
         # Leaves the learning rate alone: the script's own schedule counts calls of step().
         steady = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 1.0)
         return Trainee(module=prepared, optimizer=optimizer, scheduler=steady)

@@ -1,0 +1,143 @@
+"""The batch of an update: prompts drawn, answered by the policy, scored, and brought together."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ppo_core.config import PPOConfig
+from ppo_core.engine import Engine
+from ppo_core.experience import divergence, make_experience, shaped_scores
+from ppo_core.metrics import Metrics, objective_metrics
+from ppo_core.parts import Parts, reward_holders
+from ppo_core.pending import PendingUpdate
+from ppo_core.prompt_set import PromptSet
+from ppo_core.prompts import Prompt, prompt_text, response_texts
+from ppo_core.records import Record, Rollout, Scores, map_tensors
+from ppo_core.rollout import SamplingSettings, sample_responses
+from ppo_core.run_state import RunState
+from ppo_core.schedule import Schedule
+from ppo_core.scoring import critic_values, full_kl, reference_logprobs
+from ppo_core.update import UpdateProgress
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collector:
+    """Samples and scores, each process its share; every process then has the whole batch."""
+
+    config: PPOConfig
+    tokenizer: PreTrainedTokenizerBase
+    parts: Parts
+    module: nn.Module
+    """Policy and critic as the engine prepared them."""
+
+    engine: Engine
+    prompts: PromptSet
+    schedule: Schedule
+    sampling: SamplingSettings
+    seconds: Metrics = field(default_factory=dict)
+    """How long the phases of the last batch took in this process."""
+
+    def collect(self, run: RunState, *, kl_coef: float, pause: Callable[[], None]) -> PendingUpdate:
+        """The next batch of a run. `pause` is called between the phases, and may raise."""
+        rows, uniforms = self._draw(run)
+        share = self.engine.share(len(rows))
+        own = [rows[n] for n in share]
+        with self._timed("sampling"):
+            rollout = self._sample([self.prompts.tokens[row] for row in own], uniforms[share])
+        pause()
+        with self._timed("scoring"):
+            scores = self._score(rollout, [self.prompts.prompts[row] for row in own])
+        pause()
+        rollout, scores = self._everywhere(rollout), self._everywhere(scores)
+        usable = bool(scores.scores.isfinite().all())
+        if usable:
+            shaped = shaped_scores(scores.scores, rollout, self.config, run.moments)
+            scores = replace(scores, scores=shaped)
+        elif self.engine.is_main:
+            logger.warning(self._describe_broken(scores.scores, rows, rollout))
+        kl = divergence(rollout, scores, self.config.kl_estimator)
+        learn_from = partial(make_experience, rollout, scores, kl, self.config, kl_coef=kl_coef)
+        return PendingUpdate(
+            experience=learn_from() if usable else None,
+            metrics=objective_metrics(rollout, scores, kl, kl_coef=kl_coef) | self.seconds,
+            progress=UpdateProgress.at_start(self.config, len(rows), run.generators["shuffling"]),
+        )
+
+    def _draw(self, run: RunState) -> tuple[list[int], Tensor]:
+        """The rows of the next prompts, and the randomness (B, T) to answer them.
+
+        Every process draws for the whole batch, so that a response does not depend on how many
+        processes there are.
+        """
+        size, length = self.schedule.batch_size, self.config.response_length
+        uniforms = torch.rand(size, length, generator=run.generators["sampling"])
+        return run.stream.next_batch(size), uniforms
+
+    def _sample(self, prompts: Sequence[list[int]], uniforms: Tensor) -> Rollout:
+        with self.engine.gathered(self.module), self.engine.autocast():
+            return sample_responses(
+                self.parts.policy,
+                prompts,
+                uniforms,
+                self.sampling,
+                batch_size=self.config.local_rollout_forward_batch_size,
+                any_left=self.engine.any if self.engine.passes_meet() else bool,
+            )
+
+    def _score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scores:
+        """What reference, critic and rewards say; the scores are as the rewards gave them.
+
+        One after the other is whole where they are sharded.
+        """
+        parts, gathered = self.parts, self.engine.gathered
+        size = self.config.local_rollout_forward_batch_size
+        full = None
+        with self.engine.autocast():
+            with self.engine.all_gathered(reward_holders(parts.rewards, self.module)):
+                scores, of_rewards = parts.rewards(prompts, rollout)
+            # The reference of an adapter is the policy's own base.
+            with gathered(self.module if parts.shares_weights else parts.reference):
+                ref_logprobs = reference_logprobs(parts.reference, rollout, size)
+            with gathered(self.module):
+                values = critic_values(parts.critic, rollout, size)
+            if self.config.kl_estimator == "full":
+                with self.engine.all_gathered([self.module, parts.reference]):
+                    full = full_kl(parts.policy, parts.reference, rollout, size)
+        return Scores(
+            scores=scores,
+            parts=of_rewards,
+            ref_logprobs=ref_logprobs,
+            values=values,
+            full_kl=full,
+        )
+
+    def _everywhere(self, record: Record) -> Record:
+        gather = partial(self.engine.gather_rows, rows=self.schedule.batch_size)
+        return map_tensors(record, gather)
+
+    def _describe_broken(self, scores: Tensor, rows: Sequence[int], rollout: Rollout) -> str:
+        broken = (~scores.isfinite()).nonzero()[:, 0].tolist()
+        first = broken[0]
+        prompt = prompt_text(self.tokenizer, self.prompts.prompts[rows[first]])
+        answer = response_texts(self.tokenizer, rollout)[first]
+        return (
+            f"{len(broken)} of {len(scores)} scores are not finite, the first of them "
+            f"{scores[first].item()} for the prompt {prompt!r} with the response {answer!r}. "
+            "Nothing is learned from this batch, in no process. Remove the prompt or mend the "
+            "reward."
+        )
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.seconds[f"time/{phase}"] = time.monotonic() - started
