@@ -3,14 +3,14 @@
 import copy
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from safetensors.torch import load_file
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -148,10 +148,16 @@ def checkpoint_activations(model: "PeftModel") -> None:
     plain_model(model).activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
 
 
-def merged_copy(model: "PeftModel", name: str | None = None) -> PreTrainedModel:
+def merged_copy(
+    model: "PeftModel",
+    name: str | None = None,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+) -> PreTrainedModel:
     """A plain model with one adapter merged into its weights, the active one unless named.
 
-    It is saved and loaded without peft. The PeftModel is left as it is.
+    It is saved and loaded without peft. The PeftModel is left as it is. `weights` are all of its
+    state, where the model itself holds a part of it only; the copy is good to be saved then.
 
     Raises:
         ModelError: there is no such adapter, or the base is quantised.
@@ -162,13 +168,42 @@ def merged_copy(model: "PeftModel", name: str | None = None) -> PreTrainedModel:
             "policy than the one trained. Save the adapter, and merge it into the base loaded in "
             "full precision."
         )
-    with using_adapter(model, name or model.active_adapter):
+    name = name or model.active_adapter
+    if weights is not None:
+        return plain_model(_rebuilt(model, name, weights).merge_and_unload())
+    with using_adapter(model, name):
         copied = copy.deepcopy(model)
     return plain_model(copied.merge_and_unload())
 
 
-def save_adapter(model: "PeftModel", folder: str | Path, name: str | None = None) -> None:
+def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "PeftModel":
+    """The same model with one adapter, made anew: the parts of a sharded one cannot be copied."""
+    from torch.distributed.fsdp import FSDPModule
+
+    base = plain_model(model)
+    # FSDP2 puts classes of its own in front of a model's.
+    kind: Any = next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
+    with torch.device("meta"):
+        plain = kind(copy.deepcopy(base.config))
+        adapted = load_peft().get_peft_model(
+            plain, copy.deepcopy(model.peft_config[name]), adapter_name=name
+        )
+    own = {key: tensor for key, tensor in weights.items() if key in adapted.state_dict()}
+    adapted.load_state_dict(own, assign=True)
+    return adapted
+
+
+def save_adapter(
+    model: "PeftModel",
+    folder: str | Path,
+    name: str | None = None,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
     """Save one adapter, the active one unless named, for `PeftModel.from_pretrained(base, folder)`.
+
+    `weights` are the model's by the names of its parameters, at least those of the adapter, where
+    the model itself holds a part of them only.
 
     Raises:
         ModelError: there is no such adapter.
@@ -176,13 +211,27 @@ def save_adapter(model: "PeftModel", folder: str | Path, name: str | None = None
     name = name or model.active_adapter
     check_adapter(model, name)
     # The base is not the adapter's, whatever PEFT would add of it by itself.
-    model.save_pretrained(str(folder), selected_adapters=[name], save_embedding_layers=False)
+    model.save_pretrained(
+        str(folder), selected_adapters=[name], save_embedding_layers=False, state_dict=weights
+    )
     own = Path(folder) / name
     if name != "default":  # PEFT puts every other name into a folder of its own
         for file in own.iterdir():
             file.replace(Path(folder) / file.name)
         own.rmdir()
     _sort_modules(Path(folder) / "adapter_config.json")
+
+
+def adapter_parameters(model: "PeftModel", name: str | None = None) -> dict[str, nn.Parameter]:
+    """The parameters of one adapter, the active one unless named, by their names in its file."""
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(
+        model,
+        state_dict=dict(model.named_parameters()),
+        adapter_name=name or model.active_adapter,
+        save_embedding_layers=False,
+    )
 
 
 def _sort_modules(path: Path) -> None:
@@ -192,18 +241,6 @@ def _sort_modules(path: Path) -> None:
         if isinstance(config.get(key), list):
             config[key] = sorted(config[key])
     path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def load_adapter_weights(model: "PeftModel", folder: str | Path, name: str | None = None) -> None:
-    """Put back into one adapter, the active one unless named, what `save_adapter` wrote.
-
-    Raises:
-        ModelError: the folder holds no adapter, or another one.
-    """
-    path = Path(folder) / "adapter_model.safetensors"
-    if not path.exists():
-        raise ModelError(f"'{folder}' holds no adapter: there is no {path.name} in it.")
-    fill_adapter(model, name or model.active_adapter, load_file(path), folder)
 
 
 def load_peft() -> ModuleType:

@@ -215,7 +215,8 @@ class PPOConfig(RunConfig):
     """PEFT adapter that is the reference; None is the base model without adapters."""
 
     ds3_gather_for_generation: bool = True
-    """Under ZeRO-3, gather the policy's weights once for a rollout, which is far faster."""
+    """Where weights are sharded (zero3, fsdp2), gather them once for a rollout, which is far
+    faster. False gathers layer by layer in each pass, for a policy that one process cannot hold."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is loaded."""
@@ -246,7 +247,7 @@ def _check_ranges(config: PPOConfig) -> None:
     for name in (
         "num_ppo_epochs num_mini_batches per_device_train_batch_size per_device_eval_batch_size "
         "gradient_accumulation_steps local_rollout_forward_batch_size response_length kl_horizon "
-        "max_skipped_steps"
+        "max_skipped_steps ddp_timeout"
     ).split():
         require_count(config, name)
     for name in ("total_episodes", "batch_size", "save_total_limit", "dataset_num_proc"):

@@ -1,11 +1,13 @@
 """The processes of a run: which device, which precision, how gradients and sums meet.
 
 With one process every sum is the identity; started by torchrun or `accelerate launch` the same
-code is data parallel, and with DeepSpeed's settings it is sharded by ZeRO.
+code is data parallel, or sharded by DeepSpeed's ZeRO or torch's FSDP2.
 """
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,15 +17,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ppo_core import engine_deepspeed
+from ppo_core import engine_deepspeed, engine_fsdp, engine_zero
+from ppo_core.engine_states import check_shape, read_state, write_state
 from ppo_core.errors import ConfigError, TrainingError
+from ppo_core.gloo_exit import let_gloo_finish_at_exit
+from ppo_core.sharding import Sharding, choose_sharding, fsdp_offloads, uses_deepspeed
 
 Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item")
 
 
 class Engine:
-    """A thin face of accelerate, with or without DeepSpeed.
+    """A thin face of accelerate, DeepSpeed and FSDP2.
 
     What concerns all processes (`prepare`, `backward`, `step`, `sum`, ...) must be called by all
     of them, equally often.
@@ -34,36 +39,55 @@ class Engine:
         *,
         bf16: bool = False,
         use_cpu: bool = False,
+        sharding: Sharding | None = None,
+        offload: bool = False,
         deepspeed: str | None = None,
         gather_for_generation: bool = True,
+        timeout: int = 1800,
     ) -> None:
         """Join the other processes, if there are any.
 
         `bf16` computes in bfloat16 by autocast, and the weights stay in fp32; the mixed
-        precision of `accelerate launch` says the same. `deepspeed` is a file with DeepSpeed's
-        settings; None takes those of `accelerate launch`, if any. `gather_for_generation` says
-        whether `gathered` gathers.
+        precision of `accelerate launch` says the same. `sharding` None does what `accelerate
+        launch` says, else is data parallel where there are several processes. `offload` keeps
+        optimizer states on the CPU, and weights too where these are sharded. `deepspeed` is a
+        file with DeepSpeed's settings. `gather_for_generation` says whether `gathered` gathers
+        all. A process waits `timeout` seconds for the others.
 
         Raises:
-            ConfigError: DeepSpeed's settings or those of the launcher cannot be taken.
+            ConfigError: the settings, DeepSpeed's or those of the launcher contradict each other.
             TrainingError: the launcher started several processes, and they did not find
                 each other: each would train alone.
         """
         self._bf16 = bf16 or _launched_precision() == "bf16"
         self._gather_for_generation = gather_for_generation
         self._sharder: Any = None  # DeepSpeed's engine around the module that is trained
-        if deepspeed is not None or engine_deepspeed.is_launched():
-            self._accelerator = _deepspeed_accelerator(deepspeed, use_cpu)
+        self._frozen: dict[nn.Module, Any] = {}  # and those around models that are not
+        chosen = choose_sharding(sharding, deepspeed=deepspeed, offload=offload)
+        self._offload = offload or fsdp_offloads()
+        on_cpu = use_cpu or not torch.cuda.is_available()
+        group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
+        if chosen is None or uses_deepspeed(chosen):
+            self._accelerator = _deepspeed_accelerator(chosen, offload, deepspeed, use_cpu, group)
+            chosen = engine_deepspeed.sharding_of(self._accelerator.deepspeed_plugin)
         else:
-            self._accelerator = Accelerator(cpu=use_cpu or not torch.cuda.is_available())
+            if chosen == "fsdp2":
+                _join_alone("gloo" if on_cpu else "nccl")
+                if self._offload and not on_cpu:
+                    group.backend = "cuda:nccl,cpu:gloo"
+            self._accelerator = Accelerator(cpu=on_cpu, kwargs_handlers=[group])
+        self.sharding: Sharding = chosen
+        """How the processes share the work."""
         self._check_connection()
+        if torch.distributed.is_initialized():
+            let_gloo_finish_at_exit()
 
     def _check_connection(self) -> None:
         kind = self._accelerator.distributed_type
-        if kind in (DistributedType.FSDP, DistributedType.MEGATRON_LM):
+        if kind == DistributedType.MEGATRON_LM:
             raise ConfigError(
                 f"distributed_type={kind.value} of accelerate launch is not supported: nothing "
-                "would be sharded as it says. Use DEEPSPEED with zero_stage 3."
+                "would be sharded as it says. Use FSDP with fsdp_version 2, or DEEPSPEED."
             )
         expected = int(os.environ.get("WORLD_SIZE", "1"))
         # Accelerate can know of the others and still not talk to them: it must say how, too.
@@ -105,6 +129,15 @@ class Engine:
         """True if DeepSpeed trains what is prepared."""
         return self._accelerator.distributed_type == DistributedType.DEEPSPEED
 
+    @property
+    def shards_weights(self) -> bool:
+        """True if no process has the weights of what is prepared as a whole."""
+        return self.sharding in ("zero3", "fsdp2")
+
+    def place(self, model: Model) -> Model:
+        """A model on the device; where it will be sharded it stays, since it may not fit there."""
+        return model if self.shards_weights else model.to(self.device)
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Inside, passes compute in the precision of training: for sampling and scoring.
 
@@ -118,21 +151,35 @@ class Engine:
         With one process they are the same objects. The optimizer keeps its groups, so that a
         learning-rate schedule made with it goes on to work. A module can be prepared once.
         """
-        module.to(self.device)
+        self.place(module)
         if self._bf16:
             # Not a wrapper module: the names of the parameters stay.
             module.forward = torch.autocast(self.device.type, torch.bfloat16)(module.forward)
         if self.is_deepspeed:
+            if self.sharding == "zero3":
+                engine_deepspeed.partition(module, self._accelerator.deepspeed_plugin, self.device)
             self._sharder, _ = self._accelerator.prepare(module, optimizer)
             return self._sharder, optimizer
+        if self.sharding == "fsdp2":
+            engine_fsdp.shard_trained(module, optimizer, self.device, offload=self._offload)
+            return module, optimizer
         if self.num_processes > 1:
             places = [self.device] if self.device.type == "cuda" else None
             return DistributedDataParallel(module, device_ids=places), optimizer
         return module, optimizer
 
     def prepare_frozen(self, model: Model) -> Model:
-        """A model that is not trained, on the device and whole in every process."""
-        return model.eval().to(self.device)
+        """A model that is not trained: the same object, on the device.
+
+        Where the weights of a prepared module are sharded its are, too.
+        """
+        model.eval().requires_grad_(False)
+        if self.sharding == "zero3":
+            plugin = self._accelerator.deepspeed_plugin
+            self._frozen[model] = engine_deepspeed.shard_frozen(model, plugin, self.device)
+        elif self.sharding == "fsdp2":
+            engine_fsdp.shard_frozen(model, self.device, offload=self._offload)
+        return self.place(model)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """The module that was prepared; any other as it is."""
@@ -170,7 +217,7 @@ class Engine:
         """
         if engine_deepspeed.zero_stage(module):
             return engine_deepspeed.step(module, max_grad_norm)
-        norm = nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm)
+        norm = engine_fsdp.whole(nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm))
         if norm.isfinite():
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -185,20 +232,34 @@ class Engine:
     def gathered(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Inside, a prepared module is whole in every process: to sample, score and read.
 
-        Its parts may be called one by one, a different number of times in each process. They
-        must not be trained or changed.
+        Its parts may be called one by one, a different number of times in each process, unless
+        `passes_meet`. They must not be trained or changed. A module that is not sharded by itself
+        is left as it is.
         """
-        if engine_deepspeed.zero_stage(module) == 3 and self._gather_for_generation:
-            return engine_deepspeed.gathered(module)
+        if engine_fsdp.is_sharded(module):
+            return engine_fsdp.gathered(module, layers=self._gather_for_generation)
+        sharder = self._frozen.get(module, module)
+        if engine_deepspeed.zero_stage(sharder) == 3:
+            if self._gather_for_generation:
+                return engine_deepspeed.gathered(sharder)
+            engine_deepspeed.forget_order(sharder)
         return nullcontext()
 
-    def passes_meet(self, module: nn.Module) -> bool:
+    @contextmanager
+    def all_gathered(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """The same for several, all at once."""
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(self.gathered(module))
+            yield
+
+    def passes_meet(self) -> bool:
         """Whether inside `gathered` each pass still waits for all processes.
 
-        So it is under ZeRO-3 without `gather_for_generation`: a process that has finished its
-        responses must go on with passes until `any` says that none is left.
+        So it is where weights are sharded without `gather_for_generation`: a process that has
+        finished its responses must go on with passes until `any` says that none is left.
         """
-        return engine_deepspeed.zero_stage(module) == 3 and not self._gather_for_generation
+        return self.shards_weights and not self._gather_for_generation
 
     def whole_state_dict(self, module: nn.Module) -> dict[str, Tensor] | None:
         """A copy of all parameters and buffers on the CPU in the main process, None elsewhere.
@@ -210,11 +271,89 @@ class Engine:
         copies: dict[int, Tensor] = {}
         for key, tensor in {id(tensor): tensor for tensor in tensors.values()}.items():
             with engine_deepspeed.gathered_parameter(tensor):
+                found = engine_fsdp.whole(tensor.detach())
                 if self.is_main:
-                    copies[key] = tensor.detach().to("cpu", copy=True)
+                    copies[key] = found.to("cpu", copy=True)
         if not self.is_main:
             return None
         return {name: copies[id(tensor)] for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def load_weights(self, module: nn.Module, weight_of: Callable[[str], Tensor | None]) -> None:
+        """Give each parameter the whole tensor that `weight_of` has for its name, to the bit.
+
+        module is a prepared one, trained or frozen, and names are those of its
+        `named_parameters()` before it was prepared. Where `weight_of` gives None a parameter
+        stays as it is.
+
+        Raises:
+            TrainingError: a tensor has another shape than its parameter.
+        """
+        if engine_deepspeed.zero_stage(module):
+            engine_zero.load_weights(module, weight_of)
+            return
+        engine_fsdp.reshard(module)
+        for name, parameter in self.unwrap(module).named_parameters():
+            weight = weight_of(name)
+            if weight is not None:
+                check_shape(name, engine_zero.whole_shape(parameter), weight.shape)
+                self._set_whole(parameter, weight)
+
+    @torch.no_grad()
+    def copy_weights(self, source: nn.Module, target: nn.Module) -> None:
+        """Give each parameter of `target`, a frozen one, the weights of the like-named in `source`.
+
+        Both are prepared ones or parts of them, of the same shapes.
+        """
+        engine_fsdp.reshard(target)
+        sources = dict(source.named_parameters())
+        for name, parameter in target.named_parameters():
+            with engine_deepspeed.gathered_parameter(sources[name]):
+                self._set_whole(parameter, engine_fsdp.whole(sources[name].detach()))
+
+    def _set_whole(self, parameter: nn.Parameter, weight: Tensor) -> None:
+        if self.sharding == "fsdp2":
+            parameter.copy_(engine_fsdp.sharded_like(weight, parameter))
+        else:
+            engine_zero.set_weight(parameter, weight)
+
+    def optimizer_states(
+        self, module: nn.Module, optimizer: Optimizer
+    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Name and state of each trained parameter: whole tensors, in every process.
+
+        The state is what the optimizer keeps for it (exp_avg, exp_avg_sq, step, ...), empty
+        before the first step. Numbers are tensors of int64 or float64 without dimensions. What
+        is whole already is not copied. All processes must take all items.
+
+        Raises:
+            TrainingError: the optimizer keeps something else than tensors and numbers.
+        """
+        if engine_deepspeed.zero_stage(module):
+            yield from engine_zero.optimizer_states(module)
+            return
+        for name, parameter in self.unwrap(module).named_parameters():
+            if parameter.requires_grad:
+                yield name, read_state(optimizer, parameter)
+
+    @torch.no_grad()
+    def load_optimizer_states(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        state_of: Callable[[str], dict[str, Tensor]],
+    ) -> None:
+        """Put back what `optimizer_states` gave, by the parameters' names, to the bit.
+
+        Raises:
+            TrainingError: under ZeRO, a tensor has another shape than its parameter.
+        """
+        if engine_deepspeed.zero_stage(module):
+            engine_zero.load_optimizer_states(module, state_of)
+            return
+        for name, parameter in self.unwrap(module).named_parameters():
+            if parameter.requires_grad:
+                write_state(optimizer, parameter, state_of(name))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, the same in each."""
@@ -225,6 +364,30 @@ class Engine:
     def any(self, flag: bool) -> bool:
         """Whether the flag is up in any process, the same in each."""
         return self.sum(torch.tensor(int(flag))).item() > 0
+
+    def share(self, rows: int) -> list[int]:
+        """The rows of a batch that are this process's: rank, rank + processes, and so on.
+
+        All have equally many, since their passes may meet: where the last ones would have one
+        less they have the batch's last row once more, which `gather_rows` leaves out.
+        """
+        number, last = -(-rows // self.num_processes), rows - 1
+        return [min(n * self.num_processes + self.rank, last) for n in range(number)]
+
+    def gather_rows(self, share: Tensor, rows: int) -> Tensor:
+        """The whole batch (rows, ...) in every process, from the shares of all.
+
+        Shares may differ in the width of their second dimension, if they have one; the narrower
+        ones are filled up with 0 on the right.
+        """
+        if self.num_processes == 1:
+            return share
+        share = share.to(self.device)
+        if share.ndim > 1:
+            # Padding makes whole numbers of what is True or False.
+            share = self._accelerator.pad_across_processes(share, dim=1).to(share.dtype)
+        by_rank = self._accelerator.gather(share).unflatten(0, (self.num_processes, -1))
+        return by_rank.transpose(0, 1).flatten(0, 1)[:rows]
 
     def gather_objects(self, items: list[Item]) -> list[Item]:
         """The items of all processes, in the order of their ranks, in every process."""
@@ -249,19 +412,23 @@ def _launched_precision() -> str:
     return precision
 
 
-def _deepspeed_accelerator(settings_path: str | None, use_cpu: bool) -> Accelerator:
+def _deepspeed_accelerator(
+    sharding: Sharding | None,
+    offload: bool,
+    settings_path: str | None,
+    use_cpu: bool,
+    group: InitProcessGroupKwargs,
+) -> Accelerator:
     has_gpu = torch.cuda.is_available()
     if use_cpu and has_gpu:
         raise ConfigError(
             "use_cpu=True with DeepSpeed on a machine with a GPU: DeepSpeed would take the GPU. "
             "Hide it with CUDA_VISIBLE_DEVICES='' instead."
         )
-    plugin = engine_deepspeed.make_plugin(settings_path)
-    backend = "nccl" if has_gpu else "gloo"
-    engine_deepspeed.join_alone(backend)
-    accelerator = Accelerator(
-        deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend=backend)]
-    )
+    plugin = engine_deepspeed.make_plugin(settings_path, sharding, offload=offload)
+    group.backend = "nccl" if has_gpu else "gloo"
+    _join_alone(group.backend)
+    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[group])
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         raise ConfigError(
             "Accelerate left out DeepSpeed, because it was told to stay on the CPU. Start without "
@@ -269,3 +436,11 @@ def _deepspeed_accelerator(settings_path: str | None, use_cpu: bool) -> Accelera
         )
     engine_deepspeed.build_models_whole()
     return accelerator
+
+
+def _join_alone(backend: str) -> None:
+    """Make a process group of this process, where no launcher did: what shards needs one."""
+    if "LOCAL_RANK" not in os.environ and not torch.distributed.is_initialized():
+        os.environ["LOCAL_RANK"] = "0"
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -3,6 +3,7 @@
 Beside engine.py the only file that imports accelerate or deepspeed.
 """
 
+import copy
 import json
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
 
 from ppo_core.errors import ConfigError
+from ppo_core.sharding import KINDS, Sharding, launched_by_accelerate
 
 Settings = dict[str, Any]
 
@@ -30,20 +32,18 @@ _REFUSED = {
 }
 
 
-def is_launched() -> bool:
-    """Whether `accelerate launch` started this process with distributed_type DEEPSPEED."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+def make_plugin(
+    path: str | None, sharding: Sharding | None = None, *, offload: bool = False
+) -> DeepSpeedPlugin:
+    """Accelerate's DeepSpeed settings: from a JSON file or from `accelerate launch`, if they say.
 
-
-def make_plugin(path: str | None) -> DeepSpeedPlugin:
-    """Accelerate's DeepSpeed settings: from a JSON file, else from what `accelerate launch` says.
-
-    The batch sizes are those of the trainer, so DeepSpeed's keys for them may be "auto" or
-    left out. Whatever else is "auto" takes DeepSpeed's default.
+    Else they follow from `sharding` and `offload`. The batch sizes are those of the trainer, so
+    DeepSpeed's keys for them may be "auto" or left out. Whatever else is "auto" takes
+    DeepSpeed's default.
 
     Raises:
         ConfigError: there is no such file, it is not JSON, the launcher names settings as well,
-            or a setting is one that the trainer makes.
+            or a setting is one that the trainer makes or contradicts `sharding`.
     """
     if path is not None and "ACCELERATE_CONFIG_DS_FIELDS" in os.environ:
         raise ConfigError(
@@ -51,13 +51,39 @@ def make_plugin(path: str | None) -> DeepSpeedPlugin:
             "too. Name them in one place."
         )
     path = path or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if path is None:
-        plugin = DeepSpeedPlugin()
-        fill_settings(plugin.deepspeed_config, "the configuration of accelerate launch")
-        return plugin
-    settings = _read(path)
-    fill_settings(settings, f"'{path}'")
-    return DeepSpeedPlugin(hf_ds_config=settings)
+    if path is not None:
+        settings, source = _read(path), f"'{path}'"
+        fill_settings(settings, source)
+        plugin = DeepSpeedPlugin(hf_ds_config=settings)
+    elif launched_by_accelerate() == "deepspeed":
+        plugin, source = DeepSpeedPlugin(), "the configuration of accelerate launch"
+        fill_settings(plugin.deepspeed_config, source)
+    else:
+        settings, source = _settings_of(sharding, offload), "the settings"
+        fill_settings(settings, source)
+        plugin = DeepSpeedPlugin(hf_ds_config=settings)
+    stage = plugin.deepspeed_config["zero_optimization"]["stage"]
+    if sharding is not None and sharding != f"zero{stage}":
+        raise ConfigError(
+            f"sharding={sharding!r}, and {source} says stage {stage}. Leave one of them away."
+        )
+    return plugin
+
+
+def _settings_of(sharding: Sharding | None, offload: bool) -> Settings:
+    zero: Settings = {"stage": KINDS.index(sharding) - KINDS.index("ddp") if sharding else 0}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if sharding == "zero3":
+            zero["offload_param"] = {"device": "cpu"}
+    # The trainer's AdamW steps on the CPU too; DeepSpeed's own would be compiled on first use.
+    return {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+
+
+def sharding_of(plugin: DeepSpeedPlugin) -> Sharding:
+    """What DeepSpeed's settings say; its stage 0 is data parallel."""
+    stage = plugin.deepspeed_config["zero_optimization"]["stage"]
+    return KINDS[KINDS.index("ddp") + stage]
 
 
 def _read(path: str) -> Settings:
@@ -109,14 +135,6 @@ def _drop_automatic(settings: Settings) -> None:
             _drop_automatic(value)
 
 
-def join_alone(backend: str) -> None:
-    """Make a process group of this process, where no launcher did: DeepSpeed needs one."""
-    if "LOCAL_RANK" not in os.environ and not torch.distributed.is_initialized():
-        os.environ["LOCAL_RANK"] = "0"
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-
-
 def build_models_whole() -> None:
     """Models that are made from now on are whole until they are prepared, under ZeRO-3 too."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -129,6 +147,37 @@ def unwrap(module: Any) -> nn.Module:
     from deepspeed import DeepSpeedEngine
 
     return module.module if isinstance(module, DeepSpeedEngine) else module
+
+
+def partition(module: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> None:
+    """Leave this process its shard of each parameter, one after the other, as ZeRO-3 cuts them.
+
+    So the whole module need not fit on the device, as it must where DeepSpeed is handed a whole
+    one. What is sharded already, because another model has it too, stays as it is.
+    """
+    from deepspeed.runtime.zero import Init
+
+    if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        offloaded = plugin.deepspeed_config["zero_optimization"].get("offload_param", {})
+        remote = offloaded.get("device", "none")
+        Init(
+            module=module,
+            config_dict_or_path=plugin.deepspeed_config,
+            remote_device=None if remote == "none" else remote,
+        )
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def shard_frozen(model: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> Any:
+    """DeepSpeed's engine around a model that is not trained, whose parameters are in shards."""
+    import deepspeed
+
+    partition(model, plugin, device)
+    settings = copy.deepcopy(plugin.deepspeed_config)
+    settings["zero_optimization"].pop("offload_optimizer", None)
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    return engine
 
 
 def zero_stage(module: nn.Module) -> int:
@@ -171,6 +220,20 @@ def gathered(module: Any) -> AbstractContextManager[Any]:
     from deepspeed.runtime.zero import unwrap_model_for_generation
 
     return unwrap_model_for_generation(module)
+
+
+def forget_order(module: Any) -> None:
+    """Fetch parameters as they are needed, since passes follow that are no training step.
+
+    DeepSpeed fetches ahead in the order of the step before, and would go on to record one.
+    """
+    coordinator = (
+        module.optimizer.parameter_offload.get_param_coordinator()
+        if hasattr(module.optimizer, "parameter_offload")
+        else module.optimizer.get_param_coordinator()
+    )
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
 
 
 def gathered_parameter(parameter: Any) -> AbstractContextManager[Any]:

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.completions import Completions
 from ppo_core.engine import Engine
 from ppo_core.kl import kl_per_token
 from ppo_core.models import LanguageModel
+from ppo_core.parts import reward_holders
 from ppo_core.progress import progress
 from ppo_core.prompt_set import PromptSet
 from ppo_core.prompts import Prompt, encode_prompt, prompt_text, response_texts
@@ -91,6 +92,7 @@ def _divergence(rollout: Rollout, reference: LanguageModel) -> Tensor:
 
 def greedy_completions(
     policy: LanguageModel,
+    module: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     prompts: PromptSet,
     rewards: RewardMix,
@@ -100,24 +102,34 @@ def greedy_completions(
     stop_token_id: int,
     batch_size: int,
 ) -> Completions:
-    """The likeliest answer to each prompt and its score, of all processes, in every process."""
+    """The likeliest answer to each prompt and its score, of all processes, in every process.
+
+    module is what the engine prepared with the policy in it.
+    """
     greedy = SamplingSettings(stop_token_id=stop_token_id, temperature=0)
-    own = range(len(prompts))[engine.rank :: engine.num_processes]
-    rows: list[tuple[int, str, str, float]] = []
-    for start in range(0, len(own), batch_size):
-        numbers = own[start : start + batch_size]
-        rollout = sample_responses(
-            policy,
-            [prompts.tokens[n] for n in numbers],
-            torch.zeros(len(numbers), response_length),
-            greedy,
-            batch_size=batch_size,
-        )
-        asked = [prompts.prompts[n] for n in numbers]
-        given, _ = rewards(asked, rollout)
-        texts = response_texts(tokenizer, rollout)
-        shown = [prompt_text(tokenizer, prompt) for prompt in asked]
-        rows += zip(numbers, shown, texts, given.tolist(), strict=True)
-    columns = zip(*sorted(engine.gather_objects(rows)), strict=True)
-    _, queries, responses, scores = map(list, columns)
-    return Completions(queries, responses, scores)
+    own = engine.share(len(prompts))
+    batches = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
+    with engine.gathered(module):
+        rollouts = [
+            sample_responses(
+                policy,
+                [prompts.tokens[n] for n in numbers],
+                torch.zeros(len(numbers), response_length),
+                greedy,
+                batch_size=batch_size,
+                any_left=engine.any if engine.passes_meet() else bool,
+            )
+            for numbers in batches
+        ]
+    rows: list[tuple[int, tuple[str, str, float]]] = []
+    with engine.all_gathered(reward_holders(rewards, module)):
+        for numbers, rollout in zip(batches, rollouts, strict=True):
+            asked = [prompts.prompts[n] for n in numbers]
+            given, _ = rewards(asked, rollout)
+            texts = response_texts(tokenizer, rollout)
+            shown = [prompt_text(tokenizer, prompt) for prompt in asked]
+            rows += zip(numbers, zip(shown, texts, given.tolist(), strict=True), strict=True)
+    # A prompt that fills up a share is answered twice.
+    of_prompt = dict(engine.gather_objects(rows))
+    queries, responses, scores = zip(*(of_prompt[n] for n in sorted(of_prompt)), strict=True)
+    return Completions(list(queries), list(responses), list(scores))

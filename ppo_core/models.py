@@ -215,7 +215,8 @@ class Critic(nn.Module):
     def values(self, states: Tensor) -> Tensor:
         """Values (N,) of hidden states (N, D)."""
         values: Tensor = self.head(states.to(self.head.weight.dtype))
-        return at_least_fp32(values[:, 0])
+        # A copy: FSDP2 hooks itself to what a module returns, and cannot where that is a view.
+        return at_least_fp32(values[:, 0]).clone()
 
 
 def _zero_head(policy: PreTrainedModel) -> nn.Linear:

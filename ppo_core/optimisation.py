@@ -56,8 +56,8 @@ def make_trainee(
             f"critic_warmup_updates={config.critic_warmup_updates} holds the policy's learning "
             "rate at 0, and a scheduler of your own would not. Leave one of them away."
         )
+    check_sharding(config, engine, module)
     prepared, optimizer = engine.prepare(module, optimizer)
-    check_sharding(config, engine, prepared)
     exact_in_loss = config.kl_in_loss and config.kl_estimator == "full"
     return Trainee(
         module=prepared,
@@ -73,11 +73,12 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """What the optimizer moves, by name; matrices decay, norms and biases do not.
 
-    A trunk that policy and critic share belongs to the policy.
+    A trunk that policy and critic share belongs to the policy. Groups without a parameter, which
+    DeepSpeed would drop unknown to the schedule, are left out.
     """
     of_policy = policy_parameters(policy, critic)
     of_critic = critic_parameters(policy, critic)
-    return [
+    groups = [
         {
             "name": name,
             "lr": learning_rate,
@@ -90,6 +91,7 @@ def parameter_groups(
         )
         for decays in (True, False)
     ]
+    return [group for group in groups if group["params"]]
 
 
 def policy_parameters(policy: LanguageModel, critic: Critic) -> list[nn.Parameter]:
@@ -134,16 +136,15 @@ def check_sharding(config: PPOConfig, engine: Engine, module: nn.Module) -> None
     Raises:
         ConfigError: such a setting is set.
     """
-    if not engine.is_deepspeed:
-        return
-    for name in ("ema_decay", "reference_refresh_updates"):
-        if value := getattr(config, name):
-            raise ConfigError(
-                f"{name}={value} needs the whole policy in every process, and DeepSpeed shards it. "
-                f"Leave {name} away, or start without DeepSpeed."
-            )
-    if engine.passes_meet(module) and engine.num_processes > 1:
+    if config.ema_decay and engine.shards_weights:
         raise ConfigError(
-            "ds3_gather_for_generation=False: each pass of the sampling would wait for processes "
-            "whose responses have ended. Set ds3_gather_for_generation=True."
+            f"ema_decay={config.ema_decay} needs the whole policy in every process, and "
+            f"sharding={engine.sharding!r} leaves each a shard. Leave ema_decay away, or set "
+            "sharding='zero2'."
+        )
+    frozen_bytes = [name for name, p in module.named_parameters() if not p.is_floating_point()]
+    if frozen_bytes and engine.shards_weights:
+        raise ConfigError(
+            f"The policy is quantised ({frozen_bytes[0]}), and sharding={engine.sharding!r} cannot "
+            "cut its weights. Set sharding='ddp' or 'zero2', or load it unquantised."
         )

@@ -45,6 +45,11 @@ class Parts:
     critic: Critic
     rewards: RewardMix
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the reference is the policy with other adapters, and no model of its own."""
+        return self.reference.model is self.policy.model
+
 
 def make_parts(
     config: PPOConfig,
@@ -68,8 +73,6 @@ def make_parts(
         ModelError: a model cannot play its part, or two parts are the same object.
         ConfigError: the settings and the models contradict each other.
     """
-    for scorer in rewards.models():
-        engine.prepare_frozen(scorer.model)
     _refuse_same(model, ref_model, rewards, value_model)
     value_head = None
     if isinstance(model, ModelWithValueHead):
@@ -80,7 +83,7 @@ def make_parts(
             model = add_adapter(model, peft_config)
     _check_adapter_names(config, model, ref_model)
     disable_dropout(model)
-    model.eval().to(engine.device)
+    engine.place(model.eval())
     policy = _make_policy(config, model)
     check_quantised_trainable(model)
     adapted = model if is_peft(model) else None
@@ -93,15 +96,33 @@ def make_parts(
     disable_dropout(critic)
     if config.gradient_checkpointing:
         _checkpoint_activations(model, critic)
-    reference = _make_reference(config, model, ref_model, engine)
+    reference = _make_reference(config, model, ref_model)
     _check_refresh(config, policy, reference)
+    frozen = [one for one in reward_holders(rewards, model) if one is not model]
+    for scorer in rewards.models():
+        if not isinstance(scorer.model, PreTrainedModel):
+            scorer.model.eval().to(engine.device)  # a head on the policy's base
+    if reference.model is not policy.model:
+        frozen.append(reference)
+    # Last: a critic may have been copied from a reward model, which is in shards from now on.
+    for one in frozen:
+        engine.prepare_frozen(one)
     return Parts(
         policy=policy,
         adapted=adapted,
         reference=reference,
-        critic=critic.eval().to(engine.device),
+        critic=engine.place(critic.eval()),
         rewards=rewards,
     )
+
+
+def reward_holders(rewards: RewardMix, module: nn.Module) -> list[nn.Module]:
+    """The modules whose weights the rewards read, each once.
+
+    `module` is the policy's, or what it was prepared in: a reward adapter is on its base.
+    """
+    own = [scorer.model for scorer in rewards.models()]
+    return list(dict.fromkeys(one if isinstance(one, PreTrainedModel) else module for one in own))
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -208,7 +229,7 @@ def _activate(model: "PeftModel", name: str) -> None:
 
 
 def _make_reference(
-    config: PPOConfig, model: nn.Module, ref_model: nn.Module | None, engine: Engine
+    config: PPOConfig, model: nn.Module, ref_model: nn.Module | None
 ) -> LanguageModel:
     if ref_model is None and is_peft(model):
         off = partial(using_adapter, model, config.ref_adapter_name)
@@ -217,7 +238,7 @@ def _make_reference(
         ref_model = create_reference_model(model)
     if isinstance(ref_model, ModelWithValueHead):
         ref_model = ref_model.pretrained_model
-    return LanguageModel(engine.prepare_frozen(_transformers_model(ref_model, "reference")))
+    return LanguageModel(_transformers_model(ref_model, "reference").eval())
 
 
 def _check_refresh(config: PPOConfig, policy: LanguageModel, reference: LanguageModel) -> None:

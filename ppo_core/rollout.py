@@ -1,6 +1,6 @@
 """Prompts in, sampled responses out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,12 +110,16 @@ def sample_responses(
     settings: SamplingSettings,
     *,
     batch_size: int,
+    any_left: Callable[[bool], bool] = bool,
 ) -> Rollout:
     """Sample one response to each prompt, ending at the stop token or after T tokens.
 
     uniforms is (B, T), one number in [0, 1) for each token that may be drawn. Prompts of
     similar length are sampled together, `batch_size` at a time, with a KV cache. On CPU and
     in fp32 the recorded log-probabilities equal those of a training pass to about 1e-6.
+
+    Where each pass waits for all processes, `any_left` says whether one of them still has a
+    response that goes on; all must have equally many prompts then.
 
     Raises:
         ModelError: the policy has an encoder.
@@ -131,6 +135,7 @@ def sample_responses(
             [prompts[i] for i in batch.tolist()],
             uniforms[batch].to(device),
             settings,
+            any_left,
         )
         decoded.put(batch.to(device), part)
     return Rollout(
@@ -177,6 +182,7 @@ def _decode(
     prompts: Sequence[Tokens],
     uniforms: Tensor,
     settings: SamplingSettings,
+    any_left: Callable[[bool], bool],
 ) -> _Decoded:
     """The responses to one batch of prompts."""
     ids, prompt_lengths = (tensor.to(policy.device) for tensor in pad_rows(prompts, side="left"))
@@ -189,6 +195,7 @@ def _decode(
     positions = (torch.arange(width + most, device=policy.device) - fillers[:, None]).clamp(min=0)
     cache = DynamicCache(config=policy.model.config)
     alive = torch.arange(len(prompts), device=policy.device)
+    is_idle = False  # all responses have ended, and passes go on for other processes
     seen = 0
     for t in range(most):
         filled = width + t
@@ -204,17 +211,21 @@ def _decode(
         chosen, logprobs, behaviour = sample_tokens(
             policy.logits(hidden[:, -1]), uniforms[alive, t], settings
         )
-        decoded.ids[alive, t] = chosen
-        decoded.logprobs[alive, t] = logprobs
-        decoded.behaviour_logprobs[alive, t] = behaviour
         goes_on = chosen != settings.stop_token_id
-        if not goes_on.all():
+        if not is_idle:
+            decoded.ids[alive, t] = chosen
+            decoded.logprobs[alive, t] = logprobs
+            decoded.behaviour_logprobs[alive, t] = behaviour
             ended = alive[~goes_on]
             decoded.lengths[ended] = t + 1
             decoded.has_stop[ended] = True
+            is_idle = not goes_on.any()
+        if not any_left(not is_idle):
+            break
+        if is_idle:
+            goes_on = torch.arange(len(alive), device=alive.device) == 0
+        if not goes_on.all():
             alive, chosen = alive[goes_on], chosen[goes_on]
-            if len(alive) == 0:
-                break
             # Finished rows leave the cache: what is left costs what its own tokens cost.
             cache.batch_select_indices(goes_on.nonzero()[:, 0])
         ids = chosen[:, None]

@@ -74,6 +74,17 @@ class RunConfig:
     use_cpu: bool = False
     """Stay on the CPU where there is a GPU."""
 
+    sharding: Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"] | None = None
+    """How several processes share the work: data parallel (ddp); the optimizer's states (zero1),
+    gradients (zero2) and weights (zero3, fsdp2) in shards. None: as `accelerate launch` says, else
+    ddp where there are several."""
+
+    offload: bool = False
+    """Keep shards on the CPU: optimizer states, and under zero3 and fsdp2 weights as well."""
+
+    ddp_timeout: int = 1800
+    """Seconds that a process waits for the others before the run fails."""
+
     deepspeed: str | None = None
     """File with DeepSpeed's settings; under `accelerate launch` its config file says it."""
 
@@ -102,7 +113,10 @@ class RunConfig:
     """Updates between two checkpoints; below 1 a share of the run."""
 
     save_total_limit: int | None = None
-    """Checkpoints kept, the oldest go first; None keeps all."""
+    """Checkpoints kept, the oldest go first, at least 2; None keeps all."""
+
+    async_save: bool = False
+    """Write checkpoints while the training goes on, from a copy in the CPU's memory."""
 
     push_to_hub: bool = False
     """Upload the policy to the hub when it is saved."""

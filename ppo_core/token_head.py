@@ -32,14 +32,14 @@ def token_logprobs(
     log-probabilities; the entropy carries none.
     """
     parameters = tuple(head.parameters())
-    size = _chunk_size(head)
+    chunks = _num_chunks(head, hidden)
     if any(hasattr(parameter, "ds_id") for parameter in parameters):
         # ZeRO-3 holds no whole matrix to differentiate by; its hooks fetch it once more.
-        return _checkpointed_logprobs(hidden, targets, to_logits, temperature, size)
+        return _checkpointed_logprobs(hidden, targets, to_logits, temperature, chunks)
     logprobs: Tensor
     entropies: Tensor
     logprobs, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, targets, to_logits, temperature, size, *parameters
+        hidden, targets, to_logits, temperature, chunks, *parameters
     )
     return logprobs, entropies
 
@@ -63,13 +63,24 @@ def chunked_kl(
             ref_logits = tempered(ref_to_logits(ref_states), temperature)
         return full_kl(logits, ref_logits)
 
-    size = _chunk_size(head)
-    chunks = zip(hidden.split(size), ref_hidden.split(size), strict=True)
+    number = _num_chunks(head, hidden)
+    chunks = zip(hidden.tensor_split(number), ref_hidden.tensor_split(number), strict=True)
     return torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
 
 
-def _chunk_size(head: nn.Module) -> int:
-    return max(1, LOGITS_PER_CHUNK // int(head.out_features))  # type: ignore[arg-type]
+def _num_chunks(head: nn.Module, hidden: Tensor) -> int:
+    """Into how many chunks the states are cut.
+
+    ZeRO-3 fetches the head for each chunk from all processes, so they must all have equally
+    many: the most that one needs. In others chunks are smaller then, or empty.
+    """
+    size = max(1, LOGITS_PER_CHUNK // int(head.out_features))  # type: ignore[arg-type]
+    number = max(1, -(-len(hidden) // size))
+    if any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
+        most = torch.tensor(number, device=hidden.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        number = int(most)
+    return number
 
 
 def _logprobs_of_chunk(
@@ -84,10 +95,10 @@ def _logprobs_of_chunk(
 
 
 def _checkpointed_logprobs(
-    hidden: Tensor, targets: Tensor, to_logits: ToLogits, temperature: float, size: int
+    hidden: Tensor, targets: Tensor, to_logits: ToLogits, temperature: float, number: int
 ) -> tuple[Tensor, Tensor]:
     of_chunk = partial(_logprobs_of_chunk, to_logits=to_logits, temperature=temperature)
-    chunks = zip(hidden.split(size), targets.split(size), strict=True)
+    chunks = zip(hidden.tensor_split(number), targets.tensor_split(number), strict=True)
     parts = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies).detach()
@@ -108,17 +119,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         to_logits: ToLogits,
         temperature: float,
-        size: int,
+        number: int,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, (N,) each."""
         parts = [
             _logprobs_of_chunk(states, chosen, to_logits, temperature)
-            for states, chosen in zip(hidden.split(size), targets.split(size), strict=True)
+            for states, chosen in zip(
+                hidden.tensor_split(number), targets.tensor_split(number), strict=True
+            )
         ]
         logprobs, entropies = zip(*parts, strict=True)
         ctx.save_for_backward(hidden, targets, *parameters)
-        ctx.to_logits, ctx.temperature, ctx.size = to_logits, temperature, size
+        ctx.to_logits, ctx.temperature, ctx.number = to_logits, temperature, number
         ctx.device_type = hidden.device.type
         # The backward pass runs outside of the caller's autocast and must repeat its precision.
         ctx.autocast = torch.is_autocast_enabled(ctx.device_type)
@@ -132,11 +145,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of hidden and of the head's parameters, for grad (N,) of log-probabilities."""
         hidden, targets, *parameters = ctx.saved_tensors
-        size = ctx.size
+        number = ctx.number
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         states_grads, sums = [], [torch.zeros_like(parameter) for parameter in trained]
         for states, chosen, slope in zip(
-            hidden.split(size), targets.split(size), grad.split(size), strict=True
+            hidden.tensor_split(number),
+            targets.tensor_split(number),
+            grad.tensor_split(number),
+            strict=True,
         ):
             leaf = states.detach().requires_grad_()
             precision = torch.autocast(ctx.device_type, ctx.autocast_dtype, enabled=ctx.autocast)

@@ -15,7 +15,7 @@ _SIZES = (
     "processes, and from num_mini_batches: set those"
 )
 _LAUNCHER = "the launcher sets it: accelerate launch --config_file FILE -m ppo_core, or torchrun"
-_ZERO = "shard with ZeRO-3: deepspeed=FILE, or in the config file of accelerate launch"
+_SHARDING = "set sharding='fsdp2' or 'zero3', or start with accelerate launch --config_file FILE"
 _NO_LOADER = "prompts are a list of token ids in memory, there is no data loader: leave it out"
 _NO_COMPILE = "models run as they are handed in: leave it out"
 _NO_LOSS = "an evaluation answers prompts and scores them, it has no labels and no loss"
@@ -121,9 +121,8 @@ INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
     "ddp_broadcast_buffers": ((None,), _LAUNCHER),
     "ddp_static_graph": ((None,), _LAUNCHER),
     "ddp_backend": ((None,), _LAUNCHER),
-    "ddp_timeout": ((1800,), _LAUNCHER),
-    "fsdp": ((None, "", False), _ZERO),
-    "fsdp_config": ((None,), _ZERO),
+    "fsdp": ((None, "", False), _SHARDING),
+    "fsdp_config": ((None,), _SHARDING),
     "local_rank": ((-1,), _LAUNCHER),
     "do_train": ((True,), "trainer.train() trains"),
     "do_eval": ((), "set eval_strategy='steps' and eval_steps"),

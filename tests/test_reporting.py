@@ -118,6 +118,7 @@ def test_every_setting_that_transformers_has_too_is_carried_over():
         "gradient_checkpointing": True,
         "use_cpu": True,
         "deepspeed": "no such file.json",
+        "ddp_timeout": 21,
         "disable_tqdm": True,
         "report_to": ["none"],
         "logging_steps": 11,
