@@ -2,28 +2,33 @@
 
     output_dir/checkpoint-<step>/
         model.safetensors, config.json, ...   the policy, as transformers reads it
-        <group>.safetensors                   critic, optimizer, generators, ...
-        trainer_state.json                    the step, the groups' names, and the plain state
+        <group>.safetensors                   critic, generators, ...
+        <group>-<rank>.safetensors            a group that the processes wrote together
+        trainer_state.json, <other>.json      the plain state
         manifest.json                         size and SHA-256 of all the others, written last
 
-A folder without a manifest is no checkpoint.
+Each process writes and digests its own files, in a hidden folder that is renamed when it is
+complete. A folder without a manifest is no checkpoint.
 """
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ppo_core.errors import TrainingError
+from ppo_core.peers import Peers
 
 JSON = Any
 """What json writes and reads back unchanged: no tuples, and no keys but strings."""
@@ -34,55 +39,64 @@ MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
 
+ALONE = Peers()
+
+logger = logging.getLogger(__name__)
+
+
+def write_nothing(folder: Path) -> None:
+    """What a process without a policy to write does."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """What was read from a checkpoint, apart from the policy."""
+class Part:
+    """What one process writes of a checkpoint; no file may be in two parts."""
 
-    step: int
-    """PPO updates that had been made."""
+    groups: Mapping[str, Tensors] = field(default_factory=dict)
+    """Tensors by the stem of their file: a group's name, or "<group>-<rank>"."""
 
-    tensors: dict[str, dict[str, Tensor]]
-    """The groups, on the CPU."""
+    documents: Mapping[str, str] = field(default_factory=dict)
+    """Texts by the name of their file."""
 
-    state: dict[str, JSON]
+    write_policy: Callable[[Path], None] = write_nothing
+    """Writes the policy into the folder that it is given."""
 
 
-# --- Writing and reading -------------------------------------------------------
+# --- Writing -------------------------------------------------------------------
 
 
 def save_checkpoint(
     folder: Path,
+    part: Part,
     *,
-    tensors: Mapping[str, Tensors],
-    state: Mapping[str, JSON],
-    write_policy: Callable[[Path], None],
+    peers: Peers = ALONE,
+    writer: str = "0",
+    held: Callable[[], AbstractContextManager[None]] = nullcontext,
+    keep: int | None = None,
 ) -> None:
     """Write a checkpoint as a whole or not at all; a killed process leaves the earlier ones.
 
     Args:
-        folder: `output_dir/checkpoint-<step>`; one of the same step is replaced.
-        tensors: groups of tensors, each a file of its own.
-        state: all else.
-        write_policy: writes the policy into the folder that it is given.
+        folder: `output_dir/checkpoint-<step>`, on storage that all processes share; one of the
+            same step is replaced.
+        part: what this process writes.
+        peers: the processes, all of which call.
+        writer: tells this run's half-written folders from those of a run that it took over from.
+        held: around the moment in which the checkpoint takes its place and old ones go.
+        keep: the newest so many are kept, None keeps all.
 
     Raises:
-        TrainingError: the folder's name has no step, a group has the name of a policy's file, or
-            the disk is full or cannot be written.
+        TrainingError: in all processes: the folder's name has no step, two files have the same
+            name, the disk is full or cannot be written, or `held` says that another process
+            writes here now.
     """
     step = _step(folder)
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = folder.with_name(f".{folder.name}.partial-{writer}")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove(partial)
-        partial.mkdir()
-        write_policy(partial)
-        for group, named in tensors.items():
-            _write_group(partial / f"{group}.safetensors", named)
-        record = {"step": step, "groups": list(tensors), "state": dict(state)}
-        (partial / STATE).write_text(json.dumps(record))
-        _write_manifest(partial)
-        _move_into_place(partial, folder)
+        written = peers.together(lambda: _write_part(partial / f"part-{peers.rank}", part))
+        peers.together(
+            lambda: _finish(partial, folder, written, held, keep) if peers.is_main else None
+        )
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"The checkpoint of step {step} could not be written to '{folder}': {error}. Earlier "
@@ -90,60 +104,33 @@ def save_checkpoint(
             "from the latest."
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if peers.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Verify every file of a checkpoint, and read all but the policy.
-
-    Raises:
-        TrainingError: it is not finished, or a file is missing, truncated or changed.
-    """
-    _verify(folder)
-    record = json.loads((folder / STATE).read_text())
-    return Checkpoint(
-        step=record["step"],
-        tensors={group: load_file(folder / f"{group}.safetensors") for group in record["groups"]},
-        state=record["state"],
-    )
-
-
-def latest_checkpoint(output_dir: str | Path) -> Path | None:
-    """The finished checkpoint of the highest step; None where there is none."""
-    found = _finished(output_dir)
-    return found[max(found)] if found else None
+def _write_part(folder: Path, part: Part) -> dict[str, dict[str, int | str]]:
+    """Write a process's files to the disk; their fingerprints by their paths in the folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    part.write_policy(folder)
+    for name, tensors in part.groups.items():
+        save_file(dict(_separate(tensors)), _unused(folder / f"{name}.safetensors"))
+    for name, text in part.documents.items():
+        _unused(folder / name).write_text(text)
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        _flush(path)
+        files[path.relative_to(folder).as_posix()] = _fingerprint(path)
+    return files
 
 
-def remove_old_checkpoints(output_dir: str | Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints, and what killed runs left half written.
-
-    None keeps all checkpoints. Folders that are not finished checkpoints stay.
-    """
-    found = _finished(output_dir)
-    for leftover in _leftovers(output_dir, found):
-        _remove(leftover)
-    excess = 0 if keep is None else max(0, len(found) - keep)
-    for step in sorted(found)[:excess]:
-        _remove(found[step])
-
-
-def _step(folder: Path) -> int:
-    match = FOLDER_NAME.fullmatch(folder.name)
-    if match is None or match[2]:
-        raise TrainingError(
-            f"'{folder}' is no name for a checkpoint: it would not be found again. Call it "
-            "checkpoint-<step>."
-        )
-    return int(match[1])
-
-
-def _write_group(path: Path, named: Tensors) -> None:
+def _unused(path: Path) -> Path:
     if path.exists():
         raise TrainingError(
-            f"The policy's own files have a '{path.name}', which a group of tensors would "
-            "overwrite. Give the group another name."
+            f"Two files of a checkpoint have the name '{path.name}': one would overwrite the "
+            "other. Give the group of tensors another name than a file of the policy."
         )
-    save_file(dict(_separate(named)), path)
+    return path
 
 
 def _separate(named: Tensors) -> Iterator[tuple[str, Tensor]]:
@@ -156,15 +143,27 @@ def _separate(named: Tensors) -> Iterator[tuple[str, Tensor]]:
         seen.add(storage)
 
 
-def _write_manifest(folder: Path) -> None:
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        _flush(path)
-        files[path.relative_to(folder).as_posix()] = _fingerprint(path)
-    manifest = folder / MANIFEST
+def _finish(
+    partial: Path,
+    folder: Path,
+    written: list[dict[str, dict[str, int | str]]],
+    held: Callable[[], AbstractContextManager[None]],
+    keep: int | None,
+) -> None:
+    """Put the parts together, vouch for them, and put the checkpoint into its place."""
+    for rank in range(len(written)):
+        part = partial / f"part-{rank}"
+        for path in list(part.iterdir()):
+            path.rename(_unused(partial / path.name))
+        part.rmdir()
+    files = {name: fingerprint for part in written for name, fingerprint in part.items()}
+    manifest = partial / MANIFEST
     manifest.write_text(json.dumps({"files": files}, indent=1))
-    for path in (manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
+    for path in (manifest, *(path for path in partial.rglob("*") if path.is_dir()), partial):
         _flush(path)
+    with held():
+        _move_into_place(partial, folder)
+        _remove_old(folder, keep)
 
 
 def _move_into_place(partial: Path, folder: Path) -> None:
@@ -180,51 +179,179 @@ def _move_into_place(partial: Path, folder: Path) -> None:
     _remove(aside)
 
 
+def _remove_old(newest: Path, keep: int | None) -> None:
+    """Remove all but `keep` checkpoints, and what killed runs left half written.
+
+    Those of later steps are of a run that was resumed from before them: they do not count, and
+    stay until they are replaced. Folders that are not finished checkpoints stay.
+    """
+    found = _finished(newest.parent)
+    replaced = [
+        path
+        for path in newest.parent.glob("checkpoint-*.old")
+        if FOLDER_NAME.fullmatch(path.name) and path not in found.values()
+    ]
+    for leftover in replaced:
+        _remove(leftover)
+    for half in newest.parent.glob(".checkpoint-*.partial*"):
+        # A run that was taken over may still write there.
+        shutil.rmtree(half, ignore_errors=True)
+    steps = sorted(step for step in found if step <= _step(newest))
+    excess = 0 if keep is None else max(0, len(steps) - keep)
+    for step in steps[:excess]:
+        _remove(found[step])
+
+
+def _step(folder: Path) -> int:
+    match = FOLDER_NAME.fullmatch(folder.name)
+    if match is None or match[2]:
+        raise TrainingError(
+            f"'{folder}' is no name for a checkpoint: it would not be found again. Call it "
+            "checkpoint-<step>."
+        )
+    return int(match[1])
+
+
+# --- Reading -------------------------------------------------------------------
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of some files, by their names; each is read when it is asked for."""
+
+    def __init__(self, files: list[Path]) -> None:
+        """Open the files."""
+        opened: list[Any] = [safe_open(file, "pt") for file in files]
+        self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A tensor, on the CPU."""
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._file_of)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were found to be those that were written."""
+
+    folder: Path
+    state: JSON
+    """What is in trainer_state.json."""
+
+    def tensors(self, group: str) -> Mapping[str, Tensor]:
+        """A group, whatever number of processes wrote it; empty where there is none."""
+        name = re.compile(rf"{re.escape(group)}(-\d+)?\.safetensors")
+        files = sorted(path for path in self.folder.iterdir() if name.fullmatch(path.name))
+        return StoredTensors(files)
+
+    def document(self, name: str) -> JSON:
+        """The content of a JSON file."""
+        return json.loads((self.folder / name).read_text())
+
+
+def read_checkpoint(folder: Path, peers: Peers = ALONE) -> Checkpoint:
+    """Hold every file of a checkpoint against its manifest, shared out over the processes.
+
+    Raises:
+        TrainingError: in all processes: it is not finished, or a file is missing, truncated or
+            changed.
+    """
+    for words in peers.exchange(_damage(folder, slice(peers.rank, None, peers.number))):
+        if words is not None:
+            raise TrainingError(
+                f"{words}. Resume from an earlier checkpoint, or restore this one from a copy; "
+                "going on from it would not be the same run."
+            )
+    return Checkpoint(folder, json.loads((folder / STATE).read_text()))
+
+
+def read_newest(output_dir: str | Path, peers: Peers = ALONE) -> Checkpoint | None:
+    """The newest checkpoint whose files are as they were written; None where there is none.
+
+    Warns of newer ones that are damaged.
+
+    Raises:
+        TrainingError: all are damaged; the message has what is wrong with each.
+    """
+    damaged = []
+    for folder in peers.of_main(_newest_first(output_dir)):
+        try:
+            return read_checkpoint(folder, peers)
+        except TrainingError as error:
+            damaged.append(str(error))
+            if peers.is_main:
+                logger.warning("'%s' is passed over for the one before. %s", folder, error)
+    if damaged:
+        raise TrainingError(
+            f"None of the checkpoints in '{output_dir}' can be resumed from:\n"
+            + "\n".join(damaged)
+            + "\nRestore one from a copy, or move them away to start anew."
+        )
+    return None
+
+
+def latest_checkpoint(output_dir: str | Path) -> Path | None:
+    """The finished checkpoint of the highest step; None where there is none."""
+    found = _finished(output_dir)
+    return found[max(found)] if found else None
+
+
 def _finished(output_dir: str | Path) -> dict[int, Path]:
-    """Folders with a manifest, by step."""
+    """Finished checkpoints by step; one that was set aside counts where no other is there."""
     found: dict[int, Path] = {}
-    # Sorted, so that checkpoint-5 comes before checkpoint-5.old, which stands in only for it.
-    for path in sorted(Path(output_dir).glob("checkpoint-*")):
+    for path in sorted(Path(output_dir).glob("checkpoint-*"), reverse=True):
         match = FOLDER_NAME.fullmatch(path.name)
         if match and (path / MANIFEST).is_file():
-            found.setdefault(int(match[1]), path)
+            found[int(match[1])] = path  # without .old sorts first, so it comes last
     return found
 
 
-def _leftovers(output_dir: str | Path, found: Mapping[int, Path]) -> list[Path]:
-    """Half-written folders, and replaced ones that stand in for nothing."""
-    replaced = [
-        path
-        for path in Path(output_dir).glob("checkpoint-*.old")
-        if FOLDER_NAME.fullmatch(path.name) and path not in found.values()
-    ]
-    return [*replaced, *Path(output_dir).glob(".checkpoint-*.partial")]
+def _newest_first(output_dir: str | Path) -> list[Path]:
+    """All folders that are called checkpoints, finished or not, the most promising ones first."""
+    found = _finished(output_dir)
+    unfinished = {
+        int(match[1]): path
+        for path in Path(output_dir).glob("checkpoint-*")
+        if (match := FOLDER_NAME.fullmatch(path.name)) and not (path / MANIFEST).is_file()
+    }
+    by_step = unfinished | found
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
-def _verify(folder: Path) -> None:
-    advice = (
-        "Resume from an earlier checkpoint, or restore this one from a copy; going on from it "
-        "would not be the same run."
-    )
+def _damage(folder: Path, share: slice) -> str | None:
+    """What is wrong with a share of a checkpoint's files, in words; None where nothing is."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
-        raise TrainingError(
-            f"'{folder}' has no {MANIFEST}: it is no checkpoint, or was never finished. {advice}"
-        )
+        return f"'{folder}' has no {MANIFEST}: it is no checkpoint, or was never finished"
     try:
-        files = json.loads(manifest.read_text())["files"]
-    except (ValueError, KeyError) as error:
-        raise TrainingError(f"'{manifest}' is damaged: {error!r}. {advice}") from error
-    for name, expected in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise TrainingError(f"'{path}' is missing. {advice}")
-        actual = _fingerprint(path)
-        if actual != expected:
-            raise TrainingError(
-                f"'{path}' has changed since it was written: {actual} where {MANIFEST} says "
-                f"{expected}. {advice}"
-            )
+        files: dict[str, JSON] = json.loads(manifest.read_text())["files"]
+        if STATE not in files:
+            return f"'{manifest}' is damaged: it does not list {STATE}"
+        for name in sorted(files)[share]:
+            if words := _changed(folder / name, files[name]):
+                return words
+    except (ValueError, KeyError, TypeError) as error:
+        return f"'{manifest}' is damaged: {error!r}"
+    except OSError as error:
+        return f"'{folder}' cannot be read: {error}"
+    return None
+
+
+def _changed(path: Path, expected: JSON) -> str | None:
+    if not path.is_file():
+        return f"'{path}' is missing"
+    if (actual := _fingerprint(path)) != expected:
+        return (
+            f"'{path}' has changed since it was written: {actual} where {MANIFEST} says {expected}"
+        )
+    return None
 
 
 def _fingerprint(path: Path) -> dict[str, int | str]:

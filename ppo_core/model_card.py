@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from ppo_core.completions import Completions, as_markdown, printable
 from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError, TrainingError
+from ppo_core.lease import LEASE, LOCK
 from ppo_core.metrics import Metrics
 
 SAMPLES = 3
@@ -80,7 +81,7 @@ def push_folder(
             folder_path=folder,
             repo_id=repository.repo_id,
             commit_message=commit_message,
-            ignore_patterns=["checkpoint-*", ".checkpoint-*"],
+            ignore_patterns=["checkpoint-*", ".checkpoint-*", LEASE, LOCK],
         )
     except HFValidationError as error:
         raise ConfigError(f"hub_model_id={repo_id!r} names no repository: {error}") from error

@@ -1,104 +1,72 @@
-"""Optimizer and randomness as tensors and plain JSON, and back to the bit, without pickle."""
+"""Options of the optimizer and randomness as tensors and plain JSON, and back to the bit."""
 
 import random
 from collections.abc import Mapping
-from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from ppo_core.checkpoint import JSON, Tensors
 from ppo_core.errors import TrainingError
 
+# --- The optimizer -------------------------------------------------------------
 
-def flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], JSON]:
-    """The optimizer's state: tensors by "<parameter>.<name>", not copied, and all else."""
-    saved = optimizer.state_dict()
-    entries = {
-        f"{number}.{name}": value
-        for number, named in saved["state"].items()
-        for name, value in named.items()
-    }
-    tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
-    return tensors, {
+EXECUTION = {"params", "fused", "foreach", "capturable", "differentiable"}
+"""Options of a group that say how a step is computed, which follows from the machine."""
+
+
+def optimizer_options(optimizer: Optimizer) -> JSON:
+    """What kind of optimizer it is, and what its groups are set to."""
+    return {
         "kind": type(optimizer).__name__,
-        "shapes": _shapes(optimizer),
-        "groups": saved["param_groups"],
-        "tensors": sorted(tensors),
-        "scalars": {key: value for key, value in entries.items() if key not in tensors},
+        "groups": [
+            {name: value for name, value in group.items() if name not in EXECUTION}
+            for group in optimizer.param_groups
+        ],
     }
 
 
-def restore_optimizer(optimizer: Optimizer, tensors: Tensors, state: JSON) -> None:
-    """Put back what `flatten_optimizer` gave, to the bit.
+def restore_options(optimizer: Optimizer, saved: JSON) -> None:
+    """Put back what `optimizer_options` gave."""
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for name, value in options.items():
+            # JSON has no tuples, which Adam's betas are.
+            group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+
+
+def check_optimizer_fits(optimizer: Optimizer, saved: JSON) -> None:
+    """Refuse the state of another optimizer, or of one with another number of groups.
+
+    It is never started afresh instead (NeMo-RL #3171).
 
     Raises:
-        TrainingError: the state belongs to another optimizer or to other parameters. It is never
-            started afresh instead (NeMo-RL #3171).
+        TrainingError: it is; the message says what is different.
     """
-    if misfit := _misfit(optimizer, tensors, state):
-        raise TrainingError(
-            f"The optimizer state of the checkpoint does not fit: {misfit}. Without it training "
-            "would start its moments afresh. Resume with the models and settings that wrote the "
-            "checkpoint, or start a new run from its policy."
-        )
-    entries: dict[int, dict[str, Any]] = {}
-    for key, value in {**tensors, **state["scalars"]}.items():
-        number, _, name = key.partition(".")
-        entries.setdefault(int(number), {})[name] = (
-            value.clone() if isinstance(value, Tensor) else value
-        )
-    groups = [
-        _with_tuples(saved, current)
-        for saved, current in zip(state["groups"], optimizer.param_groups, strict=True)
-    ]
-    optimizer.load_state_dict({"state": entries, "param_groups": groups})
-    _restore_precision(optimizer, tensors)
+    kind, number = type(optimizer).__name__, len(optimizer.param_groups)
+    if saved["kind"] != kind:
+        misfit = f"it is that of {saved['kind']}, here is {kind}"
+    elif len(saved["groups"]) != number:
+        misfit = f"it has {len(saved['groups'])} groups of parameters, here are {number}"
+    else:
+        return
+    raise TrainingError(
+        f"The optimizer state of the checkpoint does not fit: {misfit}. Without it training "
+        "would start its moments afresh. Resume with the models and settings that wrote the "
+        "checkpoint, or start a new run from its policy."
+    )
 
 
-def _misfit(optimizer: Optimizer, tensors: Tensors, state: JSON) -> str | None:
-    """What is different, in words; None where the state fits."""
-    kind = type(optimizer).__name__
-    if state["kind"] != kind:
-        return f"it is that of {state['kind']}, here is {kind}"
-    there, here = state["shapes"], _shapes(optimizer)
-    if [len(group) for group in there] != [len(group) for group in here]:
-        return (
-            f"its groups have {[len(group) for group in there]} parameters, here they have "
-            f"{[len(group) for group in here]}"
-        )
-    pairs = zip(chain(*there), chain(*here), strict=True)
-    for number, (saved, current) in enumerate(pairs):
-        if saved != current:
-            return f"parameter {number} has the shape {saved} there and {current} here"
-    if different := set(state["tensors"]) ^ set(tensors):
-        return f"the tensor {min(different)} is missing or does not belong to it"
-    return None
-
-
-def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
-    return [[list(p.shape) for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _with_tuples(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options, with a tuple (Adam's betas) where the optimizer has one: JSON has none."""
-    return {
-        name: tuple(value) if isinstance(current.get(name), tuple) else value
-        for name, value in saved.items()
-    }
-
-
-def _restore_precision(optimizer: Optimizer, tensors: Tensors) -> None:
-    """Undo torch's casting of the state to the precision of the parameters."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for key, tensor in tensors.items():
-        number, _, name = key.partition(".")
-        named = optimizer.state[parameters[int(number)]]
-        if named[name].dtype != tensor.dtype:
-            named[name] = tensor.to(named[name].device, copy=True)
+def set_course(scheduler: LambdaLR, step: int) -> None:
+    """The learning rates that a schedule has after so many steps."""
+    scheduler.last_epoch = step
+    courses = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    rates = [base * course(step) for base, course in courses]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
 
 
 # --- Randomness ----------------------------------------------------------------

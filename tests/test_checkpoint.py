@@ -2,55 +2,58 @@
 
 import errno
 import json
+import os
 import random
 import resource
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn, tensor
-from transformers import AutoModelForCausalLM
 
 from ppo_core.checkpoint import (
+    STATE,
+    Part,
     latest_checkpoint,
     read_checkpoint,
-    remove_old_checkpoints,
+    read_newest,
     save_checkpoint,
 )
 from ppo_core.errors import TrainingError
+from ppo_core.peers import Peers
 from ppo_core.training_state import (
-    flatten_optimizer,
+    check_optimizer_fits,
     generator_tensors,
     global_rng_state,
+    optimizer_options,
     restore_generators,
     restore_global_rng_state,
-    restore_optimizer,
+    restore_options,
+    set_course,
 )
-from tests.tiny import VOCABULARY, make_policy
 
 ROOT = Path(__file__).parent.parent
-
-
-def write_nothing(folder: Path) -> None:
-    pass
 
 
 def write_config(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
 
 
-def save(output_dir: Path, step: int, *, value: float = 0.0, write_policy=write_config) -> Path:
+def save(output_dir: Path, step: int, *, value: float = 0.0, keep=None, **changes) -> Path:
     folder = output_dir / f"checkpoint-{step}"
-    save_checkpoint(
-        folder,
-        tensors={"critic": {"weight": torch.full((3,), value)}, "ema": {}},
-        state={"episodes": 8 * step},
-        write_policy=write_policy,
-    )
+    part = {
+        "groups": {"critic": {"weight": torch.full((3,), value)}, "ema": {}},
+        "documents": {STATE: json.dumps({"step": step, "episodes": 8 * step})},
+        "write_policy": write_config,
+        **changes,
+    }
+    save_checkpoint(folder, Part(**part), keep=keep)
     return folder
 
 
@@ -68,66 +71,13 @@ def optimizer_of(*shapes, kind=torch.optim.AdamW, dtype=torch.float32, steps=1):
     return optimizer
 
 
+def two_groups():
+    optimizer = optimizer_of((2, 3), steps=0)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4))]})
+    return optimizer
+
+
 # --- What goes in comes out ----------------------------------------------------
-
-
-class Run:
-    """A training whose every source of state is there: weights, moments, data order, dropout."""
-
-    def __init__(self):
-        self.model = make_policy("gpt2").train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
-        self.order = torch.Generator().manual_seed(3)
-
-    def train(self, steps):
-        for _ in range(steps):
-            ids = torch.randint(VOCABULARY, (2, 8), generator=self.order)
-            self.model(input_ids=ids, labels=ids).loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def save(self, folder):
-        moments, groups = flatten_optimizer(self.optimizer)
-        rng, rng_state = global_rng_state()
-        save_checkpoint(
-            folder,
-            tensors={
-                "optimizer": moments,
-                "generators": generator_tensors({"order": self.order}),
-                "rng": rng,
-            },
-            state={"optimizer": groups, "rng": rng_state},
-            write_policy=self.model.save_pretrained,
-        )
-
-    def load(self, folder):
-        checkpoint = read_checkpoint(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder).train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.5, fused=True)
-        restore_optimizer(
-            self.optimizer, checkpoint.tensors["optimizer"], checkpoint.state["optimizer"]
-        )
-        restore_generators({"order": self.order}, checkpoint.tensors["generators"])
-        restore_global_rng_state(checkpoint.tensors["rng"], checkpoint.state["rng"])
-
-
-def test_a_resumed_run_ends_in_the_same_weights_to_the_bit(tmp_path):
-    straight = Run()
-    torch.manual_seed(5)
-    straight.train(10)
-
-    stopped = Run()
-    torch.manual_seed(5)
-    stopped.train(5)
-    stopped.save(tmp_path / "checkpoint-5")
-    torch.rand(7)
-    resumed = Run()
-    resumed.load(tmp_path / "checkpoint-5")
-    resumed.train(5)
-
-    resumed_weights = resumed.model.state_dict()
-    for name, weight in straight.model.state_dict().items():
-        assert torch.equal(weight, resumed_weights[name]), name
 
 
 @pytest.mark.parametrize(
@@ -143,43 +93,32 @@ def test_a_resumed_run_ends_in_the_same_weights_to_the_bit(tmp_path):
     ids=["0-d", "bf16", "integer", "empty", "bool", "transposed"],
 )
 def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path, value):
-    folder = tmp_path / "checkpoint-1"
-    save_checkpoint(folder, tensors={"g": {"x": value}}, state={}, write_policy=write_nothing)
-    read = read_checkpoint(folder).tensors["g"]["x"]
+    folder = save(tmp_path, 1, groups={"g": {"x": value}})
+    read = read_checkpoint(folder).tensors("g")["x"]
     assert read.dtype == value.dtype and read.shape == value.shape
     flat, expected = (t.contiguous().view(-1).view(torch.uint8) for t in (read, value))
     assert torch.equal(flat, expected)
 
 
 def test_tied_weights_come_back_under_both_names(tmp_path):
-    weight, folder = torch.randn(3), tmp_path / "checkpoint-1"
-    save_checkpoint(
-        folder,
-        tensors={"critic": {"a": weight, "b": weight, "part": weight[1:]}},
-        state={},
-        write_policy=write_nothing,
-    )
-    read = read_checkpoint(folder).tensors["critic"]
+    weight = torch.randn(3)
+    folder = save(tmp_path, 1, groups={"critic": {"a": weight, "b": weight, "part": weight[1:]}})
+    read = read_checkpoint(folder).tensors("critic")
     assert torch.equal(read["a"], weight) and torch.equal(read["b"], weight)
     assert torch.equal(read["part"], weight[1:])
 
 
-def test_step_and_plain_state_come_back(tmp_path):
+def test_groups_and_plain_state_come_back(tmp_path):
     checkpoint = read_checkpoint(save(tmp_path, 12, value=3.0))
-    assert checkpoint.step == 12
-    assert checkpoint.state == {"episodes": 96}
-    assert checkpoint.tensors["critic"]["weight"].tolist() == [3.0] * 3
-    assert checkpoint.tensors["ema"] == {}
+    assert checkpoint.state == {"step": 12, "episodes": 96}
+    assert checkpoint.tensors("critic")["weight"].tolist() == [3.0] * 3
+    assert dict(checkpoint.tensors("ema")) == dict(checkpoint.tensors("not there")) == {}
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
-    run = Run()
-    run.train(1)
-    run.save(tmp_path / "checkpoint-1")
-    assert {path.suffix for path in (tmp_path / "checkpoint-1").iterdir()} == {
-        ".json",
-        ".safetensors",
-    }
+def test_a_group_that_several_processes_wrote_is_one(tmp_path):
+    groups = {"optimizer-0": {"a": tensor(0)}, "optimizer-11": {"b": tensor(1)}, "optim": {}}
+    checkpoint = read_checkpoint(save(tmp_path, 1, groups=groups))
+    assert dict(checkpoint.tensors("optimizer")) == {"a": tensor(0), "b": tensor(1)}
 
 
 # --- Whole, or not there -------------------------------------------------------
@@ -223,12 +162,16 @@ def test_no_byte_of_the_manifest_can_change_a_checkpoint_unseen(tmp_path):
 KILLED_HALF_WAY = """
 import sys, torch
 from pathlib import Path
-from ppo_core.checkpoint import save_checkpoint
+from ppo_core.checkpoint import Part, save_checkpoint
 
 def save(step, write_policy):
     large = {str(i): torch.full((1 << 20,), float(step)) for i in range(4)}
-    folder = Path(sys.argv[1]) / f"checkpoint-{step}"
-    save_checkpoint(folder, tensors={"critic": large}, state={}, write_policy=write_policy)
+    part = Part(
+        groups={"critic": large},
+        documents={"trainer_state.json": f'{{"step": {step}}}'},
+        write_policy=write_policy,
+    )
+    save_checkpoint(Path(sys.argv[1]) / f"checkpoint-{step}", part)
 
 def stop_half_way(folder):
     (folder / "model.safetensors").write_bytes(b"half")
@@ -252,29 +195,29 @@ def test_a_killed_process_leaves_the_last_good_checkpoint(tmp_path):
     process.kill()
     process.communicate()
 
-    assert names(tmp_path) == [".checkpoint-2.partial", "checkpoint-1"]
-    checkpoint = read_checkpoint(latest_checkpoint(tmp_path))
-    assert checkpoint.step == 1
-    assert all((value == 1).all() for value in checkpoint.tensors["critic"].values())
-    remove_old_checkpoints(tmp_path, None)
-    assert names(tmp_path) == ["checkpoint-1"]
+    assert names(tmp_path) == [".checkpoint-2.partial-0", "checkpoint-1"]
+    checkpoint = read_newest(tmp_path)
+    assert checkpoint.state["step"] == 1
+    assert all((value == 1).all() for value in checkpoint.tensors("critic").values())
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
 
 
 KILLED_AT_EVERY_OPERATION = """
 import os, signal, sys, torch
 from itertools import count
 from pathlib import Path
-from ppo_core.checkpoint import latest_checkpoint, read_checkpoint, save_checkpoint
+from ppo_core.checkpoint import Part, read_newest, save_checkpoint
 
 output_dir = Path(sys.argv[1])
 
 def save(turn):
-    save_checkpoint(
-        output_dir / "checkpoint-7",
-        tensors={"critic": {"weight": torch.tensor(turn)}},
-        state={"turn": turn},
+    part = Part(
+        groups={"critic": {"weight": torch.tensor(turn)}},
+        documents={"trainer_state.json": f'{{"turn": {turn}}}'},
         write_policy=lambda folder: (folder / "config.json").write_text("{}"),
     )
+    save_checkpoint(output_dir / "checkpoint-7", part)
 
 def kill_before_operation(number):
     seen = count()
@@ -292,8 +235,8 @@ for turn in count(1):
         save(turn)
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    checkpoint = read_checkpoint(latest_checkpoint(output_dir))
-    assert checkpoint.tensors["critic"]["weight"] == checkpoint.state["turn"]
+    checkpoint = read_newest(output_dir)
+    assert checkpoint.tensors("critic")["weight"] == checkpoint.state["turn"]
     print(turn, checkpoint.state["turn"])
     if status == 0:
         break
@@ -318,22 +261,37 @@ def test_killed_before_any_file_operation_the_old_or_the_new_checkpoint_is_there
     assert names(tmp_path) == ["checkpoint-7"]
 
 
+def test_every_file_and_name_is_on_the_disk_before_the_checkpoint_takes_its_place(
+    tmp_path, monkeypatch
+):
+    flushed, renamed = [], []
+
+    def fsync(handle: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+
+    def rename(path: Path, target: Path) -> Path:
+        if target.name == "checkpoint-1":
+            renamed.extend(flushed)
+        return Path(shutil.move(path, target))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    folder = save(tmp_path, 1)
+    assert set(renamed) == {".checkpoint-1.partial-0", *names(folder)}
+    assert flushed[len(renamed) :] == [tmp_path.name]
+
+
 def test_a_checkpoint_that_outgrows_the_disk_leaves_the_earlier_ones(tmp_path):
     save(tmp_path, 1, value=1.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
         with pytest.raises(TrainingError, match=r"step 2 could not be written.*too large.*Free"):
-            save_checkpoint(
-                tmp_path / "checkpoint-2",
-                tensors={"critic": {"weight": torch.zeros(1 << 16)}},
-                state={},
-                write_policy=write_nothing,
-            )
+            save(tmp_path, 2, groups={"critic": {"weight": torch.zeros(1 << 16)}})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["checkpoint-1"]
-    assert read_checkpoint(latest_checkpoint(tmp_path)).step == 1
+    assert read_newest(tmp_path).state["step"] == 1
 
 
 def test_a_disk_that_fills_up_while_a_step_is_replaced_leaves_the_earlier_one(tmp_path):
@@ -345,7 +303,7 @@ def test_a_disk_that_fills_up_while_a_step_is_replaced_leaves_the_earlier_one(tm
         save(tmp_path, 1, value=2.0, write_policy=fill_up)
     assert names(tmp_path) == ["checkpoint-1"]
     checkpoint = read_checkpoint(tmp_path / "checkpoint-1")
-    assert checkpoint.tensors["critic"]["weight"].tolist() == [1.0] * 3
+    assert checkpoint.tensors("critic")["weight"].tolist() == [1.0] * 3
 
 
 def test_an_error_in_writing_the_policy_leaves_no_folder_behind(tmp_path):
@@ -362,7 +320,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     save(tmp_path, 1, value=2.0)
     assert names(tmp_path) == ["checkpoint-1"]
     checkpoint = read_checkpoint(tmp_path / "checkpoint-1")
-    assert checkpoint.tensors["critic"]["weight"].tolist() == [2.0] * 3
+    assert checkpoint.tensors("critic")["weight"].tolist() == [2.0] * 3
 
 
 def test_a_run_killed_between_the_two_renames_still_has_the_earlier_one(tmp_path):
@@ -370,7 +328,7 @@ def test_a_run_killed_between_the_two_renames_still_has_the_earlier_one(tmp_path
     save(tmp_path, 10, value=1.0).rename(tmp_path / "checkpoint-10.old")
     latest = latest_checkpoint(tmp_path)
     assert latest == tmp_path / "checkpoint-10.old"
-    assert read_checkpoint(latest).step == 10
+    assert read_checkpoint(latest).state["step"] == 10
     save(tmp_path, 10, value=2.0)
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-9"]
 
@@ -380,17 +338,22 @@ def test_a_replaced_checkpoint_that_was_not_removed_yet_is_never_read_again(tmp_
     save(tmp_path, 9).rename(tmp_path / "checkpoint-9.old")
     (tmp_path / "checkpoint-best.old").mkdir()
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
-    remove_old_checkpoints(tmp_path, None)
+    save(tmp_path, 11)
     # That of step 9 is the only one of its step.
-    assert names(tmp_path) == ["checkpoint-10", "checkpoint-9.old", "checkpoint-best.old"]
+    assert names(tmp_path) == [
+        "checkpoint-10",
+        "checkpoint-11",
+        "checkpoint-9.old",
+        "checkpoint-best.old",
+    ]
 
 
 def test_a_group_named_like_the_policys_file_is_refused(tmp_path):
     with pytest.raises(TrainingError, match=r"model\.safetensors.*another name"):
-        save_checkpoint(
-            tmp_path / "checkpoint-1",
-            tensors={"model": {}},
-            state={},
+        save(
+            tmp_path,
+            1,
+            groups={"model": {}},
             write_policy=lambda folder: (folder / "model.safetensors").touch(),
         )
     assert names(tmp_path) == []
@@ -399,7 +362,7 @@ def test_a_group_named_like_the_policys_file_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["final", "checkpoint-", "checkpoint-3.old"])
 def test_a_folder_that_would_not_be_found_again_is_refused(tmp_path, name):
     with pytest.raises(TrainingError, match="checkpoint-<step>"):
-        save_checkpoint(tmp_path / name, tensors={}, state={}, write_policy=write_nothing)
+        save_checkpoint(tmp_path / name, Part())
 
 
 # --- Finding and removing ------------------------------------------------------
@@ -425,14 +388,142 @@ def test_a_folder_without_checkpoints_has_no_latest(tmp_path):
 
 @pytest.mark.parametrize(
     ("keep", "kept"),
-    [(1, [10]), (2, [9, 10]), (3, [2, 9, 10]), (5, [2, 9, 10]), (None, [2, 9, 10])],
+    [(2, [9, 10]), (3, [2, 9, 10]), (5, [2, 9, 10]), (None, [2, 9, 10])],
 )
 def test_the_oldest_checkpoints_go_first(tmp_path, keep, kept):
-    for step in (10, 2, 9):
+    for step in (2, 9):
         save(tmp_path, step)
     (tmp_path / "checkpoint-1").mkdir()
-    remove_old_checkpoints(tmp_path, keep)
+    save(tmp_path, 10, keep=keep)
     assert names(tmp_path) == sorted(f"checkpoint-{step}" for step in [1, *kept])
+
+
+def test_checkpoints_of_later_steps_do_not_count_as_kept(tmp_path):
+    for step in (1, 2, 8, 9):
+        save(tmp_path, step)
+    save(tmp_path, 3, keep=2)
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in (2, 3, 8, 9)]
+
+
+# --- Damage --------------------------------------------------------------------
+
+
+def truncate(path: Path, other: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path: Path, other: Path) -> None:
+    content = path.read_bytes()
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+
+
+def remove(path: Path, other: Path) -> None:
+    path.unlink()
+
+
+def take_that_of_another_step(path: Path, other: Path) -> None:
+    shutil.copyfile(other / path.name, path)
+
+
+FILES = [
+    "config.json",
+    "critic.safetensors",
+    "ema.safetensors",
+    "manifest.json",
+    "trainer_state.json",
+]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove, take_that_of_another_step])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, caplog, damage, file):
+    contents = [{"write_policy": lambda f, n=n: (f / "config.json").write_text(n)} for n in "123"]
+    for step, content in enumerate(contents, start=1):
+        groups = {"critic": {"w": tensor(step)}, "ema": {"w": tensor(step)}}
+        save(tmp_path, step, groups=groups, **content)
+    assert sorted(path.name for path in (tmp_path / "checkpoint-3").iterdir()) == FILES
+    assert read_newest(tmp_path).state["step"] == 3
+    damage(tmp_path / "checkpoint-3" / file, tmp_path / "checkpoint-2")
+    checkpoint = read_newest(tmp_path)
+    assert checkpoint.state["step"] == 2 and checkpoint.tensors("critic")["w"] == 2
+    (warning,) = caplog.messages
+    assert "checkpoint-3' is passed over for the one before" in warning
+    if (damage, file) != (take_that_of_another_step, "manifest.json"):
+        assert file in warning
+
+
+def test_where_all_are_damaged_each_is_named(tmp_path):
+    for step in (1, 2):
+        (save(tmp_path, step) / "config.json").unlink()
+    with pytest.raises(TrainingError, match=r"(?s)None of.*checkpoint-2/.*checkpoint-1/.*copy"):
+        read_newest(tmp_path)
+
+
+def test_a_folder_without_checkpoints_has_no_newest(tmp_path):
+    assert read_newest(tmp_path) is None
+
+
+# --- Several processes ---------------------------------------------------------
+
+
+def in_threads(number: int, work) -> list:
+    """What each of some processes gives; threads stand in for them, and a barrier for gloo."""
+    barrier, items = threading.Barrier(number), [None] * number
+
+    def as_peer(rank: int):
+        def exchange(item):
+            items[rank] = item
+            barrier.wait()
+            everything = list(items)
+            barrier.wait()
+            return everything
+
+        try:
+            return work(Peers(rank=rank, number=number, exchange=exchange))
+        except TrainingError as error:
+            return error
+
+    with ThreadPoolExecutor(number) as pool:
+        return list(pool.map(as_peer, range(number)))
+
+
+def test_each_process_writes_its_own_files_and_one_manifest_vouches_for_all(tmp_path):
+    folder = tmp_path / "checkpoint-1"
+
+    def write(peers: Peers) -> None:
+        groups = {f"optimizer-{peers.rank}": {f"{peers.rank}": tensor(peers.rank)}}
+        documents = {STATE: "{}"} if peers.is_main else {}
+        save_checkpoint(folder, Part(groups=groups, documents=documents), peers=peers)
+
+    in_threads(3, write)
+    checkpoints = in_threads(2, lambda peers: read_checkpoint(folder, peers))
+    for checkpoint in checkpoints:
+        assert {k: v.item() for k, v in checkpoint.tensors("optimizer").items()} == {
+            "0": 0,
+            "1": 1,
+            "2": 2,
+        }
+    (folder / "optimizer-2.safetensors").write_bytes(b"")
+    for error in in_threads(2, lambda peers: read_checkpoint(folder, peers)):
+        assert "optimizer-2.safetensors' has changed" in str(error)
+
+
+def test_where_one_process_cannot_write_no_process_takes_the_checkpoint_for_written(tmp_path):
+    def write(peers: Peers) -> None:
+        def fill_up(folder: Path) -> None:
+            if peers.rank == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        documents = {STATE: "{}"} if peers.is_main else {}
+        part = Part(documents=documents, write_policy=fill_up)
+        save_checkpoint(tmp_path / "checkpoint-2", part, peers=peers)
+
+    save(tmp_path, 1)
+    first, second = in_threads(2, write)
+    assert "Process 1 says: [Errno 28] No space left" in str(first)
+    assert "Free some space" in str(second)
+    assert names(tmp_path) == ["checkpoint-1"]
 
 
 # --- The optimizer -------------------------------------------------------------
@@ -442,66 +533,40 @@ def through_json(state):
     return json.loads(json.dumps(state))
 
 
-def test_the_optimizer_comes_back_with_its_options(tmp_path):
-    saved = optimizer_of((2, 3), (4,), steps=3)
-    saved.param_groups[0] |= {"lr": 0.1 / 3, "initial_lr": 0.1}
-    tensors, state = flatten_optimizer(saved)
+def test_the_options_of_an_optimizer_come_back():
+    saved = optimizer_of((2, 3), (4,))
+    saved.param_groups[0] |= {"lr": 0.1 / 3, "initial_lr": 0.1, "betas": (0.8, 0.9)}
     fresh = optimizer_of((2, 3), (4,), steps=0)
-    restore_optimizer(fresh, tensors, through_json(state))
-    expected, actual = saved.state_dict(), fresh.state_dict()
-    assert actual["param_groups"] == expected["param_groups"]
-    assert actual["state"].keys() == expected["state"].keys()
-    for number, named in expected["state"].items():
-        assert named.keys() == actual["state"][number].keys()
-        for name, value in named.items():
-            assert torch.equal(value, actual["state"][number][name])
-            assert value is not actual["state"][number][name]
-
-
-def test_moments_finer_than_their_parameters_keep_their_bits():
-    saved = optimizer_of((3,), dtype=torch.bfloat16)
-    (parameter,) = saved.param_groups[0]["params"]
-    fine = tensor([0.1, 0.2, 0.3])
-    saved.state[parameter]["exp_avg"] = fine
-    fresh = optimizer_of((3,), dtype=torch.bfloat16, steps=0)
-    restore_optimizer(fresh, *flatten_optimizer(saved))
-    (named,) = fresh.state.values()
-    assert named["exp_avg"].dtype == torch.float32 and torch.equal(named["exp_avg"], fine)
-    assert named["exp_avg_sq"].dtype == torch.bfloat16
-
-
-def test_numbers_that_are_no_tensors_come_back_too():
-    saved = optimizer_of((3,))
-    (parameter,) = saved.param_groups[0]["params"]
-    saved.state[parameter]["scale"] = 0.1
-    tensors, state = flatten_optimizer(saved)
-    fresh = optimizer_of((3,), steps=0)
-    restore_optimizer(fresh, tensors, through_json(state))
-    (named,) = fresh.state.values()
-    assert named["scale"] == 0.1
+    restore_options(fresh, through_json(optimizer_options(saved)))
+    assert optimizer_options(fresh) == optimizer_options(saved)
 
 
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (optimizer_of((2, 3), (5,), steps=0), r"parameter 1 has the shape \[4\] there and \[5\]"),
-        (optimizer_of((2, 3), steps=0), r"groups have \[2\] parameters, here they have \[1\]"),
+        (two_groups(), "it has 1 groups of parameters, here are 2"),
         (optimizer_of((2, 3), (4,), kind=torch.optim.SGD, steps=0), "of AdamW, here is SGD"),
     ],
-    ids=["shape", "count", "kind"],
+    ids=["count", "kind"],
 )
-def test_state_of_another_optimizer_is_refused(other, words):
-    tensors, state = flatten_optimizer(optimizer_of((2, 3), (4,)))
+def test_another_optimizer_is_refused(other, words):
     with pytest.raises(TrainingError, match=words):
-        restore_optimizer(other, tensors, state)
-    assert not other.state
+        check_optimizer_fits(other, optimizer_options(optimizer_of((2, 3), (4,))))
 
 
-def test_lost_moments_are_not_started_afresh():
-    tensors, state = flatten_optimizer(optimizer_of((2, 3), (4,)))
-    del tensors["1.exp_avg"]
-    with pytest.raises(TrainingError, match=r"1\.exp_avg is missing"):
-        restore_optimizer(optimizer_of((2, 3), (4,), steps=0), tensors, state)
+def test_a_schedule_is_set_to_where_it_would_be_after_so_many_steps():
+    schedules = []
+    for _ in range(2):
+        optimizer = optimizer_of((3,), steps=0)
+        schedules.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    stepped, set_there = schedules
+    for _ in range(4):
+        stepped.optimizer.step(), stepped.step()
+    set_there.optimizer.step()
+    set_course(set_there, 4)
+    assert set_there.get_last_lr() == stepped.get_last_lr() == [pytest.approx(0.1 / 5)]
+    stepped.step(), set_there.step()
+    assert set_there.get_last_lr() == stepped.get_last_lr() == [pytest.approx(0.1 / 6)]
 
 
 # --- Randomness ----------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_a_checkpoint_of_other_prompts_is_refused_and_other_ways_to_log_are_not(
     make_trainer(config, callbacks=[StopAfter(2)]).train()
     with pytest.raises(Exception, match="written with prompts="):
         make_trainer(config, prompts=PROMPTS[::-1]).train(resume_from_checkpoint=True)
-    other = dataclasses.replace(config, save_total_limit=1, logging_steps=2, warn_kl=9.0)
+    other = dataclasses.replace(config, save_total_limit=3, logging_steps=2, warn_kl=9.0)
     assert len(make_trainer(other).train(resume_from_checkpoint=True)) == 2
 
 

@@ -38,7 +38,7 @@ from ppo_core.schedule import make_schedule
 from ppo_core.scoring import critic_values
 from ppo_core.supervised.config import SupervisedConfig
 from ppo_core.supervised.data import encode_pair
-from ppo_core.tensors import alone, standardise
+from ppo_core.tensors import standardise
 from tests.test_models import make_rollout, row_of
 from tests.test_rollout import sample
 from tests.test_trainer import CLOCKS, CONFIG, PROMPTS, LogRecorder, make_trainer
@@ -96,7 +96,7 @@ COVERED = {
     ),
     39: ("tests/test_trainer.py", "test_saving_writes_what_transformers_loads"),
     40: ("tests/test_run_files.py", "test_a_run_that_was_interrupted_goes_on_to_the_bit"),
-    41: ("tests/test_checkpoint.py", "test_lost_moments_are_not_started_afresh"),
+    41: ("tests/test_recovery.py", "test_each_saved_state_is_needed"),
     42: (
         "tests/test_evaluation.py",
         "test_the_same_seed_gives_the_same_texts_in_batches_of_any_size",
@@ -173,9 +173,7 @@ def test_padding_adds_nothing_to_the_entropies():
     scores = Scores(
         ref_logprobs=rollout.logprobs, values=rollout.logprobs, scores=torch.zeros(len(rollout))
     )
-    metrics = objective_metrics(
-        rollout, scores, torch.zeros(12, 30), kl_coef=0.1, sum_over_processes=alone
-    )
+    metrics = objective_metrics(rollout, scores, torch.zeros(12, 30), kl_coef=0.1)
     surprise = [-plain_logprobs(rollout, b).sum() for b in range(12)]
     expected = torch.stack(surprise).mean().item()
     assert metrics["objective/entropy"] == pytest.approx(expected, rel=1e-5)
