@@ -8,21 +8,36 @@ Without arguments it runs the built-in task. Your own data and models:
 Every other setting is read from a file: `python flows/rlhf.py --config settings FILE.toml run`.
 """
 
+import sys
 import time
 import tomllib
 from collections.abc import Iterator
 from typing import Any
 
-from metaflow import Config, FlowSpec, Parameter, card, current, step, user_step_decorator
-from metaflow.exception import MetaflowException
+from metaflow import (
+    Config,
+    FlowSpec,
+    Parameter,
+    card,
+    current,
+    parallel,
+    retry,
+    step,
+    user_step_decorator,
+)
+from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
 
 import ppo_core
 from pipeline import stages
 from pipeline.environment import prepare_environment
-from ppo_core.errors import PPOError
+from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 
 # Metaflow ships the folder of this file to remote machines; this line adds the library.
 ppo_core.METAFLOW_PACKAGE_POLICY = "include"  # type: ignore[attr-defined]
+
+
+RETRIED = {"train_policy"}
+"""Steps that Metaflow tries again."""
 
 
 class RunStoppedError(MetaflowException):
@@ -33,11 +48,18 @@ class RunStoppedError(MetaflowException):
 
 @user_step_decorator
 def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None) -> Iterator[None]:
-    """Measure how long a step works, and report an error of the project as its message."""
+    """Measure how long a step works, and report an error of the project as its message.
+
+    A step that is tried again is tried again only where that can mend the error.
+    """
     started = time.perf_counter()
     try:
         yield
     except PPOError as error:
+        lasting = not isinstance(error, (ProcessError, RunInterruptedError))
+        if lasting and step_name in RETRIED:
+            print(f"{RunStoppedError.headline}:\n{error}", file=sys.stderr, flush=True)
+            sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
         raise RunStoppedError(str(error)) from error
     flow.seconds = {**getattr(flow, "seconds", {}), step_name: time.perf_counter() - started}
 
@@ -77,6 +99,8 @@ class RLHF(FlowSpec):
         is_flag=True,
         help="Train even if the reward model is refused.",
     )
+    processes = Parameter("processes", type=int, help="Processes of PPO on each machine.")
+    num_nodes = Parameter("num-nodes", type=int, help="Machines of PPO.")
     total_episodes = Parameter("total-episodes", type=int, help="Responses PPO samples in all.")
     seed = Parameter("seed", type=int, help="Seed of everything random.")
     registered_model = Parameter("registered-model", type=str, help="Name in MLflow.")
@@ -116,15 +140,31 @@ class RLHF(FlowSpec):
             self.settings, self.sft, self.rewarder, self.tracked
         )
         current.card.extend(stages.reward_model_card(self.validation))
-        self.next(self.train_policy)
+        self.next(self.train_policy, num_parallel=self.settings.num_nodes)
+
+    @retry(times=3, minutes_between_retries=0)
+    @phase
+    @parallel
+    @step
+    def train_policy(self) -> None:
+        """Train the policy with PPO, on as many machines as wanted, from the last checkpoint."""
+        self.trained = stages.train_policy(
+            self.settings,
+            self.sft,
+            self.rewarder,
+            self.validation,
+            self.tracked,
+            current.parallel,
+        )
+        self.next(self.join_machines)
 
     @phase
     @step
-    def train_policy(self) -> None:
-        """Train the policy with PPO against the validated reward model."""
-        self.trained = stages.train_policy(
-            self.settings, self.sft, self.rewarder, self.validation, self.tracked
-        )
+    def join_machines(self, inputs: Any) -> None:
+        """Go on with what the first machine has."""
+        (first,) = [each for each in inputs if each.trained]
+        self.trained, self.seconds = first.trained, first.seconds
+        self.merge_artifacts(inputs, exclude=["trained", "seconds"])
         self.next(self.evaluate_win_rate)
 
     @card(type="blank")
@@ -179,6 +219,8 @@ class RLHF(FlowSpec):
             "judge": self.judge,
             # A flag that is not given is False, and must not win over the file.
             "accept_reward_model": self.accept_reward_model or None,
+            "processes": self.processes,
+            "num_nodes": self.num_nodes,
             "total_episodes": self.total_episodes,
             "seed": self.seed,
             "registered_model": self.registered_model,

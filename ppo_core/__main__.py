@@ -5,18 +5,28 @@ from collections.abc import Sequence
 
 from ppo_core.cli_arguments import ModelArguments, ScriptArguments
 from ppo_core.config import PPOConfig
-from ppo_core.errors import PPOError
+from ppo_core.errors import PPOError, RunInterruptedError
 from ppo_core.hf_arguments import parse_arguments
+from ppo_core.interruption import EXIT_CODE
+from ppo_core.processes import end_with_parent, reported_errors
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the flags say; returns 0, or 1 when something is wrong, which is then said."""
-    try:
-        arguments = parse_arguments([PPOConfig, ScriptArguments, ModelArguments], argv)
-        # Only now: loading torch takes seconds, and a wrong flag is answered at once.
-        from ppo_core.cli import train
+    """Train as the flags say.
 
-        train(*arguments)
+    Returns 0; 75 when SIGTERM came, and the run can go on from its checkpoint; or 1 when something
+    is wrong, which is then said.
+    """
+    try:
+        with reported_errors():
+            arguments = parse_arguments([PPOConfig, ScriptArguments, ModelArguments], argv)
+            # Only now: loading torch takes seconds, and a wrong flag is answered at once.
+            from ppo_core.cli import train
+
+            train(*arguments)
+    except RunInterruptedError as error:
+        print(f"ppo_core: {error}", file=sys.stderr)
+        return EXIT_CODE
     except PPOError as error:
         print(f"ppo_core: {error}", file=sys.stderr)
         return 1
@@ -24,4 +34,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main(sys.argv[1:]))

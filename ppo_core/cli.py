@@ -23,7 +23,7 @@ MANY_PROMPTS, HELD_OUT = 1000, 100
 
 
 def train(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> None:
-    """Train the policy, and save it with its tokenizer in `output_dir`.
+    """Train the policy, and save it with its tokenizer in `policy_dir` or `output_dir`.
 
     Raises:
         ConfigError: two settings contradict each other, or one needs what is not there.
@@ -40,18 +40,30 @@ def train(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> 
         processing_class=load_tokenizer(model.model_name_or_path or start),
         model=load_start(start, model),
         ref_model=None,
-        reward_model=load_reward(config.reward_model_path, start, config.seed),
+        reward_model=load_reward(
+            config.reward_model_path,
+            start,
+            config.seed,
+            bias=script.reward_bias,
+            gain=script.reward_gain,
+            end_of_text=script.reward_end_of_text,
+        ),
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         peft_config=lora_of(model) if model.use_peft else None,
     )
     resume = script.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if resume == "latest" else resume)
-    trainer.save_model()
+    trainer.train(
+        resume_from_checkpoint=True if resume == "latest" else resume,
+        resume_anyway=script.resume_anyway,
+    )
+    trainer.save_model(script.policy_dir)
 
 
 def load_prompts(config: PPOConfig, script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     """The rows to train on, and those to evaluate on or show samples from, if any.
+
+    Where no samples are asked for, none are kept for them.
 
     Raises:
         ConfigError: no data set is named.
@@ -63,7 +75,7 @@ def load_prompts(config: PPOConfig, script: ScriptArguments) -> tuple[Dataset, D
     rows = load_rows(name, split=script.dataset_train_split, config=subset)
     if config.eval_strategy == "steps":
         return rows, load_rows(name, split=script.dataset_test_split, config=subset)
-    if len(rows) <= MANY_PROMPTS:
+    if len(rows) <= MANY_PROMPTS or config.num_sample_generations == 0:
         return rows, None
     last = len(rows) - HELD_OUT
     return rows.select(range(last)), rows.select(range(last, len(rows)))
@@ -95,8 +107,14 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
     return policy.eval()
 
 
-def load_reward(path: str | None, start: str, seed: int) -> RewardModel:
+def load_reward(path: str | None, start: str, seed: int, **reading: Any) -> RewardModel:
     """The reward model; one with a random head, and a warning, where none has been trained.
+
+    Args:
+        path: its folder or hub id.
+        start: the policy's, which lends its weights where there is no reward model.
+        seed: of the random head.
+        reading: how it is to be read: bias, gain and end_of_text of a `RewardModel`.
 
     Raises:
         ModelError: there is no model at this folder or hub id, or it gives several scores.
@@ -104,7 +122,7 @@ def load_reward(path: str | None, start: str, seed: int) -> RewardModel:
     base = path or start
     architectures = load_config(base).architectures or []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
-        return load_reward_model(base)
+        return load_reward_model(base, **reading)
     given = f"reward_model_path={path!r} is no reward model" if path else "No reward_model_path"
     warnings.warn(
         f"{given}: a head with RANDOM weights is put on '{base}'. Its scores mean nothing, so this "
@@ -116,7 +134,7 @@ def load_reward(path: str | None, start: str, seed: int) -> RewardModel:
     set_seed(seed)
     classifier = make_classifier(load_policy(base), tokenizer.pad_token_id)
     PairRanker(classifier)  # draws the head's weights, so that scores start near 0
-    return RewardModel(classifier.eval(), tokenizer)
+    return RewardModel(classifier.eval(), tokenizer, **reading)
 
 
 def lora_of(model: ModelArguments) -> Any:

@@ -22,8 +22,23 @@ class ScriptArguments:
     dataset_test_split: str = "test"
     """Split to evaluate on, read with eval_strategy=steps."""
 
+    reward_bias: float = 0.0
+    """Taken off what the reward model gives, so that reference answers can score 0 on average."""
+
+    reward_gain: float = 1.0
+    """What then remains is multiplied by it, so that samples can vary by 1."""
+
+    reward_end_of_text: bool = True
+    """The reward model was trained on texts that end in its end-of-sequence token."""
+
+    policy_dir: str | None = None
+    """Folder for the final policy; None takes `output_dir`."""
+
     resume_from_checkpoint: str | None = None
     """Folder of the checkpoint to go on from, or `latest` for the newest in output_dir, if any."""
+
+    resume_anyway: bool = False
+    """Go on from it even if it is of other settings or models; what is different is a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)

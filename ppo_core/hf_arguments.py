@@ -19,12 +19,15 @@ def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
     """One instance of each dataclass in `kinds`, from flags.
 
     The first word may be a TOML file instead of a flag; it stands for one flag per line, and
-    flags after it win over it.
+    flags after it win over it. A JSON file stands alone: its values are taken as they are, also
+    null, for which there is no flag.
 
     Raises:
         ConfigError: a flag, a value or the file cannot be used.
         SystemExit: --help was given and has been answered.
     """
+    if len(argv) == 1 and argv[0].endswith(".json"):
+        return _read_json(kinds, Path(argv[0]))
     parser = DocumentedParser(
         kinds, prog="python -m ppo_core", usage="%(prog)s [SETTINGS.toml] [--name value ...]"
     )
@@ -101,6 +104,19 @@ def field_docs(kind: type) -> dict[str, str]:
                 ):
                     docs[name] = " ".join(doc.split())
     return docs
+
+
+def _read_json(kinds: Sequence[type], path: Path) -> list[Any]:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"The settings in '{path}' cannot be read: {error}.") from error
+    known = [name for kind in kinds for name in field_docs(kind)]
+    refuse_unsupported({n: value for n, value in settings.items() if n not in known}, known)
+    return [
+        kind(**{name: settings[name] for name in field_docs(kind) if name in settings})
+        for kind in kinds
+    ]
 
 
 def _flags_of_file(path: Path) -> list[str]:

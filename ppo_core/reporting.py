@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +24,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.metrics import Metrics
+from ppo_core.metrics_file import MetricsFile
 
 CallbackOrType: TypeAlias = TrainerCallback | type[TrainerCallback]
 
@@ -111,6 +113,9 @@ class Reporter:
             is_world_process_zero=is_main,
         )
         self.state.compute_steps(self.args, num_updates)
+        # It goes with the checkpoints: where a run keeps nothing, it makes no folder either.
+        kept = is_main and config.save_strategy != "no"
+        self._metrics_file = MetricsFile(Path(config.output_dir)) if kept else None
         self.control = TrainerControl()
         self._handler = CallbackHandler(
             [DefaultFlowCallback(), *_integrations(list(self.args.report_to or ())), *callbacks],
@@ -143,6 +148,8 @@ class Reporter:
 
     def begin(self) -> None:
         """The run begins, or goes on after `load_state_dict`."""
+        if self._metrics_file is not None:
+            self._metrics_file.cut_back(self.state.global_step)
         self._call("on_train_begin")
 
     def step_begin(self) -> None:
@@ -150,11 +157,13 @@ class Reporter:
         self._call("on_step_begin")
 
     def step_end(self, metrics: Metrics, *, epoch: float | None = None) -> None:
-        """An update has ended; its metrics are logged if that is due.
+        """An update has ended; its metrics are kept, and logged if that is due.
 
         `epoch` counts passes over the prompts, the fraction of the present one included.
         """
         self.state.global_step += 1
+        if self._metrics_file is not None:
+            self._metrics_file.append(self.state.global_step, metrics)
         if epoch is not None:
             self.state.epoch = epoch
         self._call("on_step_end")
@@ -199,6 +208,8 @@ class Reporter:
         return {
             "global_step": self.state.global_step,
             "epoch": self.state.epoch,
+            "best_metric": self.state.best_metric,
+            "best_global_step": self.state.best_global_step,
             "log_history": list(self.state.log_history),
             "stateful_callbacks": TrainerState(stateful_callbacks=stateful).stateful_callbacks,
         }
@@ -211,6 +222,8 @@ class Reporter:
         """
         self.state.global_step = state["global_step"]
         self.state.epoch = state["epoch"]
+        self.state.best_metric = state["best_metric"]
+        self.state.best_global_step = state["best_global_step"]
         self.state.log_history = list(state["log_history"])
         for name, stored in state["stateful_callbacks"].items():
             self._restore(name, stored if isinstance(stored, list) else [stored])

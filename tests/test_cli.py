@@ -194,6 +194,30 @@ def test_few_prompts_are_all_trained_on(data):
     assert (len(train), held_out) == (8, None)
 
 
+def test_a_json_file_holds_values_as_they_are(tmp_path):
+    file = tmp_path / "settings.json"
+    given = {"stop_token": None, "learning_rate": 3e-7, "reward_gain": 0.1, "lora_r": 4}
+    file.write_text(json.dumps(given | {"use_peft": True}))
+    config, script, model = parse_arguments(KINDS, [str(file)])
+    assert config == PPOConfig(stop_token=None, learning_rate=3e-7)
+    assert script == ScriptArguments(reward_gain=0.1)
+    assert model == ModelArguments(use_peft=True, lora_r=4)
+    file.write_text('{"fp16": true}')
+    with pytest.raises(ConfigError, match="fp16=True is not honoured"):
+        parse_arguments(KINDS, [str(file)])
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse_arguments(KINDS, [str(file)])
+
+
+def test_where_no_samples_are_shown_all_prompts_are_trained_on(tmp_path):
+    file = tmp_path / "many.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"w{i}"}) for i in range(1001)))
+    config = PPOConfig(num_sample_generations=0)
+    train, held_out = load_prompts(config, ScriptArguments(dataset_name=str(file)))
+    assert (len(train), held_out) == (1001, None)
+
+
 def test_the_last_100_of_many_prompts_are_held_out(tmp_path):
     file = tmp_path / "many.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"w{i}"}) for i in range(1001)))
@@ -233,6 +257,13 @@ def test_the_random_head_gives_scores_near_0_that_differ(models):
     assert 0.1 < reward.model.score.weight.std().item() < 0.25
     scores = reward.score_texts(["w1", "w2"], ["w3", "w4"])
     assert scores[0] != scores[1]
+
+
+def test_the_reward_model_is_read_as_it_is_told(models):
+    reward = load_reward(
+        str(models / "reward"), str(models / "policy"), 1, bias=0.5, gain=2.0, end_of_text=False
+    )
+    assert (reward.bias, reward.gain, reward.end_of_text) == (0.5, 2.0, False)
 
 
 def test_the_adapters_are_as_the_flags_say():

@@ -151,6 +151,7 @@ IN_RANGE = {
     "kl_estimator": "full",
     "logging_steps": 2.0,
     "save_steps": 7.0,
+    "sharding": "zero2",
 }
 """Where `changed` would give what is out of range."""
 
@@ -159,7 +160,9 @@ def everything_changed() -> Settings:
     def of(kind: Any, left_out: set[str]) -> dict[str, Any]:
         types = get_type_hints(kind)
         return {
-            one.name: IN_RANGE.get(one.name, changed(types[one.name], one.default))
+            one.name: IN_RANGE[one.name]
+            if one.name in IN_RANGE
+            else changed(types[one.name], one.default)
             for one in fields(kind)
             if one.name not in left_out
         }

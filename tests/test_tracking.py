@@ -17,11 +17,11 @@ import pytest
 from mlflow import MlflowClient
 from transformers import TrainerCallback
 
-from pipeline.metrics_callback import MetricsCallback
 from pipeline.registry import tracking
 from pipeline.registry.connection import EXPERIMENT
 from pipeline.registry.runs import STEPS, start_runs
 from pipeline.registry.tracking import Tracker
+from pipeline.run_log import RunLog
 from ppo_core.config import PPOConfig
 from ppo_core.errors import ModelError
 from ppo_core.reward_model import RewardModel
@@ -253,6 +253,17 @@ CONFIG = PPOConfig(
 UPDATES = 8
 
 
+class Tracking(TrainerCallback):
+    """Logs what a trainer logs."""
+
+    def __init__(self, log: RunLog) -> None:
+        self.log = log
+
+    def on_log(self, args, state, control, *, logs, **kwargs):
+        numbers = {name: value for name, value in logs.items() if value is not None}
+        self.log.log_metrics(numbers, step=state.global_step)
+
+
 class AtUpdate(TrainerCallback):
     """Does something after some of the updates."""
 
@@ -272,7 +283,7 @@ def train(tracker: Tracker, at: dict) -> list[dict[str, float]]:
         ref_model=make_policy(),
         reward_model=RewardModel(make_classifier(), make_tokenizer()),
         train_dataset=[f"w{i} w{(3 * i) % 50}" for i in range(40)],
-        callbacks=[MetricsCallback(tracker.step), AtUpdate(at)],
+        callbacks=[Tracking(tracker.step), AtUpdate(at)],
     )
     return trainer.train()
 

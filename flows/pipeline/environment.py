@@ -1,6 +1,8 @@
 """The environment of the steps: quiet libraries, and a user for Metaflow."""
 
 import os
+import sys
+from pathlib import Path
 
 from metaflow.util import get_username
 
@@ -23,6 +25,10 @@ def prepare_environment() -> None:
 
     Metaflow refuses to run for root and for nobody, as which a container runs.
     """
+    # Metaflow starts the tasks of further machines as `python`.
+    folder, search = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    if search.split(os.pathsep)[0] != folder:
+        os.environ["PATH"] = os.pathsep.join([folder, search])
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     if get_username() is None:

@@ -20,12 +20,22 @@ from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.supervised.config import SupervisedConfig
 
-PPO_SIZES = {"batch_size": 512, "per_device_train_batch_size": 16, "total_episodes": 100_000}
-"""Sizes of a PPO run where its section sets none, as published runs have them; the defaults of
-PPOConfig are those of the scripts that it takes."""
+PPO_SIZES = {
+    "batch_size": 512,
+    "per_device_train_batch_size": 16,
+    "total_episodes": 100_000,
+    "save_steps": 0.1,
+    "save_total_limit": 2,
+}
+"""Sizes of a PPO run where its section sets none, as published runs have them, and checkpoints at
+each tenth of it, from which the step goes on when it is tried again; the defaults of PPOConfig are
+those of the scripts that it takes."""
 
 NOT_OF_THE_FLOW = {
     "output_dir": "set output_dir of the run",
+    "logging_steps": "every update is logged",
+    "num_sample_generations": "the flow keeps answers to the evaluation prompts, see samples.json",
+    "save_strategy": "when the PPO step is tried again, it goes on from its checkpoints",
     "eval_strategy": "the flow judges the policy after training, see [evaluation]",
     "push_to_hub": "the policy goes to MLflow, as registered_model",
     "sft_model_path": "set policy of the run",
@@ -97,6 +107,12 @@ class Settings:
     seed: int = 1
     """Seed of everything random in the run: data, training, sampling. A section may set its own."""
 
+    processes: int = 0
+    """Processes of the PPO training on each machine; 0 is one for each GPU, or one on the CPU."""
+
+    num_nodes: int = 1
+    """Machines of the PPO training, which share output_dir; Metaflow's @parallel starts them."""
+
     sft: SupervisedConfig = field(default_factory=SupervisedConfig)
     """How the policy is fine-tuned on `sft_data`."""
 
@@ -128,6 +144,10 @@ class Settings:
             raise ConfigError(f"seed={self.seed} must be at least 0 and below 2**32.")
         if not 0 < self.held_out_share < 1:
             raise ConfigError(f"held_out_share={self.held_out_share} must be between 0 and 1.")
+        if self.processes < 0:
+            raise ConfigError(f"processes={self.processes} must be at least 0.")
+        if self.num_nodes < 1:
+            raise ConfigError(f"num_nodes={self.num_nodes} must be at least 1.")
         self._refuse_what_the_flow_decides()
         self._refuse_a_token()
         self._refuse_a_reference_without_weights()
@@ -298,6 +318,8 @@ def _with_sizes(table: Mapping[str, Any]) -> dict[str, Any]:
         del sizes["batch_size"]
     if "num_train_epochs" in section:
         del sizes["total_episodes"]
+    if "save_steps" in section:
+        del sizes["save_total_limit"]
     return {**table, "ppo": {**sizes, **section}}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import resource
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -185,44 +184,60 @@ def require_fit_reward_model(validation: Result) -> None:
 
 
 def train_policy(
-    settings: Settings, sft: Result, reward_model: Result, validation: Result, run: FlowRun
+    settings: Settings,
+    sft: Result,
+    reward_model: Result,
+    validation: Result,
+    run: FlowRun,
+    machines: Any = None,
 ) -> Result:
-    """Train the policy with PPO against the reward model."""
-    from pipeline import inputs
-    from pipeline.metrics_callback import MetricsCallback
-    from ppo_core.loading import load_policy, load_reward_model, load_tokenizer
-    from ppo_core.trainer import PPOTrainer
+    """Train the policy with PPO against the reward model, in processes of their own.
 
+    `machines` is Metaflow's `current.parallel`. Each of several machines runs its processes; the
+    first one tracks them and has the result, and that of the others is empty.
+    """
+    from pipeline.launch import Machines, train
+    from pipeline.ppo_job import write_job
+    from ppo_core.metrics_file import METRICS_FILE, read_metrics
+
+    here = Machines()
+    if machines is not None:
+        here = Machines(
+            count=machines.num_nodes, index=machines.node_index, main_address=machines.main_ip
+        )
+    start = partial(
+        write_job,
+        settings,
+        policy=sft["path"],
+        reward_model=reward_model["path"],
+        reading={"bias": validation["bias"], "gain": validation["gain"]},
+        folder=run.folder / "ppo",
+        policy_dir=run.folder / "policy",
+    )
+    if here.index > 0:
+        train(start(), processes=settings.processes, machines=here)
+        return {}
     with _track(run, "train_policy") as tracker:
         require_fit_reward_model(validation)
-        trainer = PPOTrainer(
-            args=replace(settings.ppo, output_dir=str(run.folder / "ppo")),
-            processing_class=load_tokenizer(sft["path"]),
-            model=load_policy(sft["path"]),
-            ref_model=None,
-            reward_model=load_reward_model(
-                reward_model["path"],
-                bias=validation["bias"],
-                gain=validation["gain"],
-                end_of_text=settings.reward_model_training.end_of_text,
-            ),
-            train_dataset=inputs.training_prompts(settings).column("prompt"),
-            callbacks=[MetricsCallback(tracker.step)],
-            peft_config=settings.lora.peft_config(),
+        job = start()
+        train(
+            job,
+            processes=settings.processes,
+            machines=here,
+            on_metrics=lambda update, metrics: tracker.step.log_metrics(metrics, step=update),
         )
-        started = time.perf_counter()
-        updates = trainer.train()
-        seconds = time.perf_counter() - started
-        trainer.save_model(run.folder / "policy")
+        updates = read_metrics(job.parent / METRICS_FILE)
+        first, last = updates[0], updates[-1]
         cost = {
-            "episodes_per_second": updates[-1]["episode"] / seconds,
+            "episodes_per_second": last["eps"],
             "peak_rss_bytes": _peak_rss_bytes(),
         }
-        tracker.parent.log_metrics(updates[-1] | cost)
+        final = {name: value for name, value in last.items() if name != "update"}
+        tracker.parent.log_metrics(final | cost)
     return {
         "path": str(run.folder / "policy"),
         "objective": {
-            name: {"first": updates[0][name], "last": updates[-1][name]} for name in updates[0]
+            name: {"first": first[name], "last": final[name]} for name in first if name in final
         },
         **cost,
     }
@@ -384,6 +399,6 @@ def _cache_folder(settings: Settings) -> Path:
 
 
 def _peak_rss_bytes() -> int:
-    """Most memory that this process ever held; Linux counts it in KiB, macOS in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Most memory that one process of the training held; Linux counts in KiB, macOS in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,389 @@
+"""The processes of a training: started, followed, ended, and what is said of their end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from pipeline_inputs import write_model, write_rows
+
+from pipeline import process_tree
+from pipeline.launch import THIS_MACHINE, Machines, command, train
+from pipeline.process_tree import FrozenProcesses, take_over
+from ppo_core.errors import ConfigError, ProcessError, RunInterruptedError
+from ppo_core.metrics_file import METRICS_FILE, read_metrics
+from ppo_core.torchrun import Failure, first_failure
+
+ROOT = Path(__file__).parent.parent
+CLOCKS = ("eps", "time/")
+UPDATES = 12
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training of a tiny policy, and where to find what it writes."""
+
+    settings: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.settings.parent
+
+    def updates(self) -> list[dict[str, float]]:
+        """The metrics of every update, but for the clocks."""
+        lines = read_metrics(self.folder / METRICS_FILE)
+        return [{n: v for n, v in line.items() if not n.startswith(CLOCKS)} for line in lines]
+
+    def policy(self) -> bytes:
+        return (self.folder / "policy" / "model.safetensors").read_bytes()
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The processes that train it, wherever they come from."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                words, variables = process.cmdline(), process.environ()
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+            if str(self.settings) in words and "ppo_core.torchrun" not in words:
+                found[int(variables.get("RANK", 0))] = process
+        return found
+
+    def wait_for(self, updates: int) -> None:
+        wait_until(lambda: len(self.updates()) >= updates)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    rows = [{"prompt": f"w{i} w{(7 * i) % 50}"} for i in range(32)]
+    return {
+        "model_name_or_path": write_model(folder / "policy"),
+        "reward_model_path": write_model(folder / "reward", labels=1),
+        "dataset_name": write_rows(folder / "prompts.jsonl", rows),
+    }
+
+
+@pytest.fixture
+def make_job(inputs: dict[str, str], tmp_path: Path) -> Callable[..., Job]:
+    def make(name: str = "job", **changes: object) -> Job:
+        folder = tmp_path / name
+        folder.mkdir()
+        settings = {
+            **inputs,
+            "output_dir": str(folder),
+            "policy_dir": str(folder / "policy"),
+            "resume_from_checkpoint": "latest",
+            "total_episodes": 8 * UPDATES,
+            "batch_size": 8,
+            "per_device_train_batch_size": 4,
+            "response_length": 8,
+            "learning_rate": 1e-3,
+            "save_steps": 1,
+            "save_total_limit": 2,
+            "num_sample_generations": 0,
+            "disable_tqdm": True,
+            "use_cpu": True,
+            **changes,
+        }
+        (folder / "settings.json").write_text(json.dumps(settings))
+        return Job(folder / "settings.json")
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: dict[str, str], tmp_path_factory) -> Job:
+    """The job in one process that nothing happens to."""
+    make = make_job.__wrapped__(inputs, tmp_path_factory.mktemp("whole"))
+    job = make()
+    train(job.settings, processes=1)
+    assert len(job.updates()) == UPDATES
+    return job
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def after(condition: Callable[[], object], do: Callable[[], object]) -> threading.Thread:
+    """Does something from a thread, as soon as something is the case."""
+
+    def watch() -> None:
+        wait_until(condition)
+        do()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def launcher(job: Job, processes: int, machines: str = "Machines()") -> subprocess.Popen[str]:
+    """A process that does what the step of the flow does."""
+    code = (
+        "import sys; from pathlib import Path; from pipeline.launch import Machines, train; "
+        f"train(Path(sys.argv[1]), processes={processes}, machines={machines}); "
+        "assert 'torch' not in sys.modules"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(job.settings)],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'flows'}"},
+        text=True,
+        stderr=subprocess.PIPE,
+    )
+
+
+# --- What ends a training, and how it goes on ------------------------------------------
+
+
+def test_a_killed_process_ends_all_and_the_next_attempt_goes_on(make_job):
+    job = make_job()
+    pids = {}
+
+    def kill() -> None:
+        pids.update({rank: process.pid for rank, process in job.ranks().items()})
+        os.kill(pids[1], signal.SIGKILL)
+
+    killer = after(lambda: len(job.updates()) >= 3, kill)
+    started = time.monotonic()
+    with pytest.raises(ProcessError, match=r"^Process 1 \(pid \d+\) .* ended by SIGKILL") as error:
+        train(job.settings, processes=2)
+    killer.join()
+    assert time.monotonic() - started < 60
+    assert f"Process 1 (pid {pids[1]})" in str(error.value)
+    assert not job.ranks()
+    seen = []
+    train(job.settings, processes=2, on_metrics=lambda update, metrics: seen.append(update))
+    assert job.policy()
+    assert [line["update"] for line in job.updates()] == [*range(1, UPDATES + 1)]
+    # What was there before the file was cut back is seen again, which the journal does not mind.
+    assert seen[-UPDATES:] == [*range(1, UPDATES + 1)]
+
+
+def test_sigterm_saves_and_the_next_attempt_gives_the_same(make_job, whole: Job):
+    job = make_job(save_steps=500)
+    after(lambda: len(job.updates()) >= 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(RunInterruptedError, match="SIGTERM: the training saved and stopped"):
+        train(job.settings, processes=1)
+    assert not job.ranks()
+    assert 3 <= len(job.updates()) < UPDATES
+    assert [*job.folder.glob("checkpoint-*")]
+    train(job.settings, processes=1)
+    assert job.policy() == whole.policy()
+    assert job.updates() == whole.updates()
+
+
+def test_no_orphan_is_left_by_a_launcher_that_is_killed(make_job):
+    job = make_job()
+    with launcher(job, 2) as step:
+        job.wait_for(2)
+        assert sorted(job.ranks()) == [0, 1]
+        step.kill()
+    wait_until(lambda: not job.ranks(), seconds=5)
+
+
+@pytest.mark.slow
+def test_a_further_attempt_ends_the_one_that_still_runs(make_job, whole: Job):
+    job = make_job(save_steps=500)
+    with launcher(job, 1) as step:
+        job.wait_for(3)
+        train(job.settings, processes=1)
+        assert "SIGTERM: the training saved and stopped" in step.stderr.read()
+    assert job.updates() == whole.updates()
+    assert job.policy() == whole.policy()
+
+
+@pytest.mark.slow
+def test_a_frozen_process_ends_the_training_in_under_a_minute(make_job):
+    job = make_job()
+    stopped = []
+
+    def stop() -> None:
+        job.ranks()[1].suspend()
+        stopped.append(time.monotonic())
+
+    after(lambda: len(job.updates()) >= 3, stop)
+    with pytest.raises(ProcessError, match=r"^Process 1 \(pid \d+\) of the training was frozen"):
+        train(job.settings, processes=2)
+    assert time.monotonic() - stopped[0] < 60
+    assert not job.ranks()
+
+
+@pytest.mark.slow
+def test_two_machines_train_one_policy_and_end_together(make_job):
+    def begin(job: Job) -> list[subprocess.Popen[str]]:
+        return [launcher(job, 1, f"Machines(count=2, index={index})") for index in (0, 1)]
+
+    job = make_job()
+    said = [each.communicate()[1] for each in begin(job)]
+    assert job.policy(), said
+    assert [line["update"] for line in job.updates()] == [*range(1, UPDATES + 1)]
+    job = make_job("killed")
+    first, second = begin(job)
+    job.wait_for(3)
+    job.ranks()[1].kill()
+    killed = time.monotonic()
+    assert first.wait() == second.wait() == 1
+    assert time.monotonic() - killed < 60
+    assert not job.ranks()
+    said = first.stderr.read(), second.stderr.read()
+    assert sum("was ended by SIGKILL" in each for each in said) == 1
+
+
+# --- What is said ---------------------------------------------------------------------
+
+
+def test_what_a_process_refuses_is_said_as_it_was_raised(make_job):
+    job = make_job(response_length=-1)
+    with pytest.raises(ConfigError, match=r"^response_length=-1"):
+        train(job.settings, processes=1)
+
+
+def test_the_traceback_of_the_process_that_failed_first_is_on_top(tmp_path: Path, monkeypatch):
+    # In the place of ppo_core's own command: the second process fails, the first one of that.
+    package = tmp_path / "code" / "failing"
+    package.mkdir(parents=True)
+    (package / "__main__.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "from ppo_core.processes import end_with_parent, reported_errors\n"
+        "end_with_parent()\n"
+        "reason = pathlib.Path(sys.argv[1]).parent / 'reason'\n"
+        "with reported_errors():\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        time.sleep(0.5)\n"
+        "        reason.touch()\n"
+        "        raise ZeroDivisionError('the first error')\n"
+        "    while not reason.exists():\n"
+        "        time.sleep(0.05)\n"
+        "    raise ConnectionError('what follows from it')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
+    job = tmp_path / "settings.json"
+    words = command(job, 2, Machines())
+    words[words.index("ppo_core")] = "failing"
+    monkeypatch.setattr("pipeline.launch.command", lambda *given: words)
+    with pytest.raises(ProcessError) as error:
+        train(job, processes=2)
+    said = str(error.value)
+    assert said.startswith("Traceback (most recent call last):\n")
+    assert "ZeroDivisionError: the first error\nProcess 1 (pid" in said
+    assert "ConnectionError" not in said
+
+
+def failure(rank: int, exit_code: int) -> Failure:
+    return Failure(rank=rank, pid=100 + rank, exit_code=exit_code, report=None)
+
+
+@pytest.mark.parametrize(
+    ("failures", "first"),
+    [
+        # The earlier of two errors.
+        ([(failure(0, 1), 10.4), (failure(1, 1), 10.2)], 1),
+        # A death that was noticed a second after what follows from it.
+        ([(failure(0, 1), 10.0), (failure(1, -9), 11.0)], 1),
+        # torchrun kills what has not ended half a minute after an error.
+        ([(failure(0, 1), 10.0), (failure(1, -9), 40.0)], 0),
+        # It tells the others to end, and gloo's threads may abort.
+        ([(failure(0, 1), 10.0), (failure(1, -15), 11.0)], 0),
+        ([(failure(0, 1), 10.0), (failure(1, -6), 11.0)], 0),
+    ],
+)
+def test_the_first_failure_is_the_one_that_the_others_follow_from(failures, first: int):
+    assert first_failure(failures).rank == first
+
+
+# --- How they are started -------------------------------------------------------------
+
+
+def test_one_process_needs_no_torchrun(tmp_path: Path):
+    job = tmp_path / "settings.json"
+    assert command(job, 1, Machines()) == [sys.executable, "-m", "ppo_core", str(job)]
+    assert "ppo_core.torchrun" in command(job, 2, Machines())
+
+
+def test_machines_meet_at_the_first_one_at_a_port_of_their_run(tmp_path: Path):
+    def words(run: str, index: int) -> list[str]:
+        here = Machines(count=2, index=index, main_address="10.0.0.7")
+        return command(tmp_path / run / "settings.json", 1, here)
+
+    first, second, other = words("a", 0), words("a", 1), words("b", 0)
+    meeting = [word for word in first if word.startswith("--rdzv-endpoint=10.0.0.7:")]
+    assert meeting and meeting[0] in second and meeting[0] not in other
+    assert "--rdzv-conf=is_host=True" in first
+    assert "--rdzv-conf=is_host=False" in second
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "machines", "threads"),
+    [
+        (None, 2, Machines(), "4"),
+        ("2", 2, Machines(), "2"),
+        ("8", 2, Machines(), "4"),
+        (None, 3, Machines(), "2"),
+        (None, 16, Machines(), "1"),
+        (None, 2, Machines(count=2), "2"),
+        (None, 2, Machines(count=2, main_address="10.0.0.7"), "4"),
+        (None, 1, Machines(), None),
+    ],
+)
+def test_the_cores_are_divided(
+    tmp_path: Path, monkeypatch, given: str | None, processes: int, machines: Machines, threads
+):
+    from pipeline.launch import _environment
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    environment = _environment(processes, machines, tmp_path / "reason")
+    assert environment.get("OMP_NUM_THREADS") == threads
+    assert Machines().main_address == THIS_MACHINE
+
+
+# --- The tree of processes ------------------------------------------------------------
+
+
+def test_a_process_is_frozen_when_it_was_stopped_at_every_one_of_some_looks(monkeypatch):
+    monkeypatch.setattr(process_tree, "FROZEN_LOOKS", 3)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        process, watch = psutil.Process(child.pid), FrozenProcesses(child.pid)
+        assert watch.look() == []
+        process.suspend()
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+        assert watch.look() == watch.look() == []
+        assert watch.look() == [process]
+        process.resume()
+        wait_until(lambda: process.status() != psutil.STATUS_STOPPED)
+        assert watch.look() == []
+        process.suspend()
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+        assert watch.look() == []
+        child.kill()
+
+
+def test_a_process_that_has_the_number_of_an_earlier_attempt_is_left_alone(tmp_path: Path):
+    record = tmp_path / "launcher.json"
+    take_over(record)
+    written = json.loads(record.read_text())
+    assert written["pid"] == os.getpid()
+    with subprocess.Popen(["sleep", "60"]) as other:
+        record.write_text(json.dumps({**written, "pid": other.pid, "started": 1.0}))
+        take_over(record)
+        assert other.poll() is None
+        started = psutil.Process(other.pid).create_time()
+        record.write_text(json.dumps({**written, "pid": other.pid, "started": started}))
+        take_over(record)
+        assert not psutil.pid_exists(other.pid)
