@@ -31,6 +31,8 @@ def train(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> 
         ModelError: a model or tokenizer cannot be loaded or used.
         TrainingError: training reached a state that it must not continue from.
     """
+    # A reward may draw from the global generators: they begin the same in every run.
+    set_seed(config.seed)
     start = config.sft_model_path or model.model_name_or_path
     if start is None:
         raise ConfigError("No policy to train. Name it: --model_name_or_path FOLDER or HUB_ID.")
