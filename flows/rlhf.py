@@ -155,6 +155,7 @@ class RLHF(FlowSpec):
             self.validation,
             self.tracked,
             current.parallel,
+            f"{current.run_id}.{current.retry_count}",
         )
         self.next(self.join_machines)
 

@@ -26,6 +26,9 @@ METHODS = ("LORA", "LOHA", "LOKR", "IA3", "OFT")
 
 _CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
+_WHENCE = {"base_model_name_or_path", "revision", "peft_version", "inference_mode"}
+"""Settings of an adapter that change nothing in what it does."""
+
 _Switches = list[tuple[Any, str | list[str], bool]]
 """Each layer that has adapters, the ones that it uses, and whether it is switched off."""
 
@@ -232,6 +235,16 @@ def adapter_parameters(model: "PeftModel", name: str | None = None) -> dict[str,
         adapter_name=name or model.active_adapter,
         save_embedding_layers=False,
     )
+
+
+def adapter_settings(model: "PeftModel", name: str | None = None) -> dict[str, str]:
+    """What one adapter does with its weights, the active one unless named: scale, places, ..."""
+    settings = model.peft_config[name or model.active_adapter].to_dict()
+    return {
+        key: str(sorted(value) if isinstance(value, set) else value)
+        for key, value in settings.items()
+        if key not in _WHENCE
+    }
 
 
 def _sort_modules(path: Path) -> None:

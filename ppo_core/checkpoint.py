@@ -38,6 +38,8 @@ Tensors = Mapping[str, Tensor]
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
+SUPERSEDED = ".superseded"
+"""Ending of the names of checkpoints that a run was resumed from before."""
 
 ALONE = Peers()
 
@@ -163,6 +165,7 @@ def _finish(
         _flush(path)
     with held():
         _move_into_place(partial, folder)
+        _set_aside_later(folder)
         _remove_old(folder, keep)
 
 
@@ -179,11 +182,19 @@ def _move_into_place(partial: Path, folder: Path) -> None:
     _remove(aside)
 
 
+def _set_aside_later(newest: Path) -> None:
+    """Rename what a run wrote that was resumed from before it: nothing goes on from there again."""
+    for step, path in _finished(newest.parent).items():
+        if step > _step(newest):
+            aside = path.with_name(f"checkpoint-{step}{SUPERSEDED}")
+            _remove(aside)
+            path.rename(aside)
+
+
 def _remove_old(newest: Path, keep: int | None) -> None:
     """Remove all but `keep` checkpoints, and what killed runs left half written.
 
-    Those of later steps are of a run that was resumed from before them: they do not count, and
-    stay until they are replaced. Folders that are not finished checkpoints stay.
+    Folders that are not finished checkpoints stay.
     """
     found = _finished(newest.parent)
     replaced = [
@@ -196,9 +207,8 @@ def _remove_old(newest: Path, keep: int | None) -> None:
     for half in newest.parent.glob(".checkpoint-*.partial*"):
         # A run that was taken over may still write there.
         shutil.rmtree(half, ignore_errors=True)
-    steps = sorted(step for step in found if step <= _step(newest))
-    excess = 0 if keep is None else max(0, len(steps) - keep)
-    for step in steps[:excess]:
+    excess = 0 if keep is None else max(0, len(found) - keep)
+    for step in sorted(found)[:excess]:
         _remove(found[step])
 
 
@@ -372,7 +382,9 @@ def _flush(path: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder; the manifest first, so that half of it is no checkpoint."""
+    """Remove a folder, renamed first: half of it is no checkpoint, and goes with the next."""
     if folder.exists():
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        doomed = folder.with_name(f".{folder.name}.partial-removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)

@@ -47,12 +47,13 @@ class Collector:
     """How long the phases of the last batch took in this process."""
 
     def collect(self, run: RunState, *, kl_coef: float, pause: Callable[[], None]) -> PendingUpdate:
-        """The next batch of a run. `pause` is called between the phases, and may raise."""
+        """The next batch of a run. `pause` is called again and again, and may raise."""
         rows, uniforms = self._draw(run)
         share = self.engine.share(len(rows))
         own = [rows[n] for n in share]
         with self._timed("sampling"):
-            rollout = self._sample([self.prompts.tokens[row] for row in own], uniforms[share])
+            asked = [self.prompts.tokens[row] for row in own]
+            rollout = self._sample(asked, uniforms[share], pause)
         pause()
         with self._timed("scoring"):
             scores = self._score(rollout, [self.prompts.prompts[row] for row in own])
@@ -65,9 +66,11 @@ class Collector:
         elif self.engine.is_main:
             logger.warning(self._describe_broken(scores.scores, rows, rollout))
         kl = divergence(rollout, scores, self.config.kl_estimator)
-        learn_from = partial(make_experience, rollout, scores, kl, self.config, kl_coef=kl_coef)
+        experience = None
+        if usable:
+            experience = make_experience(rollout, scores, kl, self.config, kl_coef=kl_coef)
         return PendingUpdate(
-            experience=learn_from() if usable else None,
+            experience=experience,
             metrics=objective_metrics(rollout, scores, kl, kl_coef=kl_coef) | self.seconds,
             progress=UpdateProgress.at_start(self.config, len(rows), run.generators["shuffling"]),
         )
@@ -82,7 +85,9 @@ class Collector:
         uniforms = torch.rand(size, length, generator=run.generators["sampling"])
         return run.stream.next_batch(size), uniforms
 
-    def _sample(self, prompts: Sequence[list[int]], uniforms: Tensor) -> Rollout:
+    def _sample(
+        self, prompts: Sequence[list[int]], uniforms: Tensor, pause: Callable[[], None]
+    ) -> Rollout:
         with self.engine.gathered(self.module), self.engine.autocast():
             return sample_responses(
                 self.parts.policy,
@@ -91,6 +96,7 @@ class Collector:
                 self.sampling,
                 batch_size=self.config.local_rollout_forward_batch_size,
                 any_left=self.engine.any if self.engine.passes_meet() else bool,
+                pause=pause,
             )
 
     def _score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scores:

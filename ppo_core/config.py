@@ -253,6 +253,11 @@ def _check_ranges(config: PPOConfig) -> None:
     for name in ("total_episodes", "batch_size", "save_total_limit", "dataset_num_proc"):
         if getattr(config, name) is not None:
             require_count(config, name)
+    if config.save_total_limit == 1:
+        raise ConfigError(
+            "save_total_limit=1 would leave nothing to go back to where the only checkpoint is "
+            "damaged. Set at least 2, or None to keep all."
+        )
     for name in (
         "top_k overlong_buffer critic_warmup_updates reference_refresh_updates "
         "num_sample_generations"

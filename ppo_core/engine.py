@@ -226,7 +226,9 @@ class Engine:
     def discard(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Zero the gradients in place of a step: weights and moments stay as they are."""
         if engine_deepspeed.zero_stage(module):
+            # Its own optimizer must keep the places of offloaded gradients.
             engine_deepspeed.discard(module)
+            return
         optimizer.zero_grad(set_to_none=True)
 
     def gathered(self, module: nn.Module) -> AbstractContextManager[Any]:

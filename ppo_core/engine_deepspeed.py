@@ -6,7 +6,8 @@ Beside engine.py the only file that imports accelerate or deepspeed.
 import copy
 import json
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -198,28 +199,43 @@ def step(module: Any, max_grad_norm: float) -> Tensor:
 
 
 def discard(module: Any) -> None:
-    """Drop the gradients of a module in ZeRO's stages 1 to 3.
+    """Drop the gradients of a module in ZeRO's stages 1 to 3, also those of half a step.
 
-    DeepSpeed has no call for it, but drops gradients of which one is not a number.
+    DeepSpeed has no call for it, but drops gradients whose norm is not a number.
     """
-    from deepspeed.utils import safe_set_full_grad, safe_set_local_grad
+    from deepspeed.utils import safe_set_local_grad
 
-    parameter = next(p for p in module.parameters() if p.requires_grad)
+    module.set_gradient_accumulation_boundary(True)
+    zero = module.optimizer
     if zero_stage(module) == 3:
+        parameter = next(p for p in module.parameters() if p.requires_grad)
         safe_set_local_grad(parameter, torch.full_like(parameter.ds_tensor, torch.nan))
-    else:
-        safe_set_full_grad(parameter, torch.full_like(parameter, torch.nan))
-    module.step()
+        module.step()
+        return
+    # Norms of offloaded gradients were taken in the backward pass, so spoiling one comes too late.
+    zero.scaled_global_norm = lambda: torch.tensor(torch.nan, device=module.device)
+    try:
+        module.step()
+    finally:
+        del zero.scaled_global_norm
 
 
-def gathered(module: Any) -> AbstractContextManager[Any]:
+@contextmanager
+def gathered(module: Any) -> Iterator[None]:
     """Inside, a module under ZeRO-3 is whole in every process, and no forward pass communicates.
 
     So the processes may make different numbers of passes. Nothing may be changed inside.
     """
     from deepspeed.runtime.zero import unwrap_model_for_generation
 
-    return unwrap_model_for_generation(module)
+    fetcher = _fetcher(module)
+    try:
+        with unwrap_model_for_generation(module):
+            yield
+    finally:
+        # DeepSpeed hooks its fetching to the passes again, but not where an error came.
+        if not fetcher.forward_hooks:
+            fetcher._register_deepspeed_module(fetcher.module)
 
 
 def forget_order(module: Any) -> None:
@@ -227,13 +243,14 @@ def forget_order(module: Any) -> None:
 
     DeepSpeed fetches ahead in the order of the step before, and would go on to record one.
     """
-    coordinator = (
-        module.optimizer.parameter_offload.get_param_coordinator()
-        if hasattr(module.optimizer, "parameter_offload")
-        else module.optimizer.get_param_coordinator()
-    )
+    coordinator = _fetcher(module).get_param_coordinator()
     if not coordinator.is_invalid_trace():
         coordinator._invalidate_trace()
+
+
+def _fetcher(module: Any) -> Any:
+    """What fetches the parameters of a module under ZeRO-3, trained or not."""
+    return getattr(module.optimizer, "parameter_offload", module.optimizer)
 
 
 def gathered_parameter(parameter: Any) -> AbstractContextManager[Any]:

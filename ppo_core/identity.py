@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ppo_core.adapters import is_peft
 from ppo_core.config import PPOConfig
+from ppo_core.reward_model import RewardModel
 from ppo_core.schedule import Schedule
 from ppo_core.value_head import ModelWithValueHead
 
@@ -27,7 +28,7 @@ SAMPLED = 4096
 """Most elements of a tensor that its fingerprint reads, evenly spread."""
 
 Layout = dict[str, str]
-"""What a model consists of: a word for each of its parameters."""
+"""What a model consists of: a word for each of its parameters, and for how it is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ def _of_model(part: str, here: Layout, there: Layout) -> str:
     names = _different(here, there)
     name = names[0]
     return (
-        f"written with another {part}: {len(names)} of its parameters differ, the first {name}, "
+        f"written with another {part}: {len(names)} of its parts differ, the first {name}, "
         f"which was {there.get(name, 'not there')} and now is {here.get(name, 'not there')}"
     )
 
@@ -91,22 +92,27 @@ def _of_model(part: str, here: Layout, there: Layout) -> str:
 def given_models(
     model: nn.Module,
     ref_model: nn.Module | None,
-    reward_models: Iterable[nn.Module],
+    reward_models: Iterable[RewardModel],
     *,
     adds_adapter: bool,
 ) -> dict[str, Layout]:
     """What a checkpoint does not hold of the models that a script hands over, by its values.
 
+    Of a reward model it is also how it is read.
     The policy is among it where the reference is made from it, or stays below an adapter. Call it
     before the models are prepared: afterwards a process may hold a part of them only.
     """
-    given = {f"reward model {n}": one for n, one in enumerate(reward_models)}
+    given: dict[str, nn.Module] = {}
     plain = _without_value_head(model)
     if ref_model is not None:
         given["reference"] = _without_value_head(ref_model)
     if ref_model is None or is_peft(plain) or adds_adapter:
         given["policy"] = plain
-    return {part: fingerprint(one) for part, one in given.items()}
+    prints = {part: fingerprint(one) for part, one in given.items()}
+    for number, one in enumerate(reward_models):
+        reading = {name: str(getattr(one, name)) for name in ("bias", "gain", "end_of_text")}
+        prints[f"reward model {number}"] = fingerprint(one.model) | reading
+    return prints
 
 
 def _without_value_head(model: nn.Module) -> nn.Module:

@@ -21,7 +21,8 @@ class Interruption:
         self._before: Any = None
 
     def __enter__(self) -> None:
-        """From here on SIGTERM is a request."""
+        """From here on SIGTERM is a request; one that was answered before counts no longer."""
+        self.requested = False
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._request)
 

@@ -1,5 +1,6 @@
 """A KL coefficient that follows the divergence it is to keep."""
 
+import math
 from collections.abc import Mapping
 
 LARGEST_ERROR = 0.2
@@ -25,6 +26,8 @@ class AdaptiveKL:
     def update(self, kl: float, episodes: int) -> None:
         """Adapt to the mean divergence of a batch, in nats a response, of so many episodes.
 
+        One that is not a number, of a batch that nothing is learned from, changes nothing.
+
         Raises:
             ValueError: the batch is so large beside the horizon that one update could make the
                 coefficient 0 or negative, which would reward distance from the reference.
@@ -34,6 +37,8 @@ class AdaptiveKL:
                 f"kl_horizon={self.horizon} is too short for {episodes} episodes an update: one "
                 f"update could make kl_coef 0 or negative. Set it above {least:g}."
             )
+        if math.isnan(kl):
+            return
         error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
         self.kl_coef *= 1 + error * episodes / self.horizon
 

@@ -2,10 +2,9 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from ppo_core.metrics import Metrics
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the file in `output_dir`."""
@@ -36,7 +35,7 @@ class MetricsFile:
             os.fsync(file.fileno())
         unfinished.replace(self.path)
 
-    def append(self, update: int, metrics: Metrics) -> None:
+    def append(self, update: int, metrics: Mapping[str, float]) -> None:
         """Add the line of an update; it is on the disk before a checkpoint can follow it."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"update": update, **metrics}) + "\n")

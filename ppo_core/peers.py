@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed
@@ -30,15 +31,16 @@ class Peers:
     """The items of all processes, in the order of their ranks; all must call it."""
 
     @classmethod
-    def meet(cls) -> "Peers":
+    def meet(cls, timeout: float) -> "Peers":
         """All processes of the run, over connections of their own; all must call it.
 
-        So they can talk from a thread while the training talks over its own, and on the CPU.
+        So they can talk from a thread while the training talks over its own, and on the CPU. A
+        process waits `timeout` seconds for the others.
         """
         number = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if number == 1:
             return cls()
-        group = torch.distributed.new_group(backend="gloo")
+        group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
         def exchange(item: Any) -> list[Any]:
             items: list[Any] = [None] * number

@@ -111,6 +111,7 @@ def sample_responses(
     *,
     batch_size: int,
     any_left: Callable[[bool], bool] = bool,
+    pause: Callable[[], None] = lambda: None,
 ) -> Rollout:
     """Sample one response to each prompt, ending at the stop token or after T tokens.
 
@@ -119,7 +120,8 @@ def sample_responses(
     in fp32 the recorded log-probabilities equal those of a training pass to about 1e-6.
 
     Where each pass waits for all processes, `any_left` says whether one of them still has a
-    response that goes on; all must have equally many prompts then.
+    response that goes on; all must have equally many prompts then. `pause` is called before each
+    batch, and may raise.
 
     Raises:
         ModelError: the policy has an encoder.
@@ -129,6 +131,7 @@ def sample_responses(
     prompt_ids, prompt_lengths = pad_rows(prompts)
     decoded = _Decoded.empty(len(prompts), uniforms.shape[1], device)
     for batch in length_sorted_batches(prompt_lengths, batch_size):
+        pause()
         part = _decode(
             policy,
             trunk,

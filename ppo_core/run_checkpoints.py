@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,9 +50,6 @@ CRITIC, OPTIMIZER, PROCESS, AVERAGE, REFERENCE = (
 )
 """Names of groups of tensors, beside those of the run's own state."""
 
-FEWEST = 2
-"""Checkpoints that are kept at least: the last one may be damaged."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -84,26 +80,27 @@ class RunCheckpoints:
     def start(self, resume: str | Path | bool | None, *, anyway: bool = False) -> None:
         """Become the writer of `output_dir`, and go on from a checkpoint if that is asked for.
 
-        `resume` is a checkpoint's folder, or True or "latest" for the newest that is whole; where
-        there is none, the run starts. With `anyway` a checkpoint of another run is taken, and what
+        `resume` is a checkpoint's folder, or True for the newest that is whole; where there is
+        none, the run starts. With `anyway` a checkpoint of another run is taken, and what
         is different is a warning.
 
         Raises:
-            ConfigError: `output_dir` cannot be made, holds an earlier run's checkpoints that are
-                not resumed from, or too few checkpoints would be kept.
+            ConfigError: `output_dir` cannot be made, or holds an earlier run's checkpoints that are
+                not resumed from.
             TrainingError: the checkpoint is damaged, or belongs to another run.
         """
-        self._check_limit()
         if not resume and self.run.updates:
             return  # the same trainer goes on
-        self._peers = Peers.meet()
+        patience = self.config.ddp_timeout
+        self._peers = Peers.meet(patience)
         # What is written meanwhile must not mix with what the training says.
-        self._writers = Peers.meet() if self.config.async_save else self._peers
+        self._writers = Peers.meet(patience) if self.config.async_save else self._peers
         if not resume:
             self._peers.together(self._refuse_earlier)
-        self._claim()
+        if self.config.save_strategy != "no":
+            self._lease = self._claim()
         checkpoint = None
-        if resume is True or resume == "latest":
+        if resume is True:
             checkpoint = read_newest(self.config.output_dir, self._peers)
         elif resume:
             checkpoint = read_checkpoint(Path(resume), self._peers)
@@ -116,10 +113,9 @@ class RunCheckpoints:
         Raises:
             TrainingError: in all processes: one has.
         """
-        if self.config.save_strategy != "no":
-            self._peers.together(
-                lambda: self._lease.check() if self._lease and self._peers.is_main else None
-            )
+        lease = self._lease
+        if lease is not None:
+            self._peers.together(lambda: lease.check() if self._peers.is_main else None)
 
     def save(self) -> None:
         """Everything the next update depends on, in `output_dir/checkpoint-<updates>`.
@@ -129,14 +125,16 @@ class RunCheckpoints:
         Raises:
             TrainingError: in all processes: it cannot be written, or the one before could not.
         """
+        # With save_strategy="no" a callback may still want one.
+        lease = self._lease = self._lease or self._claim()
         folder = Path(self.config.output_dir) / f"checkpoint-{self.run.updates}"
         write = partial(
             save_checkpoint,
             folder,
             self._part(),
             peers=self._writers,
-            writer=f"{self._lease.token if self._lease else 0}",
-            held=self._lease.held if self._lease else nullcontext,
+            writer=f"{lease.token}",
+            held=lease.held,
             keep=self.config.save_total_limit,
         )
         self._saver.save(write)
@@ -149,14 +147,6 @@ class RunCheckpoints:
         """
         self._saver.wait()
 
-    def _check_limit(self) -> None:
-        limit = self.config.save_total_limit
-        if limit is not None and limit < FEWEST:
-            raise ConfigError(
-                f"save_total_limit={limit} would leave nothing to go back to where the only "
-                f"checkpoint is damaged. Set at least {FEWEST}, or None to keep all."
-            )
-
     def _refuse_earlier(self) -> None:
         earlier = latest_checkpoint(self.config.output_dir)
         if earlier is not None and self.config.save_strategy != "no":
@@ -166,14 +156,14 @@ class RunCheckpoints:
                 "another output_dir, or remove the old checkpoints."
             )
 
-    def _claim(self) -> None:
-        if self.config.save_strategy == "no":
-            return
-        self._lease = self._peers.together(self._claimed)[0]
+    def _claim(self) -> Lease:
+        claims: list[Any] = self._peers.together(
+            lambda: self._claim_folder() if self._peers.is_main else None
+        )
+        lease: Lease = claims[0]
+        return lease
 
-    def _claimed(self) -> Lease | None:
-        if not self._peers.is_main:
-            return None
+    def _claim_folder(self) -> Lease:
         folder = Path(self.config.output_dir)
         try:
             return Lease.claim(folder)
@@ -288,7 +278,8 @@ class RunCheckpoints:
         state, trainee = checkpoint.state, self.trainee
         is_same = self._check_same_run(checkpoint, anyway=anyway)
         check_optimizer_fits(trainee.optimizer, state["optimizer"])
-        trainee.optimizer.zero_grad()  # an error may have broken off a step of this trainer
+        # An error may have broken off a step of this trainer.
+        self.engine.discard(trainee.module, trainee.optimizer)
         self.engine.load_weights(trainee.module, self._weights(checkpoint).get)
         if self.config.reference_refresh_updates:
             reference = checkpoint.tensors(REFERENCE)
@@ -303,7 +294,7 @@ class RunCheckpoints:
             set_course(trainee.scheduler, state["scheduler"]["last_epoch"])
         trainee.skipped_steps = state["skipped_steps"]
         trainee.skipped_in_a_row = state["skipped_in_a_row"]
-        if trainee.pretraining is not None:
+        if trainee.pretraining is not None and state["pretraining"] is not None:
             trainee.pretraining.load_state_dict(state["pretraining"])
         self.run.restore({g: dict(checkpoint.tensors(g)) for g in state["groups"]}, state["run"])
         self.reporter.load_state_dict(state["reporter"])

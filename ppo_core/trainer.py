@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
+from ppo_core.adapters import adapter_settings
 from ppo_core.collector import Collector
 from ppo_core.compatibility import check_parts
 from ppo_core.completions import Completions, log_table, print_table
@@ -110,7 +111,7 @@ class PPOTrainer:
         models = given_models(
             model,
             ref_model,
-            [scorer.model for scorer in self.rewards.models()],
+            self.rewards.models(),
             adds_adapter=peft_config is not None,
         )
         parts = make_parts(
@@ -142,6 +143,8 @@ class PPOTrainer:
         self._run = RunState.at_start(args, self.schedule, len(self._train_set))
         trained = ActorCritic(self.policy, self.critic)
         models["policy or critic"] = layout(trained)
+        if parts.adapted is not None:
+            models["adapter"] = adapter_settings(parts.adapted)
         self._trainee = make_trainee(
             args,
             trained,
@@ -266,9 +269,10 @@ class PPOTrainer:
         started, episodes_before = time.monotonic(), self._run.episodes
         with self._progress() as bar:
             for _ in range(self._run.updates, self.schedule.num_updates):
-                self._checkpoints.check_writer()
                 self._reporter.step_begin()
                 metrics = self.step()
+                # Before anything is written: this process may have been frozen meanwhile.
+                self._checkpoints.check_writer()
                 seconds = time.monotonic() - started
                 metrics["eps"] = (self._run.episodes - episodes_before) / seconds
                 history.append(metrics)
@@ -401,10 +405,16 @@ class PPOTrainer:
             RunInterruptedError: one was.
         """
         if self.engine.any(self._interruption.requested):
+            further = "Nothing was saved, as save_strategy='no' says."
+            if self.args.save_strategy != "no":
+                further = (
+                    "Start it again with --resume_from_checkpoint latest "
+                    "(resume_from_checkpoint=True) to go on from the checkpoint in "
+                    f"'{self.args.output_dir}'."
+                )
             raise RunInterruptedError(
                 f"SIGTERM: training stopped in update {self._run.updates + 1} of "
-                f"{self.schedule.num_updates}. Start it again with resume_from_checkpoint=True "
-                f"to go on from the checkpoint in '{self.args.output_dir}'."
+                f"{self.schedule.num_updates}. {further}"
             )
 
     def _follow(self, kl: float) -> None:
@@ -420,20 +430,21 @@ class PPOTrainer:
     # --- What happens between updates ---
 
     def _after_update(self, metrics: Metrics) -> None:
-        """Warn, log, evaluate, save and show samples, each when it is due."""
+        """Warn, log, evaluate, show samples and save, each when it is due."""
         if self.engine.is_main:
             for warning in self._run.health.check(metrics):
                 logger.warning("Update %d. %s", self._run.updates, warning)
         self._reporter.step_end(metrics, epoch=self._run.episodes / len(self._train_set))
         if self.engine.any(self._reporter.should_evaluate) and self._eval_set is not None:
             self._evaluate(self._eval_set)
-        if self.engine.any(self._reporter.should_save):
-            self._checkpoints.save()
-            self._reporter.saved()
         # Evenly spread, the first update's among them, and never more often than asked for.
         due = (self._run.updates - 1) * self.args.num_sample_generations
         if due % self.schedule.num_updates < self.args.num_sample_generations:
             self.generate_completions()
+        # Last: a reward that draws random numbers has drawn all of this update's.
+        if self.engine.any(self._reporter.should_save):
+            self._checkpoints.save()
+            self._reporter.saved()
 
     def _evaluate(self, prompts: PromptSet) -> None:
         completions = self._answer(prompts)

@@ -398,11 +398,13 @@ def test_the_oldest_checkpoints_go_first(tmp_path, keep, kept):
     assert names(tmp_path) == sorted(f"checkpoint-{step}" for step in [1, *kept])
 
 
-def test_checkpoints_of_later_steps_do_not_count_as_kept(tmp_path):
+def test_what_a_run_was_resumed_from_before_is_set_aside_and_not_gone_on_from_again(tmp_path):
     for step in (1, 2, 8, 9):
         save(tmp_path, step)
     save(tmp_path, 3, keep=2)
-    assert names(tmp_path) == [f"checkpoint-{step}" for step in (2, 3, 8, 9)]
+    aside = ["checkpoint-8.superseded", "checkpoint-9.superseded"]
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3", *aside]
+    assert read_newest(tmp_path).folder.name == "checkpoint-3"
 
 
 # --- Damage --------------------------------------------------------------------

@@ -40,7 +40,8 @@ README = ROOT / "README.md"
 MIGRATING = ROOT / "docs" / "migrating-from-trl.md"
 TRUSTING = ROOT / "docs" / "trusting-a-result.md"
 PRODUCTION = ROOT / "docs" / "to-production.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", MIGRATING, TRUSTING, PRODUCTION]
+RECOVERY = ROOT / "docs" / "sharding-and-recovery.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", MIGRATING, TRUSTING, PRODUCTION, RECOVERY]
 
 OTHERS_FLAGS = {"backend-store-uri", "config", "config-file", "env-manager"}
 """Flags of MLflow, Metaflow and accelerate."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import TrainerCallback
 
 from ppo_core.checkpoint import latest_checkpoint
 from ppo_core.errors import RunInterruptedError
@@ -111,10 +112,41 @@ def test_the_moments_are_what_they_are_called():
     assert len(passes) == 12
 
 
+class TerminateAfterAnUpdate(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("moment", ["in a batch of the sampling", "between two updates"])
+def test_nothing_is_sampled_that_would_be_thrown_away(moment, tmp_path):
+    trainer = trainer_in(tmp_path)
+    backbone = trainer.policy.trunk.backbone
+    if moment == "between two updates":
+        trainer.add_callback(TerminateAfterAnUpdate())
+    else:
+        terminate_at(backbone, 1)
+    passes: list[int] = []
+    backbone.register_forward_hook(lambda *_: passes.append(trainer._run.updates))
+    with pytest.raises(RunInterruptedError):
+        trainer.train()
+    # 16 responses of up to 8 tokens are sampled 5 at a time.
+    most = {"in a batch of the sampling": SETTINGS.response_length, "between two updates": 0}
+    assert passes.count(trainer._run.updates) <= most[moment]
+
+
+def test_a_run_that_was_stopped_goes_on_in_the_same_process(tmp_path, uninterrupted):
+    trainer = trainer_in(tmp_path)
+    terminate_at(trainer._trainee.module, 15)
+    with pytest.raises(RunInterruptedError):
+        trainer.train()
+    trainer.train()
+    assert everything(trainer) == uninterrupted[0]
+
+
 def test_without_checkpoints_the_run_just_stops(tmp_path):
     trainer = make_trainer(dataclasses.replace(CONFIG, output_dir=str(tmp_path)))
     terminate_at(trainer._trainee.module, 1)
-    with pytest.raises(RunInterruptedError):
+    with pytest.raises(RunInterruptedError, match="Nothing was saved, as save_strategy='no' says"):
         trainer.train()
     assert latest_checkpoint(tmp_path) is None
 

@@ -7,9 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 CLOCKS = ("eps", "time/")
 UPDATES = 12
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def whole(inputs: dict[str, str], tmp_path_factory) -> Job:
     return job
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 240.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -131,26 +132,47 @@ def after(condition: Callable[[], object], do: Callable[[], object]) -> threadin
     return thread
 
 
-def launcher(job: Job, processes: int, machines: str = "Machines()") -> subprocess.Popen[str]:
+class Launcher(subprocess.Popen[bytes]):
     """A process that does what the step of the flow does."""
-    code = (
-        "import sys; from pathlib import Path; from pipeline.launch import Machines, train; "
-        f"train(Path(sys.argv[1]), processes={processes}, machines={machines}); "
-        "assert 'torch' not in sys.modules"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(job.settings)],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'flows'}"},
-        text=True,
-        stderr=subprocess.PIPE,
-    )
+
+    def __init__(self, job: Job, processes: int, machines: str = "Machines()") -> None:
+        code = (
+            "import sys; from pathlib import Path; from pipeline.launch import Machines, train; "
+            f"train(Path(sys.argv[1]), processes={processes}, machines={machines})"
+        )
+        # A file takes what a pipe that nobody reads would not.
+        self._log = job.folder / f"{time.monotonic_ns()}.log"
+        with self._log.open("wb") as log:
+            super().__init__(
+                [sys.executable, "-c", code, str(job.settings)],
+                env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'flows'}"},
+                stderr=log,
+            )
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Launcher]]:
+    """Starts launchers, and kills those that a failed test leaves."""
+    started: list[Launcher] = []
+
+    def begin(*given: Any) -> Launcher:
+        started.append(Launcher(*given))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.kill()
+        each.wait()
 
 
 # --- What ends a training, and how it goes on ------------------------------------------
 
 
-def test_a_killed_process_ends_all_and_the_next_attempt_goes_on(make_job):
-    job = make_job()
+def test_a_killed_process_ends_all_of_them_and_is_named(make_job):
+    job = make_job(total_episodes=8 * 500)
     pids = {}
 
     def kill() -> None:
@@ -165,6 +187,15 @@ def test_a_killed_process_ends_all_and_the_next_attempt_goes_on(make_job):
     assert time.monotonic() - started < 60
     assert f"Process 1 (pid {pids[1]})" in str(error.value)
     assert not job.ranks()
+
+
+@pytest.mark.slow
+def test_the_next_attempt_goes_on_where_a_process_was_killed(make_job):
+    job = make_job()
+    killer = after(lambda: len(job.updates()) >= 3, lambda: job.ranks()[1].kill())
+    with pytest.raises(ProcessError, match="ended by SIGKILL"):
+        train(job.settings, processes=2)
+    killer.join()
     seen = []
     train(job.settings, processes=2, on_metrics=lambda update, metrics: seen.append(update))
     assert job.policy()
@@ -173,6 +204,7 @@ def test_a_killed_process_ends_all_and_the_next_attempt_goes_on(make_job):
     assert seen[-UPDATES:] == [*range(1, UPDATES + 1)]
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_next_attempt_gives_the_same(make_job, whole: Job):
     job = make_job(save_steps=500)
     after(lambda: len(job.updates()) >= 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -186,22 +218,25 @@ def test_sigterm_saves_and_the_next_attempt_gives_the_same(make_job, whole: Job)
     assert job.updates() == whole.updates()
 
 
-def test_no_orphan_is_left_by_a_launcher_that_is_killed(make_job):
+# As soon as they are there, and while they train.
+@pytest.mark.parametrize("updates", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_no_orphan_is_left_by_a_launcher_that_is_killed(make_job, launch, updates: int):
     job = make_job()
-    with launcher(job, 2) as step:
-        job.wait_for(2)
-        assert sorted(job.ranks()) == [0, 1]
-        step.kill()
-    wait_until(lambda: not job.ranks(), seconds=5)
+    step = launch(job, 2)
+    wait_until(lambda: len(job.updates()) >= updates and sorted(job.ranks()) == [0, 1])
+    step.kill()
+    step.wait()
+    wait_until(lambda: not job.ranks(), seconds=10)
 
 
 @pytest.mark.slow
-def test_a_further_attempt_ends_the_one_that_still_runs(make_job, whole: Job):
+def test_a_further_attempt_ends_the_one_that_still_runs(make_job, launch, whole: Job):
     job = make_job(save_steps=500)
-    with launcher(job, 1) as step:
-        job.wait_for(3)
-        train(job.settings, processes=1)
-        assert "SIGTERM: the training saved and stopped" in step.stderr.read()
+    step = launch(job, 1)
+    job.wait_for(3)
+    train(job.settings, processes=1)
+    step.wait()
+    assert "SIGTERM: the training saved and stopped" in step.said()
     assert job.updates() == whole.updates()
     assert job.policy() == whole.policy()
 
@@ -223,24 +258,31 @@ def test_a_frozen_process_ends_the_training_in_under_a_minute(make_job):
 
 
 @pytest.mark.slow
-def test_two_machines_train_one_policy_and_end_together(make_job):
-    def begin(job: Job) -> list[subprocess.Popen[str]]:
-        return [launcher(job, 1, f"Machines(count=2, index={index})") for index in (0, 1)]
-
+@pytest.mark.parametrize("first", [0, 1])
+def test_machines_that_begin_one_after_the_other_train_one_policy(make_job, launch, first: int):
     job = make_job()
-    said = [each.communicate()[1] for each in begin(job)]
-    assert job.policy(), said
+    begun = []
+    for index in (first, 1 - first):
+        begun.append(launch(job, 1, f"Machines(count=2, index={index})"))
+        time.sleep(10)
+    assert [each.wait() for each in begun] == [0, 0], [each.said() for each in begun]
+    assert job.policy()
     assert [line["update"] for line in job.updates()] == [*range(1, UPDATES + 1)]
-    job = make_job("killed")
-    first, second = begin(job)
+    # torchrun leaves nothing beside the job.
+    assert [*job.folder.parent.iterdir()] == [job.folder]
+
+
+@pytest.mark.slow
+def test_machines_end_together(make_job, launch):
+    job = make_job(total_episodes=8 * 500)
+    begun = [launch(job, 1, f"Machines(count=2, index={index})") for index in (0, 1)]
     job.wait_for(3)
     job.ranks()[1].kill()
     killed = time.monotonic()
-    assert first.wait() == second.wait() == 1
+    assert [each.wait() for each in begun] == [1, 1]
     assert time.monotonic() - killed < 60
     assert not job.ranks()
-    said = first.stderr.read(), second.stderr.read()
-    assert sum("was ended by SIGKILL" in each for each in said) == 1
+    assert sum("was ended by SIGKILL" in each.said() for each in begun) == 1
 
 
 # --- What is said ---------------------------------------------------------------------
@@ -308,22 +350,33 @@ def test_the_first_failure_is_the_one_that_the_others_follow_from(failures, firs
 # --- How they are started -------------------------------------------------------------
 
 
+def test_the_process_that_starts_them_does_without_torch():
+    code = "import sys; import pipeline.launch; assert 'torch' not in sys.modules"
+    search = {"PYTHONPATH": f"{ROOT}:{ROOT / 'flows'}"}
+    subprocess.run([sys.executable, "-c", code], env=os.environ | search, check=True)
+
+
 def test_one_process_needs_no_torchrun(tmp_path: Path):
     job = tmp_path / "settings.json"
     assert command(job, 1, Machines()) == [sys.executable, "-m", "ppo_core", str(job)]
     assert "ppo_core.torchrun" in command(job, 2, Machines())
 
 
-def test_machines_meet_at_the_first_one_at_a_port_of_their_run(tmp_path: Path):
-    def words(run: str, index: int) -> list[str]:
-        here = Machines(count=2, index=index, main_address="10.0.0.7")
-        return command(tmp_path / run / "settings.json", 1, here)
+def test_machines_meet_at_the_first_one_at_a_port_of_their_attempt(tmp_path: Path):
+    def words(run: str, index: int, attempt: str = "1") -> dict[str, str]:
+        here = Machines(count=2, index=index, main_address="10.0.0.7", attempt=attempt)
+        given = command(tmp_path / run / "settings.json", 1, here)
+        return dict(word.split("=", 1) for word in given if word.startswith("--rdzv"))
 
-    first, second, other = words("a", 0), words("a", 1), words("b", 0)
-    meeting = [word for word in first if word.startswith("--rdzv-endpoint=10.0.0.7:")]
-    assert meeting and meeting[0] in second and meeting[0] not in other
-    assert "--rdzv-conf=is_host=True" in first
-    assert "--rdzv-conf=is_host=False" in second
+    first, second = words("a", 0), words("a", 1)
+    assert first["--rdzv-conf"].startswith("is_host=True,join_timeout=600,read_timeout=600")
+    assert second["--rdzv-conf"].startswith("is_host=False,join_timeout=600,read_timeout=600")
+    assert first["--rdzv-endpoint"].startswith("10.0.0.7:")
+    # Another run and another attempt meet under another name, at another port.
+    others = [first, words("b", 0), words("a", 0, attempt="2")]
+    for name in ("--rdzv-endpoint", "--rdzv-id"):
+        assert first[name] == second[name]
+        assert len({each[name] for each in others}) == 3
 
 
 @pytest.mark.parametrize(
@@ -351,6 +404,28 @@ def test_the_cores_are_divided(
     environment = _environment(processes, machines, tmp_path / "reason")
     assert environment.get("OMP_NUM_THREADS") == threads
     assert Machines().main_address == THIS_MACHINE
+
+
+def test_a_further_machine_here_does_not_begin_without_the_first_one(tmp_path: Path):
+    code = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from pipeline.launch import Machines, train\n"
+        "first = os.getpid()\n"
+        "if os.fork():\n"
+        "    os._exit(0)\n"
+        "while os.getppid() == first:\n"
+        "    time.sleep(0.01)\n"
+        "train(Path(sys.argv[1]), processes=1, machines=Machines(count=2, index=1))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "settings.json")],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'flows'}"},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert "ProcessError: The task of the first machine ended before this one" in ran.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 # --- The tree of processes ------------------------------------------------------------

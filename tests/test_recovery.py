@@ -20,10 +20,12 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
+from transformers import TrainerCallback
 
 from ppo_core.checkpoint import STATE, read_newest
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.lease import Lease
+from ppo_core.metrics_file import METRICS_FILE, read_metrics
 from ppo_core.reward_model import RewardModel
 from ppo_core.saver import Saver
 from tests.test_run_files import LONG, StopAfter, without_clocks
@@ -262,19 +264,26 @@ def test_every_difference_is_named_and_can_be_overruled(runs, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ref_model": make_policy(seed=7)}, "another reference: .* parameters differ, the first"),
-        ({"reward_model": make_classifier(seed=7)}, "another reward model 0: .* differ, the first"),
+        ({"ref_model": make_policy(seed=7)}, "another reference: .* parts differ, the first"),
+        (
+            {"reward_model": (make_classifier(seed=7), {})},
+            "another reward model 0: .* differ, the first",
+        ),
+        (
+            {"reward_model": (make_classifier(), {"gain": 2.0})},
+            r"another reward model 0: 1 of its parts differ, the first gain, which was 1\.0 and",
+        ),
         ({"model": make_policy("gpt2"), "ref_model": make_policy("gpt2")}, "another policy or"),
     ],
-    ids=["reference", "reward", "architecture"],
+    ids=["reference", "reward", "how the reward is read", "architecture"],
 )
 def test_a_checkpoint_of_other_models_is_refused(changes, words, tmp_path):
     config = dataclasses.replace(ALL_OF_IT, ptx_coef=0.0)
     reward = RewardModel(make_classifier(), make_tokenizer())
     parts = {"reward_model": reward, "pretrain_dataset": None}
     trainer_in(tmp_path, config, callbacks=[StopAfter(2)], **parts).train()
-    if "reward_model" in changes:
-        changes = {"reward_model": RewardModel(changes["reward_model"], make_tokenizer())}
+    if isinstance(other := changes.get("reward_model"), tuple):
+        changes = {"reward_model": RewardModel(other[0], make_tokenizer(), **other[1])}
     with pytest.raises(TrainingError, match=words):
         trainer_in(tmp_path, config, **{**parts, **changes}).train(resume_from_checkpoint=True)
 
@@ -292,8 +301,35 @@ def test_a_run_with_an_adapter_is_resumed_to_the_bit_on_its_own_base(tmp_path):
     stopped = tmp_path / "stopped"
     trainer_in(stopped, config, callbacks=[StopAfter(2)], **LORA).train()
     assert outcome(resume(stopped, config=config, **LORA)) == expected
+    louder = {**LORA, "peft_config": LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16)}
+    words = (
+        "another adapter: 1 of its parts differ, the first lora_alpha, which was 8 and now is 16"
+    )
+    with pytest.raises(TrainingError, match=words):
+        resume(stopped, config=config, **louder)
     with pytest.raises(TrainingError, match="another policy: "):
         resume(stopped, config=config, model=make_policy(seed=7), **LORA)
+
+
+def test_a_checkpoint_comes_after_all_that_its_update_draws(tmp_path):
+    # The samples that are shown are scored too, and this reward draws random numbers.
+    config = dataclasses.replace(ALL_OF_IT, num_sample_generations=4)
+    shown = {"config": config, "eval_dataset": TEXTS}
+    seed_everything(5)
+    whole = trainer_in(tmp_path / "whole", **shown)
+    whole.train()
+    seed_everything(5)
+    stopped = tmp_path / "stopped"
+    trainer_in(stopped, callbacks=[StopAfter(2)], **shown).train()
+    assert outcome(resume(stopped, **shown)) == outcome(whole)
+
+
+def test_texts_that_the_checkpoint_knows_nothing_of_can_be_added_anyway(tmp_path):
+    without = dataclasses.replace(ALL_OF_IT, ptx_coef=0.0)
+    stop = [StopAfter(2)]
+    trainer_in(tmp_path, without, pretrain_dataset=None, callbacks=stop).train()
+    trainer = trainer_in(tmp_path)
+    assert len(trainer.train(resume_from_checkpoint=True, resume_anyway=True)) == 2
 
 
 # --- Writing while the training goes on ----------------------------------------
@@ -345,31 +381,46 @@ def test_what_goes_wrong_in_the_background_is_said_once_and_at_the_end_at_the_la
 # --- Who may write -------------------------------------------------------------
 
 
-class TakenOverAfter(StopAfter):
-    def on_step_end(self, args, state, control, **kwargs):
+class TakenOverAfter(TrainerCallback):
+    def __init__(self, updates):
+        self.updates = updates
+
+    def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.updates:
             self.lease = Lease.claim(Path(args.output_dir))
 
 
 def test_a_run_that_was_taken_over_stops_and_writes_no_more(tmp_path):
-    # The claim comes before the checkpoint of update 4, and after that of update 2.
+    # The claim comes before the metrics and the checkpoint of update 4.
     other = TakenOverAfter(3)
     with pytest.raises(TrainingError, match="took over"):
         trainer_in(tmp_path, callbacks=[other]).train()
     assert other.lease.token == 2
     assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-2"]
+    assert [line["update"] for line in read_metrics(tmp_path / METRICS_FILE)] == [1, 2, 3]
 
 
-def test_two_checkpoints_are_kept_at_least(tmp_path):
-    one = dataclasses.replace(ALL_OF_IT, save_total_limit=1)
+class SaveOnce(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save |= state.global_step == 1
+
+
+def test_a_checkpoint_that_a_callback_wants_needs_the_claim_too(tmp_path):
+    silent = dataclasses.replace(ALL_OF_IT, save_strategy="no")
+    trainer_in(tmp_path, silent, callbacks=[SaveOnce()]).train()
+    assert Lease.claim(tmp_path).token == 2
+    assert read_newest(tmp_path).folder == tmp_path / "checkpoint-1"
+
+
+def test_two_checkpoints_are_kept_at_least():
     with pytest.raises(ConfigError, match=r"save_total_limit=1 would leave nothing.*at least 2"):
-        trainer_in(tmp_path, one).train()
+        dataclasses.replace(ALL_OF_IT, save_total_limit=1)
 
 
 def test_a_resumed_run_says_so(runs, tmp_path, caplog):
     shutil.copytree(runs.whole, tmp_path, dirs_exist_ok=True)
     caplog.set_level(logging.WARNING)
-    assert trainer_in(tmp_path).train(resume_from_checkpoint="latest") == []
+    assert trainer_in(tmp_path).train(resume_from_checkpoint=True) == []
     assert f"Resumed from {tmp_path / 'checkpoint-4'}: 4 updates are done." in caplog.messages
 
 

@@ -197,9 +197,9 @@ def test_what_mlflow_refuses_is_a_sentence_without_the_password(capsys, asked: t
     assert "secret" not in told
 
 
-def test_a_database_without_its_driver_is_a_sentence_without_the_password(monkeypatch, capsys):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mysql+pymysql://me:secret@127.0.0.1:1/db")
-    assert ask("show", "policy") == 1
+def test_a_database_without_its_driver_is_a_sentence_without_the_password(capsys):
+    with tracking_to("mysql+pymysql://me:secret@127.0.0.1:1/db"):
+        assert ask("show", "policy") == 1
     told = capsys.readouterr().err
     assert told.startswith("registry: The MLflow registry at mysql+pymysql://127.0.0.1:1/db gives")
     assert "secret" not in told

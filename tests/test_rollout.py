@@ -26,14 +26,15 @@ from tests.tiny import CONFIGS, EOS, PAD, make_policy, make_prompts, make_tokeni
 LENGTHS = [3, 9, 5, 12, 1, 7]
 
 
-def sample(policy, prompts, *, stop=EOS, batch_size=4, temperature=0.7, length=15, seed=0, **cut):
+def sample(policy, prompts, *, stop=EOS, temperature=0.7, length=15, seed=0, any_left=bool, **cut):
     uniforms = torch.rand(len(prompts), length, generator=torch.Generator().manual_seed(seed))
     return sample_responses(
         policy,
         prompts,
         uniforms,
         SamplingSettings(stop_token_id=stop, temperature=temperature, **cut),
-        batch_size=batch_size,
+        batch_size=4,
+        any_left=any_left,
     )
 
 
@@ -171,6 +172,26 @@ def test_the_whole_batch_may_stop_at_once():
     rollout = sample(policy, prompts[:1], temperature=0, stop=first)
     assert rollout.response_lengths.tolist() == [1]
     assert rollout.has_stop.tolist() == [True]
+
+
+@pytest.mark.parametrize("passes", [1, 12, 20], ids=["sooner", "later", "at the length"])
+def test_passes_go_on_until_no_process_has_a_response_left_and_change_nothing(passes):
+    policy, prompts = LanguageModel(make_policy()), make_prompts([4, 2])
+    alone = sample(policy, prompts, stop=9, length=20, seed=17)
+    assert alone.response_lengths.tolist() == [4, 9]
+    made, told = [], []
+    policy.trunk.backbone.register_forward_hook(lambda *call: made.append(1))
+
+    def any_left(here: bool) -> bool:
+        """The longest response of the other processes takes so many passes."""
+        told.append(here)
+        return here or len(told) < passes
+
+    together = sample(policy, prompts, stop=9, length=20, seed=17, any_left=any_left)
+    assert len(made) == len(told) == max(9, passes)
+    assert told == [True] * 8 + [False] * (len(told) - 8)
+    for name in ("response_ids", "response_lengths", "has_stop", "logprobs"):
+        assert torch.equal(getattr(together, name), getattr(alone, name)), name
 
 
 def test_the_stop_token_is_the_one_that_is_set_else_the_end_of_sequence():

@@ -1,10 +1,8 @@
-"""Sharded over two processes: the same losses, weights, moments and samples as in one."""
+"""Two processes, whole or sharded: the same losses, weights, moments and samples as in one."""
 
-import dataclasses
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +17,12 @@ from torch.testing import assert_close
 
 from ppo_core import token_head
 from ppo_core.engine import Engine
-from ppo_core.errors import ConfigError
+from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.models import ActorCritic, Critic, LanguageModel
 from ppo_core.rollout import SamplingSettings, sample_responses
 from ppo_core.scoring import critic_values, reference_logprobs
 from ppo_core.sharding import choose_sharding
 from tests.test_models import make_rollout
-from tests.test_trainer import CONFIG, make_trainer
-from tests.test_trainer import PROMPTS as TEXTS
 from tests.tiny import EOS, VOCABULARY, make_policy
 
 # The first process has the long responses, the other the short ones.
@@ -34,7 +30,6 @@ ROLLOUT = make_rollout((3, 7, 1, 2, 6, 4, 5, 2), (9, 1, 8, 1, 9, 2, 7, 1))
 MICROBATCH_SIZES = (1, 4, 2)
 MAX_GRAD_NORM = 1.0
 SAMPLING = SamplingSettings(stop_token_id=EOS, temperature=1.0)
-CLOCK = re.compile("eps|time/.*")
 PROMPTS = [[5, 6], [7], [8, 9, 10], [11, 4]]
 UNIFORMS = torch.rand(4, 12, generator=torch.Generator().manual_seed(3))
 
@@ -56,30 +51,50 @@ class Run:
         engine.prepare_frozen(self.reference)
         self.module, self.optimizer = engine.prepare(module, optimizer)
 
-    def step(self, microbatch_size: int, *, factor: float = 1.0) -> tuple[float, float]:
-        """Learn from the mean over all tokens; the loss and the norm of its gradient.
+    def add_gradients(
+        self, microbatch_size: int, *, factor: float = 1.0, unfinished: bool = False
+    ) -> float:
+        """Those of the mean over all tokens, which is returned.
 
-        `factor` spoils the gradient of the first process.
+        `factor` spoils the gradient of the first process; `unfinished` expects more to come.
         """
         batches = torch.tensor(self.engine.share(len(ROLLOUT))).split(microbatch_size)
         total = torch.zeros(())
         for number, rows in enumerate(batches):
-            with self.engine.accumulate_only(self.module, number < len(batches) - 1):
+            more = unfinished or number < len(batches) - 1
+            with self.engine.accumulate_only(self.module, more):
                 predicted = self.module(ROLLOUT.token_rows(rows), 0.7, self.reference)
                 losses = predicted.values**2 - predicted.logprobs + 0.1 * predicted.full_kl
                 loss = losses.sum() / ROLLOUT.response_mask.sum()
                 self.engine.backward(loss * factor if self.engine.rank == 0 else loss)
                 total += loss.detach()
-        norm = self.engine.step(self.module, self.optimizer, MAX_GRAD_NORM)
-        return self.engine.sum(total).item(), norm.item()
+        return self.engine.sum(total).item()
 
-    def learn(self) -> list[tuple[float, float]]:
+    def step(self, microbatch_size: int, *, factor: float = 1.0) -> tuple[float, float]:
+        """Learn from all tokens; the loss, and the norm of its gradient."""
+        loss = self.add_gradients(microbatch_size, factor=factor)
+        return loss, self.engine.step(self.module, self.optimizer, MAX_GRAD_NORM).item()
+
+    def learn(self, *, disturbed: bool = False) -> list[tuple[float, float]]:
         """Three steps of different numbers of microbatches."""
         found = []
         for size in MICROBATCH_SIZES:
+            if disturbed:
+                self.disturb(size)
             found.append(self.step(size))
             self.schedule.step()
         return found
+
+    def disturb(self, microbatch_size: int) -> None:
+        """What leaves no trace: a spoiled gradient, a step given up, a rollout broken off."""
+        before = in_every_process(self.engine.whole_state_dict(self.module))
+        assert not math.isfinite(self.step(microbatch_size, factor=math.nan)[1])
+        for unfinished in (True, False):
+            self.add_gradients(microbatch_size, unfinished=unfinished)
+            self.engine.discard(self.module, self.optimizer)
+        with pytest.raises(RunInterruptedError), self.engine.gathered(self.module):
+            raise RunInterruptedError("SIGTERM")
+        assert_same(in_every_process(self.engine.whole_state_dict(self.module)), before)
 
     def say(self) -> dict[str, Tensor]:
         """Samples, log-probabilities of the reference and values, of the whole batch."""
@@ -125,15 +140,15 @@ def run_in_a_process(folder: str, settings: dict[str, Any], expected: str | None
     token_head.LOGITS_PER_CHUNK = 3 * VOCABULARY  # several chunks, more in the first process
     engine = Engine(**settings)
     assert engine.sharding == (expected or settings["sharding"])
+    check_sums(engine)
+    shard_wise = not settings.get("gather_for_generation", True)
+    assert engine.passes_meet() == (engine.shards_weights and shard_wise)
     run = Run(engine)
-    untouched = in_every_process(engine.whole_state_dict(run.module))
-    assert not math.isfinite(run.step(4, factor=math.nan)[1])
-    assert_same(in_every_process(engine.whole_state_dict(run.module)), untouched)
-    learned = run.learn()
+    learned = run.learn(disturbed=True)
     said, states = run.say(), run.states()
     weights = in_every_process(engine.whole_state_dict(run.module))
-    reference = engine.whole_state_dict(run.reference)
-    if engine.shards_weights:
+    reference, policy = (engine.whole_state_dict(part) for part in (run.reference, run.policy))
+    if engine.shards_weights and engine.num_processes > 1:
         assert sum(size_here(p) for p in run.module.parameters()) < 0.6 * sum(
             weight.numel() for weight in weights.values()
         )
@@ -154,12 +169,21 @@ def run_in_a_process(folder: str, settings: dict[str, Any], expected: str | None
     followed = engine.whole_state_dict(run.reference)
     if engine.is_main:
         assert_same(followed, {name: weights[f"policy.{name}"] for name in followed})
+        assert_same(followed, policy)
         save_file(weights, f"{folder}/weights.safetensors")
         save_file(states, f"{folder}/states.safetensors")
         save_file(said, f"{folder}/said.safetensors")
         save_file(reference, f"{folder}/reference.safetensors")
         Path(folder, "learned.json").write_text(json.dumps(learned))
     engine.barrier()
+
+
+def check_sums(engine: Engine) -> None:
+    ranks = list(range(engine.num_processes))
+    assert engine.any(engine.rank == ranks[-1])
+    assert not engine.any(False)
+    assert engine.gather_objects([str(engine.rank)]) == [str(rank) for rank in ranks]
+    assert engine.sum(torch.tensor(engine.rank + 1)) == sum(ranks) + len(ranks)
 
 
 def in_every_process(tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
@@ -185,9 +209,13 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def run_python(folder: Path, call: str, launcher: list[str]) -> None:
-    """Call one of these functions in the processes of a launcher."""
+    """Call a function of a test's file in the processes of a launcher."""
     script = folder / "job.py"
-    script.write_text(f"from tests import test_sharding\ntest_sharding.{call}\n")
+    script.write_text(
+        "from ppo_core.processes import end_with_parent\n"
+        "end_with_parent()\n"
+        f"from tests import {call.partition('.')[0]}\n{call}\n"
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
     job = subprocess.run(
         [sys.executable, *launcher, str(script)],
@@ -236,7 +264,7 @@ SHARD_WISE = {"offload": True, "gather_for_generation": False}
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"sharding": "ddp"}, marks=pytest.mark.slow),
+        {"sharding": "ddp"},
         pytest.param({"sharding": "zero1"}, marks=pytest.mark.slow),
         pytest.param({"sharding": "zero2"}, marks=pytest.mark.slow),
         pytest.param({"sharding": "zero2", "offload": True}, marks=pytest.mark.slow),
@@ -248,16 +276,50 @@ SHARD_WISE = {"offload": True, "gather_for_generation": False}
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_two_processes_find_what_one_finds(tmp_path, one, settings):
-    run_python(tmp_path, f"run_in_a_process({str(tmp_path)!r}, {settings!r})", TORCHRUN)
+    run_python(
+        tmp_path, f"test_sharding.run_in_a_process({str(tmp_path)!r}, {settings!r})", TORCHRUN
+    )
+    check_against_one_process(tmp_path, one)
+
+
+LAUNCHES = {
+    name: f"--config_file infra/accelerate/{name}.yaml"
+    for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+} | {
+    "flags for zero2": "--use_deepspeed --zero_stage 2 --num_processes 2 --num_machines 1 "
+    "--mixed_precision no --dynamo_backend no"
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_accelerate_launch_does_what_it_is_told(tmp_path, one, name):
+    launcher = f"-m accelerate.commands.launch {LAUNCHES[name]} --main_process_port 0"
+    call = f"test_sharding.run_in_a_process({str(tmp_path)!r}, {{}}, expected={name.split()[-1]!r})"
+    run_python(tmp_path, call, launcher.split())
     check_against_one_process(tmp_path, one)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "fsdp2"])
-def test_the_ready_configurations_of_accelerate_do_what_they_are_called(tmp_path, one, name):
-    launcher = f"-m accelerate.commands.launch --config_file infra/accelerate/{name}.yaml"
-    call = f"run_in_a_process({str(tmp_path)!r}, {{}}, expected={name!r})"
-    run_python(tmp_path, call, [*launcher.split(), "--main_process_port", "0"])
+@pytest.mark.parametrize("launcher", [TORCHRUN, []], ids=["two processes", "one process"])
+def test_settings_in_a_file_as_transformers_has_them(tmp_path, one, launcher):
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"}
+    automatic = dict.fromkeys(
+        (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "gradient_clipping",
+        ),
+        "auto",
+    )
+    path = tmp_path / "zero.json"
+    path.write_text(
+        json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}} | automatic)
+    )
+    settings = {"deepspeed": str(path), "gather_for_generation": bool(launcher)}
+    call = f"test_sharding.run_in_a_process({str(tmp_path)!r}, {settings!r}, expected='zero3')"
+    run_python(tmp_path, call, launcher)
     check_against_one_process(tmp_path, one)
 
 
@@ -318,66 +380,3 @@ def test_a_deepspeed_file_of_another_stage_is_refused(tmp_path):
     path.write_text('{"zero_optimization": {"stage": 2}}')
     with pytest.raises(ConfigError, match=r"sharding='zero3', and '.*zero.json' says stage 2"):
         Engine(sharding="zero3", deepspeed=str(path))
-
-
-# --- The trainer ---
-
-
-def train_in_a_process(folder: str, settings: dict[str, Any], lora: bool) -> None:
-    """A whole training with an evaluation; the main process leaves what came of it."""
-    torch.set_num_threads(1)
-    config = dataclasses.replace(
-        CONFIG,
-        kl_estimator="full",
-        learning_rate=1e-2,
-        num_sample_generations=0,
-        per_device_eval_batch_size=2,
-        output_dir=folder,
-        **settings,
-    )
-    changes = {}
-    if lora:
-        peft = pytest.importorskip("peft")
-        changes["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    trainer = make_trainer(config, eval_dataset=TEXTS[:5], ref_model=None, **changes)
-    history = trainer.train()
-    completions = trainer.generate_completions()
-    trainer.save_model(f"{folder}/policy")
-    if trainer.is_world_process_zero():
-        found = [{k: v for k, v in row.items() if not CLOCK.match(k)} for row in history]
-        answers = completions.responses, completions.scores
-        Path(folder, "history.json").write_text(json.dumps([found, answers]))
-    trainer.engine.barrier()
-
-
-def run_trainer(folder: Path, *, launcher: list[str], lora: bool = False, **settings: Any) -> Any:
-    folder.mkdir()
-    run_python(folder, f"train_in_a_process({str(folder)!r}, {settings!r}, {lora})", launcher)
-    weights = load_file(folder / "policy" / "model.safetensors")
-    return *json.loads((folder / "history.json").read_text()), weights
-
-
-def check_trainings(found: Any, expected: Any) -> None:
-    for row, alone in zip(found[0], expected[0], strict=True):
-        assert row == pytest.approx(alone, abs=1e-4)
-    assert found[1][0] == expected[1][0]
-    assert found[1][1] == pytest.approx(expected[1][1], abs=1e-4)
-    for name, weight in expected[2].items():
-        assert_close(found[2][name], weight, rtol=0, atol=1e-4, msg=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_sharded_trainings_end_as_one_process_does(tmp_path, lora):
-    alone = run_trainer(tmp_path / "alone", launcher=[], lora=lora)
-    for sharding in ("zero2", "zero3", "fsdp2"):
-        for gather in (True, False):
-            found = run_trainer(
-                tmp_path / f"{sharding}-{gather}",
-                launcher=TORCHRUN,
-                lora=lora,
-                sharding=sharding,
-                ds3_gather_for_generation=gather,
-                gradient_checkpointing=not gather,
-            )
-            check_trainings(found, alone)

@@ -1,5 +1,6 @@
 """Starts the processes of a training, follows them, and says why they ended."""
 
+import hashlib
 import json
 import os
 import signal
@@ -7,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +34,9 @@ LOOK_SECONDS = 1.0
 PORTS = range(20_000, 30_000)
 """Ports at which several machines can meet: below those that systems give away themselves."""
 
+MEETING_SECONDS = 600
+"""Seconds in which machines may come later than others, which pull an image or wait for a spot."""
+
 THIS_MACHINE = "127.0.0.1"
 """Metaflow's address of the first of several machines where it runs their tasks here."""
 
@@ -52,6 +55,9 @@ class Machines:
 
     main_address: str = THIS_MACHINE
     """Where the first is found; THIS_MACHINE where they all are this machine."""
+
+    attempt: str = ""
+    """What all of them know and no earlier attempt did: one that was left over meets nobody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +103,8 @@ def train(
     """
     if machines.index > 0 and machines.main_address == THIS_MACHINE:
         # Metaflow starts the tasks of the other "machines" from the first one's, and leaves them.
+        if _orphaned():
+            raise ProcessError("The task of the first machine ended before this one began.")
         os.environ[PARENT] = str(os.getppid())
         end_with_parent()
     folder = job.parent
@@ -125,14 +133,17 @@ def command(job: Path, processes: int, machines: Machines) -> list[str]:
         return [sys.executable, "-m", "ppo_core", str(job)]
     meeting = ["--standalone"]
     if machines.count > 1:
-        # Known to all machines without a word between them, and another one for another run.
-        port = PORTS[zlib.crc32(str(job.parent).encode()) % len(PORTS)]
+        # Known to all machines without a word between them. Each attempt has another port, as one
+        # of them may be taken, and no machine of an earlier attempt is let in.
+        meeting_id = hashlib.sha256(f"{job.parent} {machines.attempt}".encode()).hexdigest()[:16]
+        port = PORTS[int(meeting_id, 16) % len(PORTS)]
+        waiting = f"join_timeout={MEETING_SECONDS},read_timeout={MEETING_SECONDS}"
         meeting = [
             f"--nnodes={machines.count}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={machines.main_address}:{port}",
-            f"--rdzv-id={job.parent}",
-            f"--rdzv-conf=is_host={machines.index == 0}",
+            f"--rdzv-id={meeting_id}",
+            f"--rdzv-conf=is_host={machines.index == 0},{waiting}",
         ]
     return [
         *(sys.executable, "-m", "ppo_core.torchrun", *meeting, f"--nproc-per-node={processes}"),
@@ -148,6 +159,15 @@ def gpus() -> int:
     # In a process of its own: torch takes seconds and much memory.
     count = "import torch; print(torch.cuda.device_count())"
     return int(subprocess.check_output([sys.executable, "-c", count], text=True))
+
+
+def _orphaned() -> bool:
+    """Whether the process that started this one has ended.
+
+    Its place is taken by process 1, or by the service of a user's processes in its own session.
+    """
+    parent = os.getppid()
+    return parent == 1 or os.getsid(parent) != os.getsid(0)
 
 
 def _environment(processes: int, machines: Machines, reason: Path) -> dict[str, str]:

@@ -190,11 +190,13 @@ def train_policy(
     validation: Result,
     run: FlowRun,
     machines: Any = None,
+    attempt: str = "",
 ) -> Result:
     """Train the policy with PPO against the reward model, in processes of their own.
 
-    `machines` is Metaflow's `current.parallel`. Each of several machines runs its processes; the
-    first one tracks them and has the result, and that of the others is empty.
+    `machines` is Metaflow's `current.parallel`, and `attempt` the same for all of them and another
+    one each time. Each of several machines runs its processes; the first one tracks them and has
+    the result, and that of the others is empty.
     """
     from pipeline.launch import Machines, train
     from pipeline.ppo_job import write_job
@@ -203,7 +205,10 @@ def train_policy(
     here = Machines()
     if machines is not None:
         here = Machines(
-            count=machines.num_nodes, index=machines.node_index, main_address=machines.main_ip
+            count=machines.num_nodes,
+            index=machines.node_index,
+            main_address=machines.main_ip,
+            attempt=attempt,
         )
     start = partial(
         write_job,
