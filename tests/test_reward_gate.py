@@ -85,6 +85,7 @@ class TestStories:
         assert by_margin["> 4"] > by_margin["> 2"] > by_margin["> 1"]
         assert accuracy["longer"]["accuracy"] < accuracy["low"]
 
+    @pytest.mark.slow
     def test_shuffled_labels_are_refused_for_their_accuracy(self, tmp_path: Path):
         rng = Random(0)
         rows = [row if rng.random() < 0.5 else turned(row) for row in texts(1500)]
@@ -92,6 +93,7 @@ class TestStories:
         assert not report["fit"]
         assert "it does not know what people prefer" in report["reasons"][0]
 
+    @pytest.mark.slow
     def test_a_model_that_counts_characters_is_refused_for_its_length(self, tmp_path: Path):
         rows = [
             row if len(row["chosen"]) > len(row["rejected"]) else turned(row) for row in texts(2500)
