@@ -334,8 +334,8 @@ def test_a_run_killed_between_the_two_renames_still_has_the_earlier_one(tmp_path
 
 
 def test_a_replaced_checkpoint_that_was_not_removed_yet_is_never_read_again(tmp_path):
-    shutil.copytree(save(tmp_path, 10), tmp_path / "checkpoint-10.old")
     save(tmp_path, 9).rename(tmp_path / "checkpoint-9.old")
+    shutil.copytree(save(tmp_path, 10), tmp_path / "checkpoint-10.old")
     (tmp_path / "checkpoint-best.old").mkdir()
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
     save(tmp_path, 11)
