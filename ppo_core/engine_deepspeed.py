@@ -208,6 +208,8 @@ def discard(module: Any) -> None:
     module.set_gradient_accumulation_boundary(True)
     zero = module.optimizer
     if zero_stage(module) == 3:
+        if not zero.offload_optimizer and not any(zero.averaged_gradients.values()):
+            return  # no backward pass has left anything to drop
         parameter = next(p for p in module.parameters() if p.requires_grad)
         safe_set_local_grad(parameter, torch.full_like(parameter.ds_tensor, torch.nan))
         module.step()
