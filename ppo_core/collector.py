@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -43,19 +43,18 @@ class Collector:
     prompts: PromptSet
     schedule: Schedule
     sampling: SamplingSettings
-    seconds: Metrics = field(default_factory=dict)
-    """How long the phases of the last batch took in this process."""
 
     def collect(self, run: RunState, *, kl_coef: float, pause: Callable[[], None]) -> PendingUpdate:
         """The next batch of a run. `pause` is called again and again, and may raise."""
         rows, uniforms = self._draw(run)
         share = self.engine.share(len(rows))
         own = [rows[n] for n in share]
-        with self._timed("sampling"):
+        seconds: Metrics = {}
+        with _timed("sampling", seconds):
             asked = [self.prompts.tokens[row] for row in own]
             rollout = self._sample(asked, uniforms[share], pause)
         pause()
-        with self._timed("scoring"):
+        with _timed("scoring", seconds):
             scores = self._score(rollout, [self.prompts.prompts[row] for row in own])
         pause()
         rollout, scores = self._everywhere(rollout), self._everywhere(scores)
@@ -71,7 +70,7 @@ class Collector:
             experience = make_experience(rollout, scores, kl, self.config, kl_coef=kl_coef)
         return PendingUpdate(
             experience=experience,
-            metrics=objective_metrics(rollout, scores, kl, kl_coef=kl_coef) | self.seconds,
+            metrics=objective_metrics(rollout, scores, kl, kl_coef=kl_coef) | seconds,
             progress=UpdateProgress.at_start(self.config, len(rows), run.generators["shuffling"]),
         )
 
@@ -142,8 +141,9 @@ class Collector:
             "reward."
         )
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.seconds[f"time/{phase}"] = time.monotonic() - started
+
+@contextmanager
+def _timed(phase: str, seconds: Metrics) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    seconds[f"time/{phase}"] = time.monotonic() - started

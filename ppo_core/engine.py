@@ -395,10 +395,6 @@ class Engine:
         """The items of all processes, in the order of their ranks, in every process."""
         return gather_object(items) if self.num_processes > 1 else items
 
-    def barrier(self) -> None:
-        """Wait until all processes are here."""
-        self._accelerator.wait_for_everyone()
-
 
 def _launched_precision() -> str:
     """What `accelerate launch` says of mixed precision.

@@ -84,7 +84,7 @@ def train(case: str, folder: str, settings: dict[str, Any]) -> None:
         save_file({name: t.cpu().clone() for name, t in ended.items()}, f"{folder}/ended.st")
         answers = completions.responses, completions.scores
         Path(folder, "said.json").write_text(json.dumps([history, *answers]))
-    trainer.engine.barrier()
+    trainer.engine.accelerator.wait_for_everyone()
 
 
 def call_of(case: str, folder: Path, settings: dict[str, Any]) -> str:

@@ -175,7 +175,7 @@ def run_in_a_process(folder: str, settings: dict[str, Any], expected: str | None
         save_file(said, f"{folder}/said.safetensors")
         save_file(reference, f"{folder}/reference.safetensors")
         Path(folder, "learned.json").write_text(json.dumps(learned))
-    engine.barrier()
+    engine.accelerator.wait_for_everyone()
 
 
 def check_sums(engine: Engine) -> None:
