@@ -34,6 +34,7 @@ from ppo_core.reporting import CallbackOrType, Reporter
 from ppo_core.reward_sources import make_rewards
 from ppo_core.rollout import SamplingSettings, stop_token
 from ppo_core.run_checkpoints import RunCheckpoints
+from ppo_core.run_contents import RunContents
 from ppo_core.run_files import RunFiles
 from ppo_core.run_state import RunState
 from ppo_core.schedule import make_schedule
@@ -176,7 +177,7 @@ class PPOTrainer:
             reporter=self._reporter,
             average=self._average,
         )
-        self._checkpoints = RunCheckpoints(
+        contents = RunContents(
             config=args,
             tokenizer=processing_class,
             parts=parts,
@@ -187,6 +188,7 @@ class PPOTrainer:
             average=self._average,
             identity=Identity.of(args, self.schedule, self._train_set.digest(), models),
         )
+        self._checkpoints = RunCheckpoints(contents)
         self._sampling = SamplingSettings(
             stop_token_id=stop_token(processing_class, args.stop_token, args.stop_token_id),
             temperature=args.temperature,

@@ -27,6 +27,7 @@ from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.lease import Lease
 from ppo_core.metrics_file import METRICS_FILE, read_metrics
 from ppo_core.reward_model import RewardModel
+from ppo_core.run_contents import RunContents
 from ppo_core.saver import Saver
 from tests.test_run_files import LONG, StopAfter, without_clocks
 from tests.test_trainer import make_trainer
@@ -371,7 +372,7 @@ def test_what_goes_wrong_in_the_background_is_said_once_and_at_the_end_at_the_la
         raise OSError(errno.ENOSPC, "No space left on device")
 
     trainer = trainer_in(tmp_path, dataclasses.replace(ALL_OF_IT, async_save=True))
-    monkeypatch.setattr(trainer._checkpoints, "_policy_writer", lambda: fill_up)
+    monkeypatch.setattr(RunContents, "_policy_writer", lambda _: fill_up)
     with pytest.raises(TrainingError, match=r"step 2 could not be written.*No space left"):
         trainer.train()
     trainer._checkpoints.finish()
