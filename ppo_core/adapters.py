@@ -191,9 +191,15 @@ def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "P
         adapted = load_peft().get_peft_model(
             plain, copy.deepcopy(model.peft_config[name]), adapter_name=name
         )
-    own = {key: tensor for key, tensor in weights.items() if key in adapted.state_dict()}
+    own = {key: _plain_or_wrapped(key, weights) for key in adapted.state_dict()}
     adapted.load_state_dict(own, assign=True)
     return adapted
+
+
+def _plain_or_wrapped(key: str, weights: Mapping[str, Tensor]) -> Tensor:
+    """The tensor of a plain layer, around which an adapter that is left out may have been."""
+    layer, _, name = key.rpartition(".")
+    return weights[key] if key in weights else weights[f"{layer}.base_layer.{name}"]
 
 
 def save_adapter(

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.config import PPOConfig
 from ppo_core.engine import Engine
 from ppo_core.experience import divergence, make_experience, shaped_scores
-from ppo_core.metrics import Metrics, objective_metrics
+from ppo_core.metrics import Metrics, sampler_metrics, objective_metrics
 from ppo_core.parts import Parts, reward_holders
 from ppo_core.pending import PendingUpdate
 from ppo_core.prompt_set import PromptSet
@@ -25,6 +26,9 @@ from ppo_core.run_state import RunState
 from ppo_core.schedule import Schedule
 from ppo_core.scoring import critic_values, full_kl, reference_logprobs
 from ppo_core.update import UpdateProgress
+
+if TYPE_CHECKING:
+    from ppo_core.vllm_rollout import VLLMSampler
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +56,7 @@ class Collector:
         seconds: Metrics = {}
         with _timed("sampling", seconds):
             asked = [self.prompts.tokens[row] for row in own]
-            rollout = self._sample(asked, uniforms[share], pause)
+            rollout = self._sample(asked, uniforms[share], pause, seconds)
         pause()
         with _timed("scoring", seconds):
             scores = self._score(rollout, [self.prompts.prompts[row] for row in own])
@@ -65,12 +69,15 @@ class Collector:
         elif self.engine.is_main:
             logger.warning(self._describe_broken(scores.scores, rows, rollout))
         kl = divergence(rollout, scores, self.config.kl_estimator)
+        metrics = objective_metrics(rollout, scores, kl, kl_coef=kl_coef) | seconds
+        if self.config.use_vllm:
+            metrics |= self._sampler_metrics(rollout)
         experience = None
         if usable:
             experience = make_experience(rollout, scores, kl, self.config, kl_coef=kl_coef)
         return PendingUpdate(
             experience=experience,
-            metrics=objective_metrics(rollout, scores, kl, kl_coef=kl_coef) | seconds,
+            metrics=metrics,
             progress=UpdateProgress.at_start(self.config, len(rows), run.generators["shuffling"]),
         )
 
@@ -85,8 +92,14 @@ class Collector:
         return run.stream.next_batch(size), uniforms
 
     def _sample(
-        self, prompts: Sequence[list[int]], uniforms: Tensor, pause: Callable[[], None]
+        self,
+        prompts: Sequence[list[int]],
+        uniforms: Tensor,
+        pause: Callable[[], None],
+        seconds: Metrics,
     ) -> Rollout:
+        if self.config.use_vllm:
+            return self._sample_by_vllm(prompts, uniforms, seconds)
         with self.engine.gathered(self.module), self.engine.autocast():
             return sample_responses(
                 self.parts.policy,
@@ -97,6 +110,36 @@ class Collector:
                 any_left=self.engine.any if self.engine.passes_meet() else bool,
                 pause=pause,
             )
+
+    def _sample_by_vllm(
+        self, prompts: Sequence[list[int]], uniforms: Tensor, seconds: Metrics
+    ) -> Rollout:
+        """What a server samples, with the policy's own log-probabilities of it."""
+        with _timed("synchronising", seconds):
+            version = self._vllm.synchronise()
+        rollout = self._vllm.sample(prompts, uniforms, self.sampling, version)
+        size = self.config.local_rollout_forward_batch_size
+        with self.engine.autocast(), self.engine.gathered(self.module):
+            logprobs = reference_logprobs(self.parts.policy, rollout, size)
+        return replace(rollout, logprobs=logprobs)
+
+    @cached_property
+    def _vllm(self) -> "VLLMSampler":
+        # Only here: its client takes a second to load.
+        from ppo_core.vllm_rollout import VLLMSampler
+
+        return VLLMSampler(
+            self.config, self.parts.policy, self.parts.adapted, self.engine, self.prompts.tokens
+        )
+
+    def _sampler_metrics(self, rollout: Rollout) -> Metrics:
+        assert rollout.behaviour_logprobs is not None
+        mask = rollout.response_mask
+        return sampler_metrics(
+            rollout.logprobs[mask],
+            rollout.behaviour_logprobs[mask],
+            cap=self.config.vllm_importance_sampling_cap,
+        )
 
     def _score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scores:
         """What reference, critic and rewards say; the scores are as the rewards gave them.

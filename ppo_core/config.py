@@ -1,6 +1,6 @@
 """Settings of the trainings: frozen, checked once, when they are made."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 from types import NoneType
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -63,6 +63,14 @@ class PPOConfig(RunConfig):
 
     stop_token_id: int | None = None
     """Token that ends a response, in the place of `stop_token`."""
+
+    use_vllm: bool = False
+    """Have a vLLM server sample the responses, with the policy's weights of the moment
+    (docs/vllm.md); evaluations are sampled here."""
+
+    vllm_importance_sampling_cap: float = 2.0
+    """Largest weight of a token in the loss where the server's probability of it is not the
+    policy's: min(policy / server, cap), truncated importance sampling."""
 
     # --- The reward of a response ---
 
@@ -270,7 +278,7 @@ def _check_ranges(config: PPOConfig) -> None:
         require(config, name, whole, "a whole number, or a share below 1")
     for name in (
         "temperature learning_rate adam_epsilon max_grad_norm num_train_epochs logging_steps "
-        "save_steps warn_ratio warn_length_growth"
+        "save_steps warn_ratio warn_length_growth vllm_server_timeout"
     ).split():
         require(config, name, getattr(config, name) > 0, "above 0")
     for name in (
@@ -298,6 +306,8 @@ def _check_ranges(config: PPOConfig) -> None:
         require(config, name, 0 <= getattr(config, name) < 1, "at least 0 and below 1")
     require(config, "ema_decay", 0 <= (config.ema_decay or 0) < 1, "at least 0 and below 1")
     require(config, "dual_clip", config.dual_clip is None or config.dual_clip > 1, "above 1")
+    cap = config.vllm_importance_sampling_cap
+    require(config, "vllm_importance_sampling_cap", cap >= 1, "at least 1")
 
 
 def _check_choices(config: PPOConfig) -> None:
@@ -364,3 +374,21 @@ def _check_combinations(config: PPOConfig) -> None:
             f"model_adapter_name and ref_adapter_name are both {config.ref_adapter_name!r}: the "
             "reference would follow the policy. Name two adapters."
         )
+    _check_vllm(config)
+
+
+def _check_vllm(config: PPOConfig) -> None:
+    url = config.vllm_server_base_url
+    is_root = url.startswith(("http://", "https://")) and not url.rstrip("/").endswith("/v1")
+    require(config, "vllm_server_base_url", is_root, "http://HOST:PORT, without /v1")
+    if config.use_vllm and config.vllm_weights_dir is None:
+        raise ConfigError(
+            "use_vllm=True needs vllm_weights_dir: the server reads the policy's weights from a "
+            "folder that it sees at the same path, and without one it would sample from its own. "
+            "Set it, on one machine for example to /dev/shm/weights."
+        )
+    names = [field.name for field in fields(config) if field.name.startswith("vllm_")]
+    defaults = {field.name: field.default for field in fields(config)}
+    changed = [name for name in names if getattr(config, name) != defaults[name]]
+    if changed and not config.use_vllm:
+        raise ConfigError(f"{changed[0]} takes effect only with use_vllm=True. Set both.")

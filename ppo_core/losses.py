@@ -1,4 +1,4 @@
-"""The two losses of PPO, per token, and the weights that turn them into one number."""
+"""The two losses of PPO, per token, and the weights of tokens in them."""
 
 import torch
 from torch import Tensor
@@ -35,6 +35,21 @@ def policy_loss(
     bound = -dual_clip * advantages
     bounded = (advantages < 0) & (loss > bound)
     return torch.where(bounded, bound, loss), holds | bounded
+
+
+def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Tensor:
+    """Truncated importance weight of each token that another distribution has drawn.
+
+        weight = min(exp(logprobs - behaviour_logprobs), cap)
+
+    logprobs are the policy's when the tokens were drawn, behaviour_logprobs those of what drew
+    them: a part of the policy (top_k, top_p), where the weight is its share and at most 1
+    (arXiv:2110.00641, eq. 5), or another engine with the same weights, whose rounding differs
+    (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+    The cap bounds the variance and costs some bias (IMPALA, arXiv:1802.01561, section 4.1).
+    All of one shape.
+    """
+    return torch.exp(logprobs - behaviour_logprobs).clamp(max=cap)
 
 
 def value_loss(

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ppo_core.kl import kl_per_token
+from ppo_core.losses import importance_weights
 from ppo_core.records import Experience, Rollout, Scores, TokenSums
 from ppo_core.repetition import repeated_share
 from ppo_core.tensors import masked_sum
@@ -29,6 +31,22 @@ def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: 
     means["objective/kl_coef"] = kl_coef
     means["objective/rlhf_reward"] = means["objective/non_score_reward"] + means["objective/scores"]
     return means
+
+
+def sampler_metrics(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Metrics:
+    """How far the server that sampled was from the policy, over counted tokens (N,).
+
+    "vllm/kl" is the k3 estimate of KL(server || policy) in nats a token: about 0 where the server
+    has the policy's weights. The weights are those of `importance_weights`: their mean, the
+    largest before the cap, and the share of tokens that the cap holds for.
+    """
+    ratio = torch.exp(logprobs - behaviour_logprobs)
+    return {
+        "vllm/kl": kl_per_token(behaviour_logprobs, logprobs, "k3").mean().item(),
+        "vllm/weight_mean": importance_weights(logprobs, behaviour_logprobs, cap=cap).mean().item(),
+        "vllm/weight_max": ratio.max().item(),
+        "vllm/capped": (ratio > cap).float().mean().item(),
+    }
 
 
 def explained_variance(experience: Experience) -> float:

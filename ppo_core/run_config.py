@@ -88,6 +88,17 @@ class RunConfig:
     deepspeed: str | None = None
     """File with DeepSpeed's settings; under `accelerate launch` its config file says it."""
 
+    vllm_server_base_url: str = "http://localhost:8000"
+    """Address of the vLLM server, where `use_vllm` asks one; VLLM_API_KEY is its key, if it has
+    one."""
+
+    vllm_weights_dir: str | None = None
+    """Folder for the weights on their way to that server, which must see it at the same path;
+    /dev/shm is fastest on one machine. It holds one copy of the policy for a moment."""
+
+    vllm_server_timeout: float = 240.0
+    """Seconds that the server may take for an answer, or be away."""
+
     dataset_num_proc: int | None = None
     """Processes that tokenise the prompts; None uses this one."""
 

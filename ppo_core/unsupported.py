@@ -25,6 +25,7 @@ _BFLOAT16 = "set bf16=True: half precision in fp16 needs loss scaling, which is 
 _TRACKIO = "metrics go through transformers' integrations that report_to names"
 _READ = "it is read from the model: leave it out"
 _TRACKED = "it only described the run: set run_name"
+_VLLM = "start the server with vllm serve, whose flags say it, and set vllm_server_base_url"
 _CHECKPOINTING = "set gradient_checkpointing=True, which is non-reentrant"
 
 INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
@@ -172,6 +173,21 @@ INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
     "bnb_4bit_quant_storage": ((None,), "4-bit weights are stored in bytes, bitsandbytes' default"),
     "dataset_streaming": ((False,), "the prompts are read into memory"),
     "ignore_bias_buffers": ((False,), "buffers are not communicated: leave it out"),
+    # TRL's settings of a vLLM server
+    "vllm_mode": (("server",), _VLLM),
+    "vllm_server_host": ((), "set vllm_server_base_url"),
+    "vllm_server_port": ((), "set vllm_server_base_url"),
+    "vllm_group_port": ((), "weights go through the folder vllm_weights_dir"),
+    "vllm_gpu_memory_utilization": ((), _VLLM),
+    "vllm_tensor_parallel_size": ((), _VLLM),
+    "vllm_max_model_length": ((None,), _VLLM),
+    "vllm_enable_sleep_mode": ((False,), _VLLM),
+    "vllm_importance_sampling_correction": (
+        (True,),
+        "what the server's rounding changes is always corrected; vllm_importance_sampling_cap "
+        "bounds it",
+    ),
+    "vllm_importance_sampling_mode": (("token_truncate",), "weights are per token, and truncated"),
     # names of older transformers
     "overwrite_output_dir": ((False,), "choose another output_dir, or remove the old checkpoints"),
     "logging_dir": ((None,), "set the environment variable TENSORBOARD_LOGGING_DIR"),

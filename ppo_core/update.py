@@ -275,9 +275,12 @@ class _OptimizerStep:
             own = batch[engine.rank :: engine.num_processes]
             rows = joined_texts(own or batch[:1]).to(engine.device)
             with engine.accumulate_only(self.trainee.module, True):
-                logprobs = self.trainee.module(rows, 1.0).logprobs
-                part = len(logprobs) / total if own else 0.0
-                engine.backward(self.config.ptx_coef * part * pretraining_loss(logprobs))
+                predicted = self.trainee.module(rows, 1.0)
+                part = len(predicted.logprobs) / total if own else 0.0
+                loss = self.config.ptx_coef * part * pretraining_loss(predicted.logprobs)
+                # ZeRO-3 adds to the gradient of the step before where the first pass of a step
+                # has none: so the critic's is 0 here, and not missing.
+                engine.backward(loss + 0.0 * predicted.values.sum())
 
     def _step(self, sums: TokenSums) -> None:
         """Take the step, unless a loss, a gradient or the ratio forbids it, in any process."""
