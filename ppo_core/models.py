@@ -19,7 +19,7 @@ from ppo_core.reward_model import RewardModel
 from ppo_core.tensors import (
     at_least_fp32,
 )
-from ppo_core.token_head import chunked_kl, token_logprobs
+from ppo_core.token_head import TokenHead, TokenLoss
 from ppo_core.trunks import DecoderTrunk, EncoderDecoderTrunk, Trunk, Within
 
 if TYPE_CHECKING:
@@ -39,6 +39,13 @@ class _LogitRule:
         scale = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(scale, softcap)
+
+    def apply(self, product: Tensor) -> Tensor:
+        """Logits of the head's product with hidden states."""
+        logits = product if self.scale == 1 else product * self.scale
+        if self.softcap is None:
+            return logits
+        return torch.tanh(logits / self.softcap) * self.softcap
 
 
 class LanguageModel(nn.Module):
@@ -107,27 +114,28 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D)."""
-        rule = self._rule
+        return self._rule.apply(self._product(hidden))
+
+    def _product(self, hidden: Tensor) -> Tensor:
         with self.within():
-            logits: Tensor = self.head(hidden)
-        if rule.scale != 1:
-            logits = logits * rule.scale
-        if rule.softcap is not None:
-            logits = torch.tanh(logits / rule.softcap) * rule.softcap
-        return logits
+            product: Tensor = self.head(hidden)
+        return product
+
+    def token_head(self, temperature: float) -> TokenHead:
+        """The head as it makes distributions at a temperature, a chunk of states at a time."""
+        return TokenHead(
+            module=self.head,
+            product=self._product,
+            rule=self._rule.apply,
+            temperature=temperature,
+        )
 
     def forward(self, rows: TokenRows, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability of each counted token, and entropy of the policy there: (N,), (N,).
 
         The entropy carries no gradient.
         """
-        return self.logprobs(self.trunk.states(rows), rows.targets, temperature)
-
-    def logprobs(
-        self, states: Tensor, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """The same for hidden states (N, D) and targets (N,) that are known already."""
-        return token_logprobs(states, targets, self.logits, self.head, temperature)
+        return self.token_head(temperature).logprobs(self.trunk.states(rows), rows.targets)
 
     def full_kl(
         self, states: Tensor, reference: "LanguageModel", rows: TokenRows, temperature: float
@@ -138,7 +146,8 @@ class LanguageModel(nn.Module):
         """
         with torch.no_grad():
             ref_states = reference.trunk.states(rows)
-        return chunked_kl(states, self.logits, ref_states, reference.logits, self.head, temperature)
+        heads = self.token_head(temperature), reference.token_head(temperature)
+        return heads[0].divergence(states, heads[1], ref_states)
 
 
 class Critic(nn.Module):
@@ -229,8 +238,11 @@ def _zero_head(policy: PreTrainedModel) -> nn.Linear:
 class Predictions(NamedTuple):
     """What policy and critic say about the N counted tokens of some rows."""
 
+    policy_loss: Tensor
+    """() summed loss of the policy's log-probabilities."""
+
     logprobs: Tensor
-    """(N,) log-probabilities."""
+    """(N,) log-probabilities, without a gradient."""
 
     entropies: Tensor
     """(N,) entropy of the policy, without a gradient."""
@@ -252,14 +264,19 @@ class ActorCritic(nn.Module):
         self.critic = critic
 
     def forward(
-        self, rows: TokenRows, temperature: float, reference: LanguageModel | None = None
+        self,
+        rows: TokenRows,
+        temperature: float,
+        token_loss: TokenLoss,
+        reference: LanguageModel | None = None,
     ) -> Predictions:
         """Predictions for the counted tokens; with a `reference`, the exact divergence too."""
         states = self.policy.trunk.states(rows)
-        logprobs, entropies = self.policy.logprobs(states, rows.targets, temperature)
+        head = self.policy.token_head(temperature)
+        loss, logprobs, entropies = head.loss(states, rows.targets, token_loss)
         shared = self.critic.trunk is self.policy.trunk
         values = self.critic.values(states) if shared else self.critic(rows)
         full_kl = None
         if reference is not None:
             full_kl = self.policy.full_kl(states, reference, rows, temperature)
-        return Predictions(logprobs, entropies, values, full_kl)
+        return Predictions(loss, logprobs, entropies, values, full_kl)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.chat import encode_chat, is_messages
@@ -19,6 +18,7 @@ from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.prompts import Tokens, context_length, encode_prompt
 from ppo_core.records import TokenRows
 from ppo_core.tensors import length_mask, pad_rows
+from ppo_core.token_head import TokenLoss
 
 
 class PretrainingTexts:
@@ -124,12 +124,12 @@ def joined_texts(texts: Sequence[Tokens]) -> TokenRows:
     )
 
 
-def pretraining_loss(logprobs: Tensor) -> Tensor:
-    """Mean negative log-likelihood of the counted tokens: a scalar, to be weighted by ptx_coef.
+def pretraining_loss(weight: float) -> TokenLoss:
+    """Negative log-likelihood of each counted token at temperature 1, times a weight.
 
-    logprobs are (N,), at temperature 1.
+    With ptx_coef / (counted tokens of the step) the sum is ptx_coef times their mean.
     """
-    return -logprobs.mean()
+    return lambda logprobs, _: -weight * logprobs
 
 
 def _check_lengths(texts: Sequence[Tokens], max_length: int | None) -> None:

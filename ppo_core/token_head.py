@@ -1,7 +1,7 @@
-"""Log-probabilities of chosen tokens from hidden states, without ever holding all logits."""
+"""Log-probabilities of chosen tokens and losses of them, without ever holding all logits."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,99 +17,134 @@ LOGITS_PER_CHUNK = 2**22
 
 ToLogits = Callable[[Tensor], Tensor]
 
+TokenLoss = Callable[[Tensor, slice], Tensor]
+"""Log-probabilities (n,) of the tokens of a slice to their losses (n,), each of its own alone."""
 
-def token_logprobs(
-    hidden: Tensor,
-    targets: Tensor,
-    to_logits: ToLogits,
-    head: nn.Module,
-    temperature: float,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, and the entropy of its distribution: (N,), (N,).
 
-    hidden is (N, D), targets (N,) token ids; `to_logits` maps (n, D) to (n, V) with the
-    parameters of `head`. Gradients flow to hidden and to the head through the
-    log-probabilities; the entropy carries none.
-    """
-    parameters = tuple(head.parameters())
-    chunks = _num_chunks(head, hidden)
-    if any(hasattr(parameter, "ds_id") for parameter in parameters):
-        # ZeRO-3 holds no whole matrix to differentiate by; its hooks fetch it once more.
-        return _checkpointed_logprobs(hidden, targets, to_logits, temperature, chunks)
+@dataclass(frozen=True, kw_only=True)
+class TokenHead:
+    """What makes distributions over the next token out of hidden states, a chunk at a time."""
+
+    module: nn.Module
+    """Holds the matrix from hidden states to the vocabulary."""
+
+    product: ToLogits
+    """Hidden states (n, D) times that matrix: (n, V)."""
+
+    rule: ToLogits
+    """What a family does with the product: scales or caps it."""
+
+    temperature: float
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Tempered logits (n, V) of hidden states (n, D)."""
+        return tempered(self.rule(self.product(hidden)), self.temperature)
+
+    def logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target, and the entropy of its distribution: (N,), (N,).
+
+        hidden is (N, D), targets (N,) token ids. Gradients flow to hidden and to the head through
+        the log-probabilities, by logits that are computed again; the entropy carries none.
+        """
+
+        def of_chunk(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.logits(states)
+            logprobs = logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(dim=-1)
+            return logprobs, _distribution(logits.detach(), chosen).entropies
+
+        parts = [
+            checkpoint(of_chunk, hidden[part], targets[part], use_reentrant=False)
+            for part in self._chunks(hidden)
+        ]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def loss(
+        self, hidden: Tensor, targets: Tensor, token_loss: TokenLoss
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Summed loss of the targets' log-probabilities, these, and entropies: (), (N,), (N,).
+
+        Gradients flow through the loss alone. A loss of each token by itself lets a chunk's
+        gradients be computed while its logits exist, so that none are computed twice.
+        """
+        if any(hasattr(parameter, "ds_id") for parameter in self.module.parameters()):
+            # ZeRO-3 holds no whole matrix to differentiate by; its hooks fetch it once more.
+            logprobs, entropies = self.logprobs(hidden, targets)
+            return token_loss(logprobs, slice(None)).sum(), logprobs.detach(), entropies
+        loss: Tensor
+        loss, logprobs, entropies = _FusedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden, targets, token_loss, self, *self.module.parameters()
+        )
+        return loss, logprobs, entropies
+
+    def divergence(self, hidden: Tensor, reference: "TokenHead", ref_hidden: Tensor) -> Tensor:
+        """KL(policy || reference) (N,) over the whole vocabulary, for states (N, D) of each.
+
+        The gradient flows into the policy alone, by logits that are computed again.
+        """
+
+        def of_chunk(states: Tensor, ref_states: Tensor) -> Tensor:
+            with torch.no_grad():
+                ref_logits = reference.logits(ref_states)
+            return full_kl(self.logits(states), ref_logits)
+
+        parts = [
+            checkpoint(of_chunk, hidden[part], ref_hidden[part], use_reentrant=False)
+            for part in self._chunks(hidden)
+        ]
+        return torch.cat(parts)
+
+    def _chunks(self, hidden: Tensor) -> Iterator[slice]:
+        """Slices of the states, of nearly equal sizes.
+
+        ZeRO-3 fetches the head for each chunk from all processes, so they must all have equally
+        many: the most that one needs. In others chunks are smaller then, or empty.
+        """
+        size = max(1, LOGITS_PER_CHUNK // int(self.module.out_features))  # type: ignore[arg-type]
+        number = max(1, -(-len(hidden) // size))
+        if any(hasattr(parameter, "ds_id") for parameter in self.module.parameters()):
+            most = torch.tensor(number, device=hidden.device)
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+            number = int(most)
+        start = 0
+        for part in torch.arange(len(hidden)).tensor_split(number):
+            yield slice(start, start + len(part))
+            start += len(part)
+
+
+@dataclass(frozen=True)
+class _Distribution:
+    """Next-token distributions at n states, and what they say of the chosen tokens."""
+
+    probabilities: Tensor
+    """(n, V)."""
+
     logprobs: Tensor
+    """(n,) of the chosen tokens."""
+
     entropies: Tensor
-    logprobs, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, targets, to_logits, temperature, chunks, *parameters
+    """(n,)."""
+
+
+def _distribution(logits: Tensor, chosen: Tensor) -> _Distribution:
+    """With p = softmax(z), k a likeliest token: log of the normaliser = z[k] - log p[k]."""
+    probabilities = torch.softmax(logits, dim=-1)
+    top, likeliest = logits.max(dim=-1)
+    normaliser = top - probabilities.gather(1, likeliest[:, None])[:, 0].log()
+    return _Distribution(
+        probabilities,
+        logits.gather(1, chosen[:, None])[:, 0] - normaliser,
+        normaliser - torch.linalg.vecdot(probabilities, logits),
     )
-    return logprobs, entropies
 
 
-def chunked_kl(
-    hidden: Tensor,
-    to_logits: ToLogits,
-    ref_hidden: Tensor,
-    ref_to_logits: ToLogits,
-    head: nn.Module,
-    temperature: float,
-) -> Tensor:
-    """KL(policy || reference) (N,) over the whole vocabulary, for hidden states (N, D) of each.
+class _FusedLoss(torch.autograd.Function):
+    """Each chunk's logits are computed, turned into gradients, and dropped.
 
-    The logits of a chunk are computed again in the backward pass.
-    """
+    With p = softmax(z) for the tempered logits z, the target a, and the loss l of its
+    log-probability:
 
-    def of_chunk(states: Tensor, ref_states: Tensor) -> Tensor:
-        logits = tempered(to_logits(states), temperature)
-        with torch.no_grad():
-            ref_logits = tempered(ref_to_logits(ref_states), temperature)
-        return full_kl(logits, ref_logits)
-
-    number = _num_chunks(head, hidden)
-    chunks = zip(hidden.tensor_split(number), ref_hidden.tensor_split(number), strict=True)
-    return torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
-
-
-def _num_chunks(head: nn.Module, hidden: Tensor) -> int:
-    """Into how many chunks the states are cut.
-
-    ZeRO-3 fetches the head for each chunk from all processes, so they must all have equally
-    many: the most that one needs. In others chunks are smaller then, or empty.
-    """
-    size = max(1, LOGITS_PER_CHUNK // int(head.out_features))  # type: ignore[arg-type]
-    number = max(1, -(-len(hidden) // size))
-    if any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
-        most = torch.tensor(number, device=hidden.device)
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-        number = int(most)
-    return number
-
-
-def _logprobs_of_chunk(
-    states: Tensor, chosen: Tensor, to_logits: ToLogits, temperature: float
-) -> tuple[Tensor, Tensor]:
-    logits = tempered(to_logits(states), temperature)
-    normaliser = logits.logsumexp(dim=-1)
-    logprobs = logits.gather(1, chosen[:, None])[:, 0] - normaliser
-    with torch.no_grad():
-        mean_logit = torch.softmax(logits, dim=-1).mul_(logits).sum(dim=-1)
-        return logprobs, normaliser - mean_logit
-
-
-def _checkpointed_logprobs(
-    hidden: Tensor, targets: Tensor, to_logits: ToLogits, temperature: float, number: int
-) -> tuple[Tensor, Tensor]:
-    of_chunk = partial(_logprobs_of_chunk, to_logits=to_logits, temperature=temperature)
-    chunks = zip(hidden.tensor_split(number), targets.tensor_split(number), strict=True)
-    parts = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies).detach()
-
-
-class _ChunkedLogprobs(torch.autograd.Function):
-    """The logits of a chunk are computed, used and dropped; the backward pass does it again.
-
-    With p = softmax(z) for the tempered logits z, and a the target:
-
-        log p[a] = z[a] - logsumexp(z)        d log p[a] / dz = onehot(a) - p
+        log p[a] = z[a] - logsumexp(z)        dl / dz = l'(log p[a]) (onehot(a) - p)
     """
 
     @staticmethod
@@ -117,57 +152,86 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         targets: Tensor,
-        to_logits: ToLogits,
-        temperature: float,
-        number: int,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, (N,) each."""
-        parts = [
-            _logprobs_of_chunk(states, chosen, to_logits, temperature)
-            for states, chosen in zip(
-                hidden.tensor_split(number), targets.tensor_split(number), strict=True
-            )
-        ]
-        logprobs, entropies = zip(*parts, strict=True)
-        ctx.save_for_backward(hidden, targets, *parameters)
-        ctx.to_logits, ctx.temperature, ctx.number = to_logits, temperature, number
-        ctx.device_type = hidden.device.type
-        # The backward pass runs outside of the caller's autocast and must repeat its precision.
-        ctx.autocast = torch.is_autocast_enabled(ctx.device_type)
-        ctx.autocast_dtype = torch.get_autocast_dtype(ctx.device_type)
-        entropy = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy)
-        return torch.cat(logprobs), entropy
+        token_loss: TokenLoss,
+        head: TokenHead,
+        *parameters: nn.Parameter,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Summed loss, log-probabilities (N,) and entropies (N,)."""
+        gradients = _HeadGradients(head, parameters)
+        total = torch.zeros((), device=hidden.device)
+        logprobs, entropies, of_states = [], [], []
+        for part in head._chunks(hidden):
+            states, chosen = hidden[part], targets[part]
+            product = head.product(states).requires_grad_()
+            with torch.enable_grad():
+                logits = tempered(head.rule(product), head.temperature)
+            at = _distribution(logits.detach(), chosen)
+            loss, slopes = _loss_and_slopes(at.logprobs, part, token_loss)
+            of_logits = at.probabilities.mul_(-slopes[:, None])
+            of_logits.scatter_add_(1, chosen[:, None], slopes[:, None])
+            (of_product,) = torch.autograd.grad(logits, product, of_logits)
+            of_states.append(gradients.add(states, of_product))
+            total = total + loss
+            logprobs.append(at.logprobs)
+            entropies.append(at.entropies)
+        ctx.save_for_backward(torch.cat(of_states), *gradients.of_trained)
+        ctx.is_trained = [parameter.requires_grad for parameter in parameters]
+        result = total, torch.cat(logprobs), torch.cat(entropies)
+        ctx.mark_non_differentiable(*result[1:])
+        return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden and of the head's parameters, for grad (N,) of log-probabilities."""
-        hidden, targets, *parameters = ctx.saved_tensors
-        number = ctx.number
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        states_grads, sums = [], [torch.zeros_like(parameter) for parameter in trained]
-        for states, chosen, slope in zip(
-            hidden.tensor_split(number),
-            targets.tensor_split(number),
-            grad.tensor_split(number),
-            strict=True,
-        ):
-            leaf = states.detach().requires_grad_()
-            precision = torch.autocast(ctx.device_type, ctx.autocast_dtype, enabled=ctx.autocast)
-            with torch.enable_grad(), precision:
-                logits = tempered(ctx.to_logits(leaf), ctx.temperature)
-            slopes = torch.softmax(logits.detach(), dim=-1).mul_(-slope[:, None])
-            slopes.scatter_add_(1, chosen[:, None], slope[:, None])
-            # Of a head with several adapters, those of the others are not used.
-            state_grad, *grads = torch.autograd.grad(
-                logits, [leaf, *trained], slopes, allow_unused=True
-            )
-            states_grads.append(state_grad)
-            for total, part in zip(sums, grads, strict=True):
-                if part is not None:
-                    total += part
-        by_parameter = dict(zip(map(id, trained), sums, strict=True))
-        head_grads = (by_parameter.get(id(parameter)) for parameter in parameters)
-        return torch.cat(states_grads), None, None, None, None, *head_grads
+    def backward(ctx: Any, slope: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden and of the head's parameters, for the slope () of the loss."""
+        # With one process it is 1, and the matrix's gradient need not be copied.
+        is_one = bool(slope == 1)
+        of_states, *rest = (saved if is_one else saved * slope for saved in ctx.saved_tensors)
+        of_trained = iter(rest)
+        of_head = (next(of_trained) if trained else None for trained in ctx.is_trained)
+        return of_states, None, None, None, *of_head
+
+
+def _loss_and_slopes(
+    logprobs: Tensor, part: slice, token_loss: TokenLoss
+) -> tuple[Tensor, Tensor]:
+    leaf = logprobs.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = token_loss(leaf, part).sum()
+        (slopes,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), slopes
+
+
+class _HeadGradients:
+    """Gradients of a head's trained parameters, added up over chunks."""
+
+    def __init__(self, head: TokenHead, parameters: tuple[nn.Parameter, ...]) -> None:
+        self._head = head
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.of_trained = [torch.zeros_like(parameter) for parameter in self._trained]
+
+    def add(self, states: Tensor, of_product: Tensor) -> Tensor:
+        """Add those of a chunk; returns the gradient (n, D) of its states."""
+        module = self._head.module
+        if type(module) is nn.Linear and module.bias is None:
+            return self._add_of_matrix(module.weight, states, of_product)
+        leaf = states.detach().requires_grad_()
+        with torch.enable_grad():
+            product = self._head.product(leaf)
+        # Of a head with several adapters, those of the others are not used.
+        of_states, *of_trained = torch.autograd.grad(
+            product, [leaf, *self._trained], of_product, allow_unused=True
+        )
+        for total, found in zip(self.of_trained, of_trained, strict=True):
+            if found is not None:
+                total += found
+        return of_states
+
+    def _add_of_matrix(self, weight: Tensor, states: Tensor, of_product: Tensor) -> Tensor:
+        """The same by hand, which adds to the large gradient as it multiplies."""
+        for total in self.of_trained:
+            if total.dtype == of_product.dtype == states.dtype:
+                total.addmm_(of_product.T, states)
+            else:
+                total += of_product.T @ states.to(of_product.dtype)
+        return (of_product @ weight.to(of_product.dtype)).to(states.dtype)

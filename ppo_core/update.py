@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from ppo_core.config import PPOConfig
 from ppo_core.engine import Engine
 from ppo_core.errors import RunInterruptedError
-from ppo_core.kl import kl_per_token
-from ppo_core.losses import aggregation_weights, policy_loss, value_loss
+from ppo_core.losses import aggregation_weights
 from ppo_core.models import LanguageModel
+from ppo_core.objective import CountedTokens, Objective
 from ppo_core.pretraining import PretrainingTexts, joined_texts, pretraining_loss
 from ppo_core.records import Experience, TokenSums
 from ppo_core.tensors import length_sorted_batches
@@ -203,64 +203,22 @@ class _OptimizerStep:
         if len(rows) == 0:
             first = torch.zeros(1, dtype=torch.long, device=rows.device)
             return self._loss(first, torch.zeros(1, device=rows.device), TokenSums())
-        config, experience, rollout = self.config, self.experience, self.experience.rollout
-        mask = rollout.response_mask[rows]
-        old_logprobs = rollout.logprobs[rows][mask]
+        tokens = CountedTokens.of(self.experience, rows, weights)
+        objective = Objective(self.config, tokens)
+        rollout = self.experience.rollout
         predicted = self.trainee.module(
-            rollout.token_rows(rows), rollout.temperature, self.trainee.reference
+            rollout.token_rows(rows),
+            rollout.temperature,
+            objective.of_policy,
+            self.trainee.reference,
         )
-        policy_losses, clipped = policy_loss(
-            predicted.logprobs,
-            old_logprobs,
-            experience.advantages[rows][mask],
-            cliprange=config.cliprange,
-            cliprange_high=config.cliprange_high,
-            dual_clip=config.dual_clip,
-        )
-        if rollout.behaviour_logprobs is not None:
-            # Drawn from a part of the policy: weigh by its share (arXiv:2110.00641, eq. 5).
-            behaviour = rollout.behaviour_logprobs[rows][mask]
-            policy_losses = policy_losses * torch.exp(old_logprobs - behaviour)
-        value_losses, value_clipped = value_loss(
-            predicted.values,
-            experience.values[rows][mask],
-            experience.returns[rows][mask],
-            cliprange_value=config.cliprange_value,
-        )
-        divergences = self._divergences(predicted.logprobs, predicted.full_kl, rows, mask)
-        moved = (predicted.logprobs - old_logprobs).detach()
-        ratio_error = torch.expm1(moved)
-        sums.add(
-            tokens=mask.sum(),
-            policy_loss=policy_losses.detach().sum(),
-            value_loss=value_losses.detach().sum(),
-            kl_loss=divergences.detach().sum(),
-            entropy=predicted.entropies.sum(),
-            approxkl=0.5 * (moved**2).sum(),
-            kl_from_old=(ratio_error - moved).sum(),
-            clipped=clipped.sum(),
-            value_clipped=value_clipped.sum(),
-            ratio_error=ratio_error.sum(),
-            abs_ratio_error=ratio_error.abs().sum(),
-            ratio_error_squared=(ratio_error**2).sum(),
-        )
+        sums.add(**objective.sums(predicted))
+        of_policy = predicted.policy_loss
+        if predicted.full_kl is not None:
+            of_policy = of_policy + objective.of_divergence(predicted.full_kl)
         # Times 0 and not left out: every process must have a gradient for every parameter.
         policy_weight = 0.0 if self.critic_only else 1.0
-        of_policy = policy_losses + experience.kl_loss_coef * divergences
-        losses = policy_weight * of_policy + config.vf_coef * value_losses
-        row_of_token = mask.nonzero()[:, 0]
-        return (weights[row_of_token] * losses).sum()
-
-    def _divergences(
-        self, logprobs: Tensor, full_kl: Tensor | None, rows: Tensor, mask: Tensor
-    ) -> Tensor:
-        """The divergence from the reference in the loss (N,); zeros where it is in the reward."""
-        if not self.config.kl_in_loss:
-            return torch.zeros_like(logprobs)
-        if full_kl is not None:
-            return full_kl
-        ref_logprobs = self.experience.ref_logprobs[rows][mask]
-        return kl_per_token(logprobs, ref_logprobs, self.config.kl_estimator)
+        return policy_weight * of_policy + objective.of_critic(predicted.values)
 
     def _learn_pretraining_texts(self, num_rows: int) -> None:
         """Add the gradient of the language-modelling loss on as many texts as responses."""
@@ -275,12 +233,11 @@ class _OptimizerStep:
             own = batch[engine.rank :: engine.num_processes]
             rows = joined_texts(own or batch[:1]).to(engine.device)
             with engine.accumulate_only(self.trainee.module, True):
-                predicted = self.trainee.module(rows, 1.0)
-                part = len(predicted.logprobs) / total if own else 0.0
-                loss = self.config.ptx_coef * part * pretraining_loss(predicted.logprobs)
+                weight = self.config.ptx_coef / total if own else 0.0
+                predicted = self.trainee.module(rows, 1.0, pretraining_loss(weight))
                 # ZeRO-3 adds to the gradient of the step before where the first pass of a step
                 # has none: so the critic's is 0 here, and not missing.
-                engine.backward(loss + 0.0 * predicted.values.sum())
+                engine.backward(predicted.policy_loss + 0.0 * predicted.values.sum())
 
     def _step(self, sums: TokenSums) -> None:
         """Take the step, unless a loss, a gradient or the ratio forbids it, in any process."""

@@ -1,7 +1,9 @@
 """Log-probabilities, scores and values against the plain transformers forward."""
 
+import peft
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 from transformers import (
     BertConfig,
@@ -13,9 +15,10 @@ from transformers import (
 )
 
 from ppo_core import token_head
+from ppo_core.adapters import add_adapter, plain_model
 from ppo_core.errors import DataError, ModelError
 from ppo_core.loading import check_reward_config, load_policy, load_reward_model, load_tokenizer
-from ppo_core.models import ActorCritic, Critic, LanguageModel
+from ppo_core.models import ActorCritic, Critic, LanguageModel, Predictions
 from ppo_core.records import Rollout
 from ppo_core.reward_model import RewardModel
 from ppo_core.tensors import length_mask
@@ -91,30 +94,65 @@ def test_log_probabilities_entropies_and_gradients_are_those_of_the_plain_forwar
         assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
+CAPPED = Gemma2Config(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    final_logit_softcapping=2.0,
+)
+
+
+def gradients_of(policy: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    policy.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in policy.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("case", [*CONFIGS, "capped", "adapter"])
+def test_a_loss_of_each_token_has_the_gradient_of_its_log_probabilities(case, monkeypatch):
+    monkeypatch.setattr(token_head, "LOGITS_PER_CHUNK", 3 * VOCABULARY)  # several chunks
+    if case == "capped":
+        torch.manual_seed(0)
+        policy = Gemma2ForCausalLM(CAPPED).eval()
+    else:
+        policy = make_policy("llama" if case == "adapter" else case)
+    if case == "adapter":
+        policy = add_adapter(policy, peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+        torch.nn.init.normal_(policy.base_model.model.lm_head.lora_B["default"].weight)
+    policy.double()
+    model = LanguageModel(plain_model(policy) if case == "adapter" else policy)
+    rows, targets = make_rollout().token_rows(torch.arange(3)), torch.randn(11).double()
+
+    def of_tokens(logprobs: Tensor, part: slice) -> Tensor:
+        return (logprobs - targets[part]) ** 2
+
+    head, states = model.token_head(TEMPERATURE), model.trunk.states(rows)
+    loss, logprobs, entropies = head.loss(states, rows.targets, of_tokens)
+    fused = gradients_of(policy, 3 * loss)
+    expected, expected_entropies = model(rows, TEMPERATURE)
+    plain = gradients_of(policy, 3 * of_tokens(expected, slice(None)).sum())
+    assert_close(logprobs, expected.detach(), rtol=0, atol=1e-12)
+    assert_close(entropies, expected_entropies, rtol=0, atol=1e-12)
+    assert fused.keys() == plain.keys()
+    for name, gradient in plain.items():
+        assert_close(fused[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+
+
 def test_logits_of_one_chunk_are_all_that_exists(monkeypatch):
     monkeypatch.setattr(token_head, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
     policy = LanguageModel(make_policy())
     widths = []
-    plain = policy.logits
-    monkeypatch.setattr(
-        policy, "logits", lambda hidden: widths.append(len(hidden)) or plain(hidden)
-    )
+    policy.head.register_forward_hook(lambda _, __, product: widths.append(len(product)))
     policy(make_rollout().token_rows(torch.arange(3)), TEMPERATURE)
     assert widths == [4, 4, 3]
 
 
 def test_a_head_that_caps_its_logits_is_followed():
-    config = Gemma2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        final_logit_softcapping=2.0,
-    )
-    model = Gemma2ForCausalLM(config).eval()
+    model = Gemma2ForCausalLM(CAPPED).eval()
     ids = torch.tensor([[5, 6, 7]])
     policy = LanguageModel(model)
     assert_close(policy.logits(policy.trunk.hidden_states(ids)), model(ids).logits)
@@ -213,9 +251,14 @@ def test_neighbours_and_padding_change_no_row():
     module = ActorCritic(LanguageModel(make_policy()), Critic.from_policy(make_policy(seed=3)))
     torch.nn.init.normal_(module.critic.head.weight)
     module.double()
-    together = module(rollout.token_rows(torch.arange(3)), TEMPERATURE)
-    alone = [module(rollout.token_rows(torch.tensor([b])), TEMPERATURE) for b in range(3)]
-    for whole, *parts in zip(together[:3], *(one[:3] for one in alone), strict=True):
+
+    def of_rows(rows: Tensor) -> Predictions:
+        return module(rollout.token_rows(rows), TEMPERATURE, lambda logprobs, _: logprobs**2)
+
+    together = of_rows(torch.arange(3))
+    alone = [of_rows(torch.tensor([b])) for b in range(3)]
+    assert_close(together.policy_loss, sum(one.policy_loss for one in alone), rtol=1e-6, atol=0)
+    for whole, *parts in zip(together[1:4], *(one[1:4] for one in alone), strict=True):
         assert_close(whole, torch.cat(parts), rtol=0, atol=1e-6)
 
 

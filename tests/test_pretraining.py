@@ -39,11 +39,13 @@ def test_the_loss_is_the_language_modelling_loss_of_transformers():
         losses = [model(input_ids=tensor([t]), labels=tensor([t])).loss for t in texts]
     # transformers gives the mean over a text's own tokens: 6, 1 and 3 of them.
     expected = (6 * losses[0] + losses[1] + 3 * losses[2]) / 10
-    assert_close(pretraining_loss(logprobs), expected, rtol=1e-5, atol=0)
+    found = pretraining_loss(1 / 10)(logprobs, slice(None)).sum()
+    assert_close(found, expected, rtol=1e-5, atol=0)
 
 
 def test_the_loss_by_hand():
-    assert pretraining_loss(tensor([-1.0, -2.0, -6.0])).item() == 3.0
+    losses = pretraining_loss(0.5)(tensor([-1.0, -2.0, -6.0]), slice(None))
+    assert losses.tolist() == [0.5, 1.0, 3.0]
 
 
 def test_a_pass_has_every_text_once_in_a_new_order():

@@ -481,15 +481,17 @@ def half_precision_gradients(monkeypatch, of_ours: bool, **head) -> dict[str, Te
     with torch.autocast("cpu", torch.bfloat16):
         states = policy.trunk.states(rows)
         if of_ours:
-            logprobs, _ = policy.logprobs(states, rows.targets, 0.7)
+            of_logprobs, *_ = policy.token_head(0.7).loss(
+                states, rows.targets, lambda logprobs, _: logprobs
+            )
             divergence = policy.full_kl(states, reference, rows, 0.7)
         else:
             plain = (policy.logits(states).float() / 0.7).log_softmax(-1)
-            logprobs = plain.gather(1, rows.targets[:, None])[:, 0]
+            of_logprobs = plain.gather(1, rows.targets[:, None]).sum()
             with torch.no_grad():
                 theirs = reference.logits(reference.trunk.states(rows)).float() / 0.7
             divergence = (plain.exp() * (plain - theirs.log_softmax(-1))).sum(-1)
-    loss = head["of_logprobs"] * logprobs.sum() + head["of_divergence"] * divergence.sum()
+    loss = head["of_logprobs"] * of_logprobs + head["of_divergence"] * divergence.sum()
     loss.backward()
     return {name: parameter.grad for name, parameter in policy.named_parameters()}
 
