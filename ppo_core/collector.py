@@ -15,20 +15,24 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.config import PPOConfig
 from ppo_core.engine import Engine
 from ppo_core.experience import divergence, make_experience, shaped_scores
-from ppo_core.metrics import Metrics, sampler_metrics, objective_metrics
+from ppo_core.metrics import Metrics, objective_metrics, sampler_metrics
 from ppo_core.parts import Parts, reward_holders
 from ppo_core.pending import PendingUpdate
 from ppo_core.prompt_set import PromptSet
 from ppo_core.prompts import Prompt, prompt_text, response_texts
 from ppo_core.records import Record, Rollout, Scores, map_tensors
-from ppo_core.rollout import SamplingSettings, sample_responses
+from ppo_core.rollout import sample_responses
 from ppo_core.run_state import RunState
+from ppo_core.sampler import SamplingSettings
 from ppo_core.schedule import Schedule
 from ppo_core.scoring import critic_values, full_kl, reference_logprobs
 from ppo_core.update import UpdateProgress
 
 if TYPE_CHECKING:
     from ppo_core.vllm_rollout import VLLMSampler
+
+FAR_SERVER = 0.1
+"""Nats a token between a vLLM server and the policy that rounding does not explain."""
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +111,7 @@ class Collector:
                 uniforms,
                 self.sampling,
                 batch_size=self.config.local_rollout_forward_batch_size,
-                any_left=self.engine.any if self.engine.passes_meet() else bool,
+                any_left=self.engine.any if self.engine.passes_meet() else None,
                 pause=pause,
             )
 
@@ -135,11 +139,21 @@ class Collector:
     def _sampler_metrics(self, rollout: Rollout) -> Metrics:
         assert rollout.behaviour_logprobs is not None
         mask = rollout.response_mask
-        return sampler_metrics(
+        metrics = sampler_metrics(
             rollout.logprobs[mask],
             rollout.behaviour_logprobs[mask],
             cap=self.config.vllm_importance_sampling_cap,
         )
+        # What top_k and top_p cut off is a divergence, too.
+        is_far = metrics["vllm/kl"] > FAR_SERVER and not self.sampling.is_restricted
+        if is_far and self.engine.is_main:
+            logger.warning(
+                "The vLLM server is %.3g nats a token from the policy whose weights it was given: "
+                "it does not use all of them, or computes otherwise. Most of the batch teaches "
+                "nothing so. See its log, and docs/vllm.md.",
+                metrics["vllm/kl"],
+            )
+        return metrics
 
     def _score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scores:
         """What reference, critic and rewards say; the scores are as the rewards gave them.

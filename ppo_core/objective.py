@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ppo_core.config import PPOConfig
 from ppo_core.kl import kl_per_token
-from ppo_core.losses import policy_loss, value_loss
+from ppo_core.losses import importance_weights, policy_loss, value_loss
 from ppo_core.models import Predictions
 from ppo_core.records import Experience
 
@@ -122,9 +122,11 @@ class Objective:
             dual_clip=config.dual_clip,
         )
         if tokens.behaviour_logprobs is not None:
-            # Drawn from a part of the policy: weigh by its share (arXiv:2110.00641, eq. 5).
-            behaviour = tokens.behaviour_logprobs[part]
-            losses = losses * torch.exp(tokens.old_logprobs[part] - behaviour)
+            losses = losses * importance_weights(
+                tokens.old_logprobs[part],
+                tokens.behaviour_logprobs[part],
+                cap=config.vllm_importance_sampling_cap,
+            )
         return losses, clipped
 
     def _divergences(self, logprobs: Tensor, part: slice) -> Tensor:

@@ -42,8 +42,8 @@ class Rollout:
     """(B, T) True for the tokens that count, the stop token included: the one mask of the step."""
 
     behaviour_logprobs: Tensor | None = None
-    """(B, T) log-probabilities under the distribution that was drawn from, where top_k or top_p
-    made it another than the policy's; None where it is the policy's."""
+    """(B, T) log-probabilities under the distribution that was drawn from, where top_k, top_p or
+    another engine's rounding made it another than the policy's; None where it is the policy's."""
 
     def __len__(self) -> int:
         """Responses in this rollout."""

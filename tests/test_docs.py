@@ -41,10 +41,13 @@ MIGRATING = ROOT / "docs" / "migrating-from-trl.md"
 TRUSTING = ROOT / "docs" / "trusting-a-result.md"
 PRODUCTION = ROOT / "docs" / "to-production.md"
 RECOVERY = ROOT / "docs" / "sharding-and-recovery.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", MIGRATING, TRUSTING, PRODUCTION, RECOVERY]
+VLLM = ROOT / "docs/vllm.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", MIGRATING, TRUSTING, PRODUCTION, RECOVERY, VLLM]
 
-OTHERS_FLAGS = {"backend-store-uri", "config", "config-file", "env-manager"}
-"""Flags of MLflow, Metaflow and accelerate."""
+OTHERS_FLAGS = set(
+    "backend-store-uri config config-file env-manager logprobs-mode max-model-len".split()
+)
+"""Flags of MLflow, Metaflow, accelerate and vLLM."""
 
 pytestmark = pytest.mark.timeout(600)
 
