@@ -40,6 +40,10 @@ class PPOConfig(RunConfig):
     num_mini_batches: int = 1
     """Optimizer steps in one pass; must divide the batch."""
 
+    max_tokens_per_microbatch: int | None = None
+    """Tokens in one forward and backward pass of one process, fillers included; None takes as
+    many as `per_device_train_batch_size` of the longest rows have. Memory grows with it."""
+
     local_rollout_forward_batch_size: int = 64
     """Prompts sampled, or responses scored, together by one process; memory grows with it,
     results do not depend on it."""
@@ -258,7 +262,9 @@ def _check_ranges(config: PPOConfig) -> None:
         "max_skipped_steps ddp_timeout"
     ).split():
         require_count(config, name)
-    for name in ("total_episodes", "batch_size", "save_total_limit", "dataset_num_proc"):
+    for name in (
+        "total_episodes batch_size max_tokens_per_microbatch save_total_limit dataset_num_proc"
+    ).split():
         if getattr(config, name) is not None:
             require_count(config, name)
     if config.save_total_limit == 1:

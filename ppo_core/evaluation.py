@@ -17,7 +17,8 @@ from ppo_core.prompt_set import PromptSet
 from ppo_core.prompts import Prompt, encode_prompt, prompt_text, response_texts
 from ppo_core.records import Rollout
 from ppo_core.reward_sources import RewardMix
-from ppo_core.rollout import SamplingSettings, sample_responses, stop_token
+from ppo_core.rollout import sample_responses, stop_token
+from ppo_core.sampler import SamplingSettings
 from ppo_core.scoring import reference_logprobs
 
 
@@ -117,7 +118,7 @@ def greedy_completions(
                 torch.zeros(len(numbers), response_length),
                 greedy,
                 batch_size=batch_size,
-                any_left=engine.any if engine.passes_meet() else bool,
+                any_left=engine.any if engine.passes_meet() else None,
             )
             for numbers in batches
         ]

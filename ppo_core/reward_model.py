@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.adapters import is_peft
+from ppo_core.batches import token_batches
 from ppo_core.chat import Messages
 from ppo_core.errors import DataError, ModelError
 from ppo_core.prompts import context_length, encode_dialogue
-from ppo_core.tensors import at_least_fp32, length_mask, length_sorted_batches, pad_rows
+from ppo_core.tensors import at_least_fp32, length_mask, pad_rows
 
 
 class RewardModel:
@@ -115,7 +116,7 @@ class RewardModel:
             )
         scores = torch.empty(len(rows))
         device = self.model.device
-        for batch in length_sorted_batches(torch.tensor([len(row) for row in rows]), batch_size):
+        for batch in token_batches(torch.tensor([len(row) for row in rows]), batch_size):
             ids, lengths = pad_rows([rows[i] for i in batch.tolist()])
             scores[batch] = self.score_rows(ids.to(device), lengths.to(device)).cpu()
         return scores

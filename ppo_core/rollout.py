@@ -5,18 +5,24 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedTokenizerBase
 
+from ppo_core.batches import length_sorted_batches, token_batches
 from ppo_core.errors import ModelError
+from ppo_core.kv_cache import empty_cache, joined, keeps_all
 from ppo_core.models import LanguageModel
 from ppo_core.prompts import Tokens
 from ppo_core.records import Rollout
-from ppo_core.tensors import at_least_fp32, length_mask, length_sorted_batches, pad_rows, tempered
-from ppo_core.truncation import truncated
+from ppo_core.sampler import SamplingSettings, sample_tokens
+from ppo_core.tensors import length_mask, pad_rows
 from ppo_core.trunks import DecoderTrunk
 
 NO_STOP_TOKEN = -1
 """No token has this id: responses run to their full length."""
+
+KEPT_SHARE = 0.75
+"""Ended responses leave the cache once no more than this share of its rows goes on: to move the
+others together costs as much as a few passes."""
 
 
 def stop_token(
@@ -37,55 +43,6 @@ def stop_token(
             "Set stop_token_id, or stop_token=None."
         )
     return int(tokenizer.eos_token_id)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingSettings:
-    """How tokens are drawn, and when a response ends."""
-
-    stop_token_id: int
-    temperature: float
-    """0 takes the likeliest token, its log-probability that of temperature 1."""
-    top_k: int = 0
-    top_p: float = 1.0
-
-    @property
-    def is_restricted(self) -> bool:
-        """Whether tokens are drawn from another distribution than the policy's."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
-
-
-def sample_tokens(
-    logits: Tensor, uniforms: Tensor, settings: SamplingSettings
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row from softmax(logits / temperature), cut to top_k and top_p.
-
-    The token is the first whose cumulative probability exceeds `uniforms` (B,), numbers in
-    [0, 1). With the randomness handed in, a row's token depends on nothing but the row:
-    not on its neighbours, the batch size or the number of processes.
-
-    Returns ids (B,), their log-probabilities under the whole policy (B,), and those under
-    the distribution that was drawn from (B,), which are the same tensor where nothing is cut.
-    """
-    if settings.temperature == 0:
-        logprobs = torch.log_softmax(at_least_fp32(logits), dim=-1)
-        chosen = logprobs.argmax(dim=-1, keepdim=True)
-        picked = logprobs.gather(1, chosen)[:, 0]
-        return chosen[:, 0], picked, picked
-    scaled = tempered(logits, settings.temperature)
-    logprobs = drawn_from = torch.log_softmax(scaled, dim=-1)
-    if settings.is_restricted:
-        cut = truncated(scaled, top_k=settings.top_k, top_p=settings.top_p)
-        drawn_from = torch.log_softmax(cut, dim=-1)
-    cumulative = drawn_from.exp().cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    # Rounding up to the total would choose a token beyond the last that can be drawn.
-    below = torch.nextafter(total, torch.zeros_like(total))
-    thresholds = torch.minimum(uniforms[:, None] * total, below)
-    chosen = torch.searchsorted(cumulative, thresholds, right=True)
-    picked = logprobs.gather(1, chosen)[:, 0]
-    behaviour = drawn_from.gather(1, chosen)[:, 0] if settings.is_restricted else picked
-    return chosen[:, 0], picked, behaviour
 
 
 def decoder_of(policy: LanguageModel) -> DecoderTrunk:
@@ -110,7 +67,7 @@ def sample_responses(
     settings: SamplingSettings,
     *,
     batch_size: int,
-    any_left: Callable[[bool], bool] = bool,
+    any_left: Callable[[bool], bool] | None = None,
     pause: Callable[[], None] = lambda: None,
 ) -> Rollout:
     """Sample one response to each prompt, ending at the stop token or after T tokens.
@@ -185,51 +142,82 @@ def _decode(
     prompts: Sequence[Tokens],
     uniforms: Tensor,
     settings: SamplingSettings,
-    any_left: Callable[[bool], bool],
+    any_left: Callable[[bool], bool] | None,
 ) -> _Decoded:
     """The responses to one batch of prompts."""
-    ids, prompt_lengths = (tensor.to(policy.device) for tensor in pad_rows(prompts, side="left"))
-    width, most = ids.shape[1], uniforms.shape[1]
-    decoded = _Decoded.empty(len(prompts), most, policy.device)
-
-    fillers = width - prompt_lengths
+    most, device = uniforms.shape[1], policy.device
+    decoded = _Decoded.empty(len(prompts), most, device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    width = int(lengths.max())
     # A place is visible to its row from the first real token on, response places included.
-    visible = torch.arange(width + most, device=policy.device) >= fillers[:, None]
-    positions = (torch.arange(width + most, device=policy.device) - fillers[:, None]).clamp(min=0)
-    cache = DynamicCache(config=policy.model.config)
-    alive = torch.arange(len(prompts), device=policy.device)
-    is_idle = False  # all responses have ended, and passes go on for other processes
-    seen = 0
+    places = torch.arange(width + most, device=device)
+    visible = places >= (width - lengths)[:, None]
+    positions = (places - (width - lengths)[:, None]).clamp(min=0)
+
+    states, cache = _read_prompts(policy, trunk, prompts, room=width + most, apart=any_left is None)
+    rows = torch.arange(len(prompts), device=device)  # the response at each row of the cache
+    going = torch.ones_like(rows, dtype=torch.bool)
     for t in range(most):
-        filled = width + t
-        places = {"position_ids": positions[alive, seen:filled]} if trunk.takes_position_ids else {}
-        hidden = trunk.hidden_states(
-            ids,
-            attention_mask=visible[alive, :filled].long(),
+        chosen, logprobs, behaviour = sample_tokens(
+            policy.logits(states), uniforms[rows, t], settings
+        )
+        own = rows[going]
+        decoded.ids[own, t] = chosen[going]
+        decoded.logprobs[own, t] = logprobs[going]
+        decoded.behaviour_logprobs[own, t] = behaviour[going]
+        ends = going & (chosen == settings.stop_token_id)
+        decoded.lengths[rows[ends]] = t + 1
+        decoded.has_stop[rows[ends]] = True
+        going &= ~ends
+        left = int(going.sum())
+        if t + 1 == most or not (any_left(left > 0) if any_left else left):
+            break
+        if left <= KEPT_SHARE * len(rows):
+            # A row goes on without a response where passes are made for other processes.
+            kept = going.nonzero()[:, 0] if left else torch.zeros_like(rows[:1])
+            cache.batch_select_indices(kept)
+            rows, going, chosen = rows[kept], going[kept], chosen[kept]
+        filled = width + t + 1
+        states = trunk.hidden_states(
+            chosen[:, None],
+            attention_mask=visible[rows, :filled].long(),
             past_key_values=cache,
             use_cache=True,
-            **places,
-        )
-        seen = filled
-        chosen, logprobs, behaviour = sample_tokens(
-            policy.logits(hidden[:, -1]), uniforms[alive, t], settings
-        )
-        goes_on = chosen != settings.stop_token_id
-        if not is_idle:
-            decoded.ids[alive, t] = chosen
-            decoded.logprobs[alive, t] = logprobs
-            decoded.behaviour_logprobs[alive, t] = behaviour
-            ended = alive[~goes_on]
-            decoded.lengths[ended] = t + 1
-            decoded.has_stop[ended] = True
-            is_idle = not goes_on.any()
-        if not any_left(not is_idle):
-            break
-        if is_idle:
-            goes_on = torch.arange(len(alive), device=alive.device) == 0
-        if not goes_on.all():
-            alive, chosen = alive[goes_on], chosen[goes_on]
-            # Finished rows leave the cache: what is left costs what its own tokens cost.
-            cache.batch_select_indices(goes_on.nonzero()[:, 0])
-        ids = chosen[:, None]
+            **trunk.places(positions[rows, filled - 1 : filled]),
+        )[:, -1]
     return decoded
+
+
+def _read_prompts(
+    policy: LanguageModel,
+    trunk: DecoderTrunk,
+    prompts: Sequence[Tokens],
+    *,
+    room: int,
+    apart: bool,
+) -> tuple[Tensor, Cache]:
+    """States (B, D) behind the prompts, and a cache of them with room for their responses.
+
+    With `apart`, prompts of other lengths are read in passes of their own: fewer fillers.
+    """
+    config = policy.model.config
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    apart = apart and keeps_all(empty_cache(config))
+    batches = token_batches(lengths, len(prompts)) if apart else [torch.arange(len(prompts))]
+    states, caches = [], []
+    for batch in batches:
+        ids, filled = pad_rows([prompts[n] for n in batch.tolist()], side="left")
+        places = torch.arange(ids.shape[1]) - (ids.shape[1] - filled)[:, None]
+        cache = empty_cache(config)
+        hidden = trunk.hidden_states(
+            ids.to(policy.device),
+            attention_mask=(places >= 0).long().to(policy.device),
+            past_key_values=cache,
+            use_cache=True,
+            **trunk.places(places.clamp(min=0).to(policy.device)),
+        )
+        states.append(hidden[:, -1])
+        caches.append(cache)
+    order = torch.cat(batches).argsort().to(policy.device)
+    last = torch.cat(states)[order]
+    return last, joined(caches, batches, room=room) if keeps_all(caches[0]) else caches[0]

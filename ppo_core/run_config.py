@@ -25,7 +25,8 @@ class RunConfig:
     """Seed of the order of the prompts, of sampling and of the order of the updates."""
 
     per_device_train_batch_size: int = 8
-    """Responses in one forward and backward pass of one process; memory grows with it."""
+    """Responses of full length in one forward and backward pass of one process, and more of shorter
+    ones; memory grows with it."""
 
     per_device_eval_batch_size: int = 8
     """Evaluation prompts answered together by one process."""

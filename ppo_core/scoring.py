@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from ppo_core.batches import token_batches
 from ppo_core.models import Critic, LanguageModel
 from ppo_core.records import Rollout
 from ppo_core.reward_model import RewardModel
-from ppo_core.tensors import length_sorted_batches
 
 
 def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -> Tensor:
@@ -15,7 +15,7 @@ def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -
     The stop token gives way to the end that the reward model was trained with.
     """
     scores = torch.empty(len(rollout), device=rollout.logprobs.device)
-    for rows in length_sorted_batches(rollout.row_lengths, batch_size):
+    for rows in token_batches(rollout.row_lengths, batch_size):
         ids = rollout.token_rows(rows).ids
         lengths = rollout.row_lengths[rows] - rollout.has_stop[rows].long()
         if reward_model.end_of_text:
@@ -31,7 +31,7 @@ def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -
 def reference_logprobs(reference: LanguageModel, rollout: Rollout, batch_size: int) -> Tensor:
     """Log-probabilities (B, T) of the responses under the reference; 0 where not counted."""
     logprobs = torch.zeros_like(rollout.logprobs)
-    for rows in length_sorted_batches(rollout.row_lengths, batch_size):
+    for rows in token_batches(rollout.row_lengths, batch_size):
         counted, _ = reference(rollout.token_rows(rows), rollout.temperature)
         logprobs[rows] = _spread(counted, rollout.response_mask[rows])
     return logprobs
@@ -41,7 +41,7 @@ def reference_logprobs(reference: LanguageModel, rollout: Rollout, batch_size: i
 def critic_values(critic: Critic, rollout: Rollout, batch_size: int) -> Tensor:
     """Values (B, T) of the states before each response token; 0 where not counted."""
     values = torch.zeros_like(rollout.logprobs)
-    for rows in length_sorted_batches(rollout.row_lengths, batch_size):
+    for rows in token_batches(rollout.row_lengths, batch_size):
         values[rows] = _spread(critic(rollout.token_rows(rows)), rollout.response_mask[rows])
     return values
 
@@ -52,7 +52,7 @@ def full_kl(
 ) -> Tensor:
     """Exact KL(policy || reference) (B, T) at each counted token; 0 where not counted."""
     divergences = torch.zeros_like(rollout.logprobs)
-    for rows in length_sorted_batches(rollout.row_lengths, batch_size):
+    for rows in token_batches(rollout.row_lengths, batch_size):
         tokens = rollout.token_rows(rows)
         states = policy.trunk.states(tokens)
         counted = policy.full_kl(states, reference, tokens, rollout.temperature)

@@ -67,13 +67,3 @@ def tempered(logits: Tensor, temperature: float) -> Tensor:
     """
     logits = at_least_fp32(logits)
     return logits if temperature == 1 else logits / temperature
-
-
-def length_sorted_batches(lengths: Tensor, batch_size: int) -> list[Tensor]:
-    """Row numbers in batches of similar length, longest first.
-
-    Padding costs little in such batches, and a batch that does not fit into memory fails at
-    once. Rows of equal length keep their order.
-    """
-    order = torch.argsort(lengths, descending=True, stable=True)
-    return list(order.split(batch_size))

@@ -192,9 +192,7 @@ class _FusedLoss(torch.autograd.Function):
         return of_states, None, None, None, *of_head
 
 
-def _loss_and_slopes(
-    logprobs: Tensor, part: slice, token_loss: TokenLoss
-) -> tuple[Tensor, Tensor]:
+def _loss_and_slopes(logprobs: Tensor, part: slice, token_loss: TokenLoss) -> tuple[Tensor, Tensor]:
     leaf = logprobs.detach().requires_grad_()
     with torch.enable_grad():
         loss = token_loss(leaf, part).sum()

@@ -24,7 +24,11 @@ class DecoderTrunk:
         self.backbone = backbone
         self._within = within
         # The few families without (Bloom, MPT) derive the places from the mask.
-        self.takes_position_ids = "position_ids" in inspect.signature(backbone.forward).parameters
+        self._takes_position_ids = "position_ids" in inspect.signature(backbone.forward).parameters
+
+    def places(self, position_ids: Tensor) -> dict[str, Tensor]:
+        """The places (B, S) of tokens, as `hidden_states` takes them."""
+        return {"position_ids": position_ids} if self._takes_position_ids else {}
 
     def hidden_states(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Last hidden states (B, S, D) of token ids (B, S), filled up on the right.

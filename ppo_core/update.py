@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ppo_core.batches import token_batches
 from ppo_core.config import PPOConfig
 from ppo_core.engine import Engine
 from ppo_core.errors import RunInterruptedError
@@ -16,7 +17,6 @@ from ppo_core.models import LanguageModel
 from ppo_core.objective import CountedTokens, Objective
 from ppo_core.pretraining import PretrainingTexts, joined_texts, pretraining_loss
 from ppo_core.records import Experience, TokenSums
-from ppo_core.tensors import length_sorted_batches
 
 
 @dataclass(kw_only=True)
@@ -176,12 +176,13 @@ class _OptimizerStep:
         Neighbours in length are dealt out to different processes, so that all have equally much
         to do; all make equally many passes, some perhaps without a row at the end.
         """
-        engine, size = self.engine, self.config.per_device_train_batch_size
+        config, number = self.config, self.engine.num_processes
         lengths = self.experience.rollout.row_lengths[minibatch]
-        return [
-            places[engine.rank :: engine.num_processes]
-            for places in length_sorted_batches(lengths, size * engine.num_processes)
-        ]
+        most = config.max_tokens_per_microbatch
+        batches = token_batches(
+            lengths, config.per_device_train_batch_size * number, most=most and most * number
+        )
+        return [places[self.engine.rank :: number] for places in batches]
 
     def _row_weights(self, minibatch: Tensor) -> Tensor:
         """The weight of each counted token of a row, so that the loss is a mean over the step."""

@@ -27,7 +27,8 @@ from ppo_core.errors import ModelError
 from ppo_core.models import Critic, LanguageModel
 from ppo_core.reward_adapter import AdapterClassifier, load_reward_adapter
 from ppo_core.reward_model import RewardModel
-from ppo_core.rollout import SamplingSettings, sample_responses
+from ppo_core.rollout import sample_responses
+from ppo_core.sampler import SamplingSettings
 from tests.tiny import CONFIGS, EOS, make_policy, make_prompts, make_tokenizer
 
 peft = pytest.importorskip("peft")

@@ -1,5 +1,6 @@
 """The pure functions of PPO against sums done by hand, and the properties they keep."""
 
+import itertools
 import json
 import math
 import statistics
@@ -12,6 +13,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 from ppo_core.advantages import gae_advantages
+from ppo_core.batches import PASS_COST, length_sorted_batches, token_batches
 from ppo_core.kl import full_kl, kl_per_token
 from ppo_core.kl_control import AdaptiveKL
 from ppo_core.losses import aggregation_weights, policy_loss, value_loss
@@ -23,14 +25,7 @@ from ppo_core.rewards import (
     penalise_missing_stop,
     token_rewards,
 )
-from ppo_core.tensors import (
-    length_mask,
-    length_sorted_batches,
-    masked_mean,
-    pad_rows,
-    standardise,
-    tempered,
-)
+from ppo_core.tensors import length_mask, masked_mean, pad_rows, standardise, tempered
 from ppo_core.truncation import truncated
 
 NAN, INF = float("nan"), float("inf")
@@ -550,6 +545,48 @@ def test_rows_are_padded_on_the_side_that_is_asked_for():
     assert right.tolist() == [[5, 0], [6, 7]]
     assert lengths.tolist() == [1, 2]
     assert pad_rows([[5], [6, 7]], side="left")[0].tolist() == [[0, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "most", "expected"),
+    [
+        # A pass costs as much as 128 tokens: fillers of 4 rows are cheaper than a pass more.
+        ([30, 9, 50, 9], 4, None, [[2, 0, 1, 3]]),
+        # 40 rows of 20 beside a row of 400 would be 40 x 400 tokens.
+        ([20] * 40 + [400], 8, None, [[40], list(range(40))]),
+        # At most 100 tokens, so two rows of 50 or three of 30.
+        ([50, 30, 50, 30, 30], 1, 100, [[0, 2], [1, 3, 4]]),
+        # A row that is longer than that is alone.
+        ([30, 200, 30], 1, 100, [[1], [0, 2]]),
+    ],
+)
+def test_batches_of_tokens_are_cut_where_passes_cost_least(lengths, size, most, expected):
+    batches = token_batches(tensor(lengths), size, most=most)
+    assert [batch.tolist() for batch in batches] == expected
+
+
+@given(
+    lengths=st.lists(st.integers(1, 500), min_size=1, max_size=9),
+    size=st.integers(1, 4),
+    most=st.none() | st.integers(50, 1000),
+)
+def test_no_other_cut_of_the_sorted_rows_costs_less(lengths, size, most):
+    batches = token_batches(tensor(lengths), size, most=most)
+    ordered = sorted(lengths, reverse=True)
+    assert sorted(torch.cat(batches).tolist()) == list(range(len(lengths)))
+    assert [lengths[n] for batch in batches for n in batch] == ordered
+    most = most or size * ordered[0]
+
+    def cost(cuts: tuple[int, ...]) -> float:
+        parts = [ordered[a:b] for a, b in itertools.pairwise((0, *cuts, len(ordered)))]
+        if any(len(part) > 1 and len(part) * part[0] > most for part in parts):
+            return math.inf
+        return sum(PASS_COST + len(part) * part[0] for part in parts)
+
+    places = range(1, len(ordered))
+    subsets = (c for n in range(len(ordered)) for c in itertools.combinations(places, n))
+    found = tuple(itertools.accumulate(len(batch) for batch in batches[:-1]))
+    assert cost(found) == min(cost(cuts) for cuts in subsets)
 
 
 def test_batches_hold_every_row_once_longest_first():

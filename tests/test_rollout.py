@@ -14,13 +14,8 @@ from ppo_core.prompts import (
     encode_response,
     response_text,
 )
-from ppo_core.rollout import (
-    NO_STOP_TOKEN,
-    SamplingSettings,
-    sample_responses,
-    sample_tokens,
-    stop_token,
-)
+from ppo_core.rollout import NO_STOP_TOKEN, sample_responses, stop_token
+from ppo_core.sampler import BLOCK, SamplingSettings, sample_tokens
 from tests.tiny import CONFIGS, EOS, PAD, make_policy, make_prompts, make_tokenizer
 
 LENGTHS = [3, 9, 5, 12, 1, 7]
@@ -69,16 +64,27 @@ def test_greedy_tokens_are_those_of_generate(family):
         assert rollout.response_ids[b, : rollout.response_lengths[b]].tolist() == expected.tolist()
 
 
-def test_tokens_come_as_often_as_their_probability_says():
+@pytest.mark.parametrize("tokens", [20, 2 * BLOCK, 300])
+def test_tokens_come_as_often_as_their_probability_says(tokens):
     torch.manual_seed(0)
-    logits, n = torch.randn(20), 20_000
+    logits, n = torch.randn(tokens), 20_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(1))
     drawn, logprobs, behaviour = sample_tokens(logits.expand(n, -1), uniforms, settings(0.7))
     assert behaviour is logprobs
     probabilities = torch.softmax(logits / 0.7, -1)
     expected = (probabilities.double() / probabilities.double().sum() * n).numpy()
-    assert chisquare(torch.bincount(drawn, minlength=20).numpy(), expected).pvalue > 0.001
+    assert chisquare(torch.bincount(drawn, minlength=tokens).numpy(), expected).pvalue > 0.001
     assert_close(logprobs, probabilities[drawn].log())
+
+
+def test_a_token_is_the_first_whose_running_sum_exceeds_the_number():
+    torch.manual_seed(0)
+    logits = torch.randn(50, 3 * BLOCK + 7)
+    uniforms = torch.cat([torch.rand(48), torch.tensor([0.0, 1 - 2**-24])])
+    drawn, _, _ = sample_tokens(logits, uniforms, settings(1.0))
+    exact = torch.softmax(logits.double(), -1).cumsum(-1)
+    expected = torch.searchsorted(exact, uniforms.double()[:, None], right=True)[:, 0]
+    assert drawn.tolist() == expected.tolist()
 
 
 def test_a_token_without_probability_is_never_drawn():
@@ -188,7 +194,8 @@ def test_passes_go_on_until_no_process_has_a_response_left_and_change_nothing(pa
         return here or len(told) < passes
 
     together = sample(policy, prompts, stop=9, length=20, seed=17, any_left=any_left)
-    assert len(made) == len(told) == max(9, passes)
+    assert len(made) == max(9, passes)
+    assert len(told) == min(len(made), 19)  # nothing follows the last token
     assert told == [True] * 8 + [False] * (len(told) - 8)
     for name in ("response_ids", "response_lengths", "has_stop", "logprobs"):
         assert torch.equal(getattr(together, name), getattr(alone, name)), name

@@ -19,7 +19,8 @@ from ppo_core import token_head
 from ppo_core.engine import Engine
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.models import ActorCritic, Critic, LanguageModel
-from ppo_core.rollout import SamplingSettings, sample_responses
+from ppo_core.rollout import sample_responses
+from ppo_core.sampler import SamplingSettings
 from ppo_core.scoring import critic_values, reference_logprobs
 from ppo_core.sharding import choose_sharding
 from tests.test_models import make_rollout
@@ -108,7 +109,7 @@ class Run:
                 UNIFORMS[share],
                 SAMPLING,
                 batch_size=1,
-                any_left=engine.any if engine.passes_meet() else bool,
+                any_left=engine.any if engine.passes_meet() else None,
             )
             values = critic_values(self.critic, sampled, 2)
         with engine.gathered(self.reference):

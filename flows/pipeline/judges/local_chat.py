@@ -9,13 +9,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.cache import digest_of, digest_of_model
 from pipeline.judges.chat import Question, Reply
 from pipeline.judges.config import JudgingConfig
+from ppo_core.batches import length_sorted_batches
 from ppo_core.chat import encode_chat, render_chat
 from ppo_core.errors import DataError, ModelError
 from ppo_core.loading import load_config, load_policy, load_tokenizer
 from ppo_core.models import LanguageModel
 from ppo_core.prompts import Tokens, context_length, encode_prompt, response_texts
-from ppo_core.rollout import SamplingSettings, sample_responses, stop_token
-from ppo_core.tensors import length_sorted_batches
+from ppo_core.rollout import sample_responses, stop_token
+from ppo_core.sampler import SamplingSettings
 
 PROBE = [{"role": "system", "content": "system"}, {"role": "user", "content": "user"}]
 """A question as a judge asks it."""

@@ -1,0 +1,87 @@
+"""One token a row from logits: how it is drawn."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_core.tensors import at_least_fp32, tempered
+from ppo_core.truncation import truncated
+
+BLOCK = 128
+"""Tokens whose probabilities are summed first: a running sum over them alone is needed then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How tokens are drawn, and when a response ends."""
+
+    stop_token_id: int
+    temperature: float
+    """0 takes the likeliest token, its log-probability that of temperature 1."""
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether tokens are drawn from another distribution than the policy's."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+
+def sample_tokens(
+    logits: Tensor, uniforms: Tensor, settings: SamplingSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token a row from softmax(logits / temperature), cut to top_k and top_p.
+
+    The token is the first whose cumulative probability exceeds `uniforms` (B,), numbers in
+    [0, 1). With the randomness handed in, a row's token depends on nothing but the row:
+    not on its neighbours, the batch size or the number of processes.
+
+    Returns ids (B,), their log-probabilities under the whole policy (B,), and those under
+    the distribution that was drawn from (B,), which are the same tensor where nothing is cut.
+    """
+    if settings.temperature == 0:
+        logprobs = torch.log_softmax(at_least_fp32(logits), dim=-1)
+        chosen = logprobs.argmax(dim=-1)
+        picked = _of(logprobs, chosen)
+        return chosen, picked, picked
+    scaled = tempered(logits, settings.temperature)
+    if not settings.is_restricted:
+        probabilities = torch.softmax(scaled, dim=-1)
+        chosen = _draw(probabilities, uniforms)
+        picked = _of(probabilities, chosen).log()
+        return chosen, picked, picked
+    cut = truncated(scaled, top_k=settings.top_k, top_p=settings.top_p)
+    probabilities = torch.softmax(cut, dim=-1)
+    chosen = _draw(probabilities, uniforms)
+    picked = _of(scaled, chosen) - scaled.logsumexp(dim=-1)
+    return chosen, picked, _of(probabilities, chosen).log()
+
+
+def _draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token (B,) whose cumulative probability exceeds a number: its block, then it.
+
+    A running sum over a whole vocabulary takes longer than the softmax.
+    """
+    rows, tokens = probabilities.shape
+    blocks = torch.nn.functional.pad(probabilities, (0, -tokens % BLOCK)).view(rows, -1, BLOCK)
+    cumulative = blocks.sum(dim=-1).cumsum(dim=-1)
+    block, before = _first_beyond(cumulative, uniforms * cumulative[:, -1])
+    inside = blocks[torch.arange(rows, device=block.device), block].cumsum(dim=-1)
+    token, _ = _first_beyond(inside, uniforms * cumulative[:, -1] - before)
+    return block * BLOCK + token
+
+
+def _first_beyond(cumulative: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place (B,) whose running sum exceeds the threshold, and the sum before it."""
+    total = cumulative[:, -1:]
+    # Rounding up to the total would choose a place beyond the last that can be drawn.
+    below = torch.nextafter(total, torch.zeros_like(total))
+    thresholds = torch.minimum(thresholds[:, None], below)
+    place = torch.searchsorted(cumulative, thresholds, right=True)
+    before = torch.where(place > 0, cumulative.gather(1, (place - 1).clamp(min=0)), 0)
+    return place[:, 0], before[:, 0]
+
+
+def _of(values: Tensor, chosen: Tensor) -> Tensor:
+    return values.gather(1, chosen[:, None])[:, 0]
