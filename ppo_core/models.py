@@ -14,12 +14,13 @@ from transformers import (
 
 from ppo_core.adapters import check_adapter, plain_model, using_adapter
 from ppo_core.errors import ModelError
+from ppo_core.fused_loss import TokenLoss
 from ppo_core.records import TokenRows
 from ppo_core.reward_model import RewardModel
 from ppo_core.tensors import (
     at_least_fp32,
 )
-from ppo_core.token_head import TokenHead, TokenLoss
+from ppo_core.token_head import TokenHead
 from ppo_core.trunks import DecoderTrunk, EncoderDecoderTrunk, Trunk, Within
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ class _LogitRule:
         scale = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(scale, softcap)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether logits are the head's product itself."""
+        return self.scale == 1 and self.softcap is None
 
     def apply(self, product: Tensor) -> Tensor:
         """Logits of the head's product with hidden states."""
@@ -126,7 +132,7 @@ class LanguageModel(nn.Module):
         return TokenHead(
             module=self.head,
             product=self._product,
-            rule=self._rule.apply,
+            rule=None if self._rule.is_identity else self._rule.apply,
             temperature=temperature,
         )
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.chat import encode_chat, is_messages
 from ppo_core.config import PPOConfig
 from ppo_core.errors import ConfigError, DataError, TrainingError
+from ppo_core.fused_loss import TokenLoss
 from ppo_core.prompts import Tokens, context_length, encode_prompt
 from ppo_core.records import TokenRows
 from ppo_core.tensors import length_mask, pad_rows
-from ppo_core.token_head import TokenLoss
 
 
 class PretrainingTexts:

@@ -1,0 +1,199 @@
+"""A loss of chosen tokens, whose gradients are computed while the logits of a chunk exist.
+
+With p = softmax(z) for the tempered logits z = W h / T, the target a, and the loss l of its
+log-probability:
+
+    log p[a] = z[a] - logsumexp(z)        dl / dz = l'(log p[a]) (onehot(a) - p)
+
+So the logits are computed once, where a backward pass would compute them again.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+TokenLoss = Callable[[Tensor, slice], Tensor]
+"""Log-probabilities (n,) of the tokens of a slice to their losses (n,), each of its own alone."""
+
+
+class Head(Protocol):
+    """What is needed of a `TokenHead`, which says what each is."""
+
+    module: nn.Module
+    rule: Callable[[Tensor], Tensor] | None
+    temperature: float
+
+    def product(self, hidden: Tensor) -> Tensor: ...  # noqa: D102
+    def of_product(self, product: Tensor) -> Tensor: ...  # noqa: D102
+    def chunks(self, hidden: Tensor) -> Iterator[slice]: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Next-token distributions at n states, and what they say of the chosen tokens."""
+
+    probabilities: Tensor
+    """(n, V)."""
+
+    logprobs: Tensor
+    """(n,) of the chosen tokens."""
+
+    entropies: Tensor
+    """(n,)."""
+
+
+def distribution(logits: Tensor, chosen: Tensor, *, out: Tensor | None = None) -> Distribution:
+    """Of tempered logits (n, V), which it overwrites; `out` (n, V) takes the probabilities.
+
+    The largest of both tell the normaliser: max p = exp(max z - log of the normaliser).
+    """
+    probabilities = torch.softmax(logits, dim=-1, out=out)
+    normaliser = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
+    logprobs = logits.gather(1, chosen[:, None])[:, 0] - normaliser
+    entropies = normaliser - logits.mul_(probabilities).sum(dim=-1)
+    return Distribution(probabilities, logprobs, entropies)
+
+
+def fused_loss(
+    head: Any, hidden: Tensor, targets: Tensor, token_loss: TokenLoss
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss of the targets' log-probabilities, these, and entropies: (), (N,), (N,).
+
+    hidden is (N, D), targets (N,) token ids. Gradients flow through the loss alone, to hidden
+    and to the head.
+    """
+    loss: Tensor
+    loss, logprobs, entropies = _FusedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, targets, token_loss, head, *head.module.parameters()
+    )
+    return loss, logprobs, entropies
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Each chunk's logits are computed, turned into gradients, and dropped."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        token_loss: TokenLoss,
+        head: Head,
+        *parameters: nn.Parameter,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Summed loss, log-probabilities (N,) and entropies (N,)."""
+        kind = _PlainMatrix if _PlainMatrix.fits(head, hidden) else _AnyHead
+        work = kind(head, parameters)
+        of_chunks = [
+            work.learn(hidden[part], targets[part], token_loss, part)
+            for part in head.chunks(hidden)
+        ]
+        losses, logprobs, entropies, of_states = zip(*of_chunks, strict=True)
+        ctx.save_for_backward(torch.cat(of_states), *work.of_trained)
+        ctx.is_trained = [parameter.requires_grad for parameter in parameters]
+        result = torch.stack(losses).sum(), torch.cat(logprobs), torch.cat(entropies)
+        ctx.mark_non_differentiable(*result[1:])
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden and of the head's parameters, for the slope () of the loss."""
+        # With one process it is 1, and the matrix's gradient need not be copied.
+        is_one = bool(slope == 1)
+        of_states, *rest = (saved if is_one else saved * slope for saved in ctx.saved_tensors)
+        of_trained = iter(rest)
+        of_head = (next(of_trained) if trained else None for trained in ctx.is_trained)
+        return of_states, None, None, None, *of_head
+
+
+OfChunk = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Summed loss (), log-probabilities (n,), entropies (n,) and gradient (n, D) of the states."""
+
+
+def _loss_and_slopes(logprobs: Tensor, token_loss: TokenLoss, part: slice) -> tuple[Tensor, Tensor]:
+    leaf = logprobs.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = token_loss(leaf, part).sum()
+        (slopes,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), slopes
+
+
+class _PlainMatrix:
+    """A head that is a matrix and nothing else, in one precision.
+
+    By hand no pass over (n, V) is needed but for the products, the softmax and the entropy:
+
+        dl / dh = l' (W[a] - p W) / T        dl / dW = l' (onehot(a) - p) h / T
+    """
+
+    @staticmethod
+    def fits(head: Head, hidden: Tensor) -> bool:
+        module = head.module
+        return (
+            type(module) is nn.Linear
+            and module.bias is None
+            and head.rule is None
+            and module.weight.dtype == hidden.dtype
+            and hidden.dtype.itemsize >= 4
+            and not torch.is_autocast_enabled(hidden.device.type)
+        )
+
+    def __init__(self, head: Head, parameters: tuple[nn.Parameter, ...]) -> None:
+        (self._weight,) = parameters
+        self._temperature = head.temperature
+        self.of_trained = [torch.empty_like(p) for p in parameters if p.requires_grad]
+        self._is_first = True
+        self._room: tuple[Tensor, Tensor] | None = None
+
+    def learn(self, states: Tensor, chosen: Tensor, token_loss: TokenLoss, part: slice) -> OfChunk:
+        weight = self._weight
+        logits, room = self._two_of(states)
+        torch.mm(states / self._temperature, weight.T, out=logits)
+        said = distribution(logits, chosen, out=room)
+        loss, slopes = _loss_and_slopes(said.logprobs, token_loss, part)
+        slopes = slopes[:, None] / self._temperature
+        of_states = slopes * (weight[chosen] - said.probabilities @ weight)
+        for total in self.of_trained:
+            pulled = slopes * states
+            total.addmm_(said.probabilities.T, pulled, beta=0 if self._is_first else 1, alpha=-1)
+            total.index_add_(0, chosen, pulled)
+        self._is_first = False
+        return loss, said.logprobs, said.entropies, of_states
+
+    def _two_of(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Room for logits and probabilities, the same for all chunks."""
+        if self._room is None or len(states) > len(self._room[0]):
+            shape = len(states), len(self._weight)
+            self._room = states.new_empty(shape), states.new_empty(shape)
+        return self._room[0][: len(states)], self._room[1][: len(states)]
+
+
+class _AnyHead:
+    """A head of any kind, by autograd: with a rule, a bias, an adapter, in half precision."""
+
+    def __init__(self, head: Head, parameters: tuple[nn.Parameter, ...]) -> None:
+        self._head = head
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.of_trained = [torch.zeros_like(parameter) for parameter in self._trained]
+
+    def learn(self, states: Tensor, chosen: Tensor, token_loss: TokenLoss, part: slice) -> OfChunk:
+        leaf = states.detach().requires_grad_()
+        with torch.enable_grad():
+            logits = self._head.of_product(self._head.product(leaf))
+        said = distribution(logits.detach().clone(), chosen)
+        loss, slopes = _loss_and_slopes(said.logprobs, token_loss, part)
+        of_logits = said.probabilities.mul_(-slopes[:, None])
+        of_logits.scatter_add_(1, chosen[:, None], slopes[:, None])
+        # Of a head with several adapters, those of the others are not used.
+        of_states, *of_trained = torch.autograd.grad(
+            logits, [leaf, *self._trained], of_logits, allow_unused=True
+        )
+        for total, found in zip(self.of_trained, of_trained, strict=True):
+            if found is not None:
+                total += found
+        return loss, said.logprobs, said.entropies, of_states
