@@ -6,7 +6,6 @@ from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.chat import Messages, encode_chat, is_messages, render_chat
@@ -137,6 +136,8 @@ def encode_prompts(
     """
     if num_proc is None or num_proc == 1:
         return [_encode_row(tokenizer, prompt, row) for row, prompt in enumerate(prompts)]
+    from datasets import Dataset
+
     # Arrow holds one type a column and fills up the keys that a message lacks; JSON does neither.
     rows = Dataset.from_dict({"prompt": [json.dumps(prompt, default=_plain) for prompt in prompts]})
     encoded = rows.map(

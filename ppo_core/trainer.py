@@ -19,6 +19,7 @@ from ppo_core.ema import WeightAverage
 from ppo_core.engine import Engine
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.evaluation import greedy_completions
+from ppo_core.freed_memory import keep_freed_memory
 from ppo_core.identity import Identity, given_models, layout
 from ppo_core.interruption import Interruption
 from ppo_core.metrics import Metrics, explained_variance, update_metrics
@@ -116,6 +117,8 @@ class PPOTrainer:
             self.rewards.models(),
             adds_adapter=peft_config is not None,
         )
+        if self.engine.device.type == "cpu":
+            keep_freed_memory()
         parts = make_parts(
             args,
             processing_class,
