@@ -1,13 +1,22 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
-# The others: lint, types, soak, tldr and stories (both for three seeds), clean.
+# The others: lint, types, soak, tldr and stories (both for three seeds), bench, bench-gpu, clean.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEEDS ?= 1 2 3
 RUN_ARGS ?=
+BENCH_ARGS ?= --results tests/benchmarks/RESULTS.md
+TRL_VENV := .venv-trl
 
-.PHONY: run test soak lint types tldr stories clean
+TRL_FOLDER := $(TRL_VENV)/wheel
+
+# `make bench-gpu GPU_PYTHON=python3 TRL_WHEEL=trl-1.12.0-py3-none-any.whl` measures with the torch
+# and transformers of a machine that has them, and with a TRL that was carried there.
+GPU_PYTHON ?= $(BIN)/python
+TRL_WHEEL ?= trl==1.12.0
+
+.PHONY: run test soak lint types tldr stories bench bench-gpu clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -35,8 +44,16 @@ tldr stories: $(VENV)/installed-dev
 	done
 	$(BIN)/python tests/print_runs.py $(SEEDS:%=outputs/$@/seed-%.json)
 
+# Ours and TRL 1.12 in turns, about 25 minutes. BENCH_ARGS="--cases neox-10m" measures a part.
+bench: $(VENV)/installed-dev $(TRL_VENV)/installed
+	$(BIN)/python -m tests.benchmarks $(BENCH_ARGS)
+
+# The same on CUDA; ends with an error where there is none.
+bench-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/installed-dev) $(TRL_FOLDER)/trl
+	PYTHONPATH=$(TRL_FOLDER) $(GPU_PYTHON) -m tests.benchmarks --gpu --trl-python $(GPU_PYTHON)
+
 clean:
-	rm -rf $(VENV) outputs .metaflow mlruns mlflow.db .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf $(VENV) $(TRL_VENV) outputs .metaflow mlruns mlflow.db .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 # Installed anew only when pyproject.toml changes; the dev extra contains everything else.
 $(VENV)/installed: pyproject.toml | $(VENV)/bin/python
@@ -46,6 +63,15 @@ $(VENV)/installed: pyproject.toml | $(VENV)/bin/python
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/installed
+
+$(TRL_VENV)/installed: tests/benchmarks/requirements-trl.txt $(VENV)/installed-dev
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(BIN)/python -m pip list --format=freeze --exclude-editable > $(TRL_VENV)/ours.txt
+	$(TRL_VENV)/bin/python -m pip install --quiet --requirement $< --constraint $(TRL_VENV)/ours.txt
+	touch $@
+
+$(TRL_FOLDER)/trl:
+	$(GPU_PYTHON) -m pip install --quiet --no-deps --target $(TRL_FOLDER) '$(TRL_WHEEL)'
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,161 @@
+"""`python -m tests.benchmarks`: measure and show; see --help."""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tests.benchmarks import growth, tables
+from tests.benchmarks.cases import (
+    CASES,
+    GPU_CASE,
+    LLAMA_42M,
+    NEOX_0_9M,
+    NEOX_10M,
+    PYTHIA_31M,
+    Case,
+    Workload,
+)
+from tests.benchmarks.compare import Comparison, Pairing, compare_cpu, compare_gpu
+from tests.benchmarks.floor import measured_rates
+from tests.benchmarks.machine import machine_lines
+from tests.benchmarks.models import save_models
+from tests.benchmarks.processes import TRL_PYTHON, MeasurementError, run_python
+from tests.benchmarks.results import write_results
+
+THREADS = 2
+SAMPLED_TOKENS = 53
+WIDTH = 180
+"""Columns that the widest table takes."""
+
+NO_GPU = 2
+"""Exit code where there is no CUDA device."""
+
+
+def sampling(folder: Path, rounds: int) -> Table:
+    """Our decoding against `generate`, for each model."""
+    shapes = (NEOX_0_9M, NEOX_10M, PYTHIA_31M, LLAMA_42M)
+    for shape in shapes:
+        save_models(Workload(shape=shape), folder / shape.name)
+    models = [str(folder / shape.name) for shape in shapes]
+    printed = run_python("measure_sampling", str(SAMPLED_TOKENS), str(rounds), *models)
+    # Libraries may have printed before.
+    seconds = json.loads(printed.splitlines()[-1])
+    return tables.sampling_table(seconds, SAMPLED_TOKENS)
+
+
+EXTRAS: dict[str, Callable[[Path, int], Table]] = {
+    "sampling": sampling,
+    "padding": lambda folder, rounds: tables.padding_table(
+        growth.measure_padding(folder, rounds=rounds)
+    ),
+    "memory": lambda folder, rounds: tables.memory_table(growth.measure_memory(folder)),
+    "growth": lambda folder, rounds: tables.growth_table(
+        growth.measure_growth(folder, rounds=rounds)
+    ),
+}
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """What to measure, how often, and where the results go."""
+    names = [case.name for case in CASES] + list(EXTRAS)
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=names,
+        metavar="NAME",
+        help=f"the beginnings of names; all are {' '.join(names)}",
+    )
+    parser.add_argument("--pairs", type=int, default=3, help="alternating pairs of updates")
+    parser.add_argument("--gpu", action="store_true", help="compare on CUDA, and nothing else")
+    parser.add_argument(
+        "--trl-python", type=Path, default=TRL_PYTHON, help="the interpreter that has TRL"
+    )
+    parser.add_argument("--results", type=Path, help="write RESULTS.md there")
+    chosen = parser.parse_args(arguments)
+    unknown = [given for given in chosen.cases if not any(n.startswith(given) for n in names)]
+    if unknown:
+        parser.error(f"no case begins with {' or '.join(unknown)}; all are {' '.join(names)}")
+    return chosen
+
+
+def cpu_tables(chosen: argparse.Namespace) -> Iterator[Table]:
+    """The tables of the chosen cases, each as soon as it is measured."""
+    rates = measured_rates("cpu", threads=THREADS)
+    yield tables.rates_table(rates)
+
+    def wanted(name: str) -> bool:
+        return any(name.startswith(given) for given in chosen.cases)
+
+    for case in CASES:
+        if wanted(case.name):
+            comparison = compared(case, partial(compare_cpu, case, **how_often(chosen)))
+            yield tables.comparison_table(comparison, rates)
+    for name, extra in EXTRAS.items():
+        if wanted(name):
+            started = time.monotonic()
+            with tempfile.TemporaryDirectory() as folder:
+                table = extra(Path(folder), chosen.pairs)
+            table.title = f"{table.title} ({time.monotonic() - started:.0f} s)"
+            yield table
+
+
+def how_often(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What all comparisons take from the command line."""
+    return {"pairs": chosen.pairs, "trl_python": chosen.trl_python}
+
+
+def compared(case: Case, measure: Callable[[Path], list[Pairing]]) -> Comparison:
+    """Save a case's models, compare, and delete them."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        save_models(case.workload, Path(folder))
+        pairings = measure(Path(folder))
+    return Comparison(case=case, pairings=pairings, seconds=time.monotonic() - started)
+
+
+def gpu_tables(chosen: argparse.Namespace) -> Iterator[Table]:
+    """The table of the comparison on CUDA."""
+    rates = measured_rates("cuda", threads=THREADS)
+    yield tables.rates_table(rates)
+    comparison = compared(GPU_CASE, partial(compare_gpu, GPU_CASE, **how_often(chosen)))
+    yield tables.comparison_table(comparison, rates)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and show; returns the exit code."""
+    chosen = parse_arguments(arguments)
+    console = Console(width=max(WIDTH, Console().width))
+    if chosen.gpu and not torch.cuda.is_available():
+        console.print(
+            "There is no CUDA device here, and nothing was measured. `make bench` "
+            "measures on the CPU."
+        )
+        return NO_GPU
+    lines = machine_lines()
+    console.print("\n".join(lines), highlight=False)
+    found = []
+    try:
+        for table in gpu_tables(chosen) if chosen.gpu else cpu_tables(chosen):
+            console.print(table)
+            found.append(table)
+    except MeasurementError as error:
+        console.print(str(error), markup=False, highlight=False)
+        return 1
+    if chosen.results:
+        write_results(chosen.results, lines, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""The arithmetic that an episode needs, and how fast this machine multiplies matrices."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+PRECISIONS = ("highest", "medium")
+BF16 = "bf16"
+MATRICES = ((2048, 1024, 4096), (2048, 4096, 1024), (4096, 2048, 2048))
+"""Rows, inner and columns of large products; the best of them is the rate."""
+
+REPEATS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """Passes of the tokens of an episode; a training pass costs three forward ones."""
+
+    epochs: int
+
+    @property
+    def trunk(self) -> int:
+        """Policy, reference, critic and reward once; policy and critic in each epoch."""
+        return 4 + 2 * 3 * self.epochs
+
+    @property
+    def head(self) -> int:
+        """Policy and reference once; the policy in each epoch."""
+        return 2 + 3 * self.epochs
+
+
+def episode_flops(
+    *, trunk: int, head: int, prompt_tokens: float, response_tokens: float, epochs: int
+) -> float:
+    """Floating-point operations of the linear layers in one episode of PPO.
+
+    2 a weight and token. `trunk` and `head` are weights; the head is counted at the tokens of
+    the response alone. Attention, norms and the optimizer are not counted.
+    """
+    passes = Passes(epochs=epochs)
+    through_trunk = passes.trunk * trunk * (prompt_tokens + response_tokens)
+    through_head = passes.head * head * response_tokens
+    return 2 * (through_trunk + through_head)
+
+
+def matmul_rate(precision: str, device: str, dtype: torch.dtype) -> float:
+    """The best rate of large matrix products, FLOP/s."""
+    torch.set_float32_matmul_precision(precision)
+    return max(
+        _rate_of(torch.randn(rows, inner), torch.randn(inner, columns), device, dtype)
+        for rows, inner, columns in MATRICES
+    )
+
+
+def _rate_of(left: torch.Tensor, right: torch.Tensor, device: str, dtype: torch.dtype) -> float:
+    left, right = left.to(device, dtype), right.to(device, dtype)
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        left @ right
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return 2 * left.shape[0] * left.shape[1] * right.shape[1] / min(seconds)
+
+
+def measured_rates(device: str, *, threads: int) -> dict[str, float]:
+    """The rate of each precision, and that of bfloat16."""
+    torch.set_num_threads(threads)
+    rates = {name: matmul_rate(name, device, torch.float32) for name in PRECISIONS}
+    return rates | {BF16: matmul_rate("highest", device, torch.bfloat16)}

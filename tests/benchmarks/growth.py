@@ -1,0 +1,174 @@
+"""How cost grows: with batch, length, vocabulary and model, and with padding."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scipy.stats import linregress
+
+from tests.benchmarks.cases import NEOX_10M, Shape, Workload, neox
+from tests.benchmarks.compare import alternate, task_of
+from tests.benchmarks.models import all_parameters, save_models
+from tests.benchmarks.tasks import Run
+
+BASE = Workload(
+    shape=neox("scaling", vocabulary=8_000, width=128, layers=4, heads=4),
+    accumulation=2,
+    response_length=32,
+)
+FACTORS = (1, 2, 4)
+
+
+def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """The k of cost = c size^k that fits best, by least squares of the logarithms."""
+    logs = ([math.log(size) for size in sizes], [math.log(cost) for cost in costs])
+    return float(linregress(*logs).slope)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """What ever larger workloads cost."""
+
+    what: str
+    sizes: Sequence[float]
+    seconds: Sequence[float]
+    """Of an episode."""
+
+    bytes: Sequence[int]
+    """Peak memory above that of the imports."""
+
+
+def workloads_that_grow() -> dict[str, list[tuple[float, Workload]]]:
+    """By what grows: its size and the workload."""
+    shape = BASE.shape
+    return {
+        "batch": [(BASE.batch * f, replace(BASE, accumulation=2 * f)) for f in FACTORS],
+        "response tokens": [
+            (BASE.response_length * f, replace(BASE, response_length=BASE.response_length * f))
+            for f in FACTORS
+        ],
+        "vocabulary": [
+            (shape.vocabulary * f, _with_shape(replace(shape, vocabulary=shape.vocabulary * f)))
+            for f in FACTORS
+        ],
+        "layers": [
+            (shape.layers * f, _with_shape(replace(shape, layers=shape.layers * f)))
+            for f in FACTORS
+        ],
+    }
+
+
+def _with_shape(shape: Shape) -> Workload:
+    return replace(BASE, shape=shape)
+
+
+def measure_alone(workloads: Sequence[Workload], folder: Path, *, rounds: int) -> list[Run]:
+    """Our updates of several workloads, in turns."""
+    tasks = []
+    for number, workload in enumerate(workloads):
+        models = folder / str(number)
+        save_models(workload, models)
+        tasks.append(task_of(workload, models, side="ours"))
+    return alternate(tasks, warmups=1, rounds=rounds)
+
+
+def median_seconds(run: Run, *phases: str) -> float:
+    """The median over a run's updates of the seconds of some phases together."""
+    return statistics.median(sum(getattr(u, phase) for phase in phases) for u in run.updates)
+
+
+def extra_bytes(run: Run) -> int:
+    """Peak memory above that of the imports."""
+    return run.peak_bytes - run.updates[0].imports_bytes
+
+
+def measure_growth(folder: Path, *, rounds: int) -> list[Growth]:
+    """Time and memory of ours as each of four sizes grows."""
+    found = []
+    for what, steps in workloads_that_grow().items():
+        sizes, workloads = zip(*steps, strict=True)
+        runs = measure_alone(workloads, folder / what.replace(" ", "-"), rounds=rounds)
+        found.append(
+            Growth(
+                what=what,
+                sizes=sizes,
+                seconds=[median_seconds(run, "seconds") / run.task.batch for run in runs],
+                bytes=[extra_bytes(run) for run in runs],
+            )
+        )
+    return found
+
+
+# --- Padding: one long row among short ones ---
+
+RESPONSE = 16
+SHORT, LONG, SHORT_ROWS = 20, 400, 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """Seconds of batches of equally many tokens, in rows of unequal and of equal length."""
+
+    unequal: Run
+    equal: Run
+
+    def ratio(self, *phases: str) -> float:
+        """Unequal over equal, of the medians of some phases together."""
+        return median_seconds(self.unequal, *phases) / median_seconds(self.equal, *phases)
+
+
+def measure_padding(folder: Path, *, rounds: int) -> Padding:
+    """32 rows of 20 tokens and one of 400, against 33 rows of the mean length."""
+    rows, total = SHORT_ROWS + 1, SHORT_ROWS * SHORT + LONG
+    unequal = [SHORT] * SHORT_ROWS + [LONG]
+    equal = [total // rows + (number < total % rows) for number in range(rows)]
+    workloads = [
+        Workload(
+            shape=NEOX_10M,
+            microbatch=11,
+            accumulation=3,
+            response_length=RESPONSE,
+            prompt_lengths=tuple(length - RESPONSE for length in lengths),
+        )
+        for lengths in (unequal, equal)
+    ]
+    runs = measure_alone(workloads, folder, rounds=rounds)
+    return Padding(unequal=runs[0], equal=runs[1])
+
+
+# --- Memory: the vocabulary doubled ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyMemory:
+    """Peak memory above imports, weights, gradients and optimizer states."""
+
+    vocabularies: Sequence[int]
+    state_bytes: Sequence[int]
+    peak_bytes: Sequence[int]
+    """Above the imports."""
+
+    def above(self) -> list[int]:
+        """What is left for activations, caches and logits."""
+        return [p - s for p, s in zip(self.peak_bytes, self.state_bytes, strict=True)]
+
+
+def measure_memory(folder: Path) -> VocabularyMemory:
+    """One update with the vocabulary of the 10M model, and with twice as many tokens."""
+    shapes = [replace(NEOX_10M, vocabulary=NEOX_10M.vocabulary * f) for f in (1, 2)]
+    runs = measure_alone([Workload(shape=shape) for shape in shapes], folder, rounds=1)
+    return VocabularyMemory(
+        vocabularies=[shape.vocabulary for shape in shapes],
+        state_bytes=[state_bytes(*all_parameters(shape)) for shape in shapes],
+        peak_bytes=[extra_bytes(run) for run in runs],
+    )
+
+
+def state_bytes(policy: int, critic: int) -> int:
+    """Bytes in fp32 of weights, gradients and AdamW's two states, from numbers of weights.
+
+    Policy and critic have all four; the reference and the reward model have weights alone.
+    """
+    return 4 * (4 * policy + 4 * critic + policy + critic)

@@ -1,0 +1,119 @@
+"""Measuring processes as the parent sees them."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.benchmarks.tasks import Task, Update
+
+ROOT = Path(__file__).parent.parent.parent
+TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
+ERROR_LINES = 15
+
+
+class MeasurementError(Exception):
+    """A measuring process ended before it had measured."""
+
+
+class Worker:
+    """A process with its models loaded, which runs an update at a time."""
+
+    def __init__(self, task: Task, *, trl_python: Path = TRL_PYTHON) -> None:
+        self.task = task
+        python = trl_python if task.side == "trl" else Path(sys.executable)
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed at the exit)
+        self._process = subprocess.Popen(
+            [python, "-m", f"tests.benchmarks.measure_{task.side}", task.to_json()],
+            cwd=ROOT,
+            env=environment(task),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def wait_until_ready(self) -> None:
+        """Wait until its models are loaded.
+
+        Raises:
+            MeasurementError: it ended instead; with the last lines that it wrote.
+        """
+        self._read_line()
+
+    def run_update(self) -> Update:
+        """Let it do one PPO step.
+
+        Raises:
+            MeasurementError: it ended instead.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return Update(**json.loads(self._read_line()))
+
+    def _read_line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise MeasurementError(self._why_it_ended())
+        return line
+
+    def _why_it_ended(self) -> str:
+        code = self._process.wait()
+        self._errors.seek(0)
+        last = "".join(self._errors.readlines()[-ERROR_LINES:])
+        return f"The process for {self.task} ended with {code}:\n{last}"
+
+
+def environment(task: Task) -> dict[str, str]:
+    """The variables of a process: as many threads as the task says, and no network."""
+    threads = str(task.threads)
+    settings = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    if task.side == "trl" and task.bf16:
+        # Its own `bf16` does not reach accelerate.
+        settings["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    return {**os.environ, **settings}
+
+
+def run_python(module: str, *arguments: str, threads: int = 2) -> str:
+    """Standard output of another of our modules, in a process of its own.
+
+    Raises:
+        MeasurementError: it failed.
+    """
+    variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    ended = subprocess.run(
+        [sys.executable, "-m", f"tests.benchmarks.{module}", *arguments],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
+    if ended.returncode:
+        last: Sequence[str] = ended.stderr.splitlines()[-ERROR_LINES:]
+        raise MeasurementError(f"{module} ended with {ended.returncode}:\n" + "\n".join(last))
+    return ended.stdout
