@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.adapters import is_peft
-from ppo_core.batches import token_batches
+from ppo_core.batches import length_sorted_batches
 from ppo_core.chat import Messages
 from ppo_core.errors import DataError, ModelError
 from ppo_core.prompts import context_length, encode_dialogue
@@ -116,7 +116,7 @@ class RewardModel:
             )
         scores = torch.empty(len(rows))
         device = self.model.device
-        for batch in token_batches(torch.tensor([len(row) for row in rows]), batch_size):
+        for batch in length_sorted_batches(torch.tensor([len(row) for row in rows]), batch_size):
             ids, lengths = pad_rows([rows[i] for i in batch.tolist()])
             scores[batch] = self.score_rows(ids.to(device), lengths.to(device)).cpu()
         return scores
