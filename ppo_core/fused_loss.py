@@ -8,28 +8,19 @@ log-probability:
 So the logits are computed once, where a backward pass would compute them again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+if TYPE_CHECKING:
+    from ppo_core.token_head import TokenHead
+
 TokenLoss = Callable[[Tensor, slice], Tensor]
 """Log-probabilities (n,) of the tokens of a slice to their losses (n,), each of its own alone."""
-
-
-class Head(Protocol):
-    """What is needed of a `TokenHead`, which says what each is."""
-
-    module: nn.Module
-    rule: Callable[[Tensor], Tensor] | None
-    temperature: float
-
-    def product(self, hidden: Tensor) -> Tensor: ...  # noqa: D102
-    def of_product(self, product: Tensor) -> Tensor: ...  # noqa: D102
-    def chunks(self, hidden: Tensor) -> Iterator[slice]: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ def distribution(logits: Tensor, chosen: Tensor, *, out: Tensor | None = None) -
 
 
 def fused_loss(
-    head: Any, hidden: Tensor, targets: Tensor, token_loss: TokenLoss
+    head: "TokenHead", hidden: Tensor, targets: Tensor, token_loss: TokenLoss
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss of the targets' log-probabilities, these, and entropies: (), (N,), (N,).
 
@@ -82,7 +73,7 @@ class _FusedLoss(torch.autograd.Function):
         hidden: Tensor,
         targets: Tensor,
         token_loss: TokenLoss,
-        head: Head,
+        head: "TokenHead",
         *parameters: nn.Parameter,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Summed loss, log-probabilities (N,) and entropies (N,)."""
@@ -132,7 +123,8 @@ class _PlainMatrix:
     """
 
     @staticmethod
-    def fits(head: Head, hidden: Tensor) -> bool:
+    def fits(head: "TokenHead", hidden: Tensor) -> bool:
+        """Whether a head is that, for states of this precision."""
         module = head.module
         return (
             type(module) is nn.Linear
@@ -143,7 +135,7 @@ class _PlainMatrix:
             and not torch.is_autocast_enabled(hidden.device.type)
         )
 
-    def __init__(self, head: Head, parameters: tuple[nn.Parameter, ...]) -> None:
+    def __init__(self, head: "TokenHead", parameters: tuple[nn.Parameter, ...]) -> None:
         (self._weight,) = parameters
         self._temperature = head.temperature
         self.of_trained = [torch.empty_like(p) for p in parameters if p.requires_grad]
@@ -151,6 +143,7 @@ class _PlainMatrix:
         self._room: tuple[Tensor, Tensor] | None = None
 
     def learn(self, states: Tensor, chosen: Tensor, token_loss: TokenLoss, part: slice) -> OfChunk:
+        """The loss of a chunk, whose gradients are added to those of the chunks before."""
         weight = self._weight
         logits, room = self._two_of(states)
         torch.mm(states / self._temperature, weight.T, out=logits)
@@ -176,12 +169,13 @@ class _PlainMatrix:
 class _AnyHead:
     """A head of any kind, by autograd: with a rule, a bias, an adapter, in half precision."""
 
-    def __init__(self, head: Head, parameters: tuple[nn.Parameter, ...]) -> None:
+    def __init__(self, head: "TokenHead", parameters: tuple[nn.Parameter, ...]) -> None:
         self._head = head
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.of_trained = [torch.zeros_like(parameter) for parameter in self._trained]
 
     def learn(self, states: Tensor, chosen: Tensor, token_loss: TokenLoss, part: slice) -> OfChunk:
+        """The loss of a chunk, whose gradients are added to those of the chunks before."""
         leaf = states.detach().requires_grad_()
         with torch.enable_grad():
             logits = self._head.of_product(self._head.product(leaf))
