@@ -41,8 +41,9 @@ class PPOConfig(RunConfig):
     """Optimizer steps in one pass; must divide the batch."""
 
     max_tokens_per_microbatch: int | None = None
-    """Tokens in one forward and backward pass of one process, fillers included; None takes as
-    many as `per_device_train_batch_size` of the longest rows have. Memory grows with it."""
+    """Tokens in one forward and backward pass of one process over prompts and responses, fillers
+    included; None takes as many as `per_device_train_batch_size` of the longest rows have. Memory
+    grows with it. Pretraining texts go by rows all the same."""
 
     local_rollout_forward_batch_size: int = 64
     """Prompts sampled, or responses scored, together by one process; memory grows with it,
