@@ -12,6 +12,7 @@ from ppo_core.chat import Messages
 from ppo_core.errors import DataError, ModelError
 from ppo_core.prompts import context_length, encode_dialogue
 from ppo_core.tensors import at_least_fp32, length_mask, pad_rows
+from ppo_core.trunks import DecoderTrunk
 
 
 class RewardModel:
@@ -91,9 +92,9 @@ class RewardModel:
                 f"whose context is {context}. Shorten the prompts or lower response_length."
             )
         if self.token_head is not None:
-            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             rows = torch.arange(len(ids), device=ids.device)
-            scores = self.token_head(hidden[rows, lengths - 1])[:, 0]
+            trunk = DecoderTrunk(self.model.base_model)
+            scores = self.token_head(trunk.states_at(ids, rows, lengths - 1))[:, 0]
         else:
             mask = length_mask(lengths, ids.shape[1])
             scores = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]

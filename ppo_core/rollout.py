@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from ppo_core.batches import length_sorted_batches, token_batches
+from ppo_core.batches import length_sorted_batches
+from ppo_core.decoding import begin_decoding
 from ppo_core.errors import ModelError
-from ppo_core.kv_cache import empty_cache, joined, keeps_all
 from ppo_core.models import LanguageModel
 from ppo_core.prompts import Tokens
 from ppo_core.records import Rollout
@@ -147,19 +147,12 @@ def _decode(
     """The responses to one batch of prompts."""
     most, device = uniforms.shape[1], policy.device
     decoded = _Decoded.empty(len(prompts), most, device)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    width = int(lengths.max())
-    # A place is visible to its row from the first real token on, response places included.
-    places = torch.arange(width + most, device=device)
-    visible = places >= (width - lengths)[:, None]
-    positions = (places - (width - lengths)[:, None]).clamp(min=0)
-
-    states, cache = _read_prompts(policy, trunk, prompts, room=width + most, apart=any_left is None)
-    rows = torch.arange(len(prompts), device=device)  # the response at each row of the cache
+    decoding = begin_decoding(policy, trunk, prompts, room=most, apart=any_left is None)
+    rows = torch.arange(len(prompts), device=device)  # the response at each row of the decoding
     going = torch.ones_like(rows, dtype=torch.bool)
     for t in range(most):
         chosen, logprobs, behaviour = sample_tokens(
-            policy.logits(states), uniforms[rows, t], settings
+            policy.logits(decoding.states), uniforms[rows, t], settings
         )
         own = rows[going]
         decoded.ids[own, t] = chosen[going]
@@ -175,49 +168,7 @@ def _decode(
         if left <= KEPT_SHARE * len(rows):
             # A row goes on without a response where passes are made for other processes.
             kept = going.nonzero()[:, 0] if left else torch.zeros_like(rows[:1])
-            cache.batch_select_indices(kept)
+            decoding.keep(kept)
             rows, going, chosen = rows[kept], going[kept], chosen[kept]
-        filled = width + t + 1
-        states = trunk.hidden_states(
-            chosen[:, None],
-            attention_mask=visible[rows, :filled].long(),
-            past_key_values=cache,
-            use_cache=True,
-            **trunk.places(positions[rows, filled - 1 : filled]),
-        )[:, -1]
+        decoding.step(chosen)
     return decoded
-
-
-def _read_prompts(
-    policy: LanguageModel,
-    trunk: DecoderTrunk,
-    prompts: Sequence[Tokens],
-    *,
-    room: int,
-    apart: bool,
-) -> tuple[Tensor, Cache]:
-    """States (B, D) behind the prompts, and a cache of them with room for their responses.
-
-    With `apart`, prompts of other lengths are read in passes of their own: fewer fillers.
-    """
-    config = policy.model.config
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    apart = apart and keeps_all(empty_cache(config))
-    batches = token_batches(lengths, len(prompts)) if apart else [torch.arange(len(prompts))]
-    states, caches = [], []
-    for batch in batches:
-        ids, filled = pad_rows([prompts[n] for n in batch.tolist()], side="left")
-        places = torch.arange(ids.shape[1]) - (ids.shape[1] - filled)[:, None]
-        cache = empty_cache(config)
-        hidden = trunk.hidden_states(
-            ids.to(policy.device),
-            attention_mask=(places >= 0).long().to(policy.device),
-            past_key_values=cache,
-            use_cache=True,
-            **trunk.places(places.clamp(min=0).to(policy.device)),
-        )
-        states.append(hidden[:, -1])
-        caches.append(cache)
-    order = torch.cat(batches).argsort().to(policy.device)
-    last = torch.cat(states)[order]
-    return last, joined(caches, batches, room=room) if keeps_all(caches[0]) else caches[0]

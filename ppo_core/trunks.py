@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ppo_core.plain_decoder import states_at
+from ppo_core.plain_layers import plain_layers
 from ppo_core.records import TokenRows
 from ppo_core.tensors import length_mask
 
@@ -22,7 +24,7 @@ class DecoderTrunk:
     def __init__(self, backbone: nn.Module, within: Within = nullcontext) -> None:
         """Take a backbone of transformers; it runs inside `within()`."""
         self.backbone = backbone
-        self._within = within
+        self.within = within
         # The few families without (Bloom, MPT) derive the places from the mask.
         self._takes_position_ids = "position_ids" in inspect.signature(backbone.forward).parameters
 
@@ -35,14 +37,25 @@ class DecoderTrunk:
 
         A causal row never sees what follows it, so fillers on the right need no mask.
         """
-        with self._within():
+        with self.within():
             output = self.backbone(input_ids=ids, **{"use_cache": False, **inputs})
         states: Tensor = output.last_hidden_state
         return states
 
+    def states_at(self, ids: Tensor, row: Tensor, place: Tensor) -> Tensor:
+        """Last hidden states (N, D) at chosen places of token ids (B, S), filled up on the right.
+
+        `row` and `place` (N,) say where, row by row.
+        """
+        parts = plain_layers(self.backbone)
+        if parts is None:
+            return self.hidden_states(ids)[row, place]
+        with self.within():
+            return states_at(parts, ids, row, place)
+
     def states(self, rows: TokenRows) -> Tensor:
         """Hidden states (N, D) in which the counted tokens were sampled."""
-        return self.hidden_states(rows.ids)[rows.row, rows.state]
+        return self.states_at(rows.ids, rows.row, rows.state)
 
 
 class EncoderDecoderTrunk:

@@ -183,10 +183,11 @@ def test_the_whole_batch_may_stop_at_once():
 @pytest.mark.parametrize("passes", [1, 12, 20], ids=["sooner", "later", "at the length"])
 def test_passes_go_on_until_no_process_has_a_response_left_and_change_nothing(passes):
     policy, prompts = LanguageModel(make_policy()), make_prompts([4, 2])
-    alone = sample(policy, prompts, stop=9, length=20, seed=17)
-    assert alone.response_lengths.tolist() == [4, 9]
     made, told = [], []
     policy.trunk.backbone.register_forward_hook(lambda *call: made.append(1))
+    alone = sample(policy, prompts, stop=9, length=20, seed=17)
+    assert alone.response_lengths.tolist() == [4, 9]
+    made.clear()
 
     def any_left(here: bool) -> bool:
         """The longest response of the other processes takes so many passes."""

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from pipeline.lineage import DataSet
 
+SETTINGS_FILE = "settings.toml"
+"""In the folder of a run: what repeats it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlowRun:

@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.cache import digest_of
-from pipeline.data import Rows
 from ppo_core.addresses import without_credentials
+
+if TYPE_CHECKING:
+    # Every step reads its FlowRun, and not all of them need the library of data sets.
+    from pipeline.data import Rows
 
 FLOW_RUN = "flow_run"
 """Tag of runs and versions in MLflow: id of the run of the flow."""
@@ -55,7 +58,7 @@ class Lineage:
     """The data sets, in the order in which they were given."""
 
 
-def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, Rows]) -> Lineage:
+def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Rows"]) -> Lineage:
     """Where a run comes from, under names that stay the same.
 
     | tag | what it says |

@@ -9,11 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline import inputs
 from pipeline.data import read_jsonl, write_jsonl
-from pipeline.evaluation import distinct_share, evaluate, judgements
 from pipeline.judges.spec import make_judge
 from pipeline.settings import Settings
 from pipeline.text_measures import mean_words, repeated_share
-from pipeline.win_rate import compare_policies
 from ppo_core.errors import DataError
 from ppo_core.evaluation import Answers, answer_prompts
 from ppo_core.loading import load_config, load_policy, load_tokenizer
@@ -92,6 +90,10 @@ def _judge(
     champion: Mapping[str, Any],
     folder: Path,
 ) -> Result:
+    # Statistics take a second to import, and most who import this judge nothing.
+    from pipeline.evaluation import distinct_share, evaluate, judgements
+    from pipeline.win_rate import compare_policies
+
     contests = [("sft", "reference"), ("ppo", "reference"), ("ppo", "sft")]
     if champion["version"] is not None:
         texts = {**texts, "champion": _answer_as_champion(settings, champion, prompts)}

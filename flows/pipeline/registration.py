@@ -9,7 +9,7 @@ from typing import Any
 from pipeline import promotion
 from pipeline.cache import digest_of_model
 from pipeline.data import read_jsonl
-from pipeline.flow_run import FlowRun
+from pipeline.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.headlines import evaluation_numbers
 from pipeline.registry.artifact import Decoding, write_artifact
 from pipeline.registry.champions import challenge
@@ -19,9 +19,6 @@ from pipeline.settings import Settings, as_plain_dict
 from pipeline.version_card import version_card
 
 Result = dict[str, Any]
-
-SETTINGS_FILE = "settings.toml"
-"""In the folder of a run: what repeats it."""
 
 
 @dataclass(frozen=True, kw_only=True)

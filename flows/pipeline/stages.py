@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from pipeline.imports import large_imports
+
 if TYPE_CHECKING:
     from pipeline.cache import Cached
     from pipeline.flow_run import FlowRun
@@ -35,8 +37,9 @@ def read_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, 
 
 def prepare(given: Settings) -> Settings:
     """The settings with files for a built-in task; every input that would fail later is refused."""
-    from pipeline.inputs import check_inputs, require_writable
-    from pipeline.registry.connection import check_registry
+    with large_imports():
+        from pipeline.inputs import check_inputs, require_writable
+        from pipeline.registry.connection import check_registry
 
     require_writable(Path(given.output_dir), "output_dir")
     settings = _make_demo_task(given) if given.task else given
@@ -47,17 +50,17 @@ def prepare(given: Settings) -> Settings:
 
 def start_run(given: Settings, settings: Settings, flow: str, number: str) -> FlowRun:
     """The run with its folder, its runs in MLflow, and what it comes from."""
-    from pipeline import inputs
-    from pipeline.flow_run import FlowRun
-    from pipeline.journal import Journal
-    from pipeline.lineage import trace
-    from pipeline.registration import SETTINGS_FILE
-    from pipeline.registry.data_sets import log_data
-    from pipeline.registry.runs import start_runs
-    from pipeline.registry.tracking import PARENT
-    from pipeline.run_log import RunLog
-    from pipeline.settings import as_plain_dict
-    from pipeline.settings_file import settings_text
+    with large_imports():
+        from pipeline import inputs
+        from pipeline.flow_run import SETTINGS_FILE, FlowRun
+        from pipeline.journal import Journal
+        from pipeline.lineage import trace
+        from pipeline.registry.data_sets import log_data
+        from pipeline.registry.runs import start_runs
+        from pipeline.registry.tracking import PARENT
+        from pipeline.run_log import RunLog
+        from pipeline.settings import as_plain_dict
+        from pipeline.settings_file import settings_text
 
     name = f"{flow}/{number}"
     folder = Path(settings.output_dir).absolute() / "runs" / number
@@ -74,15 +77,17 @@ def start_run(given: Settings, settings: Settings, flow: str, number: str) -> Fl
 
 def find_champion(settings: Settings) -> Result:
     """The champion that the new policy will be compared with, fetched and verified."""
-    from pipeline.promotion import find_champion
+    with large_imports():
+        from pipeline.promotion import find_champion
 
     return find_champion(settings)
 
 
 def load_policy(settings: Settings, run: FlowRun) -> Result:
     """The policy to start from: as it is, or fine-tuned on `sft_data`."""
-    from pipeline import cache, inputs
-    from ppo_core.supervised.training import train_sft
+    with large_imports():
+        from pipeline import cache, inputs
+        from ppo_core.supervised.training import train_sft
 
     with _track(run, "load_policy") as tracker:
         if not settings.sft_data:
@@ -104,8 +109,9 @@ def load_policy(settings: Settings, run: FlowRun) -> Result:
 
 def load_reward_model(settings: Settings, sft: Result, run: FlowRun) -> Result:
     """The reward model: the one that is named, or one trained from the policy."""
-    from pipeline import cache, inputs
-    from ppo_core.supervised.training import train_reward_model
+    with large_imports():
+        from pipeline import cache, inputs
+        from ppo_core.supervised.training import train_reward_model
 
     with _track(run, "load_reward_model") as tracker:
         if settings.reward_model:
@@ -130,11 +136,12 @@ def validate_reward_model(
     settings: Settings, sft: Result, reward_model: Result, run: FlowRun
 ) -> Result:
     """What there is to know about the reward model before anything is trained against it."""
-    from pipeline import inputs
-    from pipeline.report_tracking import log_reward_report
-    from pipeline.reward_validation.samples import draw_samples
-    from pipeline.reward_validation.validate import validate
-    from ppo_core.loading import load_reward_model
+    with large_imports():
+        from pipeline import inputs
+        from pipeline.report_tracking import log_reward_report
+        from pipeline.reward_validation.samples import draw_samples
+        from pipeline.reward_validation.validate import validate
+        from ppo_core.loading import load_reward_model
 
     with _track(run, "validate_reward_model") as tracker:
         model = load_reward_model(
@@ -198,9 +205,10 @@ def train_policy(
     one each time. Each of several machines runs its processes; the first one tracks them and has
     the result, and that of the others is empty.
     """
-    from pipeline.launch import Machines, train
-    from pipeline.ppo_job import write_job
-    from ppo_core.metrics_file import METRICS_FILE, read_metrics
+    with large_imports():
+        from pipeline.launch import Machines, train
+        from pipeline.ppo_job import write_job
+        from ppo_core.metrics_file import METRICS_FILE, read_metrics
 
     here = Machines()
     if machines is not None:
@@ -252,9 +260,10 @@ def evaluate_win_rate(
     settings: Settings, sft: Result, policy: Result, champion: Result, run: FlowRun
 ) -> Result:
     """Judge the answers of the policy against the references, SFT and the champion."""
-    from pipeline.policy_evaluation import evaluate_policies
-    from pipeline.promotion import still_there
-    from pipeline.report_tracking import log_evaluation
+    with large_imports():
+        from pipeline.policy_evaluation import evaluate_policies
+        from pipeline.promotion import still_there
+        from pipeline.report_tracking import log_evaluation
 
     with _track(run, "evaluate_win_rate") as tracker:
         champion = still_there(settings, champion)
@@ -273,8 +282,8 @@ def register(
     run: FlowRun,
 ) -> Result:
     """Register the policy as a version, and promote or refuse it."""
-    from pipeline.registration import Candidate, register
-    from pipeline.report_tracking import log_evaluation
+    with large_imports():
+        from pipeline.registration import Candidate, register
 
     with _track(run, "register") as tracker:
         # What a version was measured by is there before the version.
@@ -290,6 +299,8 @@ def register(
         )
         registered = register(candidate)
         if registered["evaluation"] != evaluation:
+            from pipeline.report_tracking import log_evaluation
+
             log_evaluation(tracker, registered["evaluation"])
         decision = registered["promotion"]
         tracker.parent.set_tags(
