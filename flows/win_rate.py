@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline import demo_task, inputs
+from pipeline import demo_task, input_checks, inputs
 from pipeline.canaries import require_references
 from pipeline.data import write_jsonl
 from pipeline.environment import prepare_environment
@@ -111,7 +111,7 @@ def run(
         JudgeError: the judge cannot be asked.
     """
     output = Path(arguments.output_dir)
-    inputs.check_outputs(arguments.output_dir, arguments.summary_json)
+    input_checks.check_outputs(arguments.output_dir, arguments.summary_json)
     check_judge(arguments.judge, "", judging)
     people = inputs.human_labels(config)
     source = arguments.eval_prompts or str(

@@ -19,6 +19,9 @@ from torch.autograd.function import once_differentiable
 if TYPE_CHECKING:
     from ppo_core.token_head import TokenHead
 
+LOGITS_AT_A_TIME = 2**20
+"""Logits that a pass over them takes together: 4 MiB in fp32."""
+
 TokenLoss = Callable[[Tensor, slice], Tensor]
 """Log-probabilities (n,) of the tokens of a slice to their losses (n,), each of its own alone."""
 
@@ -37,16 +40,21 @@ class Distribution:
     """(n,)."""
 
 
-def distribution(logits: Tensor, chosen: Tensor, *, out: Tensor | None = None) -> Distribution:
-    """Of tempered logits (n, V), which it overwrites; `out` (n, V) takes the probabilities.
+def distribution(logits: Tensor, chosen: Tensor) -> Distribution:
+    """Of tempered logits (n, V), in whose place the probabilities are written.
 
-    The largest of both tell the normaliser: max p = exp(max z - log of the normaliser).
+    A few rows at a time, so that the logits beside them fit into a processor's cache. The largest
+    of both tell the normaliser: max p = exp(max z - log of the normaliser).
     """
-    probabilities = torch.softmax(logits, dim=-1, out=out)
-    normaliser = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
-    logprobs = logits.gather(1, chosen[:, None])[:, 0] - normaliser
-    entropies = normaliser - logits.mul_(probabilities).sum(dim=-1)
-    return Distribution(probabilities, logprobs, entropies)
+    size = max(1, LOGITS_AT_A_TIME // logits.shape[1])
+    logprobs, entropies = [], []
+    for z, ids in zip(logits.split(size), chosen.split(size), strict=True):
+        p = torch.softmax(z, dim=-1)
+        normaliser = z.amax(dim=-1) - p.amax(dim=-1).log()
+        logprobs.append(z.gather(1, ids[:, None])[:, 0] - normaliser)
+        entropies.append(normaliser - torch.linalg.vecdot(z, p))
+        z.copy_(p)
+    return Distribution(logits, torch.cat(logprobs), torch.cat(entropies))
 
 
 def fused_loss(
@@ -132,7 +140,8 @@ class _PlainMatrix:
             and head.rule is None
             and module.weight.dtype == hidden.dtype
             and hidden.dtype.itemsize >= 4
-            and not torch.is_autocast_enabled(hidden.device.type)
+            # Elsewhere than on a CPU the units for half precision are many times faster.
+            and (hidden.device.type == "cpu" or not torch.is_autocast_enabled(hidden.device.type))
         )
 
     def __init__(self, head: "TokenHead", parameters: tuple[nn.Parameter, ...]) -> None:
@@ -140,14 +149,18 @@ class _PlainMatrix:
         self._temperature = head.temperature
         self.of_trained = [torch.empty_like(p) for p in parameters if p.requires_grad]
         self._is_first = True
-        self._room: tuple[Tensor, Tensor] | None = None
+        self._room = self._weight.new_empty(0, len(self._weight))
 
     def learn(self, states: Tensor, chosen: Tensor, token_loss: TokenLoss, part: slice) -> OfChunk:
         """The loss of a chunk, whose gradients are added to those of the chunks before."""
+        with torch.autocast(states.device.type, enabled=False):
+            return self._learn(states, chosen, token_loss, part)
+
+    def _learn(self, states: Tensor, chosen: Tensor, token_loss: TokenLoss, part: slice) -> OfChunk:
         weight = self._weight
-        logits, room = self._two_of(states)
+        logits = self._room_for(states)
         torch.mm(states / self._temperature, weight.T, out=logits)
-        said = distribution(logits, chosen, out=room)
+        said = distribution(logits, chosen)
         loss, slopes = _loss_and_slopes(said.logprobs, token_loss, part)
         slopes = slopes[:, None] / self._temperature
         of_states = slopes * (weight[chosen] - said.probabilities @ weight)
@@ -158,12 +171,11 @@ class _PlainMatrix:
         self._is_first = False
         return loss, said.logprobs, said.entropies, of_states
 
-    def _two_of(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Room for logits and probabilities, the same for all chunks."""
-        if self._room is None or len(states) > len(self._room[0]):
-            shape = len(states), len(self._weight)
-            self._room = states.new_empty(shape), states.new_empty(shape)
-        return self._room[0][: len(states)], self._room[1][: len(states)]
+    def _room_for(self, states: Tensor) -> Tensor:
+        """Room for logits, the same for all chunks."""
+        if len(states) > len(self._room):
+            self._room = states.new_empty(len(states), len(self._weight))
+        return self._room[: len(states)]
 
 
 class _AnyHead:

@@ -123,7 +123,11 @@ class LanguageModel(nn.Module):
         return self._rule.apply(self._product(hidden))
 
     def _product(self, hidden: Tensor) -> Tensor:
-        with self.within():
+        # On a CPU in the precision of the weights, also under autocast: half of it gains little
+        # there, and costs the log-probabilities digits (MiniMax-M1, arXiv:2506.13585, 3.2).
+        on_cpu = hidden.device.type == "cpu"
+        whole = torch.autocast("cpu", enabled=False) if on_cpu else nullcontext()
+        with self.within(), whole:
             product: Tensor = self.head(hidden)
         return product
 

@@ -67,6 +67,11 @@ class RewardModel:
         head = getattr(self.model, "score", None)
         return head if isinstance(head, nn.Linear) else None
 
+    @property
+    def trunk(self) -> DecoderTrunk:
+        """What is below the head."""
+        return DecoderTrunk(self.model.base_model)
+
     def reads_tokens_of(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether a token id means the same to both; if not, only texts can be handed over.
 
@@ -93,8 +98,7 @@ class RewardModel:
             )
         if self.token_head is not None:
             rows = torch.arange(len(ids), device=ids.device)
-            trunk = DecoderTrunk(self.model.base_model)
-            scores = self.token_head(trunk.states_at(ids, rows, lengths - 1))[:, 0]
+            scores = self.token_head(self.trunk.states_at(ids, rows, lengths - 1))[:, 0]
         else:
             mask = length_mask(lengths, ids.shape[1])
             scores = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]

@@ -11,8 +11,8 @@ from ppo_core.fused_loss import TokenLoss, distribution, fused_loss
 from ppo_core.kl import full_kl
 from ppo_core.tensors import tempered
 
-LOGITS_PER_CHUNK = 2**22
-"""Logits that exist at a time: 16 MiB in fp32."""
+LOGITS_PER_CHUNK = 2**23
+"""Logits that exist at a time: 32 MiB in fp32."""
 
 ToLogits = Callable[[Tensor], Tensor]
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ppo_core.ema import WeightAverage
 from ppo_core.engine import Engine
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.evaluation import greedy_completions
+from ppo_core.fp32_products import fast_fp32_products
 from ppo_core.freed_memory import keep_freed_memory
 from ppo_core.identity import Identity, given_models, layout
 from ppo_core.interruption import Interruption
@@ -129,6 +130,7 @@ class PPOTrainer:
             peft_config,
             self.engine,
         )
+        self._parts = parts
         self.policy, self.reference, self.critic = parts.policy, parts.reference, parts.critic
         self._train_set = self._read_prompts(train_dataset, data_collator)
         self._eval_set = None
@@ -302,9 +304,10 @@ class PPOTrainer:
             TrainingError: too many steps in a row were skipped.
         """
         run = self._run
-        if run.pending is None:
-            run.pending = self._collect()
-        metrics = run.pending.metrics | self._learn(run.pending)
+        with self._products():
+            if run.pending is None:
+                run.pending = self._collect()
+            metrics = run.pending.metrics | self._learn(run.pending)
         run.pending = None
         run.updates += 1
         run.episodes += self.schedule.batch_size
@@ -360,6 +363,12 @@ class PPOTrainer:
         return self._files.push(commit_message, **details)
 
     # --- The phases of an update ---
+
+    def _products(self) -> AbstractContextManager[None]:
+        on_cpu = self.engine.device.type == "cpu"
+        # Recomputed activations are transformers' own passes.
+        gains = self._parts.gains_by_fast_products and not self.args.gradient_checkpointing
+        return fast_fp32_products() if on_cpu and gains else nullcontext()
 
     def _collect(self) -> PendingUpdate:
         """Sample and score the next batch."""

@@ -7,8 +7,9 @@ import pytest
 from pipeline_inputs import tiny_table, write_model, write_rows
 from tiny import make_tokenizer
 
-from pipeline.inputs import check_inputs, training_pairs
+from pipeline.input_checks import check_inputs
 from pipeline.inputs import test_pairs as read_test_pairs
+from pipeline.inputs import training_pairs
 from pipeline.registry.connection import check_registry
 from pipeline.settings import make_settings
 from ppo_core.errors import ConfigError, DataError, ModelError, PPOError

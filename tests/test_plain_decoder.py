@@ -89,8 +89,10 @@ def assert_same_states_and_gradients(model: PreTrainedModel, backbone: nn.Module
     parts = plain_layers(backbone)
     assert parts is not None
     actual, gradients = with_gradients(model, states_at(parts, ids, ROW, PLACE))
-    plain = [backbone(row[None, :n]).last_hidden_state[0] for row, n in zip(ids, LENGTHS)]
-    states = torch.stack([plain[row][place] for row, place in zip(ROW, PLACE)])
+    plain = [
+        backbone(row[None, :n]).last_hidden_state[0] for row, n in zip(ids, LENGTHS, strict=True)
+    ]
+    states = torch.stack([plain[row][place] for row, place in zip(ROW, PLACE, strict=True)])
     expected, expected_gradients = with_gradients(model, states)
     # transformers computes the angles in fp32.
     assert_close(actual, expected, rtol=0, atol=1e-9)

@@ -1,15 +1,14 @@
 """A cache of folders, each named by a digest of everything that made it."""
 
 import hashlib
-import inspect
 import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 METRICS_FILE = "made.json"
@@ -74,9 +73,9 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def digest_of_code(*modules: ModuleType) -> str:
-    """A short digest of the source of modules."""
-    return digest_of([inspect.getsource(module) for module in modules])
+def digest_of_code(*modules: str) -> str:
+    """A short digest of the source of modules by their names; none is imported for it."""
+    return digest_of([find_spec(name).loader.get_source(name) for name in modules])
 
 
 def digest_of_folder(folder: Path) -> str:
@@ -92,11 +91,12 @@ def digest_of_folder(folder: Path) -> str:
 
 def digest_of_model(path: str) -> str:
     """A digest of the contents of a folder, or the commit of a model of the hub."""
-    from ppo_core.loading import load_config
-
     folder = Path(path)
     if folder.is_dir():
         return digest_of_folder(folder)
+
+    from ppo_core.loading import load_config
+
     return f"{path}@{load_config(path)._commit_hash}"
 
 

@@ -8,7 +8,6 @@ beat the one and a reward model would be perfect on the other.
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from random import Random
@@ -41,7 +40,7 @@ NUM_EVAL_PROMPTS = 512
 
 def find_demo_task(cache_folder: Path, seed: int) -> Path:
     """The folder of the task of this seed, made now or taken from the cache."""
-    code = cache.digest_of_code(demo_posts, demo_judge, sys.modules[__name__])
+    code = cache.digest_of_code(demo_posts.__name__, demo_judge.__name__, __name__)
     return cache.make_once(
         cache_folder,
         "tldr",

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import expit
-from sklearn.linear_model import LogisticRegression
 
 from pipeline.comparison import POINTS, Comparison, valid_pairs
 
@@ -124,6 +123,9 @@ def rate_by_length_ratio(comparison: Comparison) -> list[LengthBin]:
 
 def _rate_at_equal_length(points: np.ndarray, difference: np.ndarray) -> float:
     """The rate by the regression of points (N,) on differences of length (N,)."""
+    # Most of a second, for which reports that name the bins do not have to wait.
+    from sklearn.linear_model import LogisticRegression
+
     columns = [
         CONSTANT_DEVIATION * np.ones(len(points)),
         LENGTH_DEVIATION * np.tanh(difference / difference.std()),

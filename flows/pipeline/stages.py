@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.imports import large_imports
@@ -27,6 +26,15 @@ if TYPE_CHECKING:
 Result = dict[str, Any]
 """What a stage hands on: paths as text, and small numbers."""
 
+SUPERVISED_CODE = (
+    "ppo_core.chat",
+    "ppo_core.prompts",
+    "ppo_core.supervised.data",
+    "ppo_core.supervised.loop",
+    "ppo_core.supervised.training",
+)
+"""What decides how rows are encoded and models trained: a change there makes them anew."""
+
 
 def read_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, Any]) -> Settings:
     """Read the settings strictly, before anything is made of them."""
@@ -38,7 +46,7 @@ def read_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, 
 def prepare(given: Settings) -> Settings:
     """The settings with files for a built-in task; every input that would fail later is refused."""
     with large_imports():
-        from pipeline.inputs import check_inputs, require_writable
+        from pipeline.input_checks import check_inputs, require_writable
         from pipeline.registry.connection import check_registry
 
     require_writable(Path(given.output_dir), "output_dir")
@@ -87,7 +95,12 @@ def load_policy(settings: Settings, run: FlowRun) -> Result:
     """The policy to start from: as it is, or fine-tuned on `sft_data`."""
     with large_imports():
         from pipeline import cache, inputs
-        from ppo_core.supervised.training import train_sft
+
+    def train(folder: Path) -> dict[str, float]:
+        with large_imports():
+            from ppo_core.supervised.training import train_sft
+
+        return train_sft(settings.policy, rows.usable, settings.sft, folder)
 
     with _track(run, "load_policy") as tracker:
         if not settings.sft_data:
@@ -100,9 +113,9 @@ def load_policy(settings: Settings, run: FlowRun) -> Result:
                 "model": cache.digest_of_model(settings.policy),
                 "rows": rows.digest,
                 "settings": asdict(settings.sft),
-                "code": cache.digest_of_code(*_supervised_code()),
+                "code": cache.digest_of_code(*SUPERVISED_CODE),
             },
-            lambda folder: train_sft(settings.policy, rows.usable, settings.sft, folder),
+            train,
         )
         return _made(made, tracker)
 
@@ -111,13 +124,19 @@ def load_reward_model(settings: Settings, sft: Result, run: FlowRun) -> Result:
     """The reward model: the one that is named, or one trained from the policy."""
     with large_imports():
         from pipeline import cache, inputs
-        from ppo_core.supervised.training import train_reward_model
+
+    training = settings.reward_model_training
+
+    def train(folder: Path) -> dict[str, float]:
+        with large_imports():
+            from ppo_core.supervised.training import train_reward_model
+
+        return train_reward_model(sft["path"], rows.usable, training, folder)
 
     with _track(run, "load_reward_model") as tracker:
         if settings.reward_model:
             return {"path": settings.reward_model, "metrics": {}}
         rows = inputs.training_pairs(settings)
-        training = settings.reward_model_training
         made = cache.make_once(
             _cache_folder(settings),
             "reward-model",
@@ -125,9 +144,9 @@ def load_reward_model(settings: Settings, sft: Result, run: FlowRun) -> Result:
                 "model": cache.digest_of_model(sft["path"]),
                 "rows": rows.digest,
                 "settings": asdict(training),
-                "code": cache.digest_of_code(*_supervised_code()),
+                "code": cache.digest_of_code(*SUPERVISED_CODE),
             },
-            lambda folder: train_reward_model(sft["path"], rows.usable, training, folder),
+            train,
         )
         return _made(made, tracker)
 
@@ -137,36 +156,43 @@ def validate_reward_model(
 ) -> Result:
     """What there is to know about the reward model before anything is trained against it."""
     with large_imports():
-        from pipeline import inputs
         from pipeline.report_tracking import log_reward_report
+
+    with _track(run, "validate_reward_model") as tracker:
+        report = examine_reward_model(settings, sft, reward_model)
+        report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
+        log_reward_report(tracker, report)
+    return report
+
+
+def examine_reward_model(settings: Settings, sft: Result, reward_model: Result) -> Result:
+    """The report on the reward model, as `reward_validation.validate` gives it."""
+    with large_imports():
+        from pipeline import inputs
         from pipeline.reward_validation.samples import draw_samples
         from pipeline.reward_validation.validate import validate
         from ppo_core.loading import load_reward_model
 
-    with _track(run, "validate_reward_model") as tracker:
-        model = load_reward_model(
-            reward_model["path"], end_of_text=settings.reward_model_training.end_of_text
-        )
-        report = validate(
-            model,
-            inputs.test_pairs(settings),
-            inputs.training_prompts(settings),
-            partial(
-                draw_samples,
-                sft["path"],
-                response_length=settings.ppo.response_length,
-                temperature=settings.ppo.temperature,
-                seed=settings.seed,
-                stop=settings.ppo.stop_token,
-                stop_token_id=settings.ppo.stop_token_id,
-                batch_size=settings.ppo.local_rollout_forward_batch_size,
-            ),
-            settings.reward_gate,
+    model = load_reward_model(
+        reward_model["path"], end_of_text=settings.reward_model_training.end_of_text
+    )
+    return validate(
+        model,
+        inputs.test_pairs(settings),
+        inputs.training_prompts(settings),
+        partial(
+            draw_samples,
+            sft["path"],
+            response_length=settings.ppo.response_length,
+            temperature=settings.ppo.temperature,
             seed=settings.seed,
-        )
-        report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
-        log_reward_report(tracker, report)
-    return report
+            stop=settings.ppo.stop_token,
+            stop_token_id=settings.ppo.stop_token_id,
+            batch_size=settings.ppo.local_rollout_forward_batch_size,
+        ),
+        settings.reward_gate,
+        seed=settings.seed,
+    )
 
 
 def require_fit_reward_model(validation: Result) -> None:
@@ -400,14 +426,6 @@ def _made(made: Cached, tracker: Tracker) -> Result:
     tracker.step.log_metrics(made.metrics)
     tracker.step.set_tags({"reused": str(made.reused)})
     return {"path": str(made.path), "metrics": made.metrics}
-
-
-def _supervised_code() -> list[ModuleType]:
-    """What decides how rows are encoded and models trained: a change there makes them anew."""
-    from ppo_core import chat, prompts
-    from ppo_core.supervised import data, loop, training
-
-    return [chat, prompts, data, loop, training]
 
 
 def _cache_folder(settings: Settings) -> Path:

@@ -33,7 +33,7 @@ class ChatJudge:
     @property
     def version(self) -> str:
         """Digest of model, wording and attempts, and of how replies are read."""
-        reading = digest_of_code(questions)
+        reading = digest_of_code(questions.__name__)
         return digest_of([self._chat.version, self._wording, self._config.attempts, reading])
 
     @property

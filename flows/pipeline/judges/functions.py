@@ -75,7 +75,9 @@ class FunctionJudge:
 
 def rule_judge() -> FunctionJudge:
     """The built-in task's own judge."""
-    return FunctionJudge("rule", demo_judge.judge, digest_of_code(demo_judge, demo_posts))
+    return FunctionJudge(
+        "rule", demo_judge.judge, digest_of_code(demo_judge.__name__, demo_posts.__name__)
+    )
 
 
 def load_function_judge(place: str) -> FunctionJudge:

@@ -1,0 +1,114 @@
+"""The work of the flow in one plain process.
+
+    python -m tests.benchmarks.measure_flow_work make FOLDER EPISODES
+    python -m tests.benchmarks.measure_flow_work run FOLDER
+
+The first makes the built-in task in FOLDER, with settings by which the flow does it too. The second
+does what the steps of `flows/rlhf.py` do, in their order and through the same functions, without
+Metaflow, MLflow and cards, as a person's script would, and prints the seconds by step as JSON.
+"""
+
+import json
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import ppo_core.__main__
+from pipeline import input_checks, inputs, stages
+from pipeline.demo_task import build_demo_task
+from pipeline.policy_evaluation import evaluate_policies
+from pipeline.ppo_job import write_job
+from pipeline.settings import Settings, make_settings, read_preset
+from pipeline.settings_file import settings_text
+from ppo_core.supervised.training import train_reward_model, train_sft
+
+SETTINGS = "settings.toml"
+
+TRAINING_ROWS = 2000
+"""Demonstrations and preferences that are trained on, of ten thousand each."""
+
+NO_CHAMPION = {"version": None, "model": None, "tokenizer": None}
+
+
+def make_task(folder: Path, episodes: int) -> None:
+    """Write the files of the built-in task, with fewer rows to train on, and settings for them."""
+    task = folder / "task"
+    build_demo_task(task, seed=1)
+    for name in ("sft.jsonl", "preferences-train.jsonl"):
+        rows = (task / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        (task / name).write_text("".join(rows[:TRAINING_ROWS]), encoding="utf-8")
+    table = read_preset("tldr") | {
+        "task": "",
+        "policy": str(task / "base"),
+        "sft_data": str(task / "sft.jsonl"),
+        "preferences": str(task / "preferences-train.jsonl"),
+        "preferences_test": str(task / "preferences-test.jsonl"),
+        "prompts": str(task / "prompts-train.jsonl"),
+        "eval_prompts": str(task / "prompts-eval.jsonl"),
+        "output_dir": str(folder / "outputs"),
+        # Trained on a sixth of the pairs it need not pass, and what follows is the same.
+        "accept_reward_model": True,
+    }
+    settings = make_settings(table, {"total_episodes": episodes})
+    (folder / SETTINGS).write_text(settings_text(settings), encoding="utf-8")
+
+
+def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]:
+    """What each step of the flow works, by its name; each needs those before it."""
+    sft, rewarder, policy = folder / "sft", folder / "reward-model", folder / "policy"
+    report = {}
+
+    def validate() -> None:
+        report.update(
+            stages.examine_reward_model(settings, {"path": str(sft)}, {"path": str(rewarder)})
+        )
+
+    def train_policy() -> None:
+        job = write_job(
+            settings,
+            policy=str(sft),
+            reward_model=str(rewarder),
+            reading={"bias": report["bias"], "gain": report["gain"]},
+            folder=folder / "ppo",
+            policy_dir=policy,
+        )
+        if ppo_core.__main__.main([str(job)]):
+            sys.exit("PPO has failed; its reason is above.")
+
+    return {
+        "start": lambda: input_checks.check_inputs(settings),
+        "load_policy": lambda: train_sft(
+            settings.policy, inputs.sft_rows(settings).usable, settings.sft, sft
+        ),
+        "load_reward_model": lambda: train_reward_model(
+            sft, inputs.training_pairs(settings).usable, settings.reward_model_training, rewarder
+        ),
+        "validate_reward_model": validate,
+        "train_policy": train_policy,
+        "evaluate_win_rate": lambda: evaluate_policies(
+            settings, str(sft), str(policy), NO_CHAMPION, folder
+        ),
+    }
+
+
+def run(folder: Path) -> dict[str, float]:
+    """Do all the work; returns the seconds of each step."""
+    settings = make_settings(tomllib.loads((folder / SETTINGS).read_text(encoding="utf-8")), {})
+    script = folder / "script"
+    script.mkdir()
+    seconds = {}
+    for step, work in work_of(settings, script).items():
+        started = time.perf_counter()
+        work()
+        seconds[step] = time.perf_counter() - started
+    return seconds
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["make", folder, episodes]:
+            make_task(Path(folder), int(episodes))
+        case ["run", folder]:
+            print(json.dumps(run(Path(folder))))
