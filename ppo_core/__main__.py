@@ -8,6 +8,7 @@ from ppo_core.config import PPOConfig
 from ppo_core.errors import PPOError, RunInterruptedError
 from ppo_core.hf_arguments import parse_arguments
 from ppo_core.interruption import EXIT_CODE
+from ppo_core.large_imports import large_imports
 from ppo_core.processes import end_with_parent, reported_errors
 
 
@@ -21,7 +22,8 @@ def main(argv: Sequence[str]) -> int:
         with reported_errors():
             arguments = parse_arguments([PPOConfig, ScriptArguments, ModelArguments], argv)
             # Only now: loading torch takes seconds, and a wrong flag is answered at once.
-            from ppo_core.cli import train
+            with large_imports():
+                from ppo_core.cli import train
 
             train(*arguments)
     except RunInterruptedError as error:

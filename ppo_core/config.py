@@ -252,7 +252,7 @@ def _check_types(config: PPOConfig) -> None:
             unbounded = name == "max_grad_norm"
             holds = is_number and (isfinite(value) or unbounded)
             require(config, name, holds, "a number" if float in kinds else "a whole number")
-        elif kinds == {bool}:
+        elif kinds - {NoneType} == {bool}:
             require(config, name, isinstance(value, bool), "True or False")
 
 

@@ -103,11 +103,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Tokens:
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tokens:
     ids: Tokens = tokenizer(prompt)["input_ids"]
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        return ids
     plain: Tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ends_by_itself = plain[-1:] == [tokenizer.eos_token_id]
-    if ids[-1:] == [tokenizer.eos_token_id] and not ends_by_itself:
-        return ids[:-1]
-    return ids
+    return ids if ends_by_itself else ids[:-1]
 
 
 def _checked_ids(tokenizer: PreTrainedTokenizerBase, ids: object) -> Tokens:

@@ -66,8 +66,10 @@ class RunConfig:
     max_grad_norm: float = 1.0
     """Gradients of policy and critic together are scaled down to this norm."""
 
-    bf16: bool = False
-    """Train in bfloat16 by autocast, with master weights in fp32."""
+    bf16: bool | None = None
+    """Sample, score and train in bfloat16 by autocast, with master weights in fp32. None: where the
+    machine multiplies bfloat16 faster and the policy is wide enough to gain by it (a GPU, or a CPU
+    with avx512_bf16 or AMX from a width of 256 on); the log says so."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""

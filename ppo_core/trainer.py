@@ -28,6 +28,7 @@ from ppo_core.models import ActorCritic
 from ppo_core.optimisation import make_trainee
 from ppo_core.parts import make_parts
 from ppo_core.pending import PendingUpdate
+from ppo_core.precision import trains_in_bf16
 from ppo_core.pretraining import make_pretraining_texts
 from ppo_core.progress import progress
 from ppo_core.prompt_set import Collator, PromptSet, make_prompt_set
@@ -98,7 +99,7 @@ class PPOTrainer:
         self.args = args
         self.processing_class = processing_class
         self.engine = Engine(
-            bf16=args.bf16,
+            bf16=trains_in_bf16(args.bf16, model, use_cpu=args.use_cpu),
             use_cpu=args.use_cpu,
             sharding=args.sharding,
             offload=args.offload,

@@ -41,14 +41,16 @@ def test_bf16_computes_in_bfloat16_and_keeps_the_weights_in_fp32():
     engine = Engine(bf16=True)
     run = Run(engine)
     seen = []
-    run.policy.model.lm_head.register_forward_hook(lambda *call: seen.append(call[2].dtype))
+    layer = run.policy.model.model.layers[0].mlp.up_proj
+    layer.register_forward_hook(lambda *call: seen.append(call[2].dtype))
     run.learn()
     with engine.autocast():
         run.policy.model(torch.tensor([[3, 4]]))
     assert set(seen) == {torch.bfloat16}
     assert {p.dtype for p in run.module.parameters()} == {torch.float32}
     plain = Run(Engine())
-    plain.policy.model.lm_head.register_forward_hook(lambda *call: seen.append(call[2].dtype))
+    layer = plain.policy.model.model.layers[0].mlp.up_proj
+    layer.register_forward_hook(lambda *call: seen.append(call[2].dtype))
     plain.step(8)
     assert seen[-1] == torch.float32
 

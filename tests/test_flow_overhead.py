@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.imports import large_imports
+from ppo_core.large_imports import large_imports
 from tests.benchmarks.flow_overhead import FlowOverhead, flow_table
 
 ROOT = Path(__file__).parent.parent

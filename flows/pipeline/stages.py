@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.imports import large_imports
+from ppo_core.large_imports import large_imports
 
 if TYPE_CHECKING:
     from pipeline.cache import Cached
