@@ -134,6 +134,11 @@ class Engine:
         """True if no process has the weights of what is prepared as a whole."""
         return self.sharding in ("zero3", "fsdp2")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a prepared module is trained by PyTorch alone, in any number of passes."""
+        return self.num_processes == 1 and self.sharding in ("none", "ddp")
+
     def place(self, model: Model) -> Model:
         """A model on the device; where it will be sharded it stays, since it may not fit there."""
         return model if self.shards_weights else model.to(self.device)

@@ -250,19 +250,16 @@ def _zero_head(policy: PreTrainedModel) -> nn.Linear:
 
 
 class Predictions(NamedTuple):
-    """What policy and critic say about the N counted tokens of some rows."""
+    """What the policy says about the N counted tokens of some rows."""
 
-    policy_loss: Tensor
-    """() summed loss of the policy's log-probabilities."""
+    loss: Tensor
+    """() summed loss of its log-probabilities."""
 
     logprobs: Tensor
     """(N,) log-probabilities, without a gradient."""
 
     entropies: Tensor
-    """(N,) entropy of the policy, without a gradient."""
-
-    values: Tensor
-    """(N,) the critic's values."""
+    """(N,) its entropy, without a gradient."""
 
     full_kl: Tensor | None
     """(N,) exact divergence from the reference, if one was handed in."""
@@ -277,20 +274,48 @@ class ActorCritic(nn.Module):
         self.policy = policy
         self.critic = critic
 
+    @property
+    def shares_trunk(self) -> bool:
+        """Whether the critic is a head on the policy's states."""
+        return self.critic.trunk is self.policy.trunk
+
     def forward(
         self,
         rows: TokenRows,
         temperature: float,
         token_loss: TokenLoss,
         reference: LanguageModel | None = None,
-    ) -> Predictions:
-        """Predictions for the counted tokens; with a `reference`, the exact divergence too."""
+    ) -> tuple[Predictions, Tensor]:
+        """Of the counted tokens: what the policy says, and the critic's values (N,).
+
+        With a `reference`, the exact divergence too.
+        """
         states = self.policy.trunk.states(rows)
+        predicted = self._of_states(states, rows, temperature, token_loss, reference)
+        return predicted, self.critic.values(states) if self.shares_trunk else self.critic(rows)
+
+    def of_policy(
+        self,
+        rows: TokenRows,
+        temperature: float,
+        token_loss: TokenLoss,
+        reference: LanguageModel | None = None,
+    ) -> Predictions:
+        """What the policy says alone: with `critic`, the two halves of a whole pass."""
+        states = self.policy.trunk.states(rows)
+        return self._of_states(states, rows, temperature, token_loss, reference)
+
+    def _of_states(
+        self,
+        states: Tensor,
+        rows: TokenRows,
+        temperature: float,
+        token_loss: TokenLoss,
+        reference: LanguageModel | None,
+    ) -> Predictions:
         head = self.policy.token_head(temperature)
         loss, logprobs, entropies = head.loss(states, rows.targets, token_loss)
-        shared = self.critic.trunk is self.policy.trunk
-        values = self.critic.values(states) if shared else self.critic(rows)
         full_kl = None
         if reference is not None:
             full_kl = self.policy.full_kl(states, reference, rows, temperature)
-        return Predictions(loss, logprobs, entropies, values, full_kl)
+        return Predictions(loss, logprobs, entropies, full_kl)

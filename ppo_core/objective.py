@@ -73,9 +73,12 @@ class Objective:
             losses = losses + self.tokens.kl_coef * self._divergences(logprobs, part)
         return self.tokens.weights[part] * losses
 
-    def of_divergence(self, full_kl: Tensor) -> Tensor:
-        """Summed loss () of the exact divergence (N,)."""
-        return self.tokens.kl_coef * (self.tokens.weights * full_kl).sum()
+    def of_predictions(self, predicted: Predictions) -> Tensor:
+        """Summed loss () of the policy, with that of the exact divergence where there is one."""
+        if predicted.full_kl is None:
+            return predicted.loss
+        divergence = (self.tokens.weights * predicted.full_kl).sum()
+        return predicted.loss + self.tokens.kl_coef * divergence
 
     def of_critic(self, values: Tensor) -> Tensor:
         """Summed loss () of the critic's values (N,)."""
@@ -83,10 +86,10 @@ class Objective:
         return self.config.vf_coef * (self.tokens.weights * losses).sum()
 
     @torch.no_grad()
-    def sums(self, predicted: Predictions) -> dict[str, Tensor]:
+    def sums(self, predicted: Predictions, values: Tensor) -> dict[str, Tensor]:
         """What `TokenSums` counts."""
         policy_losses, clipped = self._policy_losses(predicted.logprobs, ALL)
-        value_losses, value_clipped = self._value_losses(predicted.values)
+        value_losses, value_clipped = self._value_losses(values)
         divergences = predicted.full_kl
         if divergences is None and self._estimates_divergence:
             divergences = self._divergences(predicted.logprobs, ALL)

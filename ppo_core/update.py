@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from ppo_core.config import PPOConfig
 from ppo_core.engine import Engine
 from ppo_core.errors import RunInterruptedError
 from ppo_core.losses import aggregation_weights
-from ppo_core.models import LanguageModel
+from ppo_core.models import ActorCritic, LanguageModel
 from ppo_core.objective import CountedTokens, Objective
 from ppo_core.pretraining import PretrainingTexts, joined_texts, pretraining_loss
 from ppo_core.records import Experience, TokenSums
@@ -167,7 +168,7 @@ class _OptimizerStep:
             self.pause()
             more = number < len(batches) - 1
             with self.engine.accumulate_only(self.trainee.module, more):
-                self.engine.backward(self._loss(minibatch[places], weights[places], sums))
+                self._learn(minibatch[places], weights[places], sums)
         return sums
 
     def _own_batches(self, minibatch: Tensor) -> list[Tensor]:
@@ -195,31 +196,38 @@ class _OptimizerStep:
             response_length=self.config.response_length,
         )
 
-    def _loss(self, rows: Tensor, weights: Tensor, sums: TokenSums) -> Tensor:
-        """The weighted losses of the counted tokens of some rows, summed; fills the sums.
+    def _learn(self, rows: Tensor, weights: Tensor, sums: TokenSums) -> None:
+        """Add the gradient of the weighted losses of the counted tokens; fills the sums.
 
         Without rows it is 0, after a pass of the batch's first row: all processes must pass, and
         have a gradient for every parameter.
         """
         if len(rows) == 0:
             first = torch.zeros(1, dtype=torch.long, device=rows.device)
-            return self._loss(first, torch.zeros(1, device=rows.device), TokenSums())
+            self._learn(first, torch.zeros(1, device=rows.device), TokenSums())
+            return
         tokens = CountedTokens.of(self.experience, rows, weights)
         objective = Objective(self.config, tokens)
-        rollout = self.experience.rollout
-        predicted = self.trainee.module(
-            rollout.token_rows(rows),
-            rollout.temperature,
-            objective.of_policy,
-            self.trainee.reference,
-        )
-        sums.add(**objective.sums(predicted))
-        of_policy = predicted.policy_loss
-        if predicted.full_kl is not None:
-            of_policy = of_policy + objective.of_divergence(predicted.full_kl)
+        engine = self.engine
+        module = cast(ActorCritic, self.trainee.module)
+        rollout, reference = self.experience.rollout, self.trainee.reference
+        joined = rollout.token_rows(rows)
+        inputs = joined, rollout.temperature, objective.of_policy, reference
         # Times 0 and not left out: every process must have a gradient for every parameter.
         policy_weight = 0.0 if self.critic_only else 1.0
-        return policy_weight * of_policy + objective.of_critic(predicted.values)
+        if engine.is_plain and not module.shares_trunk:
+            # One after the other: the activations of one model exist at a time.
+            with engine.autocast():
+                predicted = module.of_policy(*inputs)
+            engine.backward(policy_weight * objective.of_predictions(predicted))
+            with engine.autocast():
+                values = module.critic(joined)
+            engine.backward(objective.of_critic(values))
+        else:
+            predicted, values = module(*inputs)
+            of_policy = policy_weight * objective.of_predictions(predicted)
+            engine.backward(of_policy + objective.of_critic(values))
+        sums.add(**objective.sums(predicted, values))
 
     def _learn_pretraining_texts(self, num_rows: int) -> None:
         """Add the gradient of the language-modelling loss on as many texts as responses."""
@@ -235,10 +243,10 @@ class _OptimizerStep:
             rows = joined_texts(own or batch[:1]).to(engine.device)
             with engine.accumulate_only(self.trainee.module, True):
                 weight = self.config.ptx_coef / total if own else 0.0
-                predicted = self.trainee.module(rows, 1.0, pretraining_loss(weight))
+                predicted, values = self.trainee.module(rows, 1.0, pretraining_loss(weight))
                 # ZeRO-3 adds to the gradient of the step before where the first pass of a step
                 # has none: so the critic's is 0 here, and not missing.
-                engine.backward(predicted.policy_loss + 0.0 * predicted.values.sum())
+                engine.backward(predicted.loss + 0.0 * values.sum())
 
     def _step(self, sums: TokenSums) -> None:
         """Take the step, unless a loss, a gradient or the ratio forbids it, in any process."""

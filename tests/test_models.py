@@ -18,7 +18,7 @@ from ppo_core import token_head
 from ppo_core.adapters import add_adapter, plain_model
 from ppo_core.errors import DataError, ModelError
 from ppo_core.loading import check_reward_config, load_policy, load_reward_model, load_tokenizer
-from ppo_core.models import ActorCritic, Critic, LanguageModel, Predictions
+from ppo_core.models import ActorCritic, Critic, LanguageModel
 from ppo_core.records import Rollout
 from ppo_core.reward_model import RewardModel
 from ppo_core.tensors import length_mask
@@ -252,13 +252,16 @@ def test_neighbours_and_padding_change_no_row():
     torch.nn.init.normal_(module.critic.head.weight)
     module.double()
 
-    def of_rows(rows: Tensor) -> Predictions:
-        return module(rollout.token_rows(rows), TEMPERATURE, lambda logprobs, _: logprobs**2)
+    def of_rows(rows: Tensor) -> tuple[Tensor, ...]:
+        said, values = module(
+            rollout.token_rows(rows), TEMPERATURE, lambda logprobs, _: logprobs**2
+        )
+        return said.loss, said.logprobs, said.entropies, values
 
     together = of_rows(torch.arange(3))
     alone = [of_rows(torch.tensor([b])) for b in range(3)]
-    assert_close(together.policy_loss, sum(one.policy_loss for one in alone), rtol=1e-6, atol=0)
-    for whole, *parts in zip(together[1:4], *(one[1:4] for one in alone), strict=True):
+    assert_close(together[0], sum(one[0] for one in alone), rtol=1e-6, atol=0)
+    for whole, *parts in zip(together[1:], *(one[1:] for one in alone), strict=True):
         assert_close(whole, torch.cat(parts), rtol=0, atol=1e-6)
 
 

@@ -64,11 +64,11 @@ class Run:
         for number, rows in enumerate(batches):
             more = unfinished or number < len(batches) - 1
             with self.engine.accumulate_only(self.module, more):
-                predicted = self.module(
+                predicted, values = self.module(
                     ROLLOUT.token_rows(rows), 0.7, lambda logprobs, _: -logprobs, self.reference
                 )
-                others = predicted.values**2 + 0.1 * predicted.full_kl
-                loss = (predicted.policy_loss + others.sum()) / ROLLOUT.response_mask.sum()
+                others = values**2 + 0.1 * predicted.full_kl
+                loss = (predicted.loss + others.sum()) / ROLLOUT.response_mask.sum()
                 self.engine.backward(loss * factor if self.engine.rank == 0 else loss)
                 total += loss.detach()
         return self.engine.sum(total).item()
