@@ -67,11 +67,12 @@ def plain_layers(backbone: nn.Module) -> Layers | None:
     """The parts of a backbone as it is now, or None if it must be called as a whole.
 
     That is so for a family or a variant that is not known here; in training mode, which has
-    dropout and recomputed activations; and where something hangs on a forward pass that would be
-    left out, as FSDP2 and ZeRO-3 do to fetch the weights of a layer.
+    dropout and recomputed activations; for weights in half precision, where another order of sums
+    makes other tokens than whoever serves the model will see; and where something hangs on a
+    forward pass that would be left out, as FSDP2 and ZeRO-3 do to fetch the weights of a layer.
     """
     family = _FAMILIES.get(type(backbone))
-    if family is None or backbone.training:
+    if family is None or backbone.training or next(backbone.parameters()).dtype.itemsize < 4:
         return None
     blocks, attention = family.blocks, family.attention
     passed_by = [backbone]

@@ -17,6 +17,7 @@ from ppo_core.errors import ModelError
 if TYPE_CHECKING:
     from peft import PeftModel
 from ppo_core.adapters import add_beside, fill_adapter, load_peft, plain_model, using_adapter
+from ppo_core.trunks import DecoderTrunk
 
 _CLASSIFIER_HEADS = ("score", "classifier")
 
@@ -38,8 +39,10 @@ class AdapterClassifier(nn.Module):
         self.config = copy.deepcopy(base.config)
         self.config.num_labels = 1
         self.score = score
-        # A partial is no module, so the base does not become one of this module's parts.
-        self.base_model = partial(_run, base.base_model, partial(using_adapter, model, name))
+        within = partial(using_adapter, model, name)
+        # Neither is a module, so the base does not become one of this module's parts.
+        self.base_model = partial(_run, base.base_model, within)
+        self.trunk = DecoderTrunk(base.base_model, within)
 
     @property
     def device(self) -> torch.device:

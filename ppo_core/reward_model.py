@@ -69,8 +69,9 @@ class RewardModel:
 
     @property
     def trunk(self) -> DecoderTrunk:
-        """What is below the head."""
-        return DecoderTrunk(self.model.base_model)
+        """What is below the head; an adapter on the policy's base brings its own."""
+        own: DecoderTrunk | None = getattr(self.model, "trunk", None)
+        return DecoderTrunk(self.model.base_model) if own is None else own
 
     def reads_tokens_of(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether a token id means the same to both; if not, only texts can be handed over.

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,12 @@ class PPOTrainer:
             ModelError: a model cannot play its part.
             DataError: a prompt cannot be used.
         """
-        self.args = args
+        # Settled first: a run that goes on elsewhere is of the same precision, or is refused.
+        in_bf16 = trains_in_bf16(args.bf16, model, use_cpu=args.use_cpu)
+        self.args = args = replace(args, bf16=in_bf16)
         self.processing_class = processing_class
         self.engine = Engine(
-            bf16=trains_in_bf16(args.bf16, model, use_cpu=args.use_cpu),
+            bf16=in_bf16,
             use_cpu=args.use_cpu,
             sharding=args.sharding,
             offload=args.offload,

@@ -226,7 +226,8 @@ def test_tokens_at_the_end_that_do_not_count_change_nothing():
     expected, actual = step(plain), step(masked, responses=longer, masks=masks)
     for name in expected:
         if not name.startswith(("time", "tokens")):
-            assert actual[name] == pytest.approx(expected[name], abs=1e-6), name
+            # Wider rows are summed in another order.
+            assert actual[name] == pytest.approx(expected[name], abs=1e-5), name
     for name, value in weights(plain).items():
         assert_close(weights(masked)[name], value, rtol=0, atol=1e-5, msg=name)
 

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from ppo_core.checkpoint import latest_checkpoint
 from ppo_core.errors import RunInterruptedError
 from ppo_core.interruption import Interruption
+from ppo_core.models import LanguageModel
 from ppo_core.trainer import PPOTrainer
 from tests.test_trainer import CLOCKS, CONFIG, make_trainer
 
@@ -63,26 +64,34 @@ def uninterrupted(tmp_path_factory) -> tuple[str, list[dict[str, float]]]:
     return everything(trainer), without_clocks(history)
 
 
-def terminate_at(module: nn.Module, call: int) -> None:
-    """SIGTERM to this process when a module is called for the `call`-th time."""
+def terminate_at(module: nn.Module, call: int, *, learning: bool = False) -> None:
+    """SIGTERM to this process when a module is called for the `call`-th time.
+
+    With `learning` the passes of an update count alone. It must be a module that has no others: a
+    pass of our own would not call it.
+    """
     calls = 0
 
     def count(*_: object) -> None:
         nonlocal calls
-        calls += 1
+        calls += torch.is_grad_enabled() or not learning
         if calls == call:
             os.kill(os.getpid(), signal.SIGTERM)
 
     module.register_forward_pre_hook(count)
 
 
+def embeddings(model: LanguageModel) -> nn.Module:
+    return model.model.get_input_embeddings()
+
+
 MOMENTS = {
-    "the first sampling": lambda t: terminate_at(t.policy.trunk.backbone, 2),
-    "scoring": lambda t: terminate_at(t.reference.trunk.backbone, 5),
-    "the first step of an update": lambda t: terminate_at(t._trainee.module, 1),
-    "between two steps of an update": lambda t: terminate_at(t._trainee.module, 15),
-    "the last step of the second update": lambda t: terminate_at(t._trainee.module, 23),
-    "the last step of all": lambda t: terminate_at(t._trainee.module, 35),
+    "the first sampling": lambda t: terminate_at(embeddings(t.policy), 2),
+    "scoring": lambda t: terminate_at(embeddings(t.reference), 5),
+    "the first step of an update": lambda t: terminate_at(t.critic.head, 1, learning=True),
+    "between two steps of an update": lambda t: terminate_at(t.critic.head, 15, learning=True),
+    "the last step of the second update": lambda t: terminate_at(t.critic.head, 23, learning=True),
+    "the last step of all": lambda t: terminate_at(t.critic.head, 35, learning=True),
 }
 
 
@@ -106,10 +115,10 @@ def test_a_run_that_was_told_to_stop_goes_on_as_if_nothing_had_happened(
 def test_the_moments_are_what_they_are_called():
     trainer = make_trainer(SETTINGS)
     passes = []
-    trainer._trainee.module.register_forward_hook(lambda *_: passes.append(1))
+    trainer.critic.head.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     trainer.step()
     # Two epochs of two minibatches of 8 responses, 3 at a time.
-    assert len(passes) == 12
+    assert passes.count(True) == 12
 
 
 class TerminateAfterAnUpdate(TrainerCallback):
@@ -136,7 +145,7 @@ def test_nothing_is_sampled_that_would_be_thrown_away(moment, tmp_path):
 
 def test_a_run_that_was_stopped_goes_on_in_the_same_process(tmp_path, uninterrupted):
     trainer = trainer_in(tmp_path)
-    terminate_at(trainer._trainee.module, 15)
+    terminate_at(trainer.critic.head, 15, learning=True)
     with pytest.raises(RunInterruptedError):
         trainer.train()
     trainer.train()
@@ -145,7 +154,7 @@ def test_a_run_that_was_stopped_goes_on_in_the_same_process(tmp_path, uninterrup
 
 def test_without_checkpoints_the_run_just_stops(tmp_path):
     trainer = make_trainer(dataclasses.replace(CONFIG, output_dir=str(tmp_path)))
-    terminate_at(trainer._trainee.module, 1)
+    terminate_at(trainer.critic.head, 1, learning=True)
     with pytest.raises(RunInterruptedError, match="Nothing was saved, as save_strategy='no' says"):
         trainer.train()
     assert latest_checkpoint(tmp_path) is None
