@@ -3,20 +3,17 @@
 Legend beside that of `tensors`: H heads of queries, G of keys and values, E size of a head.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ppo_core.fp32_products import matmul_precision
-
 MOST_PAIRS = 256 * 256
 """Queries times keys up to which all weights of a row are held at once: for longer rows the
 blocks of PyTorch's own attention are faster (at 400 x 400 on a CPU by a third)."""
-
-SMALL = "highest"
-"""The precision of many small products, which oneDNN is slower at."""
 
 
 class Turn(NamedTuple):
@@ -129,7 +126,7 @@ class _WholeWeights(torch.autograd.Function):
         queries, keys, values, weights = ctx.saved_tensors
         rows, heads, length, size = gradient.shape
         gradient = gradient.reshape(len(keys), -1, size)
-        with matmul_precision(SMALL):
+        with _small_products():
             of_values = torch.bmm(weights.transpose(1, 2), gradient)
             of_weights = torch.bmm(gradient, values.transpose(1, 2))
             of_scores = torch.ops.aten._softmax_backward_data(
@@ -152,9 +149,20 @@ def _mix(
     groups, places = keys.shape[1:3]
     queries = (queries * scale).view(rows * groups, -1, size)
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-    with matmul_precision(SMALL):
+    with _small_products():
         scores = torch.bmm(queries, keys.transpose(1, 2))
         scores.view(rows, heads, length, places).add_(mask[:, None])
         weights = torch.softmax(scores, dim=-1)
         mixed = torch.bmm(weights, values)
     return mixed.view(rows, heads, length, size), queries, keys, values, weights
+
+
+@contextmanager
+def _small_products() -> Iterator[None]:
+    """Where oneDNN was chosen for fp32 ("medium"), MKL inside: it is faster at many small ones."""
+    chosen = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(chosen)

@@ -22,7 +22,6 @@ from ppo_core.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models import Critic, LanguageModel
 from ppo_core.optimisation import policy_parameters
-from ppo_core.plain_layers import plain_layers
 from ppo_core.quantised import check_quantised_trainable
 from ppo_core.reference import create_reference_model
 from ppo_core.reward_sources import RewardMix
@@ -30,9 +29,6 @@ from ppo_core.value_head import ModelWithValueHead
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-SMALLEST_WIDTH = 192
-"""Numbers of a hidden state from which on its products count as large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +44,6 @@ class Parts:
     reference: LanguageModel
     critic: Critic
     rewards: RewardMix
-
-    @property
-    def gains_by_fast_products(self) -> bool:
-        """Whether `fast_fp32_products` makes them faster: all take `plain_decoder`, none is tiny.
-
-        At a width of 64 oneDNN took 15 % longer than MKL, at 192 and 256 it took 15 % less time.
-        """
-        trunks = [part.trunk for part in (self.policy, self.reference, self.critic)]
-        trunks += [reward_model.trunk for reward_model in self.rewards.models()]
-        is_wide = self.policy.model.config.get_text_config().hidden_size >= SMALLEST_WIDTH
-        return is_wide and all(plain_layers(trunk.backbone) is not None for trunk in trunks)
 
     @property
     def shares_weights(self) -> bool:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from ppo_core.ema import WeightAverage
 from ppo_core.engine import Engine
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.evaluation import greedy_completions
-from ppo_core.fp32_products import fast_fp32_products
 from ppo_core.freed_memory import keep_freed_memory
 from ppo_core.identity import Identity, given_models, layout
 from ppo_core.interruption import Interruption
@@ -134,7 +133,6 @@ class PPOTrainer:
             peft_config,
             self.engine,
         )
-        self._parts = parts
         self.policy, self.reference, self.critic = parts.policy, parts.reference, parts.critic
         self._train_set = self._read_prompts(train_dataset, data_collator)
         self._eval_set = None
@@ -308,10 +306,9 @@ class PPOTrainer:
             TrainingError: too many steps in a row were skipped.
         """
         run = self._run
-        with self._products():
-            if run.pending is None:
-                run.pending = self._collect()
-            metrics = run.pending.metrics | self._learn(run.pending)
+        if run.pending is None:
+            run.pending = self._collect()
+        metrics = run.pending.metrics | self._learn(run.pending)
         run.pending = None
         run.updates += 1
         run.episodes += self.schedule.batch_size
@@ -367,12 +364,6 @@ class PPOTrainer:
         return self._files.push(commit_message, **details)
 
     # --- The phases of an update ---
-
-    def _products(self) -> AbstractContextManager[None]:
-        on_cpu = self.engine.device.type == "cpu"
-        # Recomputed activations are transformers' own passes.
-        gains = self._parts.gains_by_fast_products and not self.args.gradient_checkpointing
-        return fast_fp32_products() if on_cpu and gains else nullcontext()
 
     def _collect(self) -> PendingUpdate:
         """Sample and score the next batch."""

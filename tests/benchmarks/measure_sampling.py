@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from ppo_core.fp32_products import fast_fp32_products
 from ppo_core.models import LanguageModel
 from ppo_core.rollout import NO_STOP_TOKEN, sample_responses
 from ppo_core.sampler import SamplingSettings
@@ -24,8 +23,7 @@ def ours(policy: LanguageModel, prompts: list[list[int]], tokens: int) -> None:
     """Responses of our own loop."""
     settings = SamplingSettings(stop_token_id=NO_STOP_TOKEN, temperature=TEMPERATURE)
     uniforms = torch.rand(len(prompts), tokens)
-    with fast_fp32_products():
-        sample_responses(policy, prompts, uniforms, settings, batch_size=len(prompts))
+    sample_responses(policy, prompts, uniforms, settings, batch_size=len(prompts))
 
 
 def generate(policy: LanguageModel, prompts: list[list[int]], tokens: int) -> None:

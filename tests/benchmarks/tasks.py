@@ -9,7 +9,7 @@ from typing import Literal
 
 Side = Literal["ours", "trl"]
 SIDES: tuple[Side, Side] = ("ours", "trl")
-Precision = Literal["highest", "high", "medium"]
+Precision = Literal["highest", "medium"]
 
 READY = "ready"
 """What a process says when its models are loaded; the rest of its lines are JSON."""
@@ -30,8 +30,7 @@ class Task:
     response_length: int
     ends_early: bool
     precision: Precision = "highest"
-    """`torch.set_float32_matmul_precision`. At highest, torch's default, ours chooses by itself;
-    high is the same to torch on a CPU without AMX, and is a choice."""
+    """`torch.set_float32_matmul_precision`; torch's default is highest."""
 
     bf16: bool = False
     best: bool = False
