@@ -122,12 +122,12 @@ class PlainDecoding:
         self._mask = torch.zeros(len(prompts), 1, self._width, device=device)
         self._mask[:, 0, : self._filled].masked_fill_(hidden, -torch.inf)
         self._memory: list[tuple[Tensor, Tensor]] = []
-        order = token_batches(lengths.cpu(), len(prompts))
+        batches = token_batches(lengths.cpu(), len(prompts))
         with within():
             read = [
-                self._read([prompts[n] for n in rows.tolist()], rows.to(device)) for rows in order
+                self._read([prompts[n] for n in rows.tolist()], rows.to(device)) for rows in batches
             ]
-        self.states = torch.cat(read)[torch.cat(order).argsort().to(device)]
+        self.states = torch.cat(read)[torch.cat(batches).argsort().to(device)]
 
     def _read(self, prompts: Sequence[Tokens], rows: Tensor) -> Tensor:
         """States (b, D) behind some prompts, those of `rows` (b,)."""

@@ -34,6 +34,7 @@ def make_run(side: str, *seconds: float) -> Run:
             scoring=0.2,
             updating=0.3,
             tokens=53.0,
+            in_bf16=False,
             peak_bytes=100 * tables.MIB,
             imports_bytes=40 * tables.MIB,
         )

@@ -121,12 +121,13 @@ def _check_pairs(settings: Settings) -> None:
         )
     tokenizer = load_tokenizer(settings.policy)
     training = settings.reward_model_training
-    lengths = [
-        prompt_length + len(encode_response(tokenizer, row[side], end=training.end_of_text))
-        for row in rows.usable
-        for prompt_length in (len(encode_prompt(tokenizer, row.get("prompt", ""))),)
-        for side in ("chosen", "rejected")
-    ]
+    lengths: list[int] = []
+    for row in rows.usable:
+        prompt = encode_prompt(tokenizer, row.get("prompt", ""))
+        lengths += (
+            len(prompt) + len(encode_response(tokenizer, row[side], end=training.end_of_text))
+            for side in ("chosen", "rejected")
+        )
     if too_long := sum(length > training.max_length for length in lengths):
         raise DataError(
             f"preferences={rows.source}: {too_long} of {len(lengths)} responses with their prompt "

@@ -53,7 +53,7 @@ def _add_side(
 ) -> None:
     ours = run is pairing.ours
     speeds = [run.episodes_per_second(n) for n in range(len(run.updates))]
-    in_bf16 = run.task.bf16 or run.task.best
+    in_bf16 = run.updates[0].in_bf16
     rate = rates[BF16] if in_bf16 else max(rate for name, rate in rates.items() if name != BF16)
     table.add_row(
         pairing.title if ours else "",

@@ -71,6 +71,9 @@ class Update:
     tokens: float
     """Mean tokens of a response, the stop token included."""
 
+    in_bf16: bool
+    """Whether it computed in bfloat16, as asked or chosen by itself."""
+
     peak_bytes: int
     """Most memory of the process so far: resident, or allocated on the GPU."""
 

@@ -84,6 +84,7 @@ class Pace(TrainerCallback):
         update = Update(
             seconds=seconds,
             **self.describe(logs),
+            in_bf16=bool(args.bf16),
             peak_bytes=peak_bytes(self.task.device),
             imports_bytes=self.imports_bytes,
         )
