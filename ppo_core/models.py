@@ -14,6 +14,7 @@ from transformers import (
 
 from ppo_core.adapters import check_adapter, plain_model, using_adapter
 from ppo_core.errors import ModelError
+from ppo_core.fp32_products import filled_up, products_with
 from ppo_core.fused_loss import TokenLoss
 from ppo_core.records import TokenRows
 from ppo_core.reward_model import RewardModel
@@ -119,17 +120,19 @@ class LanguageModel(nn.Module):
             )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., D)."""
+        """Logits (n, V) of hidden states (n, D)."""
         return self._rule.apply(self._product(hidden))
 
-    def _product(self, hidden: Tensor) -> Tensor:
-        # On a CPU in the precision of the weights, also under autocast: half of it gains little
-        # there, and costs the log-probabilities digits (MiniMax-M1, arXiv:2506.13585, 3.2).
-        on_cpu = hidden.device.type == "cpu"
-        whole = torch.autocast("cpu", enabled=False) if on_cpu else nullcontext()
-        with self.within(), whole:
-            product: Tensor = self.head(hidden)
-        return product
+    def _product(self, states: Tensor) -> Tensor:
+        head = cast(nn.Linear, self.head)
+        if states.device.type != "cpu":
+            with self.within():
+                return cast(Tensor, head(states))
+        # In the precision of the weights also under autocast: half of it gains little here, and
+        # costs the log-probabilities digits (MiniMax-M1, arXiv:2506.13585, 3.2).
+        whole = torch.autocast("cpu", enabled=False)
+        with self.within(), whole, products_with(head.in_features * head.out_features):
+            return cast(Tensor, head(filled_up(states)))[: len(states)]
 
     def token_head(self, temperature: float) -> TokenHead:
         """The head as it makes distributions at a temperature, a chunk of states at a time."""

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_core.attention import Turn, attend, by_head, causal_mask, write_by_head
+from ppo_core.attention import attend, causal_mask
 from ppo_core.batches import token_batches
 from ppo_core.plain_layers import Layer, Layers
 from ppo_core.prompts import Tokens
+from ppo_core.rotary import Turn, by_head, write_by_head
 from ppo_core.tensors import length_mask, pad_rows
 
 
@@ -48,7 +49,8 @@ class _Reading:
 
     def pass_through(self, layer: Layer, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Bring the states of all places behind a layer."""
-        mixed = attend(by_head(queries, self._turn), keys, values, self._mask, layer.scale)
+        turned = by_head(queries, self._turn)
+        mixed = attend(turned, keys, values, self._mask, layer.scale, is_causal=True)
         self._states = layer.finish(self._states, mixed)
 
     def finish(

@@ -147,8 +147,10 @@ class _OptimizerStep:
         """Step, or skip the step; returns the sums over all processes."""
         texts = self.trainee.pretraining
         before = texts.state_dict() if texts is not None else {}
+        rows = minibatch.to(self.experience.rollout.row_lengths.device)
         try:
-            own = self._add_gradients(minibatch.to(self.experience.rollout.row_lengths.device))
+            with self.engine.learning(self.trainee.module):
+                own = self._add_gradients(rows)
         except RunInterruptedError:
             self.engine.discard(self.trainee.module, self.trainee.optimizer)
             if texts is not None:

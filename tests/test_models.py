@@ -155,7 +155,7 @@ def test_a_head_that_caps_its_logits_is_followed():
     model = Gemma2ForCausalLM(CAPPED).eval()
     ids = torch.tensor([[5, 6, 7]])
     policy = LanguageModel(model)
-    assert_close(policy.logits(policy.trunk.hidden_states(ids)), model(ids).logits)
+    assert_close(policy.logits(policy.trunk.hidden_states(ids)[0]), model(ids).logits[0])
 
 
 def test_a_head_of_unknown_kind_is_refused_before_it_lies():

@@ -102,9 +102,14 @@ def assert_same_states_and_gradients(model: PreTrainedModel, backbone: nn.Module
 
 
 @pytest.mark.parametrize("family", PLAIN)
-@pytest.mark.parametrize("most_pairs", [attention.MOST_PAIRS, 0], ids=["own", "of PyTorch"])
-def test_states_and_gradients_are_those_of_transformers(family, most_pairs, monkeypatch):
+@pytest.mark.parametrize(
+    ("most_pairs", "block"),
+    [(attention.MOST_PAIRS, 64), (attention.MOST_PAIRS, 5), (0, 64)],
+    ids=["own", "in blocks", "of PyTorch"],
+)
+def test_states_and_gradients_are_those_of_transformers(family, most_pairs, block, monkeypatch):
     monkeypatch.setattr(attention, "MOST_PAIRS", most_pairs)
+    monkeypatch.setattr(attention, "BLOCK", block)
     backbone = make_backbone(PLAIN[family])
     assert_same_states_and_gradients(backbone, backbone)
 
