@@ -278,6 +278,11 @@ class ActorCritic(nn.Module):
         """Whether the critic is a head on the policy's states."""
         return self.critic.trunk is self.policy.trunk
 
+    @property
+    def shares_no_module(self) -> bool:
+        """Whether policy and critic can make a pass at the same time."""
+        return set(self.policy.modules()).isdisjoint(self.critic.modules())
+
     def forward(
         self,
         rows: TokenRows,

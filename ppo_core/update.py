@@ -1,6 +1,7 @@
 """Epochs x minibatches x microbatches: what moves policy and critic."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -13,11 +14,13 @@ from ppo_core.batches import token_batches
 from ppo_core.config import PPOConfig
 from ppo_core.engine import Engine
 from ppo_core.errors import RunInterruptedError
+from ppo_core.fp32_products import LEAST_NUMBERS
 from ppo_core.losses import aggregation_weights
-from ppo_core.models import ActorCritic, LanguageModel
+from ppo_core.models import ActorCritic, LanguageModel, Predictions
 from ppo_core.objective import CountedTokens, Objective
 from ppo_core.pretraining import PretrainingTexts, joined_texts, pretraining_loss
 from ppo_core.records import Experience, TokenSums
+from ppo_core.side_by_side import Both, one_after_the_other, side_by_side
 
 
 @dataclass(kw_only=True)
@@ -95,12 +98,18 @@ def update_policy(
     `pause` is called, in all processes alike, before each microbatch. It may raise: the step that
     was begun is then undone, and the update can go on later where `progress` says.
     """
+    with _passes(trainee.module, config, engine) as both:
+        step = _OptimizerStep(
+            trainee, experience, config, engine, critic_only=critic_only, pause=pause, both=both
+        )
+        _take_steps(step, progress)
+
+
+def _take_steps(step: "_OptimizerStep", progress: UpdateProgress) -> None:
+    trainee, config = step.trainee, step.config
     minibatches = progress.minibatches(config)
     due = len(minibatches)
     for minibatch in minibatches:
-        step = _OptimizerStep(
-            trainee, experience, config, engine, critic_only=critic_only, pause=pause
-        )
         of_step = step.take(minibatch)
         if progress.steps_done == 0:
             progress.sums.first_tokens = of_step.tokens
@@ -115,6 +124,25 @@ def update_policy(
     progress.steps_done += due
     for _ in range(due):
         trainee.scheduler.step()
+
+
+def _passes(module: nn.Module, config: PPOConfig, engine: Engine) -> AbstractContextManager[Both]:
+    """How policy and critic make their passes where these are two: both at once if they are small.
+
+    What is global in PyTorch must be left alone then: the precision of large products, and the
+    random numbers that recomputed activations set back.
+    """
+    is_small = all(weight.numel() < LEAST_NUMBERS for weight in module.parameters())
+    at_once = (
+        engine.is_plain
+        and engine.device.type == "cpu"
+        and torch.get_num_threads() > 1
+        and torch.get_float32_matmul_precision() == "highest"
+        and is_small
+        and not config.gradient_checkpointing
+        and cast(ActorCritic, module).shares_no_module
+    )
+    return side_by_side() if at_once else nullcontext(one_after_the_other)
 
 
 def _has_moved_too_far(of_step: TokenSums, config: PPOConfig) -> bool:
@@ -135,6 +163,7 @@ class _OptimizerStep:
         *,
         critic_only: bool,
         pause: Callable[[], None],
+        both: Both,
     ) -> None:
         self.trainee = trainee
         self.experience = experience
@@ -142,6 +171,7 @@ class _OptimizerStep:
         self.engine = engine
         self.critic_only = critic_only
         self.pause = pause
+        self.both = both
 
     def take(self, minibatch: Tensor) -> TokenSums:
         """Step, or skip the step; returns the sums over all processes."""
@@ -218,13 +248,20 @@ class _OptimizerStep:
         # Times 0 and not left out: every process must have a gradient for every parameter.
         policy_weight = 0.0 if self.critic_only else 1.0
         if engine.is_plain and not module.shares_trunk:
-            # One after the other: the activations of one model exist at a time.
-            with engine.autocast():
-                predicted = module.of_policy(*inputs)
-            engine.backward(policy_weight * objective.of_predictions(predicted))
-            with engine.autocast():
-                values = module.critic(joined)
-            engine.backward(objective.of_critic(values))
+
+            def learn_policy() -> Predictions:
+                with engine.autocast():
+                    predicted = module.of_policy(*inputs)
+                engine.backward(policy_weight * objective.of_predictions(predicted))
+                return predicted
+
+            def learn_critic() -> Tensor:
+                with engine.autocast():
+                    values = module.critic(joined)
+                engine.backward(objective.of_critic(values))
+                return values
+
+            predicted, values = self.both(learn_policy, learn_critic)
         else:
             predicted, values = module(*inputs)
             of_policy = policy_weight * objective.of_predictions(predicted)
