@@ -17,8 +17,8 @@ from ppo_core.prompt_set import PromptSet
 from ppo_core.prompts import Prompt, encode_prompt, prompt_text, response_texts
 from ppo_core.records import Rollout
 from ppo_core.reward_sources import RewardMix
-from ppo_core.rollout import sample_responses, stop_token
-from ppo_core.sampler import SamplingSettings
+from ppo_core.rollout import sample_responses
+from ppo_core.sampler import SamplingSettings, stop_token
 from ppo_core.scoring import reference_logprobs
 
 

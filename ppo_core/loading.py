@@ -1,21 +1,21 @@
-"""Models and tokenizers from a folder or the hub, refused where they cannot play their part."""
+"""Models and tokenizers from a folder or the hub, refused where they cannot play their part.
+
+What loads weights is imported when it is needed: to check a configuration or a tokenizer takes
+half of it.
+"""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from ppo_core.errors import ModelError
-from ppo_core.reward_model import RewardModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ppo_core.reward_model import RewardModel
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -42,12 +42,14 @@ def load_config(path: str | Path) -> Any:
         raise ModelError(f"No model can be loaded from '{path}': {error}") from error
 
 
-def load_policy(path: str | Path) -> PreTrainedModel:
+def load_policy(path: str | Path) -> "PreTrainedModel":
     """A causal language model in fp32, ready to be sampled from.
 
     Raises:
         ModelError: there is none at this folder or hub id, or it is not decoder-only.
     """
+    from transformers import AutoModelForCausalLM
+
     config = load_config(path)
     if config.is_encoder_decoder:
         raise ModelError(f"'{path}' has an encoder; the policy must be a decoder-only model.")
@@ -57,7 +59,7 @@ def load_policy(path: str | Path) -> PreTrainedModel:
             "head would start random. Name the language model."
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"No causal language model can be loaded from '{path}': {error}"
@@ -94,15 +96,19 @@ def check_reward_config(path: str | Path) -> None:
 
 def load_reward_model(
     path: str | Path, *, bias: float = 0.0, gain: float = 1.0, end_of_text: bool = True
-) -> RewardModel:
+) -> "RewardModel":
     """A sequence classifier with one label and its own tokenizer, as `RewardModel` has them.
 
     Raises:
         ModelError: there is none at this folder or hub id, or it does not give one score.
     """
+    from transformers import AutoModelForSequenceClassification
+
+    from ppo_core.reward_model import RewardModel
+
     check_reward_config(path)
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+        model = AutoModelForSequenceClassification.from_pretrained(path, dtype="float32")
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"No reward model can be loaded from '{path}': {error}") from error
     tokenizer = load_tokenizer(path)

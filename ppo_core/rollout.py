@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from ppo_core.batches import length_sorted_batches
 from ppo_core.decoding import begin_decoding
@@ -17,32 +16,9 @@ from ppo_core.sampler import SamplingSettings, sample_tokens
 from ppo_core.tensors import length_mask, pad_rows
 from ppo_core.trunks import DecoderTrunk
 
-NO_STOP_TOKEN = -1
-"""No token has this id: responses run to their full length."""
-
 KEPT_SHARE = 0.75
 """Ended responses leave the cache once no more than this share of its rows goes on: to move the
 others together costs as much as a few passes."""
-
-
-def stop_token(
-    tokenizer: PreTrainedTokenizerBase, stop: str | None, stop_token_id: int | None
-) -> int:
-    """The token that ends a response: the id that is set, else end-of-sequence, else none.
-
-    Raises:
-        ModelError: end-of-sequence is asked for, and the tokenizer has no such token.
-    """
-    if stop_token_id is not None:
-        return stop_token_id
-    if stop is None:
-        return NO_STOP_TOKEN
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            "The policy's tokenizer has no end-of-sequence token: no response would ever end. "
-            "Set stop_token_id, or stop_token=None."
-        )
-    return int(tokenizer.eos_token_id)
 
 
 def decoder_of(policy: LanguageModel) -> DecoderTrunk:

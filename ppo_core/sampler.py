@@ -1,12 +1,20 @@
 """One token a row from logits: how it is drawn."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ppo_core.errors import ModelError
 from ppo_core.tensors import at_least_fp32, tempered
 from ppo_core.truncation import truncated
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NO_STOP_TOKEN = -1
+"""No token has this id: responses run to their full length."""
 
 BLOCK = 128
 """Tokens whose probabilities are summed first: a running sum over them alone is needed then."""
@@ -26,6 +34,26 @@ class SamplingSettings:
     def is_restricted(self) -> bool:
         """Whether tokens are drawn from another distribution than the policy's."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+
+def stop_token(
+    tokenizer: "PreTrainedTokenizerBase", stop: str | None, stop_token_id: int | None
+) -> int:
+    """The token that ends a response: the id that is set, else end-of-sequence, else none.
+
+    Raises:
+        ModelError: end-of-sequence is asked for, and the tokenizer has no such token.
+    """
+    if stop_token_id is not None:
+        return stop_token_id
+    if stop is None:
+        return NO_STOP_TOKEN
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            "The policy's tokenizer has no end-of-sequence token: no response would ever end. "
+            "Set stop_token_id, or stop_token=None."
+        )
+    return int(tokenizer.eos_token_id)
 
 
 def sample_tokens(

@@ -35,12 +35,11 @@ from ppo_core.prompt_set import Collator, PromptSet, make_prompt_set
 from ppo_core.records import map_tensors
 from ppo_core.reporting import CallbackOrType, Reporter
 from ppo_core.reward_sources import make_rewards
-from ppo_core.rollout import stop_token
 from ppo_core.run_checkpoints import RunCheckpoints
 from ppo_core.run_contents import RunContents
 from ppo_core.run_files import RunFiles
 from ppo_core.run_state import RunState
-from ppo_core.sampler import SamplingSettings
+from ppo_core.sampler import SamplingSettings, stop_token
 from ppo_core.schedule import make_schedule
 from ppo_core.training_state import global_rng_state, restore_global_rng_state
 from ppo_core.update import update_policy

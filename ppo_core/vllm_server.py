@@ -27,8 +27,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_expone
 
 from ppo_core.errors import ConfigError, ModelError, TrainingError
 from ppo_core.prompts import Tokens
-from ppo_core.rollout import NO_STOP_TOKEN
-from ppo_core.sampler import SamplingSettings
+from ppo_core.sampler import NO_STOP_TOKEN, SamplingSettings
 
 # The client would write a line for every call where the root logger shows INFO.
 logging.getLogger("httpx2").setLevel(logging.WARNING)

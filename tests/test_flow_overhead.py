@@ -60,11 +60,32 @@ def test_an_import_that_fails_leaves_the_collector_on():
 
 
 def test_a_model_from_the_cache_is_found_without_torch():
-    code = (
-        "import sys; from pipeline import cache, inputs, stages, flow_run; "
-        "cache.digest_of_code(*stages.SUPERVISED_CODE); cache.digest_of_model('.ci'); "
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    work = (
+        "from pipeline import cache, inputs, stages, flow_run; "
+        "cache.digest_of_code(*stages.SUPERVISED_CODE); cache.digest_of_model('.ci')"
     )
+    assert imported_by(work, "torch", "transformers") == []
+
+
+def test_a_short_step_is_tracked_without_mlflow(tmp_path: Path):
+    work = (
+        "from pathlib import Path; from pipeline.registry.tracking import SHORT_SECONDS, Tracker\n"
+        "runs = {'parent': 'p', 'load_policy': 's'}\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "with Tracker(folder, runs, 'load_policy', patience=SHORT_SECONDS) as tracker:\n"
+        "    tracker.step.log_metrics({'loss': 1.0})\n"
+    )
+    assert imported_by(work, "mlflow") == []
+    assert '"loss": 1.0' in (tmp_path / "journal.jsonl").read_text()
+
+
+def test_models_and_tokenizers_are_checked_without_what_loads_weights():
+    assert imported_by("import ppo_core.loading", "transformers.modeling_utils") == []
+
+
+def imported_by(work: str, *modules: str) -> list[str]:
+    """Those of the modules that a process has imported which does the work."""
+    code = f"import sys\n{work}\nprint(*(name for name in {modules} if name in sys.modules))"
     ran = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -73,4 +94,4 @@ def test_a_model_from_the_cache_is_found_without_torch():
         text=True,
         check=True,
     )
-    assert ran.stdout.strip() == "[]"
+    return ran.stdout.split()

@@ -14,7 +14,7 @@ import pytest
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline import promotion
+from pipeline import promotion, stages
 from pipeline.data import read_jsonl
 from pipeline.registry import champions
 from pipeline.registry.aliases import read_aliases, read_version
@@ -460,16 +460,16 @@ def test_a_champion_with_a_changed_byte_is_refused_by_name(world: World, name: s
 
 def test_a_champion_whose_files_are_gone_is_fetched_again(world: World, name: str, tmp_path: Path):
     settings = world.named(name, output_dir=str(tmp_path))
-    assert promotion.still_there(settings, NO_CHAMPION) == NO_CHAMPION
+    assert stages.still_there(settings, NO_CHAMPION) == NO_CHAMPION
     crown(world, name, "weak")
     found = promotion.find_champion(settings)
-    assert promotion.still_there(settings, found) == found
+    assert stages.still_there(settings, found) == found
     shutil.rmtree(tmp_path / "cache")
-    assert promotion.still_there(settings, found) == found
+    assert stages.still_there(settings, found) == found
     assert Path(found["model"]).is_dir()
     newer = crown(world, name, "good")
     shutil.rmtree(tmp_path / "cache")
-    assert promotion.still_there(settings, found)["version"] == newer
+    assert stages.still_there(settings, found)["version"] == newer
 
 
 def test_a_champion_that_cannot_read_the_prompts_is_refused_before_training(

@@ -14,8 +14,8 @@ from ppo_core.prompts import (
     encode_response,
     response_text,
 )
-from ppo_core.rollout import NO_STOP_TOKEN, sample_responses, stop_token
-from ppo_core.sampler import BLOCK, SamplingSettings, sample_tokens
+from ppo_core.rollout import sample_responses
+from ppo_core.sampler import BLOCK, NO_STOP_TOKEN, SamplingSettings, sample_tokens, stop_token
 from tests.tiny import CONFIGS, EOS, PAD, make_policy, make_prompts, make_tokenizer
 
 LENGTHS = [3, 9, 5, 12, 1, 7]

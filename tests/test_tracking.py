@@ -138,6 +138,36 @@ def test_the_state_of_a_step_is_that_of_its_run(client, tmp_path):
     assert "seconds" not in metrics
 
 
+def test_a_short_step_leaves_all_to_the_next_one_and_a_failing_one_sends_it(client, tmp_path):
+    runs = make_runs(tmp_path.name)
+    with Tracker(tmp_path, runs, "load_policy", patience=600) as tracker:
+        tracker.step.log_metrics({"loss": 1.0})
+    assert status(client, runs["load_policy"]) == "SCHEDULED"
+    with (
+        pytest.raises(ValueError, match="no"),
+        Tracker(tmp_path, runs, "load_reward_model", patience=600),
+    ):
+        raise ValueError("no")
+    ended = client.get_run(runs["load_policy"])
+    assert (ended.info.status, ended.data.metrics["loss"]) == ("FINISHED", 1.0)
+    assert not [name for name in ended.data.metrics if name.startswith("system/")]
+    assert status(client, runs["load_reward_model"]) == "FAILED"
+    assert status(client, runs["parent"]) == "FAILED"
+
+
+def test_a_patient_step_that_takes_longer_is_seen_while_it_works(client, tmp_path):
+    runs = make_runs(tmp_path.name)
+    run = runs["load_policy"]
+    with Tracker(tmp_path, runs, "load_policy", patience=0.3):
+        deadline = time.monotonic() + 60
+        while status(client, run) != "RUNNING":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    ended = client.get_run(run)
+    assert ended.info.status == "FINISHED"
+    assert "system/cpu_utilization_percentage" in ended.data.metrics
+
+
 def test_tables_pages_and_figures_are_stored_and_a_step_tried_again_doubles_none(client, tmp_path):
     runs = make_runs(tmp_path.name)
     rows = [{"prompt": "p", "answer": "ä <b>", "score": math.nan}, {**_ROW, "extra": 1}]

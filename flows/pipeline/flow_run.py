@@ -8,6 +8,9 @@ from pipeline.lineage import DataSet
 SETTINGS_FILE = "settings.toml"
 """In the folder of a run: what repeats it."""
 
+SAMPLES, JUDGEMENTS = "samples.jsonl", "judgements.jsonl"
+"""There too: every prompt with all answers, and every verdict."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlowRun:

@@ -9,44 +9,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline import inputs
 from pipeline.data import read_jsonl, write_jsonl
+from pipeline.flow_run import JUDGEMENTS, SAMPLES
 from pipeline.judges.spec import make_judge
 from pipeline.settings import Settings
 from pipeline.text_measures import mean_words, repeated_share
-from ppo_core.errors import DataError
 from ppo_core.evaluation import Answers, answer_prompts
-from ppo_core.loading import load_config, load_policy, load_tokenizer
-from ppo_core.prompts import check_prompt_lengths, context_length, encode_prompt
+from ppo_core.loading import load_policy, load_tokenizer
 
 Result = dict[str, Any]
-
-SAMPLES, JUDGEMENTS = "samples.jsonl", "judgements.jsonl"
-"""Files in the run's folder: every prompt with all answers, and every verdict."""
-
-
-def check_champion(settings: Settings, champion: Mapping[str, Any]) -> None:
-    """Refuse a champion that could not answer, while nothing is lost by that.
-
-    Args:
-        settings: of the run.
-        champion: its `version`, `model` and `tokenizer`.
-
-    Raises:
-        DataError: it cannot read a prompt, or leaves no room for the answer.
-        ModelError: its configuration or its tokenizer cannot be loaded.
-    """
-    tokenizer = load_tokenizer(champion["tokenizer"])
-    rows = inputs.examples(settings.eval_prompts, settings.evaluation)
-    try:
-        check_prompt_lengths(
-            [encode_prompt(tokenizer, row["prompt"]) for row in rows],
-            context=context_length(load_config(champion["model"])),
-            response_length=settings.ppo.response_length,
-        )
-    except DataError as error:
-        raise DataError(
-            f"eval_prompts={settings.eval_prompts}, which the champion, version "
-            f"{champion['version']} of '{settings.registered_model}', has to answer too: {error}"
-        ) from error
 
 
 def evaluate_policies(

@@ -7,14 +7,16 @@ from typing import Any
 
 from champion import MANIFEST_TAG, fetch_champion
 from pipeline.cache import make_once
+from pipeline.flow_run import JUDGEMENTS, SAMPLES
 from pipeline.gates import reasons_against, reasons_for
-from pipeline.policy_evaluation import JUDGEMENTS, SAMPLES, check_champion, evaluate_again
+from pipeline.input_checks import check_champion
 from pipeline.registry import champions
 from pipeline.registry.aliases import read_version
 from pipeline.registry.ledger import Decision
 from pipeline.registry.succession import Champions
 from pipeline.registry.versions import find_policy
 from pipeline.settings import Settings
+from ppo_core.large_imports import large_imports
 
 Result = dict[str, Any]
 
@@ -32,20 +34,6 @@ def find_champion(settings: Settings) -> Result:
         ModelError: it cannot be read from the registry, or is not what was registered.
     """
     return _fetch(settings, champions.settle(settings.registered_model).champion)
-
-
-def still_there(settings: Settings, champion: Result) -> Result:
-    """The champion that a run has found, or the present one where its files are gone since.
-
-    Between two steps the machine may be another, or a folder for what was fetched emptied.
-
-    Raises:
-        DataError: as `find_champion`.
-        ModelError: as `find_champion`.
-    """
-    if champion["version"] is None or Path(champion["model"]).is_dir():
-        return champion
-    return find_champion(settings)
 
 
 def decide(
@@ -114,6 +102,10 @@ def _judged(settings: Settings, first: Result, champion: int | None, folder: Pat
         return first
 
     def judge_again(unfinished: Path) -> None:
+        # Seconds, for which a candidate does not wait whose champion is still the same.
+        with large_imports():
+            from pipeline.policy_evaluation import evaluate_again
+
         made = evaluate_again(settings, first, _fetch(settings, champion), unfinished)
         (unfinished / EVALUATION).write_text(json.dumps(made), encoding="utf-8")
 

@@ -91,6 +91,16 @@ def find_champion(settings: Settings) -> Result:
     return find_champion(settings)
 
 
+def still_there(settings: Settings, champion: Result) -> Result:
+    """The champion that a run has found, or the present one where its files are gone since.
+
+    Between two steps the machine may be another, or a folder for what was fetched emptied.
+    """
+    if champion["version"] is None or Path(champion["model"]).is_dir():
+        return champion
+    return find_champion(settings)
+
+
 def load_policy(settings: Settings, run: FlowRun) -> Result:
     """The policy to start from: as it is, or fine-tuned on `sft_data`."""
     with large_imports():
@@ -102,7 +112,7 @@ def load_policy(settings: Settings, run: FlowRun) -> Result:
 
         return train_sft(settings.policy, rows.usable, settings.sft, folder)
 
-    with _track(run, "load_policy") as tracker:
+    with _track(run, "load_policy", patient=True) as tracker:
         if not settings.sft_data:
             return {"path": settings.policy, "metrics": {}}
         rows = inputs.sft_rows(settings)
@@ -133,7 +143,7 @@ def load_reward_model(settings: Settings, sft: Result, run: FlowRun) -> Result:
 
         return train_reward_model(sft["path"], rows.usable, training, folder)
 
-    with _track(run, "load_reward_model") as tracker:
+    with _track(run, "load_reward_model", patient=True) as tracker:
         if settings.reward_model:
             return {"path": settings.reward_model, "metrics": {}}
         rows = inputs.training_pairs(settings)
@@ -158,7 +168,7 @@ def validate_reward_model(
     with large_imports():
         from pipeline.report_tracking import log_reward_report
 
-    with _track(run, "validate_reward_model") as tracker:
+    with _track(run, "validate_reward_model", patient=True) as tracker:
         report = examine_reward_model(settings, sft, reward_model)
         report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
         log_reward_report(tracker, report)
@@ -288,10 +298,9 @@ def evaluate_win_rate(
     """Judge the answers of the policy against the references, SFT and the champion."""
     with large_imports():
         from pipeline.policy_evaluation import evaluate_policies
-        from pipeline.promotion import still_there
         from pipeline.report_tracking import log_evaluation
 
-    with _track(run, "evaluate_win_rate") as tracker:
+    with _track(run, "evaluate_win_rate", patient=True) as tracker:
         champion = still_there(settings, champion)
         evaluation = evaluate_policies(settings, sft["path"], policy["path"], champion, run.folder)
         log_evaluation(tracker, evaluation)
@@ -414,11 +423,15 @@ def _make_demo_task(settings: Settings) -> Settings:
     )
 
 
-def _track(run: FlowRun, step: str) -> Tracker:
-    """Tracks a step in MLflow while its context lasts."""
-    from pipeline.registry.tracking import Tracker
+def _track(run: FlowRun, step: str, *, patient: bool = False) -> Tracker:
+    """Tracks a step in MLflow while its context lasts.
 
-    return Tracker(run.folder, run.tracking, step)
+    A `patient` one works in this process and tells little before its end: MLflow is imported
+    beside it only if it takes long, and what a short one tells is sent by the next.
+    """
+    from pipeline.registry.tracking import SHORT_SECONDS, Tracker
+
+    return Tracker(run.folder, run.tracking, step, patience=SHORT_SECONDS if patient else 0.0)
 
 
 def _made(made: Cached, tracker: Tracker) -> Result:

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ppo_core.models import LanguageModel
-from ppo_core.rollout import NO_STOP_TOKEN, sample_responses
-from ppo_core.sampler import SamplingSettings
+from ppo_core.rollout import sample_responses
+from ppo_core.sampler import NO_STOP_TOKEN, SamplingSettings
 from ppo_core.tensors import pad_rows
 from tests.benchmarks.models import PAD, TEMPERATURE
 

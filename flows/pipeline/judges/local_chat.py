@@ -15,8 +15,8 @@ from ppo_core.errors import DataError, ModelError
 from ppo_core.loading import load_config, load_policy, load_tokenizer
 from ppo_core.models import LanguageModel
 from ppo_core.prompts import Tokens, context_length, encode_prompt, response_texts
-from ppo_core.rollout import sample_responses, stop_token
-from ppo_core.sampler import SamplingSettings
+from ppo_core.rollout import sample_responses
+from ppo_core.sampler import SamplingSettings, stop_token
 
 PROBE = [{"role": "system", "content": "system"}, {"role": "user", "content": "user"}]
 """A question as a judge asks it."""

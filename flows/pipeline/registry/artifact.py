@@ -22,7 +22,7 @@ from transformers import (
 from ppo_core.chat import Messages
 from ppo_core.errors import ModelError
 from ppo_core.manifest import CARD, write_manifest
-from ppo_core.rollout import NO_STOP_TOKEN, stop_token
+from ppo_core.sampler import NO_STOP_TOKEN, stop_token
 
 REQUIREMENTS = ("torch", "transformers", "accelerate")
 """What a consumer of the registered policy installs, at the versions it was made with."""

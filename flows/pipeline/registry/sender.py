@@ -35,11 +35,14 @@ class Sender:
     aside in `journal.refused`: it would keep all that follows from being sent.
     """
 
-    def __init__(self, journal: Journal) -> None:
-        """Make it; nothing is sent before `start`."""
+    def __init__(self, journal: Journal, *, patience: float = 0.0) -> None:
+        """Make it; nothing is sent in the first `patience` seconds after `start`, nor before."""
         self.trouble = ""
         """What the last try failed with, empty while MLflow answers."""
+        self.sends = patience == 0
+        """Whether its patience is over."""
         self._journal = journal
+        self._patience = patience
         self._refused: set[tuple[str, ...]] = set()
         self._stopping = threading.Event()
         self._awake = threading.Event()
@@ -51,7 +54,10 @@ class Sender:
         self._thread.start()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all that is in the journal now is sent; False if that takes too long."""
+        """Wait until all that is in the journal now is sent; False if that takes too long.
+
+        It ends the patience.
+        """
         end, deadline = self._journal.end(), time.monotonic() + seconds
         while self._journal.sent() < end:
             if time.monotonic() > deadline or not self._thread.is_alive():
@@ -67,6 +73,10 @@ class Sender:
         self._thread.join(timeout=1)
 
     def _run(self) -> None:
+        self._awake.wait(self._patience)
+        if self._stopping.is_set():
+            return
+        self.sends = True
         # Two seconds of imports, for which no step has to wait.
         from pipeline.registry.connection import connect
 

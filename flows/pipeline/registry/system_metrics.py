@@ -20,9 +20,10 @@ class SystemMetrics:
     one has its monitors and logs as everything else is logged.
     """
 
-    def __init__(self, log: RunLog) -> None:
-        """Log to `log`, going on after the steps that are there."""
+    def __init__(self, log: RunLog, *, patience: float = 0.0) -> None:
+        """Log to `log` from `patience` seconds on, going on after the steps that are there."""
         self._log = log
+        self._patience = patience
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
 
@@ -31,12 +32,14 @@ class SystemMetrics:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take one last sample, so that a short step has one, and end."""
+        """Take one last sample, so that there is one if patience was over, and end."""
         self._stopping.set()
         # A driver that hangs does not hang the step.
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
+        if self._patience and self._stopping.wait(self._patience):
+            return
         # The load of the processor is the mean since the call before, in the same thread.
         psutil.cpu_percent()
         # Imports for which no step has to wait.

@@ -18,6 +18,10 @@ PARENT = "parent"
 FLUSH_SECONDS = 20.0
 """How long the end of a step waits for MLflow to take the rest."""
 
+SHORT_SECONDS = 30.0
+"""A step that takes no longer may leave it to the next one to send what it tracked: importing
+MLflow would take a good part of it."""
+
 REQUIRED_SECONDS = 180.0
 """How long is waited for MLflow where the step cannot go on without it."""
 
@@ -33,22 +37,26 @@ class Tracker:
     end of a step is sent by the next one with the same folder.
     """
 
-    def __init__(self, folder: Path, runs: Mapping[str, str], step: str) -> None:
+    def __init__(
+        self, folder: Path, runs: Mapping[str, str], step: str, *, patience: float = 0.0
+    ) -> None:
         """Track a step.
 
         Args:
             folder: where the journal of all steps of the run is.
             runs: ids of the runs in MLflow, as `start_runs` gives them.
             step: name of the step, or PARENT for the last one: its end is that of the whole run.
+            patience: seconds in which MLflow is not even imported. A step that has ended well by
+                then sends nothing and has no sample of its machine; one that fails sends all.
         """
         self.journal = Journal(folder)
         self.parent = RunLog(self.journal, runs[PARENT])
         """The run of the whole flow."""
         self.step = RunLog(self.journal, runs[step])
         """The run of this step."""
-        self._sender = Sender(self.journal)
+        self._sender = Sender(self.journal, patience=patience)
         # The parent has none of its own: its steps have them.
-        self._system = SystemMetrics(self.step) if step != PARENT else None
+        self._system = SystemMetrics(self.step, patience=patience) if step != PARENT else None
         self._started = 0.0
 
     def __enter__(self) -> Self:
@@ -67,7 +75,7 @@ class Tracker:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """The step has ended; it waits a little for MLflow to take the rest."""
+        """The step has ended; it waits a little for MLflow to take the rest, if that was begun."""
         if self._system:
             self._system.stop()
         if self.step.run != self.parent.run:
@@ -76,7 +84,8 @@ class Tracker:
         self.step.set_status("FINISHED" if error is None else "FAILED")
         if error is not None:
             self.parent.set_status("FAILED")
-        if not self._sender.flush(FLUSH_SECONDS):
+        left_to_the_next = error is None and not self._sender.sends
+        if not left_to_the_next and not self._sender.flush(FLUSH_SECONDS):
             print(f"{self._kept()} The next step, or a resumed run, sends them.", flush=True)
         self._sender.stop()
 
