@@ -1,18 +1,19 @@
 """fp32 matrix products on the CPU, by the faster of the two libraries that PyTorch has for them.
 
-At "medium" PyTorch hands products to oneDNN where the processor knows bfloat16, and keeps to MKL
-elsewhere. oneDNN may then round to bfloat16, which it does on processors with AMX; on others it
-computes in fp32 all the same. On two cores of a Zen 4 it multiplied 144 states of 256 numbers by a
-head of 50,304 rows in 23 ms where MKL took 36, and all three products of a step in 69 and not 83.
-Many small products, as attention has, take it longer.
+Where fp32 products may be rounded to bfloat16 (`torch.set_float32_matmul_precision("medium")`)
+and the processor knows it, PyTorch hands them to oneDNN, else to MKL. On processors with AMX oneDNN
+does round; on others it computes in fp32 all the same. On two cores of a Zen 4 it multiplied 144
+states of 256 numbers by a head of 50,304 rows in 23 ms where MKL took 36, and all three products of
+a step in 69 and not 83. Many small products, as attention has, take it longer.
 
 It prepares itself for each new shape and keeps half a mebibyte of it, so it is taken for products
 alone whose shapes can be made to repeat.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +30,18 @@ than what oneDNN keeps is worth."""
 ROWS = 16
 """Rows that oneDNN multiplies are multiples of this many."""
 
+_LIBRARY: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+def are_by_onednn() -> bool:
+    """Whether products are oneDNN's at present."""
+    return bool(_LIBRARY.fp32_precision == "bf16")
+
 
 @contextmanager
 def small_products() -> Iterator[None]:
     """Multiply many small matrices inside: by MKL, also where oneDNN was chosen."""
-    with _matmul_precision("highest"):
+    with _precision("ieee") if are_by_onednn() else nullcontext():
         yield
 
 
@@ -43,33 +51,34 @@ def products_with(numbers: int) -> Iterator[None]:
 
     By oneDNN, if that is many, it is exact, and nothing else was chosen.
     """
-    chosen = torch.get_float32_matmul_precision()
-    fast = chosen == "highest" and numbers >= LEAST_NUMBERS and _onednn_is_exact()
-    with _matmul_precision("medium" if fast else chosen):
+    is_chosen = _LIBRARY.fp32_precision not in ("none", "ieee")
+    fast = numbers >= LEAST_NUMBERS and not is_chosen and _onednn_is_exact()
+    with _precision("bf16") if fast else nullcontext():
         yield
 
 
 def filled_up(states: Tensor) -> Tensor:
     """States (n, D), and rows of zeros where oneDNN multiplies, so that shapes repeat."""
-    missing = -len(states) % ROWS if torch.get_float32_matmul_precision() == "medium" else 0
+    missing = -len(states) % ROWS if are_by_onednn() else 0
     return pad(states, (0, 0, 0, missing)) if missing else states
 
 
 @contextmanager
-def _matmul_precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
+def _precision(name: str) -> Iterator[None]:
+    """That of the processor alone; GPUs have their own."""
+    before = _LIBRARY.fp32_precision
+    _LIBRARY.fp32_precision = name
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        _LIBRARY.fp32_precision = before
 
 
 @cache
 def _onednn_is_exact() -> bool:
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(2, 256, 256, generator=generator)
-    with _matmul_precision("medium"):
+    with _precision("bf16"):
         product = left @ right
     error = (product.double() - left.double() @ right.double()).abs().max()
     return bool(error <= MOST_ERROR * 256**0.5)

@@ -14,7 +14,7 @@ from ppo_core.batches import token_batches
 from ppo_core.config import PPOConfig
 from ppo_core.engine import Engine
 from ppo_core.errors import RunInterruptedError
-from ppo_core.fp32_products import LEAST_NUMBERS
+from ppo_core.fp32_products import LEAST_NUMBERS, are_by_onednn
 from ppo_core.losses import aggregation_weights
 from ppo_core.models import ActorCritic, LanguageModel, Predictions
 from ppo_core.objective import CountedTokens, Objective
@@ -137,7 +137,7 @@ def _passes(module: nn.Module, config: PPOConfig, engine: Engine) -> AbstractCon
         engine.is_plain
         and engine.device.type == "cpu"
         and torch.get_num_threads() > 1
-        and torch.get_float32_matmul_precision() == "highest"
+        and not are_by_onednn()
         and is_small
         and not config.gradient_checkpointing
         and cast(ActorCritic, module).shares_no_module

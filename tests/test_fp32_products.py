@@ -1,6 +1,7 @@
 """Which library multiplies fp32 matrices on the CPU, and that what it makes is fp32."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from ppo_core import fp32_products, token_head
-from ppo_core.fp32_products import ROWS, filled_up, products_with, small_products
+from ppo_core.fp32_products import (
+    ROWS,
+    are_by_onednn,
+    filled_up,
+    products_with,
+    small_products,
+)
 from ppo_core.models import LanguageModel
 from tests.tiny import VOCABULARY, make_policy
 
@@ -29,32 +36,47 @@ def test_products_with_a_large_matrix_are_those_of_fp32_and_leave_nothing_behind
     with products_with(MANY):
         error = (left @ right - exact).abs().max()
     assert error < 1e-4
-    assert torch.get_float32_matmul_precision() == "highest"
+    assert not are_by_onednn()
 
 
 @pytest.mark.parametrize(
-    ("most_error", "numbers", "inside"),
-    [(1.0, MANY, "medium"), (1.0, MANY - 1, "highest"), (0.0, MANY, "highest")],
+    ("most_error", "numbers", "by_onednn"),
+    [(1.0, MANY, True), (1.0, MANY - 1, False), (0.0, MANY, False)],
     ids=["large", "small", "a library that rounds too much"],
 )
 def test_onednn_is_taken_for_large_matrices_where_it_is_exact(
-    most_error, numbers, inside, monkeypatch
+    most_error, numbers, by_onednn, monkeypatch
 ):
     monkeypatch.setattr(fp32_products, "MOST_ERROR", most_error)
     with products_with(numbers):
-        assert torch.get_float32_matmul_precision() == inside
+        assert are_by_onednn() == by_onednn
         with small_products():
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert torch.get_float32_matmul_precision() == inside
+            assert not are_by_onednn()
+        assert are_by_onednn() == by_onednn
 
 
-def test_a_precision_that_was_chosen_stays(monkeypatch):
-    torch.set_float32_matmul_precision("high")
-    try:
-        with products_with(MANY):
-            assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+@pytest.fixture
+def library() -> Iterator[Any]:
+    """What PyTorch has been told of fp32 products on the CPU."""
+    library = torch.backends.mkldnn.matmul
+    before = library.fp32_precision
+    yield library
+    library.fp32_precision = before
+
+
+def test_a_precision_that_was_chosen_stays(library):
+    library.fp32_precision = "tf32"
+    with products_with(MANY), small_products():
+        assert library.fp32_precision == "tf32"
+
+
+@pytest.mark.parametrize("older", ["highest", "medium"])
+def test_a_precision_that_was_chosen_by_the_older_name_can_be_asked_for_afterwards(older, library):
+    torch.set_float32_matmul_precision(older)
+    with products_with(MANY), small_products():
+        pass
+    assert torch.get_float32_matmul_precision() == older
+    torch.set_float32_matmul_precision("highest")
 
 
 def test_rows_are_filled_up_where_onednn_multiplies(monkeypatch):

@@ -132,7 +132,7 @@ def compare_cpu(case: Case, models: Path, *, pairs: int, trl_python: Path) -> li
     theirs, ours, *best = alternate(
         tasks, warmups=case.warmups, rounds=pairs, trl_python=trl_python
     )
-    pairings = [Pairing(title="fp32, both by MKL", ours=ours, theirs=theirs)]
+    pairings = [Pairing(title="fp32, TRL as it ships", ours=ours, theirs=theirs)]
     if case.precision_rounds:
         tasks = [task("ours", precision="medium"), task("trl", precision="medium")]
         runs = alternate(
