@@ -47,7 +47,7 @@ def attend(
         if torch.is_grad_enabled():
             mixed: Tensor = _OwnAttention.apply(*inputs)  # type: ignore[no-untyped-call]
         else:
-            mixed = _mix(*inputs).values
+            mixed = _mix(*inputs).mixed
     else:
         mixed = torch.nn.functional.scaled_dot_product_attention(
             queries,
@@ -81,16 +81,16 @@ def _blocks(queries: int, keys: int, *, is_causal: bool) -> list[_Block]:
 class _Mixed(NamedTuple):
     """What attention makes, and what it is made of: N = B * G matrices of R = H / G heads each."""
 
-    values: Tensor
+    mixed: Tensor
     """(B, H, T, E)."""
 
     queries: Tensor
     """(N, R, T, E), scaled. All heads that read the same keys are one matrix."""
 
     keys: Tensor
-    """(N, S, E), and so are the values that were mixed."""
+    values: Tensor
+    """(N, S, E) both."""
 
-    mixed: Tensor
     weights: list[Tensor]
     """Of each block."""
 
@@ -106,7 +106,7 @@ def _mix(
     rows, heads, length, size = queries.shape
     queries = (queries * scale).view(rows * keys.shape[1], -1, length, size)
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-    mixed, kept = [], []
+    parts, kept = [], []
     with small_products():
         for block in blocks:
             asked = queries[:, :, block.queries].flatten(1, 2)
@@ -114,9 +114,9 @@ def _mix(
             of_query = scores.view(rows, heads, -1, scores.shape[-1])
             of_query[..., block.masked].add_(mask[:, None, block.queries, block.masked])
             weights = torch.softmax(scores, dim=-1)
-            mixed.append(torch.bmm(weights, values[:, block.keys]).view(rows, heads, -1, size))
+            parts.append(torch.bmm(weights, values[:, block.keys]).view(rows, heads, -1, size))
             kept.append(weights)
-    return _Mixed(torch.cat(mixed, dim=2), queries, keys, values, kept)
+    return _Mixed(torch.cat(parts, dim=2), queries, keys, values, kept)
 
 
 class _OwnAttention(torch.autograd.Function):
@@ -132,10 +132,10 @@ class _OwnAttention(torch.autograd.Function):
         scale: float,
         blocks: Sequence[_Block],
     ) -> Tensor:
-        mixed = _mix(queries, keys, values, mask, scale, blocks)
-        ctx.save_for_backward(mixed.queries, mixed.keys, mixed.mixed, *mixed.weights)
+        made = _mix(queries, keys, values, mask, scale, blocks)
+        ctx.save_for_backward(made.queries, made.keys, made.values, *made.weights)
         ctx.scale, ctx.blocks, ctx.groups = scale, blocks, keys.shape[1]
-        return mixed.values
+        return made.mixed
 
     @staticmethod
     @once_differentiable

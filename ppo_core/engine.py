@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ppo_core import engine_deepspeed, engine_fsdp, engine_zero
-from ppo_core.embedding_gradients import gradients_of_read_rows, make_dense
+from ppo_core.embedding_gradients import gradients_of_read_rows
 from ppo_core.engine_states import check_shape, read_state, write_state
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.gloo_exit import let_gloo_finish_at_exit
@@ -205,11 +205,13 @@ class Engine:
         return nullcontext()
 
     def learning(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Around the microbatches of a step: its gradients take less room inside, where they can.
+        """Around the microbatches of a step: gradients may take less room inside.
 
-        What shards or averages gradients wants them dense.
+        What shards or averages gradients wants them dense; on a GPU the order of sums would differ
+        from run to run.
         """
-        return gradients_of_read_rows(module) if self.is_plain else nullcontext()
+        can = self.is_plain and self.device.type == "cpu"
+        return gradients_of_read_rows(module) if can else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss whose sum over processes and microbatches is minimised.
@@ -230,7 +232,6 @@ class Engine:
         """
         if engine_deepspeed.zero_stage(module):
             return engine_deepspeed.step(module, max_grad_norm)
-        make_dense(module.parameters())
         norm = engine_fsdp.whole(nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm))
         if norm.isfinite():
             optimizer.step()

@@ -49,7 +49,9 @@ def small_products() -> Iterator[None]:
 def products_with(numbers: int) -> Iterator[None]:
     """Multiply by a matrix of so many numbers inside.
 
-    By oneDNN, if that is many, it is exact, and nothing else was chosen.
+    By oneDNN, if that is many, it is exact, and nothing else was chosen. Not in two threads at
+    once: the choice is the whole process's. Inside, PyTorch's older name for the precision
+    (`torch.get_float32_matmul_precision`) cannot be asked for.
     """
     is_chosen = _LIBRARY.fp32_precision not in ("none", "ieee")
     fast = numbers >= LEAST_NUMBERS and not is_chosen and _onednn_is_exact()
@@ -58,8 +60,8 @@ def products_with(numbers: int) -> Iterator[None]:
 
 
 def filled_up(states: Tensor) -> Tensor:
-    """States (n, D), and rows of zeros where oneDNN multiplies, so that shapes repeat."""
-    missing = -len(states) % ROWS if are_by_onednn() else 0
+    """States (..., n, D), and rows of zeros where oneDNN multiplies, so that shapes repeat."""
+    missing = -states.shape[-2] % ROWS if are_by_onednn() else 0
     return pad(states, (0, 0, 0, missing)) if missing else states
 
 

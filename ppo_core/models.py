@@ -120,7 +120,7 @@ class LanguageModel(nn.Module):
             )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (n, V) of hidden states (n, D)."""
+        """Logits (..., n, V) of hidden states (..., n, D)."""
         return self._rule.apply(self._product(hidden))
 
     def _product(self, states: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class LanguageModel(nn.Module):
         # costs the log-probabilities digits (MiniMax-M1, arXiv:2506.13585, 3.2).
         whole = torch.autocast("cpu", enabled=False)
         with self.within(), whole, products_with(head.in_features * head.out_features):
-            return cast(Tensor, head(filled_up(states)))[: len(states)]
+            return cast(Tensor, head(filled_up(states)))[..., : states.shape[-2], :]
 
     def token_head(self, temperature: float) -> TokenHead:
         """The head as it makes distributions at a temperature, a chunk of states at a time."""
@@ -279,9 +279,9 @@ class ActorCritic(nn.Module):
         return self.critic.trunk is self.policy.trunk
 
     @property
-    def shares_no_module(self) -> bool:
-        """Whether policy and critic can make a pass at the same time."""
-        return set(self.policy.modules()).isdisjoint(self.critic.modules())
+    def shares_nothing(self) -> bool:
+        """Whether policy and critic have no weight in common, trained or not."""
+        return set(self.policy.parameters()).isdisjoint(self.critic.parameters())
 
     def forward(
         self,

@@ -63,7 +63,7 @@ class _Reading:
         place: Tensor,
     ) -> Tensor:
         """States (N, D) behind the last layer; nothing reads those of other places."""
-        rows, places, nth = _side_by_side(row, place, len(self._states))
+        rows, places, nth = _by_row(row, place, len(self._states))
         turn = self._turn and Turn(*(angle[0, places] for angle in self._turn))
         chosen = by_head(queries[rows, places], turn)
         mixed = attend(chosen, keys, values, self._mask[0, places], layer.scale)
@@ -71,7 +71,7 @@ class _Reading:
         return self._parts.norm(states)
 
 
-def _side_by_side(row: Tensor, place: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _by_row(row: Tensor, place: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Indices (B, T) of the chosen places of each row, and which of them each of the N is."""
     count = torch.bincount(row, minlength=num_rows)
     nth = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]

@@ -1,4 +1,4 @@
-"""One token a row from logits: how it is drawn."""
+"""One token a row from logits: how it is drawn, and which one ends a response."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -31,7 +31,10 @@ def one_after_the_other(first: Callable[[], A], second: Callable[[], B]) -> tupl
 
 @contextmanager
 def side_by_side() -> Iterator[Both]:
-    """What is faster where one cannot keep all cores busy: each has half of the threads inside."""
+    """What is faster where one cannot keep all cores busy: each has half of the threads inside.
+
+    Where both raise an error, that of the second is raised.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))
     try:

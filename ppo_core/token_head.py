@@ -15,7 +15,7 @@ LOGITS_PER_CHUNK = 2**23
 """Logits that exist at a time: 32 MiB in fp32."""
 
 ROWS_PER_CHUNK = 512
-"""States at a time, at most: so there are few sizes that a processor's library prepares for."""
+"""States at a time on a CPU, at most: so there are few sizes that oneDNN prepares itself for."""
 
 ToLogits = Callable[[Tensor], Tensor]
 
@@ -102,8 +102,9 @@ class TokenHead:
         ZeRO-3 fetches the head for each chunk from all processes, so they must all have equally
         many: the most that one needs. In others chunks are smaller then, or empty.
         """
-        logits = LOGITS_PER_CHUNK // int(self.module.out_features)  # type: ignore[arg-type]
-        size = max(1, min(logits, ROWS_PER_CHUNK))
+        size = max(1, LOGITS_PER_CHUNK // int(self.module.out_features))  # type: ignore[arg-type]
+        if hidden.device.type == "cpu":
+            size = min(size, ROWS_PER_CHUNK)
         number = max(1, -(-len(hidden) // size))
         if any(hasattr(parameter, "ds_id") for parameter in self.module.parameters()):
             most = torch.tensor(number, device=hidden.device)

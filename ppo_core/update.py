@@ -98,7 +98,7 @@ def update_policy(
     `pause` is called, in all processes alike, before each microbatch. It may raise: the step that
     was begun is then undone, and the update can go on later where `progress` says.
     """
-    with _passes(trainee.module, config, engine) as both:
+    with _passes(trainee, config, engine) as both:
         step = _OptimizerStep(
             trainee, experience, config, engine, critic_only=critic_only, pause=pause, both=both
         )
@@ -126,13 +126,16 @@ def _take_steps(step: "_OptimizerStep", progress: UpdateProgress) -> None:
         trainee.scheduler.step()
 
 
-def _passes(module: nn.Module, config: PPOConfig, engine: Engine) -> AbstractContextManager[Both]:
+def _passes(trainee: Trainee, config: PPOConfig, engine: Engine) -> AbstractContextManager[Both]:
     """How policy and critic make their passes where these are two: both at once if they are small.
 
-    What is global in PyTorch must be left alone then: the precision of large products, and the
-    random numbers that recomputed activations set back.
+    What is global in PyTorch is left alone then: the precision of large products, which a
+    reference of its own size may have, and the random numbers that whole passes set back where
+    they are made again.
     """
-    is_small = all(weight.numel() < LEAST_NUMBERS for weight in module.parameters())
+    models = [trainee.module] if trainee.reference is None else [trainee.module, trainee.reference]
+    weights = [weight for model in models for weight in model.parameters()]
+    is_small = all(weight.numel() < LEAST_NUMBERS for weight in weights)
     at_once = (
         engine.is_plain
         and engine.device.type == "cpu"
@@ -140,7 +143,7 @@ def _passes(module: nn.Module, config: PPOConfig, engine: Engine) -> AbstractCon
         and not are_by_onednn()
         and is_small
         and not config.gradient_checkpointing
-        and cast(ActorCritic, module).shares_no_module
+        and cast(ActorCritic, trainee.module).shares_nothing
     )
     return side_by_side() if at_once else nullcontext(one_after_the_other)
 

@@ -8,6 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from ppo_core import update
+from ppo_core.models import LanguageModel
 from ppo_core.side_by_side import one_after_the_other, side_by_side
 from tests.test_update import (
     make_config,
@@ -16,6 +17,7 @@ from tests.test_update import (
     make_trainee,
     weights_after,
 )
+from tests.tiny import make_policy
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +68,22 @@ def test_small_models_learn_at_the_same_time_and_large_ones_do_not(monkeypatch):
     assert len(threads_of_an_update(make_trainee())) == 2
     assert len(threads_of_an_update(make_trainee(), gradient_checkpointing=True)) == 1
     assert len(threads_of_an_update(make_shared_trainee())) == 1
+    trainee = make_trainee()
+    embeddings = [part.trunk.backbone.embed_tokens for part in trainee.module.children()]
+    embeddings[1].weight = embeddings[0].weight
+    assert len(threads_of_an_update(trainee)) == 1
     torch.set_num_threads(1)
     assert len(threads_of_an_update(make_trainee())) == 1
     torch.set_num_threads(2)
-    monkeypatch.setattr(update, "LEAST_NUMBERS", 1)
+    trainee = make_trainee()
+    most = max(weight.numel() for weight in trainee.module.parameters())
+    monkeypatch.setattr(update, "LEAST_NUMBERS", most + 1)
+    assert len(threads_of_an_update(trainee)) == 2
+    trainee = make_trainee()
+    trainee.reference = LanguageModel(make_policy())
+    trainee.reference.register_parameter("large", torch.nn.Parameter(torch.ones(most + 1)))
+    assert len(threads_of_an_update(trainee)) == 1
+    monkeypatch.setattr(update, "LEAST_NUMBERS", most)
     assert len(threads_of_an_update(make_trainee())) == 1
 
 

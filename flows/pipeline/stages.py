@@ -95,6 +95,10 @@ def still_there(settings: Settings, champion: Result) -> Result:
     """The champion that a run has found, or the present one where its files are gone since.
 
     Between two steps the machine may be another, or a folder for what was fetched emptied.
+
+    Raises:
+        DataError: as `promotion.find_champion`.
+        ModelError: as `promotion.find_champion`.
     """
     if champion["version"] is None or Path(champion["model"]).is_dir():
         return champion

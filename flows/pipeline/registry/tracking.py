@@ -18,6 +18,9 @@ PARENT = "parent"
 FLUSH_SECONDS = 20.0
 """How long the end of a step waits for MLflow to take the rest."""
 
+FAILED_SECONDS = 60.0
+"""The same for a step that failed: no other may come, and it may have all of the others to send."""
+
 SHORT_SECONDS = 30.0
 """A step that takes no longer may leave it to the next one to send what it tracked: importing
 MLflow would take a good part of it."""
@@ -47,7 +50,7 @@ class Tracker:
             runs: ids of the runs in MLflow, as `start_runs` gives them.
             step: name of the step, or PARENT for the last one: its end is that of the whole run.
             patience: seconds in which MLflow is not even imported. A step that has ended well by
-                then sends nothing and has no sample of its machine; one that fails sends all.
+                then sends nothing; one that fails sends all. Neither has a sample of its machine.
         """
         self.journal = Journal(folder)
         self.parent = RunLog(self.journal, runs[PARENT])
@@ -85,7 +88,8 @@ class Tracker:
         if error is not None:
             self.parent.set_status("FAILED")
         left_to_the_next = error is None and not self._sender.sends
-        if not left_to_the_next and not self._sender.flush(FLUSH_SECONDS):
+        seconds = FLUSH_SECONDS if error is None else FAILED_SECONDS
+        if not left_to_the_next and not self._sender.flush(seconds):
             print(f"{self._kept()} The next step, or a resumed run, sends them.", flush=True)
         self._sender.stop()
 
