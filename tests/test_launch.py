@@ -17,10 +17,11 @@ import pytest
 from pipeline_inputs import write_model, write_rows
 
 from pipeline import process_tree
-from pipeline.launch import THIS_MACHINE, Machines, command, train
+from pipeline.launch import THIS_MACHINE, Ended, Machines, as_error, command, train
 from pipeline.process_tree import FrozenProcesses, take_over
 from ppo_core.errors import ConfigError, ProcessError, RunInterruptedError
 from ppo_core.metrics_file import METRICS_FILE, read_metrics
+from ppo_core.processes import ErrorReport
 from ppo_core.torchrun import Failure, first_failure
 
 ROOT = Path(__file__).parent.parent
@@ -202,6 +203,16 @@ def test_the_next_attempt_goes_on_where_a_process_was_killed(make_job):
     assert [line["update"] for line in job.updates()] == [*range(1, UPDATES + 1)]
     # What was there before the file was cut back is seen again, which the journal does not mind.
     assert seen[-UPDATES:] == [*range(1, UPDATES + 1)]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "kind"), [(75, None), (-signal.SIGTERM, "RunInterruptedError")]
+)
+def test_a_process_that_had_saved_before_it_was_ended_was_told_to_stop(tmp_path, exit_code, kind):
+    report = kind and ErrorReport(kind=kind, message="stopped", traceback="", time=0.0)
+    error = as_error(Ended(rank=0, pid=1, exit_code=exit_code, report=report), [], tmp_path)
+    assert isinstance(error, RunInterruptedError)
+    assert str(error).startswith("SIGTERM: the training saved and stopped.")
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def train(
     if code != 0:
         several = processes * machines.count > 1
         ended = (_first_of_several if several else _alone)(child.pid, code, reason)
-        raise _as_error(ended, frozen, folder)
+        raise as_error(ended, frozen, folder)
 
 
 def command(job: Path, processes: int, machines: Machines) -> list[str]:
@@ -270,7 +270,8 @@ def _first_of_several(pid: int, code: int, reason: Path) -> Ended:
     return Ended(**said, report=report and ErrorReport(**report))
 
 
-def _as_error(ended: Ended, frozen: list[str], folder: Path) -> PPOError:
+def as_error(ended: Ended, frozen: list[str], folder: Path) -> PPOError:
+    """What ended a training, whose checkpoints are in `folder`; `frozen` names what was killed."""
     who = f"Process {ended.rank} (pid {ended.pid})" if ended.rank >= 0 else "torchrun"
     further = f"A further attempt goes on from the last checkpoint in {folder}."
     if frozen:
@@ -278,7 +279,9 @@ def _as_error(ended: Ended, frozen: list[str], folder: Path) -> PPOError:
             f"{frozen[0]} of the training was frozen: something stopped it (SIGSTOP) and did not "
             f"let it go on, while the others waited. It was killed. {further}"
         )
-    if ended.exit_code == EXIT_CODE:
+    # The first that has saved and ended has torchrun end the others, which then may die of that.
+    said_so = ended.report is not None and ended.report.kind == RunInterruptedError.__name__
+    if ended.exit_code == EXIT_CODE or said_so:
         return RunInterruptedError(f"SIGTERM: the training saved and stopped. {further}")
     if ended.report is not None:
         kind = getattr(errors, ended.report.kind, None)
