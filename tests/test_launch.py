@@ -317,6 +317,7 @@ def test_the_traceback_of_the_process_that_failed_first_is_on_top(tmp_path: Path
         "if os.environ['RANK'] == '1':\n"
         "    try:\n"
         "        with reported_errors():\n"
+        "            time.sleep(0.5)\n"
         "            raise ZeroDivisionError('the first error')\n"
         "    finally:\n"
         "        reason.touch()\n"
