@@ -1,8 +1,9 @@
 """Two computations on the CPU, one after the other or at the same time.
 
-The products of a model of a million weights are too small for several cores: two threads made an
-update of it 1.5 times as fast as one. Policy and critic side by side, a thread each, made it 1.9
-times as fast, and do not wait for each other when another process takes a core for a moment.
+The products of a model of a million weights are too small for several cores. On two busy cores an
+update of policy and critic took 2.20 s one after the other with two threads, and 1.76 s side by
+side with one each (medians of 15), which do not wait for each other when another process takes a
+core for a moment.
 """
 
 from collections.abc import Callable, Iterator
