@@ -339,8 +339,9 @@ def test_the_traceback_of_the_process_that_failed_first_is_on_top(tmp_path: Path
     assert "ConnectionError" not in said
 
 
-def failure(rank: int, exit_code: int) -> Failure:
-    return Failure(rank=rank, pid=100 + rank, exit_code=exit_code, report=None)
+def failure(rank: int, exit_code: int, says: str | None = None) -> Failure:
+    report = says and ErrorReport(kind=says, message="", traceback="", time=0.0)
+    return Failure(rank=rank, pid=100 + rank, exit_code=exit_code, report=report or None)
 
 
 @pytest.mark.parametrize(
@@ -355,6 +356,8 @@ def failure(rank: int, exit_code: int) -> Failure:
         # It tells the others to end, and gloo's threads may abort.
         ([(failure(0, 1), 10.0), (failure(1, -15), 11.0)], 0),
         ([(failure(0, 1), 10.0), (failure(1, -6), 11.0)], 0),
+        # An end without a report has the second in which it was noticed, not the moment.
+        ([(failure(0, -15), 10.0), (failure(1, 1, says="ZeroDivisionError"), 10.9)], 1),
     ],
 )
 def test_the_first_failure_is_the_one_that_the_others_follow_from(failures, first: int):
