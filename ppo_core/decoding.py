@@ -10,6 +10,7 @@ from transformers import Cache
 from ppo_core.batches import token_batches
 from ppo_core.kv_cache import empty_cache, joined, keeps_all
 from ppo_core.models import LanguageModel
+from ppo_core.packed_weights import packed
 from ppo_core.plain_decoder import PlainDecoding
 from ppo_core.plain_layers import plain_layers
 from ppo_core.prompts import Tokens
@@ -42,10 +43,12 @@ def begin_decoding(
 
     With `apart`, prompts of other lengths may be read in passes of their own: fewer fillers.
     """
-    parts = plain_layers(trunk.backbone)
-    if parts is not None:
-        return PlainDecoding(parts, prompts, room, within=trunk.within, device=policy.device)
-    return _TransformersDecoding(policy, trunk, prompts, room, apart=apart)
+    if plain_layers(trunk.backbone) is None:
+        return _TransformersDecoding(policy, trunk, prompts, room, apart=apart)
+    with trunk.within():
+        parts = plain_layers(packed(trunk.backbone, len(prompts)))
+    assert parts is not None, "The packed copy is of the same family."
+    return PlainDecoding(parts, prompts, room, within=trunk.within, device=policy.device)
 
 
 class _TransformersDecoding:

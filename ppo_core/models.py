@@ -1,6 +1,7 @@
 """Policy, reference and critic."""
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from ppo_core.adapters import check_adapter, plain_model, using_adapter
 from ppo_core.errors import ModelError
 from ppo_core.fp32_products import filled_up, products_with
 from ppo_core.fused_loss import TokenLoss
+from ppo_core.packed_weights import packed
 from ppo_core.records import TokenRows
 from ppo_core.reward_model import RewardModel
 from ppo_core.tensors import (
@@ -122,6 +124,20 @@ class LanguageModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (..., n, V) of hidden states (..., n, D)."""
         return self._rule.apply(self._product(hidden))
+
+    def logits_of_rows(self, rows: int) -> Callable[[Tensor], Tensor]:
+        """`logits` for up to so many states (b, D) at a time, for as long as the weights stay."""
+        whole = partial(torch.autocast, "cpu", enabled=False)
+        with self.within(), whole():
+            head = packed(self.head, rows)
+        if head is self.head:
+            return self.logits
+
+        def logits(states: Tensor) -> Tensor:
+            with whole():
+                return self._rule.apply(head(states))
+
+        return logits
 
     def _product(self, states: Tensor) -> Tensor:
         head = cast(nn.Linear, self.head)

@@ -63,7 +63,8 @@ def sample_tokens(
 
     The token is the first whose cumulative probability exceeds `uniforms` (B,), numbers in
     [0, 1). With the randomness handed in, a row's token depends on nothing but the row:
-    not on its neighbours, the batch size or the number of processes.
+    not on its neighbours, the batch size or the number of processes. The logits (B, V) are
+    overwritten.
 
     Returns ids (B,), their log-probabilities under the whole policy (B,), and those under
     the distribution that was drawn from (B,), which are the same tensor where nothing is cut.
@@ -75,29 +76,32 @@ def sample_tokens(
         return chosen, picked, picked
     scaled = tempered(logits, settings.temperature)
     if not settings.is_restricted:
-        probabilities = torch.softmax(scaled, dim=-1)
-        chosen = _draw(probabilities, uniforms)
-        picked = _of(probabilities, chosen).log()
+        chosen, picked = _draw(scaled, uniforms)
         return chosen, picked, picked
     cut = truncated(scaled, top_k=settings.top_k, top_p=settings.top_p)
-    probabilities = torch.softmax(cut, dim=-1)
-    chosen = _draw(probabilities, uniforms)
-    picked = _of(scaled, chosen) - scaled.logsumexp(dim=-1)
-    return chosen, picked, _of(probabilities, chosen).log()
+    normaliser = scaled.logsumexp(dim=-1)
+    chosen, behaviour = _draw(cut, uniforms)
+    return chosen, _of(scaled, chosen) - normaliser, behaviour
 
 
-def _draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token (B,) whose cumulative probability exceeds a number: its block, then it.
+def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token (B,) whose cumulative probability exceeds a number, and its log-probability.
 
-    A running sum over a whole vocabulary takes longer than the softmax.
+    Its block of tokens comes first, then the token in it: a running sum over a whole vocabulary
+    takes longer than the softmax. The logits (B, V) are overwritten.
     """
-    rows, tokens = probabilities.shape
-    blocks = torch.nn.functional.pad(probabilities, (0, -tokens % BLOCK)).view(rows, -1, BLOCK)
+    rows, tokens = logits.shape
+    weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()
+    if missing := -tokens % BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, missing))
+    blocks = weights.view(rows, -1, BLOCK)
     cumulative = blocks.sum(dim=-1).cumsum(dim=-1)
-    block, before = _first_beyond(cumulative, uniforms * cumulative[:, -1])
+    total = cumulative[:, -1]
+    block, before = _first_beyond(cumulative, uniforms * total)
     inside = blocks[torch.arange(rows, device=block.device), block].cumsum(dim=-1)
-    token, _ = _first_beyond(inside, uniforms * cumulative[:, -1] - before)
-    return block * BLOCK + token
+    token, _ = _first_beyond(inside, uniforms * total - before)
+    chosen = block * BLOCK + token
+    return chosen, (_of(weights, chosen) / total).log()
 
 
 def _first_beyond(cumulative: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:

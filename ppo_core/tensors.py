@@ -63,7 +63,10 @@ def tempered(logits: Tensor, temperature: float) -> Tensor:
     """Logits (..., V) divided by the temperature, at least in fp32.
 
     The only place where the temperature is applied: the policy is softmax(tempered logits) in
-    sampling, reference and update alike.
+    sampling, reference and update alike. They are often the largest tensor of a pass, so where no
+    gradient is recorded what comes back is written into what was given, or is that itself.
     """
     logits = at_least_fp32(logits)
-    return logits if temperature == 1 else logits / temperature
+    if temperature == 1:
+        return logits
+    return logits / temperature if logits.requires_grad else logits.div_(temperature)

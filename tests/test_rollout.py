@@ -69,7 +69,7 @@ def test_tokens_come_as_often_as_their_probability_says(tokens):
     torch.manual_seed(0)
     logits, n = torch.randn(tokens), 20_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(1))
-    drawn, logprobs, behaviour = sample_tokens(logits.expand(n, -1), uniforms, settings(0.7))
+    drawn, logprobs, behaviour = sample_tokens(logits.repeat(n, 1), uniforms, settings(0.7))
     assert behaviour is logprobs
     probabilities = torch.softmax(logits / 0.7, -1)
     expected = (probabilities.double() / probabilities.double().sum() * n).numpy()
@@ -81,14 +81,14 @@ def test_a_token_is_the_first_whose_running_sum_exceeds_the_number():
     torch.manual_seed(0)
     logits = torch.randn(50, 3 * BLOCK + 7)
     uniforms = torch.cat([torch.rand(48), torch.tensor([0.0, 1 - 2**-24])])
-    drawn, _, _ = sample_tokens(logits, uniforms, settings(1.0))
+    drawn, _, _ = sample_tokens(logits.clone(), uniforms, settings(1.0))
     exact = torch.softmax(logits.double(), -1).cumsum(-1)
     expected = torch.searchsorted(exact, uniforms.double()[:, None], right=True)[:, 0]
     assert drawn.tolist() == expected.tolist()
 
 
 def test_a_token_without_probability_is_never_drawn():
-    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(3, -1)
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
     drawn, _, _ = sample_tokens(logits, torch.tensor([0.0, 0.5, 1 - 2**-24]), settings(1.0))
     assert drawn.tolist() == [1, 3, 3]
 
@@ -98,7 +98,7 @@ def test_restricted_sampling_draws_from_what_it_says_and_records_both_distributi
     torch.manual_seed(0)
     logits, n = torch.randn(20), 20_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(1))
-    drawn, logprobs, behaviour = sample_tokens(logits.expand(n, -1), uniforms, settings(0.7, **cut))
+    drawn, logprobs, behaviour = sample_tokens(logits.repeat(n, 1), uniforms, settings(0.7, **cut))
     policy = torch.softmax(logits.double() / 0.7, -1)
     order = policy.argsort(descending=True)
     kept = order[: cut.get("top_k", 20)]
