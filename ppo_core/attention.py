@@ -26,6 +26,11 @@ def causal_mask(rows: int, device: torch.device) -> Tensor:
     return torch.full((rows, rows), -torch.inf, device=device).triu(1)[None]
 
 
+def is_own(queries: int, keys: int, device: torch.device) -> bool:
+    """Whether so many queries and keys a row are left to the attention of this file."""
+    return device.type == "cpu" and queries * keys <= MOST_PAIRS
+
+
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -41,7 +46,7 @@ def attend(
     says that it is the `causal_mask` of whole rows.
     """
     rows, heads, length, size = queries.shape
-    if queries.device.type == "cpu" and length * keys.shape[2] <= MOST_PAIRS:
+    if is_own(length, keys.shape[2], queries.device):
         blocks = _blocks(length, keys.shape[2], is_causal=is_causal)
         inputs = queries, keys, values, mask, scale, blocks
         if torch.is_grad_enabled():

@@ -12,6 +12,7 @@ from ppo_core.engine import Engine
 from ppo_core.kl import kl_per_token
 from ppo_core.models import LanguageModel
 from ppo_core.parts import reward_holders
+from ppo_core.prepared_products import keep_few_prepared_products
 from ppo_core.progress import progress
 from ppo_core.prompt_set import PromptSet
 from ppo_core.prompts import Prompt, encode_prompt, prompt_text, response_texts
@@ -54,6 +55,7 @@ def answer_prompts(
 
     `stop` and `stop_token_id` end an answer as `stop_token` of PPOConfig and its id do.
     """
+    keep_few_prepared_products()
     policy = LanguageModel(model)
     sampling = SamplingSettings(
         stop_token_id=stop_token(tokenizer, stop, stop_token_id),

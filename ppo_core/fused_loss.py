@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ppo_core.fp32_products import filled_up, products_with
+from ppo_core.fp32_products import products_with
 
 if TYPE_CHECKING:
     from ppo_core.token_head import TokenHead
@@ -160,19 +160,16 @@ class _PlainMatrix:
             return self._learn(states, chosen, token_loss, part)
 
     def _learn(self, states: Tensor, chosen: Tensor, token_loss: TokenLoss, part: slice) -> OfChunk:
-        weight, count = self._weight, len(states)
-        filled = filled_up(states)
-        # Behind the logits of the states are zeros, the logits of what they were filled up with.
-        room = self._room_for(filled)
-        torch.mm(filled / self._temperature, weight.T, out=room)
-        said = distribution(room[:count], chosen)
+        weight, room = self._weight, self._room_for(states)
+        torch.mm(states / self._temperature, weight.T, out=room)
+        said = distribution(room, chosen)
         loss, slopes = _loss_and_slopes(said.logprobs, token_loss, part)
         slopes = slopes[:, None] / self._temperature
-        of_states = slopes * (weight[chosen] - (room @ weight)[:count])
+        of_states = slopes * (weight[chosen] - room @ weight)
         for total in self.of_trained:
             pulled = slopes * states
             beta = 0 if self._is_first else 1
-            total.addmm_(room.T, filled_up(pulled), beta=beta, alpha=-1)
+            total.addmm_(room.T, pulled, beta=beta, alpha=-1)
             total.index_add_(0, chosen, pulled)
         self._is_first = False
         return loss, said.logprobs, said.entropies, of_states

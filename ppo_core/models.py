@@ -15,7 +15,7 @@ from transformers import (
 
 from ppo_core.adapters import check_adapter, plain_model, using_adapter
 from ppo_core.errors import ModelError
-from ppo_core.fp32_products import filled_up, products_with
+from ppo_core.fp32_products import products_with
 from ppo_core.fused_loss import TokenLoss
 from ppo_core.packed_weights import packed
 from ppo_core.records import TokenRows
@@ -125,11 +125,11 @@ class LanguageModel(nn.Module):
         """Logits (..., n, V) of hidden states (..., n, D)."""
         return self._rule.apply(self._product(hidden))
 
-    def logits_of_rows(self, rows: int) -> Callable[[Tensor], Tensor]:
-        """`logits` for up to so many states (b, D) at a time, for as long as the weights stay."""
+    def logits_of_rows(self, rows: int, passes: int) -> Callable[[Tensor], Tensor]:
+        """`logits` for so many passes of up to so many states (b, D), while the weights stay."""
         whole = partial(torch.autocast, "cpu", enabled=False)
         with self.within(), whole():
-            head = packed(self.head, rows)
+            head = packed(self.head, rows, passes)
         if head is self.head:
             return self.logits
 
@@ -148,7 +148,7 @@ class LanguageModel(nn.Module):
         # costs the log-probabilities digits (MiniMax-M1, arXiv:2506.13585, 3.2).
         whole = torch.autocast("cpu", enabled=False)
         with self.within(), whole, products_with(head.in_features * head.out_features):
-            return cast(Tensor, head(filled_up(states)))[..., : states.shape[-2], :]
+            return cast(Tensor, head(states))
 
     def token_head(self, temperature: float) -> TokenHead:
         """The head as it makes distributions at a temperature, a chunk of states at a time."""

@@ -124,7 +124,7 @@ def _decode(
     most, device = uniforms.shape[1], policy.device
     decoded = _Decoded.empty(len(prompts), most, device)
     decoding = begin_decoding(policy, trunk, prompts, room=most, apart=any_left is None)
-    next_logits = policy.logits_of_rows(len(prompts))
+    next_logits = policy.logits_of_rows(len(prompts), passes=most)
     rows = torch.arange(len(prompts), device=device)  # the response at each row of the decoding
     going = torch.ones_like(rows, dtype=torch.bool)
     for t in range(most):

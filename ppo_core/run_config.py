@@ -69,7 +69,7 @@ class RunConfig:
     bf16: bool | None = None
     """Sample, score and train in bfloat16 by autocast, with master weights in fp32. None: where the
     machine multiplies bfloat16 faster and the policy is wide enough to gain by it (a GPU; a CPU
-    with avx512_bf16 or AMX for hidden states of 512 numbers or more). `PPOTrainer.args` and
+    with avx512_bf16 or AMX for hidden states of 192 numbers or more). `PPOTrainer.args` and
     checkpoints keep what was chosen."""
 
     gradient_checkpointing: bool = False

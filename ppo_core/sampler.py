@@ -63,7 +63,7 @@ def sample_tokens(
 
     The token is the first whose cumulative probability exceeds `uniforms` (B,), numbers in
     [0, 1). With the randomness handed in, a row's token depends on nothing but the row:
-    not on its neighbours, the batch size or the number of processes. The logits (B, V) are
+    not on its neighbours, the batch size or the number of processes. The logits (B, V) may be
     overwritten.
 
     Returns ids (B,), their log-probabilities under the whole policy (B,), and those under

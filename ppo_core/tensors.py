@@ -64,7 +64,7 @@ def tempered(logits: Tensor, temperature: float) -> Tensor:
 
     The only place where the temperature is applied: the policy is softmax(tempered logits) in
     sampling, reference and update alike. They are often the largest tensor of a pass, so where no
-    gradient is recorded what comes back is written into what was given, or is that itself.
+    gradient is recorded those of fp32 are divided in their own place.
     """
     logits = at_least_fp32(logits)
     if temperature == 1:

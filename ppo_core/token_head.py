@@ -14,9 +14,6 @@ from ppo_core.tensors import tempered
 LOGITS_PER_CHUNK = 2**23
 """Logits that exist at a time: 32 MiB in fp32."""
 
-ROWS_PER_CHUNK = 512
-"""States at a time on a CPU, at most: so there are few sizes that oneDNN prepares itself for."""
-
 ToLogits = Callable[[Tensor], Tensor]
 
 
@@ -103,8 +100,6 @@ class TokenHead:
         many: the most that one needs. In others chunks are smaller then, or empty.
         """
         size = max(1, LOGITS_PER_CHUNK // int(self.module.out_features))  # type: ignore[arg-type]
-        if hidden.device.type == "cpu":
-            size = min(size, ROWS_PER_CHUNK)
         number = max(1, -(-len(hidden) // size))
         if any(hasattr(parameter, "ds_id") for parameter in self.module.parameters()):
             most = torch.tensor(number, device=hidden.device)

@@ -58,9 +58,9 @@ def first_failure(failures: Iterable[tuple[Failure, float]]) -> Failure:
     """The failure that the others follow from.
 
     A process that is killed takes its connections with it. The others may have reported that before
-    its death is noticed, so a signal counts as `NOTICED_AFTER` seconds earlier. A signal that
-    itself follows from the end of another process counts a second later: torch cuts the time off
-    to whole seconds, which would place it before the report of what it follows from.
+    its death is noticed, so a signal counts as `NOTICED_AFTER` seconds earlier, unless it is one
+    that itself follows from the end of another process. What torchrun ended counts a second later:
+    torch cuts the time off to whole seconds, which would place it before the report of the reason.
 
     Args:
         failures: each with its time: of the report, or the second when the end was noticed.
@@ -69,7 +69,9 @@ def first_failure(failures: Iterable[tuple[Failure, float]]) -> Failure:
     def moment(failure: Failure, time: float) -> float:
         if failure.report is not None or failure.exit_code >= 0:
             return time
-        return time + 1.0 if failure.exit_code in _CONSEQUENCES else time - NOTICED_AFTER
+        if failure.exit_code == -signal.SIGTERM:
+            return time + 1.0
+        return time if failure.exit_code in _CONSEQUENCES else time - NOTICED_AFTER
 
     return min(failures, key=lambda each: moment(*each))[0]
 

@@ -29,6 +29,7 @@ from ppo_core.optimisation import make_trainee
 from ppo_core.parts import make_parts
 from ppo_core.pending import PendingUpdate
 from ppo_core.precision import trains_in_bf16
+from ppo_core.prepared_products import keep_few_prepared_products
 from ppo_core.pretraining import make_pretraining_texts
 from ppo_core.progress import progress
 from ppo_core.prompt_set import Collator, PromptSet, make_prompt_set
@@ -122,6 +123,7 @@ class PPOTrainer:
         )
         if self.engine.device.type == "cpu":
             keep_freed_memory()
+            keep_few_prepared_products()
         parts = make_parts(
             args,
             processing_class,

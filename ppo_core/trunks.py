@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ppo_core import attention
+from ppo_core.fp32_products import products_with
 from ppo_core.plain_decoder import states_at
 from ppo_core.plain_layers import plain_layers
 from ppo_core.records import TokenRows
@@ -50,8 +52,20 @@ class DecoderTrunk:
         parts = plain_layers(self.backbone)
         if parts is None:
             return self.hidden_states(ids)[row, place]
-        with self.within():
+        with self.within(), self.products(ids):
             return states_at(parts, ids, row, place)
+
+    def products(self, ids: Tensor) -> AbstractContextManager[None]:
+        """Multiply inside by the library for large matrices, if those of the layers are large.
+
+        `states_at` does so itself; whoever goes back through a pass over token ids (B, S) must
+        once more. Where attention is not our own nothing changes: it is multiplied by the same
+        library, and the backward pass of PyTorch's takes five times as long by oneDNN.
+        """
+        parts = plain_layers(self.backbone)
+        if parts is None or not attention.is_own(ids.shape[1], ids.shape[1], ids.device):
+            return nullcontext()
+        return products_with(max(weight.numel() for weight in parts.layers[0].mlp.parameters()))
 
     def states(self, rows: TokenRows) -> Tensor:
         """Hidden states (N, D) in which the counted tokens were sampled."""
@@ -97,6 +111,10 @@ class EncoderDecoderTrunk:
         places = rows.prompt_lengths[:, None] + torch.arange(width - 1, device=rows.ids.device)
         shifted = rows.ids.gather(1, places.clamp(max=rows.ids.shape[1] - 1))
         return torch.nn.functional.pad(shifted, (1, 0), value=self._start)
+
+    def products(self, ids: Tensor) -> AbstractContextManager[None]:
+        """As for a decoder whose attention is not our own."""
+        return nullcontext()
 
 
 Trunk = DecoderTrunk | EncoderDecoderTrunk

@@ -253,22 +253,27 @@ class _OptimizerStep:
         if engine.is_plain and not module.shares_trunk:
 
             def learn_policy() -> Predictions:
-                with engine.autocast():
-                    predicted = module.of_policy(*inputs)
-                engine.backward(policy_weight * objective.of_predictions(predicted))
+                with module.policy.trunk.products(joined.ids):
+                    with engine.autocast():
+                        predicted = module.of_policy(*inputs)
+                    engine.backward(policy_weight * objective.of_predictions(predicted))
                 return predicted
 
             def learn_critic() -> Tensor:
-                with engine.autocast():
-                    values = module.critic(joined)
-                engine.backward(objective.of_critic(values))
+                with module.critic.trunk.products(joined.ids):
+                    with engine.autocast():
+                        values = module.critic(joined)
+                    engine.backward(objective.of_critic(values))
                 return values
 
             predicted, values = self.both(learn_policy, learn_critic)
         else:
-            predicted, values = module(*inputs)
-            of_policy = policy_weight * objective.of_predictions(predicted)
-            engine.backward(of_policy + objective.of_critic(values))
+            # What several processes prepared has no trunk to ask.
+            plain = engine.is_plain
+            with module.policy.trunk.products(joined.ids) if plain else nullcontext():
+                predicted, values = module(*inputs)
+                of_policy = policy_weight * objective.of_predictions(predicted)
+                engine.backward(of_policy + objective.of_critic(values))
         sums.add(**objective.sums(predicted, values))
 
     def _learn_pretraining_texts(self, num_rows: int) -> None:

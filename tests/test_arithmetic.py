@@ -479,7 +479,12 @@ def test_masked_mean_of_nothing_is_zero():
 
 
 def test_the_temperature_divides_the_logits():
-    assert_close(tempered(tensor([[1.0, 3.0]]), 0.5), tensor([[2.0, 6.0]]))
+    logits = tensor([[1.0, 3.0]], requires_grad=True)
+    assert_close(tempered(logits, 0.5).detach(), tensor([[2.0, 6.0]]))
+    assert_close(logits.detach(), tensor([[1.0, 3.0]]))
+    in_place = logits.detach()
+    assert tempered(in_place, 0.5) is in_place
+    assert_close(in_place, tensor([[2.0, 6.0]]))
 
 
 def test_sampling_is_cut_to_the_likeliest_tokens_first_by_number_then_by_probability():

@@ -19,8 +19,9 @@ from transformers import (
     Qwen2Config,
 )
 
-from ppo_core import attention
+from ppo_core import attention, fp32_products
 from ppo_core.adapters import add_adapter
+from ppo_core.fp32_products import are_by_onednn
 from ppo_core.plain_decoder import PlainDecoding, states_at
 from ppo_core.plain_layers import plain_layers
 from ppo_core.tensors import pad_rows
@@ -199,3 +200,25 @@ def test_half_precision_differs_by_its_rounding_alone():
     assert_close(rounded.float(), exact, rtol=0, atol=0.1)
     assert (rounded - exact).norm() < 1.2 * (other - exact).norm()
     assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def change_nothing(backbone: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("most_pairs", "change", "by_onednn"),
+    [(20 * 20, change_nothing, True), (19 * 19, change_nothing, False), (20 * 20, train, False)],
+    ids=["own attention", "long rows", "as a whole"],
+)
+def test_large_layers_are_multiplied_by_onednn_where_attention_is_not(
+    most_pairs, change, by_onednn, monkeypatch
+):
+    monkeypatch.setattr(attention, "MOST_PAIRS", most_pairs)
+    monkeypatch.setattr(fp32_products, "LEAST_NUMBERS", 48 * 64)
+    monkeypatch.setattr(fp32_products, "MOST_ERROR", 1.0)  # also on a processor that rounds
+    backbone = make_backbone(PLAIN["llama"])
+    change(backbone)
+    with DecoderTrunk(backbone).products(torch.zeros(2, 20)):
+        assert are_by_onednn() == by_onednn
+    assert not are_by_onednn()

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from ppo_core import token_head
+from ppo_core import fp32_products, token_head, update
 from ppo_core.config import PPOConfig
 from ppo_core.engine import Engine
+from ppo_core.fp32_products import are_by_onednn
 from ppo_core.models import ActorCritic, Critic, LanguageModel
 from ppo_core.optimisation import parameter_groups
 from ppo_core.pretraining import PretrainingTexts, joined_texts
@@ -300,6 +301,37 @@ def test_a_shared_trunk_is_computed_once_a_microbatch():
 
 
 # --- What must not matter, and what ends or skips steps ---
+
+
+class WatchedEngine(Engine):
+    """Notes which library multiplies on the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_onednn: list[bool] = []
+
+    def backward(self, loss: Tensor) -> None:
+        self.by_onednn.append(are_by_onednn())
+        super().backward(loss)
+
+
+@pytest.mark.parametrize(
+    ("make", "ways_back"), [(make_trainee, 2), (make_shared_trainee, 1)], ids=["two", "shared"]
+)
+@pytest.mark.parametrize("is_large", [True, False])
+def test_large_layers_are_multiplied_by_onednn_on_the_way_back(
+    make, ways_back, is_large, monkeypatch
+):
+    largest_of_a_layer = 32 * 64
+    least = largest_of_a_layer if is_large else largest_of_a_layer + 1
+    monkeypatch.setattr(fp32_products, "MOST_ERROR", 1.0)  # also on a processor that rounds
+    fp32_products._onednn_is_exact.cache_clear()
+    for module in (fp32_products, update):
+        monkeypatch.setattr(module, "LEAST_NUMBERS", least)
+    config, experience, engine = make_config(), make_experience(), WatchedEngine()
+    update_policy(make(), experience, config, engine, make_progress(config, experience))
+    assert engine.by_onednn == [is_large] * ways_back
+    fp32_products._onednn_is_exact.cache_clear()
 
 
 @pytest.mark.parametrize("how", ["token", "sequence", "fixed_length"])
