@@ -45,8 +45,7 @@ def begin_decoding(
     """
     if plain_layers(trunk.backbone) is None:
         return _TransformersDecoding(policy, trunk, prompts, room, apart=apart)
-    with trunk.within():
-        parts = plain_layers(packed(trunk.backbone, len(prompts), passes=room))
+    parts = plain_layers(packed(trunk.backbone, len(prompts), passes=room))
     assert parts is not None, "The packed copy is of the same family."
     return PlainDecoding(parts, prompts, room, within=trunk.within, device=policy.device)
 

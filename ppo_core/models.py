@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from ppo_core.adapters import check_adapter, plain_model, using_adapter
 from ppo_core.errors import ModelError
@@ -20,9 +18,7 @@ from ppo_core.fused_loss import TokenLoss
 from ppo_core.packed_weights import packed
 from ppo_core.records import TokenRows
 from ppo_core.reward_model import RewardModel
-from ppo_core.tensors import (
-    at_least_fp32,
-)
+from ppo_core.tensors import at_least_fp32
 from ppo_core.token_head import TokenHead
 from ppo_core.trunks import DecoderTrunk, EncoderDecoderTrunk, Trunk, Within
 
@@ -128,7 +124,7 @@ class LanguageModel(nn.Module):
     def logits_of_rows(self, rows: int, passes: int) -> Callable[[Tensor], Tensor]:
         """`logits` for so many passes of up to so many states (b, D), while the weights stay."""
         whole = partial(torch.autocast, "cpu", enabled=False)
-        with self.within(), whole():
+        with whole():
             head = packed(self.head, rows, passes)
         if head is self.head:
             return self.logits

@@ -17,7 +17,7 @@ SMALLEST = 2**16
 """Numbers of a matrix from which on it is laid out anew; with fewer nothing is gained."""
 
 MOST_NUMBERS = 2**28
-"""Numbers of all these matrices together, 1 GiB, up to which there is memory for them twice."""
+"""Numbers of the matrices of a module, 1 GiB, up to which there is memory for them twice."""
 
 FEWEST_PASSES = 8
 """Passes from which on it pays: to lay them out takes as long as two or three."""
@@ -27,7 +27,7 @@ def packed(module: nn.Module, rows: int, passes: int) -> nn.Module:
     """The module, its large matrices laid out for so many passes of up to so many rows.
 
     What comes back shares all else with the module, records no gradient, and is of use for as long
-    as weights and adapters stay as they are. Where nothing is gained, on other devices than a CPU
+    as the weights stay as they are. Where nothing is gained, on other devices than a CPU
     among others, it is the module itself.
     """
     if passes < FEWEST_PASSES or _numbers(module) > MOST_NUMBERS:
@@ -75,7 +75,7 @@ def _can_be_packed(module: nn.Module) -> bool:
 
 def _has_library() -> bool:
     """Whether oneDNN multiplies here in the precision of the moment."""
-    if not torch.backends.mkldnn.is_available():
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
     if not torch.is_autocast_enabled("cpu"):
         return True

@@ -101,7 +101,7 @@ def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     inside = blocks[torch.arange(rows, device=block.device), block].cumsum(dim=-1)
     token, _ = _first_beyond(inside, uniforms * total - before)
     chosen = block * BLOCK + token
-    return chosen, (_of(weights, chosen) / total).log()
+    return chosen, _of(weights, chosen).log() - total.log()
 
 
 def _first_beyond(cumulative: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:

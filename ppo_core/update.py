@@ -19,7 +19,7 @@ from ppo_core.losses import aggregation_weights
 from ppo_core.models import ActorCritic, LanguageModel, Predictions
 from ppo_core.objective import CountedTokens, Objective
 from ppo_core.pretraining import PretrainingTexts, joined_texts, pretraining_loss
-from ppo_core.records import Experience, TokenSums
+from ppo_core.records import Experience, TokenRows, TokenSums
 from ppo_core.side_by_side import Both, one_after_the_other, side_by_side
 
 
@@ -268,13 +268,16 @@ class _OptimizerStep:
 
             predicted, values = self.both(learn_policy, learn_critic)
         else:
-            # What several processes prepared has no trunk to ask.
-            plain = engine.is_plain
-            with module.policy.trunk.products(joined.ids) if plain else nullcontext():
+            with self._products(joined):
                 predicted, values = module(*inputs)
                 of_policy = policy_weight * objective.of_predictions(predicted)
                 engine.backward(of_policy + objective.of_critic(values))
         sums.add(**objective.sums(predicted, values))
+
+    def _products(self, rows: TokenRows) -> AbstractContextManager[None]:
+        """By what the layers are multiplied in a pass of policy and critic, there and back."""
+        trained = cast(ActorCritic, self.engine.unwrap(self.trainee.module))
+        return trained.policy.trunk.products(rows.ids)
 
     def _learn_pretraining_texts(self, num_rows: int) -> None:
         """Add the gradient of the language-modelling loss on as many texts as responses."""
@@ -288,7 +291,8 @@ class _OptimizerStep:
             self.pause()
             own = batch[engine.rank :: engine.num_processes]
             rows = joined_texts(own or batch[:1]).to(engine.device)
-            with engine.accumulate_only(self.trainee.module, True):
+            more = engine.accumulate_only(self.trainee.module, True)
+            with more, self._products(rows):
                 weight = self.config.ptx_coef / total if own else 0.0
                 predicted, values = self.trainee.module(rows, 1.0, pretraining_loss(weight))
                 # ZeRO-3 adds to the gradient of the step before where the first pass of a step

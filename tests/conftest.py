@@ -18,3 +18,13 @@ def mlflow_client(tmp_path: Path):
 
     with chdir(tmp_path), tracking_to(write_database(tmp_path / "mlflow.db")):
         yield mlflow.MlflowClient()
+
+
+@pytest.fixture
+def onednn_tried_anew():
+    """Whether oneDNN's products are exact is found out once more, in the test and behind it."""
+    from ppo_core import fp32_products
+
+    fp32_products._onednn_is_exact.cache_clear()
+    yield
+    fp32_products._onednn_is_exact.cache_clear()

@@ -16,11 +16,7 @@ from ppo_core.fp32_products import (
 MANY = fp32_products.LEAST_NUMBERS
 
 
-@pytest.fixture(autouse=True)
-def _tried_anew() -> Iterator[None]:
-    fp32_products._onednn_is_exact.cache_clear()
-    yield
-    fp32_products._onednn_is_exact.cache_clear()
+pytestmark = pytest.mark.usefixtures("onednn_tried_anew")
 
 
 def test_products_with_a_large_matrix_are_those_of_fp32_and_leave_nothing_behind():

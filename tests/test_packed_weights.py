@@ -17,6 +17,13 @@ from ppo_core.rollout import sample_responses
 from ppo_core.sampler import SamplingSettings
 from tests.tiny import EOS, make_policy, make_prompts
 
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="a PyTorch without oneDNN"
+)
+needs_bf16 = pytest.mark.skipif(
+    not torch.cpu.get_capabilities().get("avx512_bf16", False), reason="no bfloat16 units"
+)
+
 MANY = packed_weights.FEWEST_PASSES
 
 
@@ -76,6 +83,18 @@ def test_the_same_responses_are_sampled(kind, monkeypatch):
     assert_close(fast.logprobs, plain.logprobs, rtol=0, atol=1e-5)
 
 
+@needs_bf16
+def test_in_half_precision_the_head_stays_in_that_of_its_weights(monkeypatch):
+    monkeypatch.setattr(packed_weights, "SMALLEST", 0)
+    policy = LanguageModel(make_policy())
+    states = torch.randn(20, 32)
+    expected = policy.logits(states)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        fast = policy.logits_of_rows(20, MANY)
+        assert fast != policy.logits
+        assert_close(fast(states), expected, rtol=0, atol=1e-5)
+
+
 def make_layers() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(256, 300), nn.ReLU(), nn.Linear(300, 8), nn.Dropout(0.5)).eval()
@@ -94,9 +113,7 @@ def test_the_large_matrices_alone_are_laid_out(rows):
     assert type(fast) is type(layers) and not fast.training
 
 
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here"
-)
+@needs_bf16
 def test_a_product_in_half_precision_is_what_autocast_makes():
     layers = make_layers()
     states = torch.randn(32, 256)

@@ -211,6 +211,7 @@ def change_nothing(backbone: Any) -> None:
     [(20 * 20, change_nothing, True), (19 * 19, change_nothing, False), (20 * 20, train, False)],
     ids=["own attention", "long rows", "as a whole"],
 )
+@pytest.mark.usefixtures("onednn_tried_anew")
 def test_large_layers_are_multiplied_by_onednn_where_attention_is_not(
     most_pairs, change, by_onednn, monkeypatch
 ):

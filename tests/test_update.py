@@ -319,19 +319,18 @@ class WatchedEngine(Engine):
     ("make", "ways_back"), [(make_trainee, 2), (make_shared_trainee, 1)], ids=["two", "shared"]
 )
 @pytest.mark.parametrize("is_large", [True, False])
+@pytest.mark.usefixtures("onednn_tried_anew")
 def test_large_layers_are_multiplied_by_onednn_on_the_way_back(
     make, ways_back, is_large, monkeypatch
 ):
     largest_of_a_layer = 32 * 64
     least = largest_of_a_layer if is_large else largest_of_a_layer + 1
     monkeypatch.setattr(fp32_products, "MOST_ERROR", 1.0)  # also on a processor that rounds
-    fp32_products._onednn_is_exact.cache_clear()
     for module in (fp32_products, update):
         monkeypatch.setattr(module, "LEAST_NUMBERS", least)
     config, experience, engine = make_config(), make_experience(), WatchedEngine()
     update_policy(make(), experience, config, engine, make_progress(config, experience))
     assert engine.by_onednn == [is_large] * ways_back
-    fp32_products._onednn_is_exact.cache_clear()
 
 
 @pytest.mark.parametrize("how", ["token", "sequence", "fixed_length"])

@@ -14,6 +14,7 @@ from ppo_core.chat import encode_chat, render_chat
 from ppo_core.errors import DataError, ModelError
 from ppo_core.loading import load_config, load_policy, load_tokenizer
 from ppo_core.models import LanguageModel
+from ppo_core.prepared_products import keep_few_prepared_products
 from ppo_core.prompts import Tokens, context_length, encode_prompt, response_texts
 from ppo_core.rollout import sample_responses
 from ppo_core.sampler import SamplingSettings, stop_token
@@ -39,6 +40,7 @@ class LocalChat:
         check_chat_model(path)
         self._tokenizer = load_tokenizer(path)
         model = load_policy(path)
+        keep_few_prepared_products()
         self._policy = LanguageModel(model)
         self._context = context_length(model.config)
         self._config = config
