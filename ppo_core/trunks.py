@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ppo_core import attention
 from ppo_core.fp32_products import products_with
 from ppo_core.plain_decoder import states_at
-from ppo_core.plain_layers import plain_layers
+from ppo_core.plain_layers import Layers, plain_layers
 from ppo_core.records import TokenRows
 from ppo_core.tensors import length_mask
 
@@ -52,7 +52,7 @@ class DecoderTrunk:
         parts = plain_layers(self.backbone)
         if parts is None:
             return self.hidden_states(ids)[row, place]
-        with self.within(), self.products(ids):
+        with self.within(), _products_of(parts, ids):
             return states_at(parts, ids, row, place)
 
     def products(self, ids: Tensor) -> AbstractContextManager[None]:
@@ -62,14 +62,17 @@ class DecoderTrunk:
         once more. Where attention is not our own nothing changes: it is multiplied by the same
         library, and the backward pass of PyTorch's takes five times as long by oneDNN.
         """
-        parts = plain_layers(self.backbone)
-        if parts is None or not attention.is_own(ids.shape[1], ids.shape[1], ids.device):
-            return nullcontext()
-        return products_with(max(weight.numel() for weight in parts.layers[0].mlp.parameters()))
+        return _products_of(plain_layers(self.backbone), ids)
 
     def states(self, rows: TokenRows) -> Tensor:
         """Hidden states (N, D) in which the counted tokens were sampled."""
         return self.states_at(rows.ids, rows.row, rows.state)
+
+
+def _products_of(parts: Layers | None, ids: Tensor) -> AbstractContextManager[None]:
+    if parts is None or not attention.is_own(ids.shape[1], ids.shape[1], ids.device):
+        return nullcontext()
+    return products_with(max(weight.numel() for weight in parts.layers[0].mlp.parameters()))
 
 
 class EncoderDecoderTrunk:

@@ -7,14 +7,9 @@ import pytest
 import torch
 
 from ppo_core import fp32_products
-from ppo_core.fp32_products import (
-    are_by_onednn,
-    products_with,
-    small_products,
-)
+from ppo_core.fp32_products import are_by_onednn, products_with, small_products
 
 MANY = fp32_products.LEAST_NUMBERS
-
 
 pytestmark = pytest.mark.usefixtures("onednn_tried_anew")
 
