@@ -11,7 +11,7 @@ from ppo_core.batches import token_batches
 from ppo_core.kv_cache import empty_cache, joined, keeps_all
 from ppo_core.models import LanguageModel
 from ppo_core.packed_weights import packed
-from ppo_core.plain_decoder import PlainDecoding
+from ppo_core.plain_decoding import PlainDecoding
 from ppo_core.plain_layers import plain_layers
 from ppo_core.prompts import Tokens
 from ppo_core.tensors import pad_rows
@@ -30,6 +30,20 @@ class Decoding(Protocol):
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows (b,) alone."""
 
+    def add(self, prompts: Sequence[Tokens]) -> None:
+        """Read prompts into further rows, if the model `takes_more`.
+
+        No prompt may be longer than the longest of the first, nor may there be more rows than then.
+        """
+
+
+def takes_more(policy: LanguageModel, trunk: DecoderTrunk) -> bool:
+    """Whether prompts can follow while others are decoded.
+
+    Not where layers keep other things than the keys and values of all places.
+    """
+    return plain_layers(trunk.backbone) is not None or keeps_all(empty_cache(policy.model.config))
+
 
 def begin_decoding(
     policy: LanguageModel,
@@ -41,7 +55,8 @@ def begin_decoding(
 ) -> Decoding:
     """Read prompts, with room for so many tokens of each response.
 
-    With `apart`, prompts of other lengths may be read in passes of their own: fewer fillers.
+    A row that has so many is left out by `keep`. With `apart`, prompts of other lengths may be read
+    in passes of their own: fewer fillers.
     """
     if plain_layers(trunk.backbone) is None:
         return _TransformersDecoding(policy, trunk, prompts, room, apart=apart)
@@ -67,60 +82,69 @@ class _TransformersDecoding:
         *,
         apart: bool,
     ) -> None:
+        self._policy = policy
         self._trunk = trunk
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=policy.device)
-        self._filled = int(lengths.max())
-        # A place is visible to its row from the first real token on, response places included.
-        columns = torch.arange(self._filled + room, device=policy.device)
-        self._visible = (columns >= (self._filled - lengths)[:, None]).long()
-        self._next_place = lengths
-        self.states, self._cache = _read_prompts(
-            policy, trunk, prompts, room=self._filled + room, apart=apart
-        )
-
-    def step(self, tokens: Tensor) -> None:
-        self._filled += 1
-        self.states = self._trunk.hidden_states(
-            tokens[:, None],
-            attention_mask=self._visible[:, : self._filled],
-            past_key_values=self._cache,
-            use_cache=True,
-            **self._trunk.places(self._next_place[:, None]),
-        )[:, -1]
-        self._next_place = self._next_place + 1
+        self._room = room
+        self._lengths = torch.tensor([len(prompt) for prompt in prompts], device=policy.device)
+        self._filled = int(self._lengths.max())
+        self._is_reserved = keeps_all(empty_cache(policy.model.config))
+        batches = [torch.arange(len(prompts))]
+        if apart and self._is_reserved:
+            batches = token_batches(self._lengths.cpu(), len(prompts))
+        self.states, caches = self._read(prompts, batches)
+        self._cache = self._joined(caches, batches) if self._is_reserved else caches[0]
 
     def keep(self, rows: Tensor) -> None:
         self._cache.batch_select_indices(rows)
-        self._visible, self._next_place = self._visible[rows], self._next_place[rows]
+        self.states, self._lengths = self.states[rows], self._lengths[rows]
 
-
-def _read_prompts(
-    policy: LanguageModel,
-    trunk: DecoderTrunk,
-    prompts: Sequence[Tokens],
-    *,
-    room: int,
-    apart: bool,
-) -> tuple[Tensor, Cache]:
-    """States (B, D) behind the prompts, and a cache of them with room for so many columns."""
-    config = policy.model.config
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    apart = apart and keeps_all(empty_cache(config))
-    batches = token_batches(lengths, len(prompts)) if apart else [torch.arange(len(prompts))]
-    states, caches = [], []
-    for batch in batches:
-        ids, filled = pad_rows([prompts[n] for n in batch.tolist()], side="left")
-        places = torch.arange(ids.shape[1]) - (ids.shape[1] - filled)[:, None]
-        cache = empty_cache(config)
-        hidden = trunk.hidden_states(
-            ids.to(policy.device),
-            attention_mask=(places >= 0).long().to(policy.device),
-            past_key_values=cache,
+    def step(self, tokens: Tensor) -> None:
+        self._filled += 1
+        # A column is visible to its row from the first real token on.
+        columns = torch.arange(1, self._filled + 1, device=tokens.device)
+        visible = columns >= (self._filled - self._lengths)[:, None]
+        self.states = self._trunk.hidden_states(
+            tokens[:, None],
+            attention_mask=visible.long(),
+            past_key_values=self._cache,
             use_cache=True,
-            **trunk.places(places.clamp(min=0).to(policy.device)),
-        )
-        states.append(hidden[:, -1])
-        caches.append(cache)
-    order = torch.cat(batches).argsort().to(policy.device)
-    last = torch.cat(states)[order]
-    return last, joined(caches, batches, room=room) if keeps_all(caches[0]) else caches[0]
+            **self._trunk.places(self._lengths[:, None]),
+        )[:, -1]
+        self._lengths = self._lengths + 1
+
+    def add(self, prompts: Sequence[Tokens]) -> None:
+        before = len(self._lengths)
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        batches = token_batches(lengths, len(prompts))
+        states, caches = self._read(prompts, batches)
+        self.states = torch.cat([self.states, states])
+        self._lengths = torch.cat([self._lengths, lengths.to(self._lengths.device)])
+        self._filled = int(self._lengths.max())
+        rows = [torch.arange(before), *(before + batch for batch in batches)]
+        self._cache = self._joined([self._cache, *caches], rows)
+
+    def _joined(self, caches: Sequence[Cache], rows: Sequence[Tensor]) -> Cache:
+        return joined(caches, rows, width=self._filled, room=self._filled + self._room)
+
+    def _read(
+        self, prompts: Sequence[Tokens], batches: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Cache]]:
+        """States (B, D) behind prompts that are read in batches, and a cache of each batch."""
+        device = self._lengths.device
+        states: list[Tensor] = []
+        caches: list[Cache] = []
+        for batch in batches:
+            ids, filled = pad_rows([prompts[n] for n in batch.tolist()], side="left")
+            places = torch.arange(ids.shape[1]) - (ids.shape[1] - filled)[:, None]
+            cache = empty_cache(self._policy.model.config)
+            hidden = self._trunk.hidden_states(
+                ids.to(device),
+                attention_mask=(places >= 0).long().to(device),
+                past_key_values=cache,
+                use_cache=True,
+                **self._trunk.places(places.clamp(min=0).to(device)),
+            )
+            states.append(hidden[:, -1])
+            caches.append(cache)
+        order = torch.cat([*batches]).argsort().to(device)
+        return torch.cat(states)[order], caches

@@ -67,28 +67,24 @@ def answer_prompts(
     compared = LanguageModel(reference) if reference is not None and is_sample else None
     generator = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(len(prompts), response_length, generator=generator)
-    texts: list[str] = []
-    divergences: list[Tensor] = []
+    if not prompts:
+        return Answers(texts=[], kl=None)
     with progress(len(prompts), "answering", "prompt") as bar:
-        for start in range(0, len(prompts), batch_size):
-            part = prompts[start : start + batch_size]
-            rollout = sample_responses(
-                policy,
-                [encode_prompt(tokenizer, prompt) for prompt in part],
-                uniforms[start : start + batch_size],
-                sampling,
-                batch_size=batch_size,
-            )
-            texts += response_texts(tokenizer, rollout)
-            if compared is not None:
-                divergences.append(_divergence(rollout, compared))
-            bar.update(len(part))
-    return Answers(texts=texts, kl=torch.cat(divergences).mean().item() if divergences else None)
+        rollout = sample_responses(
+            policy,
+            [encode_prompt(tokenizer, prompt) for prompt in prompts],
+            uniforms,
+            sampling,
+            batch_size=batch_size,
+            ended=bar.update,
+        )
+    kl = None if compared is None else _divergence(rollout, compared, batch_size).mean().item()
+    return Answers(texts=response_texts(tokenizer, rollout), kl=kl)
 
 
-def _divergence(rollout: Rollout, reference: LanguageModel) -> Tensor:
+def _divergence(rollout: Rollout, reference: LanguageModel, batch_size: int) -> Tensor:
     """Nats (B,) between the policy that sampled a rollout and a reference."""
-    ref_logprobs = reference_logprobs(reference, rollout, len(rollout))
+    ref_logprobs = reference_logprobs(reference, rollout, batch_size)
     # Both are 0 where a token does not count.
     return kl_per_token(rollout.logprobs, ref_logprobs, "k1").sum(dim=1)
 

@@ -52,22 +52,27 @@ class _ReservedLayer(DynamicLayer):
         self._room = keys[: len(indices)], values[: len(indices)]
         self._show(places)
 
+    def reset(self) -> None:
+        """Give the memory back."""
+        super().reset()
+        del self._room
 
-def joined(caches: Sequence[Cache], rows: Sequence[Tensor], *, room: int) -> Cache:
-    """One cache of what several have, aligned on the right, with room for so many places in all.
 
-    `rows` are the rows of each in the whole. Places before the first of a row are 0. Each of the
-    caches is emptied as it is copied.
+def joined(caches: Sequence[Cache], rows: Sequence[Tensor], *, width: int, room: int) -> Cache:
+    """One cache of the last `width` places of several, with room for so many places in all.
+
+    Rows are aligned on the right; `rows` are those of each cache in the whole. Places before the
+    first of a row are 0. Each of the caches is emptied as it is copied.
     """
     whole = DynamicCache()
-    number, width = sum(map(len, rows)), max(cache.get_seq_length() for cache in caches)
+    number = sum(map(len, rows))
     for n in range(len(caches[0].layers)):
         parts: list[Tensor] = []
         for kind in ("keys", "values"):
             first = getattr(caches[0].layers[n], kind)
             part = first.new_zeros(number, first.shape[1], room, first.shape[-1])
             for cache, own in zip(caches, rows, strict=True):
-                tensor = getattr(cache.layers[n], kind)
+                tensor = getattr(cache.layers[n], kind)[:, :, -width:]
                 part[own, :, width - tensor.shape[-2] : width] = tensor
             parts.append(part)
         for cache in caches:

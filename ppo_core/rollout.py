@@ -1,5 +1,6 @@
 """Prompts in, sampled responses out."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ppo_core.batches import length_sorted_batches
-from ppo_core.decoding import begin_decoding
+from ppo_core.decoding import begin_decoding, takes_more
 from ppo_core.errors import ModelError
 from ppo_core.models import LanguageModel
 from ppo_core.prompts import Tokens
@@ -17,8 +18,8 @@ from ppo_core.tensors import length_mask, pad_rows
 from ppo_core.trunks import DecoderTrunk
 
 KEPT_SHARE = 0.75
-"""Ended responses leave the cache once no more than this share of its rows goes on: to move the
-others together costs as much as a few passes."""
+"""Ended responses leave the cache once no more than this share of its rows goes on, and prompts
+that wait take their places: to move the others together costs as much as a few passes."""
 
 
 def decoder_of(policy: LanguageModel) -> DecoderTrunk:
@@ -45,16 +46,19 @@ def sample_responses(
     batch_size: int,
     any_left: Callable[[bool], bool] | None = None,
     pause: Callable[[], None] = lambda: None,
+    ended: Callable[[int], None] = lambda number: None,
 ) -> Rollout:
     """Sample one response to each prompt, ending at the stop token or after T tokens.
 
-    uniforms is (B, T), one number in [0, 1) for each token that may be drawn. Prompts of
-    similar length are sampled together, `batch_size` at a time, with a KV cache. On CPU and
-    in fp32 the recorded log-probabilities equal those of a training pass to about 1e-6.
+    uniforms is (B, T), one number in [0, 1) for each token that may be drawn. At most `batch_size`
+    prompts are sampled at a time, with a KV cache; the longest come first, and others take the
+    places of responses that have ended. On CPU and in fp32 the recorded log-probabilities equal
+    those of a training pass to about 1e-6.
 
     Where each pass waits for all processes, `any_left` says whether one of them still has a
-    response that goes on; all must have equally many prompts then. `pause` is called before each
-    batch, and may raise.
+    response that goes on; all must have equally many prompts then, which are sampled batch by
+    batch. `pause` is called once for each `batch_size` prompts, before they are read, and may
+    raise. `ended` is told how many responses have ended.
 
     Raises:
         ModelError: the policy has an encoder.
@@ -63,15 +67,20 @@ def sample_responses(
     device = policy.device
     prompt_ids, prompt_lengths = pad_rows(prompts)
     decoded = _Decoded.empty(len(prompts), uniforms.shape[1], device)
-    for batch in length_sorted_batches(prompt_lengths, batch_size):
-        pause()
+    batches = length_sorted_batches(prompt_lengths, batch_size)
+    if any_left is None and takes_more(policy, trunk):
+        batches = [torch.cat(batches)]
+    for batch in batches:
         part = _decode(
             policy,
             trunk,
             [prompts[i] for i in batch.tolist()],
             uniforms[batch].to(device),
             settings,
-            any_left,
+            batch_size=batch_size,
+            any_left=any_left,
+            pause=pause,
+            ended=ended,
         )
         decoded.put(batch.to(device), part)
     return Rollout(
@@ -88,8 +97,38 @@ def sample_responses(
 
 
 @dataclass(frozen=True)
+class _Growing:
+    """The responses that grow, one at each row of the decoding."""
+
+    number: Tensor
+    """(b,) which of all responses it is."""
+
+    place: Tensor
+    """(b,) of its next token."""
+
+    goes_on: Tensor
+    """(b,) False where it has ended, and another may take its row."""
+
+    @classmethod
+    def begun(cls, numbers: Tensor) -> "_Growing":
+        return cls(numbers, torch.zeros_like(numbers), torch.ones_like(numbers, dtype=torch.bool))
+
+    def after(self, ends: Tensor, most: int) -> "_Growing":
+        """A token later, which was the last of some."""
+        place = self.place + 1
+        return _Growing(self.number, place, self.goes_on & ~ends & (place < most))
+
+    def at(self, rows: Tensor) -> "_Growing":
+        return _Growing(*(tensor[rows] for tensor in vars(self).values()))
+
+    def and_then(self, others: "_Growing") -> "_Growing":
+        both = zip(vars(self).values(), vars(others).values(), strict=True)
+        return _Growing(*(torch.cat(pair) for pair in both))
+
+
+@dataclass(frozen=True)
 class _Decoded:
-    """Responses while they grow; columns as in `Rollout`."""
+    """Responses so far; columns as in `Rollout`."""
 
     ids: Tensor
     logprobs: Tensor
@@ -111,6 +150,20 @@ class _Decoded:
         for whole, of_rows in zip(vars(self).values(), vars(part).values(), strict=True):
             whole[rows] = of_rows
 
+    def write(
+        self, growing: _Growing, tokens: Tensor, logprobs: Tensor, behaviour: Tensor, stop: int
+    ) -> Tensor:
+        """Write the next token (b,) of each response that goes on; True where it is the stop."""
+        going = growing.goes_on
+        number, place = growing.number[going], growing.place[going]
+        self.ids[number, place] = tokens[going]
+        self.logprobs[number, place] = logprobs[going]
+        self.behaviour_logprobs[number, place] = behaviour[going]
+        ends = going & (tokens == stop)
+        self.lengths[growing.number[ends]] = growing.place[ends] + 1
+        self.has_stop[growing.number[ends]] = True
+        return ends
+
 
 def _decode(
     policy: LanguageModel,
@@ -118,34 +171,44 @@ def _decode(
     prompts: Sequence[Tokens],
     uniforms: Tensor,
     settings: SamplingSettings,
+    *,
+    batch_size: int,
     any_left: Callable[[bool], bool] | None,
+    pause: Callable[[], None],
+    ended: Callable[[int], None],
 ) -> _Decoded:
-    """The responses to one batch of prompts."""
-    most, device = uniforms.shape[1], policy.device
-    decoded = _Decoded.empty(len(prompts), most, device)
-    decoding = begin_decoding(policy, trunk, prompts, room=most, apart=any_left is None)
-    next_logits = policy.logits_of_rows(len(prompts), passes=most)
-    rows = torch.arange(len(prompts), device=device)  # the response at each row of the decoding
-    going = torch.ones_like(rows, dtype=torch.bool)
-    for t in range(most):
-        chosen, logprobs, behaviour = sample_tokens(
-            next_logits(decoding.states), uniforms[rows, t], settings
-        )
-        own = rows[going]
-        decoded.ids[own, t] = chosen[going]
-        decoded.logprobs[own, t] = logprobs[going]
-        decoded.behaviour_logprobs[own, t] = behaviour[going]
-        ends = going & (chosen == settings.stop_token_id)
-        decoded.lengths[rows[ends]] = t + 1
-        decoded.has_stop[rows[ends]] = True
-        going &= ~ends
-        left = int(going.sum())
-        if t + 1 == most or not (any_left(left > 0) if any_left else left):
-            break
-        if left <= KEPT_SHARE * len(rows):
-            # A row goes on without a response where passes are made for other processes.
-            kept = going.nonzero()[:, 0] if left else torch.zeros_like(rows[:1])
+    """The responses to prompts, longest first, `batch_size` at a time."""
+    most, numbers = uniforms.shape[1], torch.arange(len(prompts), device=policy.device)
+    decoded = _Decoded.empty(len(prompts), most, policy.device)
+    pause()
+    begun = left = min(batch_size, len(prompts))
+    decoding = begin_decoding(policy, trunk, prompts[:begun], most, apart=any_left is None)
+    next_logits = policy.logits_of_rows(begun, passes=most)
+    growing = _Growing.begun(numbers[:begun])
+    while True:
+        drawn = uniforms[growing.number, growing.place]
+        tokens, logprobs, behaviour = sample_tokens(next_logits(decoding.states), drawn, settings)
+        ends = decoded.write(growing, tokens, logprobs, behaviour, settings.stop_token_id)
+        growing = growing.after(ends, most)
+        # One look at the device for both.
+        counts = torch.stack([growing.goes_on.sum(), (growing.place == most).sum()])
+        before, (left, whole) = left, counts.tolist()
+        ended(before - left)
+        if not (any_left(left > 0) if any_left else left or begun < len(prompts)):
+            return decoded
+        if left <= KEPT_SHARE * len(tokens) or whole:
+            kept = growing.goes_on.nonzero()[:, 0]
+            if any_left and not left:
+                # A row goes on without a response where passes are made for other processes.
+                kept = kept.new_zeros(1)
             decoding.keep(kept)
-            rows, going, chosen = rows[kept], going[kept], chosen[kept]
-        decoding.step(chosen)
-    return decoded
+            growing, tokens = growing.at(kept), tokens[kept]
+        if len(tokens):
+            decoding.step(tokens)
+        if following := prompts[begun : begun + batch_size - len(tokens)]:
+            # As often in all processes, which may wait for each other in it.
+            if math.ceil((begun + len(following)) / batch_size) > math.ceil(begun / batch_size):
+                pause()
+            decoding.add(following)
+            growing = growing.and_then(_Growing.begun(numbers[begun:][: len(following)]))
+            begun, left = begun + len(following), left + len(following)

@@ -22,6 +22,11 @@ def test_the_same_seed_gives_the_same_texts_in_batches_of_any_size():
     assert len(set(texts)) == len(PROMPTS)
 
 
+def test_no_prompts_have_no_answers():
+    answers = answer_prompts(make_policy(), make_tokenizer(), [], **SAMPLING)
+    assert (answers.texts, answers.kl) == ([], None)
+
+
 def test_greedy_texts_depend_on_no_seed():
     greedy = answer(make_policy(), temperature=0)
     assert greedy.texts == answer(make_policy(), temperature=0, seed=9).texts

@@ -22,7 +22,8 @@ from transformers import (
 from ppo_core import attention, fp32_products
 from ppo_core.adapters import add_adapter
 from ppo_core.fp32_products import are_by_onednn
-from ppo_core.plain_decoder import PlainDecoding, states_at
+from ppo_core.plain_decoder import states_at
+from ppo_core.plain_decoding import PlainDecoding
 from ppo_core.plain_layers import plain_layers
 from ppo_core.tensors import pad_rows
 from ppo_core.trunks import DecoderTrunk
@@ -144,6 +145,35 @@ def test_a_response_grows_by_the_states_of_the_whole_row(family):
                 rows = kept.tolist()
             if t < 4:
                 decoding.step(torch.tensor([answers[n][t] for n in rows]))
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_prompts_that_follow_see_nothing_of_the_rows_before(family):
+    backbone = make_backbone(PLAIN[family])
+    first, later = make_prompts([3, 9]), make_prompts([7, 2], seed=2)
+    answers = make_prompts([6] * 3, seed=1)
+    parts = plain_layers(backbone)
+    assert parts is not None
+    within = DecoderTrunk(backbone).within
+    with torch.no_grad():
+        decoding = PlainDecoding(parts, first, 6, within=within, device=ROW.device)
+        for t in range(2):
+            decoding.step(torch.tensor([answers[0][t], answers[1][t]]))
+        # The longest is left out, so what the other has moves.
+        decoding.keep(torch.tensor([0]))
+        decoding.step(torch.tensor([answers[0][2]]))
+        decoding.add(later[:1])
+        rows = [first[0] + answers[0][:3], later[0]]
+        for t in range(2):
+            expected = [backbone(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
+            assert_close(decoding.states, torch.stack(expected), rtol=0, atol=1e-9)
+            tokens = [answers[0][3 + t], answers[1][t]]
+            decoding.step(torch.tensor(tokens))
+            rows = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
+        decoding.keep(torch.tensor([], dtype=torch.long))
+        decoding.add(later[1:])
+        expected = [backbone(torch.tensor([later[1]])).last_hidden_state[0, -1]]
+        assert_close(decoding.states, torch.stack(expected), rtol=0, atol=1e-9)
 
 
 def hook_a_layer(backbone: Any) -> None:

@@ -1,11 +1,14 @@
 """Sampling: the right distribution, the right ends, nothing from the neighbours."""
 
+from functools import partial
+
 import pytest
 import torch
 from scipy.stats import chisquare
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
-from ppo_core.errors import DataError, ModelError
+from ppo_core.errors import DataError, ModelError, RunInterruptedError
 from ppo_core.models import LanguageModel
 from ppo_core.prompts import (
     PromptStream,
@@ -21,15 +24,30 @@ from tests.tiny import CONFIGS, EOS, PAD, make_policy, make_prompts, make_tokeni
 LENGTHS = [3, 9, 5, 12, 1, 7]
 
 
-def sample(policy, prompts, *, stop=EOS, temperature=0.7, length=15, seed=0, any_left=bool, **cut):
+def sample(
+    policy,
+    prompts,
+    *,
+    stop=EOS,
+    temperature=0.7,
+    length=15,
+    seed=0,
+    batch_size=4,
+    any_left=bool,
+    ended=lambda _: None,
+    pause=lambda: None,
+    **cut,
+):
     uniforms = torch.rand(len(prompts), length, generator=torch.Generator().manual_seed(seed))
     return sample_responses(
         policy,
         prompts,
         uniforms,
         SamplingSettings(stop_token_id=stop, temperature=temperature, **cut),
-        batch_size=4,
+        batch_size=batch_size,
         any_left=any_left,
+        ended=ended,
+        pause=pause,
     )
 
 
@@ -180,6 +198,94 @@ def test_the_whole_batch_may_stop_at_once():
     assert rollout.has_stop.tolist() == [True]
 
 
+def by_transformers(policy: PreTrainedModel) -> PreTrainedModel:
+    """The same policy, whose passes are left to transformers for a hook that hangs on them."""
+    policy.base_model.register_forward_pre_hook(lambda *_: None)
+    return policy
+
+
+def with_a_window() -> PreTrainedModel:
+    """A policy whose layers keep the keys and values of the last four places alone."""
+    torch.manual_seed(0)
+    like = CONFIGS["llama"].to_dict()
+    config = MistralConfig(**{name: like[name] for name in LIKE_LLAMA}, sliding_window=4)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+LIKE_LLAMA = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads max_position_embeddings"
+).split()
+POLICIES = {
+    **{family: partial(make_policy, family) for family in CONFIGS},
+    "by transformers": lambda: by_transformers(make_policy()),
+    "with a window": with_a_window,
+}
+
+
+@pytest.mark.parametrize("batch_size", [4, 9])
+@pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+def test_prompts_that_take_the_places_of_ended_responses_are_answered_the_same(make, batch_size):
+    policy, prompts = LanguageModel(make()), make_prompts([1, 9, 5, 12, 3, 7, 2] * 5)
+    drawn = partial(sample, policy, prompts, stop=9, length=30, batch_size=batch_size)
+    numbers: list[int] = []
+    following = drawn(any_left=None, ended=numbers.append)
+    in_batches = drawn(any_left=bool)
+    assert 0 < following.has_stop.sum() < len(prompts)
+    assert following.response_ids.tolist() == in_batches.response_ids.tolist()
+    assert following.response_lengths.tolist() == in_batches.response_lengths.tolist()
+    assert following.has_stop.tolist() == in_batches.has_stop.tolist()
+    assert_close(following.logprobs, in_batches.logprobs, rtol=0, atol=1e-5)
+    assert sum(numbers) == len(prompts)
+
+
+@pytest.mark.parametrize("make", [make_policy, lambda: by_transformers(make_policy())])
+def test_places_of_ended_responses_do_not_stay_empty(make):
+    policy, prompts = LanguageModel(make()), make_prompts([4] * 40)
+    passes: list[int] = []
+    embedding = policy.model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, inputs, out: passes.append(out.shape[1] == 1))
+    sample(policy, prompts, stop=15, length=30, any_left=bool)
+    in_batches = sum(passes)
+    passes.clear()
+    lengths = sample(policy, prompts, stop=15, length=30, any_left=None).response_lengths
+    # Four at a time; at the end some are alone, and places wait until there is one for a prompt.
+    assert sum(passes) < 0.8 * in_batches
+    assert sum(passes) >= (lengths.sum() - len(lengths)) / 4
+
+
+@pytest.mark.parametrize("make", [make_policy, lambda *_: by_transformers(make_policy("gpt2"))])
+def test_a_place_that_waits_never_leaves_the_context(make):
+    """GPT-2 has embeddings for 64 places, and 20 + 44 of them are used."""
+    policy = LanguageModel(make("gpt2"))
+    prompts = make_prompts([20] * 6 + [2] * 8)
+    rollout = sample(policy, prompts, stop=9, length=44, any_left=None)
+    assert (rollout.response_lengths == 44).any()
+    assert rollout.has_stop.any()
+
+
+@pytest.mark.parametrize("stop", [EOS, 9, 15])
+@pytest.mark.parametrize("any_left", [None, bool], ids=["following", "in batches"])
+def test_there_are_as_many_pauses_as_batches_whenever_responses_end(stop, any_left):
+    """Processes wait for each other in a pause, and the responses of each end at their own time."""
+    asked: list[int] = []
+    policy, prompts = LanguageModel(make_policy()), make_prompts([4] * 22)
+    sample(policy, prompts, stop=stop, any_left=any_left, pause=lambda: asked.append(1))
+    assert len(asked) == 6
+
+
+def test_a_pause_may_end_it_all_before_more_prompts_are_read():
+    asked: list[int] = []
+
+    def pause() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise RunInterruptedError("Stop.")
+
+    with pytest.raises(RunInterruptedError):
+        sample(LanguageModel(make_policy()), make_prompts([4] * 22), any_left=None, pause=pause)
+
+
 @pytest.mark.parametrize("passes", [1, 12, 20], ids=["sooner", "later", "at the length"])
 def test_passes_go_on_until_no_process_has_a_response_left_and_change_nothing(passes):
     policy, prompts = LanguageModel(make_policy()), make_prompts([4, 2])
@@ -196,7 +302,7 @@ def test_passes_go_on_until_no_process_has_a_response_left_and_change_nothing(pa
 
     together = sample(policy, prompts, stop=9, length=20, seed=17, any_left=any_left)
     assert len(made) == max(9, passes)
-    assert len(told) == min(len(made), 19)  # nothing follows the last token
+    assert len(told) == len(made)
     assert told == [True] * 8 + [False] * (len(told) - 8)
     for name in ("response_ids", "response_lengths", "has_stop", "logprobs"):
         assert torch.equal(getattr(together, name), getattr(alone, name)), name
