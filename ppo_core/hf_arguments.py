@@ -111,6 +111,11 @@ def _read_json(kinds: Sequence[type], path: Path) -> list[Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"The settings in '{path}' cannot be read: {error}.") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"'{path}' holds a {type(settings).__name__}; settings are an object of names and "
+            'values: {"name": value}.'
+        )
     known = [name for kind in kinds for name in field_docs(kind)]
     refuse_unsupported({n: value for n, value in settings.items() if n not in known}, known)
     return [

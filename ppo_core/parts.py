@@ -125,6 +125,21 @@ def reward_holders(rewards: RewardMix, module: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(one if isinstance(one, PreTrainedModel) else module for one in own))
 
 
+def require_loaded(model: object, **others: object) -> None:
+    """Refuse what is no model at all, such as a name of one; the others may be None.
+
+    Raises:
+        ModelError: one of them is something else.
+    """
+    given = {"model": model, **{name: one for name, one in others.items() if one is not None}}
+    for name, one in given.items():
+        if not isinstance(one, nn.Module):
+            raise ModelError(
+                f"{name}={one!r:.80} is no model. Hand over a loaded one: {name}="
+                "AutoModelForCausalLM.from_pretrained(...)."
+            )
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout to 0: what is learned must be the policy that sampled (detail 8)."""
     for module in model.modules():

@@ -26,7 +26,7 @@ from ppo_core.interruption import Interruption
 from ppo_core.metrics import Metrics, explained_variance, update_metrics
 from ppo_core.models import ActorCritic
 from ppo_core.optimisation import make_trainee
-from ppo_core.parts import make_parts
+from ppo_core.parts import make_parts, require_loaded
 from ppo_core.pending import PendingUpdate
 from ppo_core.precision import trains_in_bf16
 from ppo_core.prepared_products import keep_few_prepared_products
@@ -96,6 +96,7 @@ class PPOTrainer:
             ModelError: a model cannot play its part.
             DataError: a prompt cannot be used.
         """
+        require_loaded(model, ref_model=ref_model, value_model=value_model)
         # Settled first: a run that goes on elsewhere is of the same precision, or is refused.
         in_bf16 = trains_in_bf16(args.bf16, model, use_cpu=args.use_cpu)
         self.args = args = replace(args, bf16=in_bf16)

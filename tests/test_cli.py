@@ -208,6 +208,9 @@ def test_a_json_file_holds_values_as_they_are(tmp_path):
     file.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         parse_arguments(KINDS, [str(file)])
+    file.write_text("[3]")
+    with pytest.raises(ConfigError, match="holds a list"):
+        parse_arguments(KINDS, [str(file)])
 
 
 def test_where_no_samples_are_shown_all_prompts_are_trained_on(tmp_path):
