@@ -5,10 +5,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig
 
 from ppo_core.batches import token_batches
-from ppo_core.kv_cache import empty_cache, joined, keeps_all
+from ppo_core.errors import ModelError
+from ppo_core.kv_cache import ReservedCache, can_choose_rows, empty_cache, keeps_all
 from ppo_core.models import LanguageModel
 from ppo_core.packed_weights import packed
 from ppo_core.plain_decoding import PlainDecoding
@@ -40,9 +41,19 @@ class Decoding(Protocol):
 def takes_more(policy: LanguageModel, trunk: DecoderTrunk) -> bool:
     """Whether prompts can follow while others are decoded.
 
-    Not where layers keep other things than the keys and values of all places.
+    Not where layers keep other things than the keys and values of all places, nor where the angles
+    of a row depend on the longest beside it.
     """
-    return plain_layers(trunk.backbone) is not None or keeps_all(empty_cache(policy.model.config))
+    config = policy.model.config
+    keeps = plain_layers(trunk.backbone) is not None or keeps_all(empty_cache(config))
+    return keeps and _rotary_kinds(config).isdisjoint({"dynamic", "longrope"})
+
+
+def _rotary_kinds(config: PreTrainedConfig) -> set[str]:
+    """Those of all layers, which may have one each."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    each = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    return {part["rope_type"] for part in each if "rope_type" in part}
 
 
 def begin_decoding(
@@ -85,18 +96,24 @@ class _TransformersDecoding:
         self._policy = policy
         self._trunk = trunk
         self._room = room
-        self._lengths = torch.tensor([len(prompt) for prompt in prompts], device=policy.device)
-        self._filled = int(self._lengths.max())
-        self._is_reserved = keeps_all(empty_cache(policy.model.config))
-        batches = [torch.arange(len(prompts))]
-        if apart and self._is_reserved:
-            batches = token_batches(self._lengths.cpu(), len(prompts))
-        self.states, caches = self._read(prompts, batches)
-        self._cache = self._joined(caches, batches) if self._is_reserved else caches[0]
+        self._most_rows = len(prompts)
+        self._longest = self._filled = max(map(len, prompts))
+        self._lengths = torch.zeros(0, dtype=torch.long, device=policy.device)
+        self._reserved: ReservedCache | None = None
+        self._cache: Cache
+        # Other caches cannot be put together of those of several passes.
+        self._apart = apart and keeps_all(empty_cache(policy.model.config))
+        self.states = self._read_all(prompts)
 
     def keep(self, rows: Tensor) -> None:
-        self._cache.batch_select_indices(rows)
         self.states, self._lengths = self.states[rows], self._lengths[rows]
+        if self._reserved is None:
+            self._cache.batch_select_indices(rows)
+            return
+        span = int(self._lengths.max()) if len(rows) else 0
+        # So a prompt that follows has room, and some models take no more columns than places.
+        self._filled = max(span, self._longest)
+        self._reserved.move(rows, span, self._filled)
 
     def step(self, tokens: Tensor) -> None:
         self._filled += 1
@@ -113,38 +130,50 @@ class _TransformersDecoding:
         self._lengths = self._lengths + 1
 
     def add(self, prompts: Sequence[Tokens]) -> None:
-        before = len(self._lengths)
+        self.states = torch.cat([self.states, self._read_all(prompts)])
+
+    def _read_all(self, prompts: Sequence[Tokens]) -> Tensor:
+        """States (b, D) behind prompts, which become further rows."""
+        first, device = len(self._lengths), self._lengths.device
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        batches = token_batches(lengths, len(prompts))
-        states, caches = self._read(prompts, batches)
-        self.states = torch.cat([self.states, states])
-        self._lengths = torch.cat([self._lengths, lengths.to(self._lengths.device)])
-        self._filled = int(self._lengths.max())
-        rows = [torch.arange(before), *(before + batch for batch in batches)]
-        self._cache = self._joined([self._cache, *caches], rows)
+        batches = [torch.arange(len(prompts))]
+        if self._apart:
+            batches = token_batches(lengths, len(prompts))
+        read = [self._read([prompts[n] for n in rows.tolist()], first + rows) for rows in batches]
+        if self._reserved is not None:
+            self._reserved.show(first + len(prompts), self._filled)
+        self._lengths = torch.cat([self._lengths, lengths.to(device)])
+        return torch.cat(read)[torch.cat(batches).argsort().to(device)]
 
-    def _joined(self, caches: Sequence[Cache], rows: Sequence[Tensor]) -> Cache:
-        return joined(caches, rows, width=self._filled, room=self._filled + self._room)
-
-    def _read(
-        self, prompts: Sequence[Tokens], batches: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Cache]]:
-        """States (B, D) behind prompts that are read in batches, and a cache of each batch."""
+    def _read(self, prompts: Sequence[Tokens], rows: Tensor) -> Tensor:
+        """States (b, D) behind prompts of one pass, those of `rows` (b,)."""
         device = self._lengths.device
-        states: list[Tensor] = []
-        caches: list[Cache] = []
-        for batch in batches:
-            ids, filled = pad_rows([prompts[n] for n in batch.tolist()], side="left")
-            places = torch.arange(ids.shape[1]) - (ids.shape[1] - filled)[:, None]
-            cache = empty_cache(self._policy.model.config)
-            hidden = self._trunk.hidden_states(
-                ids.to(device),
-                attention_mask=(places >= 0).long().to(device),
-                past_key_values=cache,
-                use_cache=True,
-                **self._trunk.places(places.clamp(min=0).to(device)),
+        ids, lengths = pad_rows(prompts, side="left")
+        places = torch.arange(ids.shape[1]) - (ids.shape[1] - lengths)[:, None]
+        cache: Cache = empty_cache(self._policy.model.config)
+        hidden = self._trunk.hidden_states(
+            ids.to(device),
+            attention_mask=(places >= 0).long().to(device),
+            past_key_values=cache,
+            use_cache=True,
+            **self._trunk.places(places.clamp(min=0).to(device)),
+        )
+        self._take(cache, rows)
+        return hidden[:, -1]
+
+    def _take(self, cache: Cache, rows: Tensor) -> None:
+        """Go on with what a pass over prompts left, those of `rows` (b,)."""
+        if not can_choose_rows(cache):
+            raise ModelError(
+                f"{type(self._policy.model).__name__} does not keep keys and values by rows, so "
+                "responses that go on cannot leave those behind that have ended. Train it with "
+                "ppo_core.classic, which generates by transformers."
             )
-            states.append(hidden[:, -1])
-            caches.append(cache)
-        order = torch.cat([*batches]).argsort().to(device)
-        return torch.cat(states)[order], caches
+        if not keeps_all(cache):
+            self._cache = cache
+            return
+        if self._reserved is None:
+            places = self._longest + self._room
+            self._cache = self._reserved = ReservedCache(cache, self._most_rows, places)
+            self._reserved.show(self._most_rows, self._filled)
+        self._reserved.put(rows, cache)

@@ -55,6 +55,8 @@ def answer_prompts(
 
     `stop` and `stop_token_id` end an answer as `stop_token` of PPOConfig and its id do.
     """
+    if not prompts:
+        return Answers(texts=[], kl=None)
     keep_few_prepared_products()
     policy = LanguageModel(model)
     sampling = SamplingSettings(
@@ -67,8 +69,6 @@ def answer_prompts(
     compared = LanguageModel(reference) if reference is not None and is_sample else None
     generator = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(len(prompts), response_length, generator=generator)
-    if not prompts:
-        return Answers(texts=[], kl=None)
     with progress(len(prompts), "answering", "prompt") as bar:
         rollout = sample_responses(
             policy,
@@ -107,27 +107,21 @@ def greedy_completions(
     """
     greedy = SamplingSettings(stop_token_id=stop_token_id, temperature=0)
     own = engine.share(len(prompts))
-    batches = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
     with engine.gathered(module):
-        rollouts = [
-            sample_responses(
-                policy,
-                [prompts.tokens[n] for n in numbers],
-                torch.zeros(len(numbers), response_length),
-                greedy,
-                batch_size=batch_size,
-                any_left=engine.any if engine.passes_meet() else None,
-            )
-            for numbers in batches
-        ]
-    rows: list[tuple[int, tuple[str, str, float]]] = []
+        rollout = sample_responses(
+            policy,
+            [prompts.tokens[n] for n in own],
+            torch.zeros(len(own), response_length),
+            greedy,
+            batch_size=batch_size,
+            any_left=engine.any if engine.passes_meet() else None,
+        )
+    asked = [prompts.prompts[n] for n in own]
     with engine.all_gathered(reward_holders(rewards, module)):
-        for numbers, rollout in zip(batches, rollouts, strict=True):
-            asked = [prompts.prompts[n] for n in numbers]
-            given, _ = rewards(asked, rollout)
-            texts = response_texts(tokenizer, rollout)
-            shown = [prompt_text(tokenizer, prompt) for prompt in asked]
-            rows += zip(numbers, zip(shown, texts, given.tolist(), strict=True), strict=True)
+        given, _ = rewards(asked, rollout)
+    texts = response_texts(tokenizer, rollout)
+    shown = [prompt_text(tokenizer, prompt) for prompt in asked]
+    rows = list(zip(own, zip(shown, texts, given.tolist(), strict=True), strict=True))
     # A prompt that fills up a share is answered twice.
     of_prompt = dict(engine.gather_objects(rows))
     queries, responses, scores = zip(*(of_prompt[n] for n in sorted(of_prompt)), strict=True)

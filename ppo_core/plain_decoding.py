@@ -68,7 +68,11 @@ class PlainDecoding:
 
     def add(self, prompts: Sequence[Tokens]) -> None:
         """Read prompts into further rows: of no more tokens, and no more rows than at first."""
-        before = self.states
+        before, rows = self.states, slice(len(self._lengths), len(self._lengths) + len(prompts))
+        for parts in self._memory:
+            for part in parts:
+                # What a row that is gone has left is hidden, and must be a number all the same.
+                part[rows] = 0
         self._read_all(prompts)
         self.states = torch.cat([before, self.states])
 

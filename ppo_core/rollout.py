@@ -18,8 +18,9 @@ from ppo_core.tensors import length_mask, pad_rows
 from ppo_core.trunks import DecoderTrunk
 
 KEPT_SHARE = 0.75
-"""Ended responses leave the cache once no more than this share of its rows goes on, and prompts
-that wait take their places: to move the others together costs as much as a few passes."""
+"""Ended responses leave the cache once no more than this share of its rows goes on, or one has all
+tokens that it may, and prompts that wait take their places: to move the others together costs as
+much as a few passes."""
 
 
 def decoder_of(policy: LanguageModel) -> DecoderTrunk:
@@ -96,6 +97,33 @@ def sample_responses(
     )
 
 
+class _Waiting:
+    """Prompts that are not yet read, in the order in which they will be."""
+
+    def __init__(
+        self, prompts: Sequence[Tokens], batch_size: int, pause: Callable[[], None]
+    ) -> None:
+        self._prompts = prompts
+        self._batch_size = batch_size
+        self._pause = pause
+        self.begun = 0
+
+    def __len__(self) -> int:
+        return len(self._prompts) - self.begun
+
+    def take(self, most: int) -> Sequence[Tokens]:
+        """The next ones, with a pause where they are the first of a batch.
+
+        So there are as many in all processes, which may wait for each other in it.
+        """
+        following = self._prompts[self.begun : self.begun + most]
+        end = self.begun + len(following)
+        if math.ceil(end / self._batch_size) > math.ceil(self.begun / self._batch_size):
+            self._pause()
+        self.begun = end
+        return following
+
+
 @dataclass(frozen=True)
 class _Growing:
     """The responses that grow, one at each row of the decoding."""
@@ -110,13 +138,25 @@ class _Growing:
     """(b,) False where it has ended, and another may take its row."""
 
     @classmethod
-    def begun(cls, numbers: Tensor) -> "_Growing":
-        return cls(numbers, torch.zeros_like(numbers), torch.ones_like(numbers, dtype=torch.bool))
+    def new(cls, first: int, last: int, device: torch.device) -> "_Growing":
+        number = torch.arange(first, last, device=device)
+        return cls(number, torch.zeros_like(number), torch.ones_like(number, dtype=torch.bool))
 
     def after(self, ends: Tensor, most: int) -> "_Growing":
         """A token later, which was the last of some."""
         place = self.place + 1
         return _Growing(self.number, place, self.goes_on & ~ends & (place < most))
+
+    def count(self, most: int) -> tuple[int, int]:
+        """How many go on, and how many have all tokens that they may."""
+        # Together, since each waits for the device.
+        on, whole = torch.stack([self.goes_on.sum(), (self.place == most).sum()]).tolist()
+        return on, whole
+
+    def rows(self, *, at_least: int) -> Tensor:
+        """The rows (b,) that go on, or so many others if there are none."""
+        rows = self.goes_on.nonzero()[:, 0]
+        return rows if len(rows) else rows.new_zeros(at_least)
 
     def at(self, rows: Tensor) -> "_Growing":
         return _Growing(*(tensor[rows] for tensor in vars(self).values()))
@@ -178,37 +218,31 @@ def _decode(
     ended: Callable[[int], None],
 ) -> _Decoded:
     """The responses to prompts, longest first, `batch_size` at a time."""
-    most, numbers = uniforms.shape[1], torch.arange(len(prompts), device=policy.device)
-    decoded = _Decoded.empty(len(prompts), most, policy.device)
-    pause()
-    begun = left = min(batch_size, len(prompts))
-    decoding = begin_decoding(policy, trunk, prompts[:begun], most, apart=any_left is None)
-    next_logits = policy.logits_of_rows(begun, passes=most)
-    growing = _Growing.begun(numbers[:begun])
+    most, device = uniforms.shape[1], policy.device
+    decoded = _Decoded.empty(len(prompts), most, device)
+    waiting = _Waiting(prompts, batch_size, pause)
+    first = waiting.take(batch_size)
+    decoding = begin_decoding(policy, trunk, first, most, apart=any_left is None)
+    next_logits = policy.logits_of_rows(len(first), passes=most)
+    growing, left = _Growing.new(0, len(first), device), len(first)
     while True:
         drawn = uniforms[growing.number, growing.place]
         tokens, logprobs, behaviour = sample_tokens(next_logits(decoding.states), drawn, settings)
         ends = decoded.write(growing, tokens, logprobs, behaviour, settings.stop_token_id)
         growing = growing.after(ends, most)
-        # One look at the device for both.
-        counts = torch.stack([growing.goes_on.sum(), (growing.place == most).sum()])
-        before, (left, whole) = left, counts.tolist()
+        before, left, whole = left, *growing.count(most)
         ended(before - left)
-        if not (any_left(left > 0) if any_left else left or begun < len(prompts)):
+        goes_on = any_left(left > 0) if any_left else left > 0 or len(waiting) > 0
+        if not goes_on:
             return decoded
-        if left <= KEPT_SHARE * len(tokens) or whole:
-            kept = growing.goes_on.nonzero()[:, 0]
-            if any_left and not left:
-                # A row goes on without a response where passes are made for other processes.
-                kept = kept.new_zeros(1)
+        if whole or left <= KEPT_SHARE * len(tokens):
+            # A row goes on without a response where passes are made for other processes.
+            kept = growing.rows(at_least=1 if any_left else 0)
             decoding.keep(kept)
             growing, tokens = growing.at(kept), tokens[kept]
         if len(tokens):
             decoding.step(tokens)
-        if following := prompts[begun : begun + batch_size - len(tokens)]:
-            # As often in all processes, which may wait for each other in it.
-            if math.ceil((begun + len(following)) / batch_size) > math.ceil(begun / batch_size):
-                pause()
+        if following := waiting.take(batch_size - len(tokens)):
             decoding.add(following)
-            growing = growing.and_then(_Growing.begun(numbers[begun:][: len(following)]))
-            begun, left = begun + len(following), left + len(following)
+            begun = _Growing.new(waiting.begun - len(following), waiting.begun, device)
+            growing, left = growing.and_then(begun), left + len(following)

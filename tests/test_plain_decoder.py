@@ -1,5 +1,6 @@
 """Our own forward passes against those of transformers."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_a_response_grows_by_the_states_of_the_whole_row(family):
 @pytest.mark.parametrize("family", PLAIN)
 def test_prompts_that_follow_see_nothing_of_the_rows_before(family):
     backbone = make_backbone(PLAIN[family])
-    first, later = make_prompts([3, 9]), make_prompts([7, 2], seed=2)
+    first, later = make_prompts([3, 9]), make_prompts([2, 7], seed=2)
     answers = make_prompts([6] * 3, seed=1)
     parts = plain_layers(backbone)
     assert parts is not None
@@ -159,6 +160,8 @@ def test_prompts_that_follow_see_nothing_of_the_rows_before(family):
         decoding = PlainDecoding(parts, first, 6, within=within, device=ROW.device)
         for t in range(2):
             decoding.step(torch.tensor([answers[0][t], answers[1][t]]))
+        for part in itertools.chain(*decoding._memory):
+            part[1] = torch.nan
         # The longest is left out, so what the other has moves.
         decoding.keep(torch.tensor([0]))
         decoding.step(torch.tensor([answers[0][2]]))

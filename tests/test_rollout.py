@@ -6,9 +6,19 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ppo_core.decoding import takes_more
 from ppo_core.errors import DataError, ModelError, RunInterruptedError
+from ppo_core.kv_cache import ReservedCache
 from ppo_core.models import LanguageModel
 from ppo_core.prompts import (
     PromptStream,
@@ -254,14 +264,69 @@ def test_places_of_ended_responses_do_not_stay_empty(make):
     assert sum(passes) >= (lengths.sum() - len(lengths)) / 4
 
 
-@pytest.mark.parametrize("make", [make_policy, lambda *_: by_transformers(make_policy("gpt2"))])
-def test_a_place_that_waits_never_leaves_the_context(make):
-    """GPT-2 has embeddings for 64 places, and 20 + 44 of them are used."""
-    policy = LanguageModel(make("gpt2"))
-    prompts = make_prompts([20] * 6 + [2] * 8)
-    rollout = sample(policy, prompts, stop=9, length=44, any_left=None)
-    assert (rollout.response_lengths == 44).any()
-    assert rollout.has_stop.any()
+def of_64_columns() -> PreTrainedModel:
+    """GPT-Neo looks up in a table of 64 x 64 which columns a column sees."""
+    torch.manual_seed(0)
+    config = GPTNeoConfig(
+        vocab_size=CONFIGS["gpt2"].vocab_size,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global"], 2]],
+        max_position_embeddings=64,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "make",
+    [lambda: make_policy("gpt2"), lambda: by_transformers(make_policy("gpt2")), of_64_columns],
+    ids=["64 places", "64 places by transformers", "64 columns"],
+)
+def test_neither_places_nor_columns_leave_the_context(make, seed):
+    policy, prompts = LanguageModel(make()), make_prompts([20] * 6 + [2] * 20)
+    drawn = partial(sample, policy, prompts, stop=9, length=44, seed=seed)
+    following = drawn(any_left=None)
+    assert (following.response_lengths == 44).any()
+    assert following.has_stop.any()
+    assert following.response_ids.tolist() == drawn(any_left=bool).response_ids.tolist()
+
+
+def test_memory_is_reserved_once():
+    policy = LanguageModel(by_transformers(make_policy()))
+    reserved: set[int] = set()
+
+    def remember(module: object, inputs: object, output: BaseModelOutputWithPast) -> None:
+        if isinstance(cache := output.past_key_values, ReservedCache):
+            reserved.update(layer.keys.untyped_storage().data_ptr() for layer in cache.layers)
+
+    policy.trunk.backbone.register_forward_hook(remember)
+    sample(policy, make_prompts([12] * 4 + [5] * 12), stop=15, length=20, any_left=None)
+    assert len(reserved) == 2  # the keys of each layer
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, False),
+    ],
+)
+def test_prompts_follow_where_the_angles_of_a_row_are_its_own(changes, expected):
+    like = CONFIGS["llama"].to_dict()
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**like, **changes})).eval()
+    policy = LanguageModel(model)
+    assert takes_more(policy, policy.trunk) == expected
+
+
+def test_a_model_without_keys_and_values_by_rows_is_refused_by_name():
+    config = MambaConfig(
+        vocab_size=CONFIGS["llama"].vocab_size, hidden_size=32, state_size=4, num_hidden_layers=2
+    )
+    policy = LanguageModel(AutoModelForCausalLM.from_config(config).eval())
+    with pytest.raises(ModelError, match="MambaForCausalLM does not keep keys and values by rows"):
+        sample(policy, make_prompts(LENGTHS))
 
 
 @pytest.mark.parametrize("stop", [EOS, 9, 15])
