@@ -58,10 +58,10 @@ def sample_responses(
     Where each pass waits for all processes, `any_left` says whether one of them still has a
     response that goes on; all must have equally many prompts then, which are sampled batch by
     batch. `pause` is called once for each `batch_size` prompts, before they are read, and may
-    raise. `ended` is told how many responses have ended.
+    raise. `ended` is told how many more responses have ended.
 
     Raises:
-        ModelError: the policy has an encoder.
+        ModelError: the policy has an encoder, or does not keep keys and values by rows.
     """
     trunk = decoder_of(policy)
     device = policy.device
