@@ -42,7 +42,7 @@ tldr stories: $(VENV)/installed-dev
 		$(BIN)/python flows/rlhf.py --config settings flows/presets/$@.toml run \
 			--seed $$seed --summary-json outputs/$@/seed-$$seed.json || exit 1; \
 	done
-	$(BIN)/python tests/print_runs.py $(SEEDS:%=outputs/$@/seed-%.json)
+	$(BIN)/python tests/helpers/print_runs.py $(SEEDS:%=outputs/$@/seed-%.json)
 
 # Ours and TRL 1.12 in turns, about 25 minutes. BENCH_ARGS="--cases neox-10m" measures a part.
 bench: $(VENV)/installed-dev $(TRL_VENV)/installed

@@ -27,8 +27,8 @@ from starlette.background import BackgroundTask
 from transformers import TextIteratorStreamer
 
 from flows.champion import Champion, champion_version, load_champion
+from ppo_core.data.prompts import encode_prompt
 from ppo_core.errors import DataError, ModelError
-from ppo_core.prompts import encode_prompt
 
 log = logging.getLogger("champion_service")
 generations = ThreadPoolExecutor(max_workers=1)  # at a time; the other requests wait

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pipeline.environment import prepare_environment
+from pipeline.settings.environment import prepare_environment
 from ppo_core.errors import PPOError
 
 
@@ -66,7 +66,7 @@ def history(name: str) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     # After the environment has been prepared: MLflow reads it when it is imported.
     from pipeline.registry.champions import promote_by_hand, roll_back
-    from pipeline.registry.connection import check_registry
+    from pipeline.tracking.mlflow_client import check_registry
 
     name = arguments.name
     check_registry(name)
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 def _print_version(name: str, alias: str, version: int | None) -> None:
     """What stands behind an alias: the version, its win rates, and what was decided about it."""
     from pipeline.registry.aliases import read_version
-    from pipeline.report import TITLES
+    from pipeline.reports.terminal import TITLES
 
     if version is None:
         _print_block(f"{alias}: none")

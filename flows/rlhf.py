@@ -29,7 +29,7 @@ from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
 
 import ppo_core
 from pipeline import stages
-from pipeline.environment import prepare_environment
+from pipeline.settings.environment import prepare_environment
 from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 
 # Metaflow ships the folder of this file to remote machines; this line adds the library.

@@ -11,23 +11,25 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline import demo_task, input_checks, inputs
-from pipeline.canaries import require_references
-from pipeline.data import write_jsonl
-from pipeline.environment import prepare_environment
-from pipeline.evaluation import Evaluation, evaluate, judgements
-from pipeline.evaluation_config import EvaluationConfig
-from pipeline.judges.config import JudgingConfig
+from pipeline import preflight
+from pipeline.demo import task
+from pipeline.evaluation.canaries import require_references
+from pipeline.evaluation.contests import Evaluation, evaluate, judgements
+from pipeline.evaluation.win_rate import describe
+from pipeline.inputs import data_sets
+from pipeline.inputs.rows import write_jsonl
 from pipeline.judges.spec import check_judge, make_judge
 from pipeline.registry.versions import find_policy
-from pipeline.report_document import as_number, as_percent
-from pipeline.win_rate import describe
-from ppo_core.checks import require, require_count
+from pipeline.reports.document import as_number, as_percent
+from pipeline.settings.environment import prepare_environment
+from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.judge_config import JudgingConfig
+from ppo_core.config.argument_parser import DocumentedParser
+from ppo_core.config.checks import require, require_count
+from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
 from ppo_core.errors import PPOError
-from ppo_core.evaluation import answer_prompts
-from ppo_core.hf_arguments import DocumentedParser
-from ppo_core.loading import load_config, load_policy, load_tokenizer
-from ppo_core.prompts import check_prompt_lengths, context_length, encode_prompt
+from ppo_core.models.loading import load_config, load_policy, load_tokenizer
+from ppo_core.training.evaluation import answer_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +113,13 @@ def run(
         JudgeError: the judge cannot be asked.
     """
     output = Path(arguments.output_dir)
-    input_checks.check_outputs(arguments.output_dir, arguments.summary_json)
+    preflight.check_outputs(arguments.output_dir, arguments.summary_json)
     check_judge(arguments.judge, "", judging)
-    people = inputs.human_labels(config)
+    people = data_sets.human_labels(config)
     source = arguments.eval_prompts or str(
-        demo_task.find_demo_task(output / "cache", arguments.seed) / "prompts-eval.jsonl"
+        task.find_demo_task(output / "cache", arguments.seed) / "prompts-eval.jsonl"
     )
-    rows = inputs.examples(source, config)
+    rows = data_sets.examples(source, config)
     prompts, references = ([row[name] for row in rows] for name in ("prompt", "reference"))
     require_references(references)
     texts = {"model": _answer(arguments, config, prompts), "reference": references}

@@ -3,13 +3,13 @@
 import sys
 from collections.abc import Sequence
 
-from ppo_core.cli_arguments import ModelArguments, ScriptArguments
-from ppo_core.config import PPOConfig
+from ppo_core.config.argument_parser import parse_arguments
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.distributed.interruption import EXIT_CODE
+from ppo_core.distributed.large_imports import large_imports
+from ppo_core.distributed.processes import end_with_parent, reported_errors
 from ppo_core.errors import PPOError, RunInterruptedError
-from ppo_core.hf_arguments import parse_arguments
-from ppo_core.interruption import EXIT_CODE
-from ppo_core.large_imports import large_imports
-from ppo_core.processes import end_with_parent, reported_errors
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
             arguments = parse_arguments([PPOConfig, ScriptArguments, ModelArguments], argv)
             # Only now: loading torch takes seconds, and a wrong flag is answered at once.
             with large_imports():
-                from ppo_core.cli import train
+                from ppo_core.training.cli import train
 
             train(*arguments)
     except RunInterruptedError as error:

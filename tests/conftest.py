@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def mlflow_client(tmp_path: Path):
     """A client of an MLflow of this test's own, to which all tracking goes."""
     mlflow = pytest.importorskip("mlflow")
-    from tests.mlflow_store import tracking_to, write_database
+    from tests.helpers.mlflow_store import tracking_to, write_database
 
     with chdir(tmp_path), tracking_to(write_database(tmp_path / "mlflow.db")):
         yield mlflow.MlflowClient()
@@ -23,8 +23,8 @@ def mlflow_client(tmp_path: Path):
 @pytest.fixture
 def onednn_tried_anew():
     """Whether oneDNN's products are exact is found out once more, in the test and behind it."""
-    from ppo_core import fp32_products
+    from ppo_core.models.kernels import matmul_backend
 
-    fp32_products._onednn_is_exact.cache_clear()
+    matmul_backend._onednn_is_exact.cache_clear()
     yield
-    fp32_products._onednn_is_exact.cache_clear()
+    matmul_backend._onednn_is_exact.cache_clear()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.helpers.paths import ROOT
+
 CORE = sorted((ROOT / "ppo_core").rglob("*.py"))
 PIPELINE = sorted((ROOT / "flows" / "pipeline").rglob("*.py"))
 PURE = set("tensors kl kl_control rewards advantages losses moments truncation".split())

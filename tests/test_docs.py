@@ -14,27 +14,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipeline_inputs import write_inputs, write_model
-from tiny import make_policy, make_tokenizer
 
 import ppo_core
 import ppo_core.classic
-from pipeline.evaluation_config import EvaluationConfig
-from pipeline.judges.config import JudgingConfig
-from pipeline.promotion_config import PromotionConfig
 from pipeline.registry.artifact import Decoding, write_artifact
 from pipeline.registry.champions import promote_by_hand
-from pipeline.registry.runs import start_runs
 from pipeline.registry.versions import register_version
-from pipeline.reward_validation.config import RewardGateConfig
-from pipeline.settings import make_settings
-from ppo_core.cli_arguments import ModelArguments, ScriptArguments
+from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.judge_config import JudgingConfig
+from pipeline.settings.promotion_config import PromotionConfig
+from pipeline.settings.reward_validation_config import RewardGateConfig
+from pipeline.settings.settings import make_settings
+from pipeline.tracking.mlflow_runs import start_runs
+from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.config.unsupported_settings import INSTEAD
 from ppo_core.supervised.cli import LoraArguments, SupervisedArguments
 from ppo_core.supervised.config import SupervisedConfig
-from ppo_core.unsupported import INSTEAD
+from tests.helpers.paths import ROOT
+from tests.helpers.pipeline_inputs import write_inputs, write_model
+from tests.helpers.tiny import make_policy, make_tokenizer
 from win_rate import WinRateArguments
 
-ROOT = Path(__file__).parent.parent
 DATA = ROOT.parent / "shared" / "data"
 README = ROOT / "README.md"
 MIGRATING = ROOT / "docs" / "migrating-from-trl.md"

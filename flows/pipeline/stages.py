@@ -15,20 +15,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_core.large_imports import large_imports
+from ppo_core.distributed.large_imports import large_imports
 
 if TYPE_CHECKING:
-    from pipeline.cache import Cached
-    from pipeline.flow_run import FlowRun
-    from pipeline.registry.tracking import Tracker
-    from pipeline.settings import Settings
+    from pipeline.inputs.cache import Cached
+    from pipeline.inputs.flow_run import FlowRun
+    from pipeline.settings.settings import Settings
+    from pipeline.tracking.tracker import Tracker
 
 Result = dict[str, Any]
 """What a stage hands on: paths as text, and small numbers."""
 
 SUPERVISED_CODE = (
-    "ppo_core.chat",
-    "ppo_core.prompts",
+    "ppo_core.data.chat_template",
+    "ppo_core.data.prompts",
     "ppo_core.supervised.data",
     "ppo_core.supervised.loop",
     "ppo_core.supervised.training",
@@ -38,7 +38,7 @@ SUPERVISED_CODE = (
 
 def read_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, Any]) -> Settings:
     """Read the settings strictly, before anything is made of them."""
-    from pipeline.settings import make_settings
+    from pipeline.settings.settings import make_settings
 
     return make_settings(from_file, from_command_line)
 
@@ -46,8 +46,8 @@ def read_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, 
 def prepare(given: Settings) -> Settings:
     """The settings with files for a built-in task; every input that would fail later is refused."""
     with large_imports():
-        from pipeline.input_checks import check_inputs, require_writable
-        from pipeline.registry.connection import check_registry
+        from pipeline.preflight import check_inputs, require_writable
+        from pipeline.tracking.mlflow_client import check_registry
 
     require_writable(Path(given.output_dir), "output_dir")
     settings = _make_demo_task(given) if given.task else given
@@ -59,21 +59,21 @@ def prepare(given: Settings) -> Settings:
 def start_run(given: Settings, settings: Settings, flow: str, number: str) -> FlowRun:
     """The run with its folder, its runs in MLflow, and what it comes from."""
     with large_imports():
-        from pipeline import inputs
-        from pipeline.flow_run import SETTINGS_FILE, FlowRun
-        from pipeline.journal import Journal
-        from pipeline.lineage import trace
-        from pipeline.registry.data_sets import log_data
-        from pipeline.registry.runs import start_runs
-        from pipeline.registry.tracking import PARENT
-        from pipeline.run_log import RunLog
-        from pipeline.settings import as_plain_dict
-        from pipeline.settings_file import settings_text
+        from pipeline.inputs import data_sets
+        from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
+        from pipeline.inputs.lineage import trace
+        from pipeline.settings.settings import as_plain_dict
+        from pipeline.settings.settings_file import settings_text
+        from pipeline.tracking.journal import Journal
+        from pipeline.tracking.mlflow_inputs import log_data
+        from pipeline.tracking.mlflow_runs import start_runs
+        from pipeline.tracking.run_log import RunLog
+        from pipeline.tracking.tracker import PARENT
 
     name = f"{flow}/{number}"
     folder = Path(settings.output_dir).absolute() / "runs" / number
     folder.mkdir(parents=True, exist_ok=True)
-    origin = trace(flow_run=name, settings=as_plain_dict(given), data=inputs.data_sets(settings))
+    origin = trace(flow_run=name, settings=as_plain_dict(given), data=data_sets.data_sets(settings))
     runs = start_runs(settings.registered_model, name, as_plain_dict(given), origin.tags)
     log_data(runs[PARENT], origin.data)
     (folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
@@ -86,7 +86,7 @@ def start_run(given: Settings, settings: Settings, flow: str, number: str) -> Fl
 def find_champion(settings: Settings) -> Result:
     """The champion that the new policy will be compared with, fetched and verified."""
     with large_imports():
-        from pipeline.promotion import find_champion
+        from pipeline.promotion.decide import find_champion
 
     return find_champion(settings)
 
@@ -108,7 +108,7 @@ def still_there(settings: Settings, champion: Result) -> Result:
 def load_policy(settings: Settings, run: FlowRun) -> Result:
     """The policy to start from: as it is, or fine-tuned on `sft_data`."""
     with large_imports():
-        from pipeline import cache, inputs
+        from pipeline.inputs import cache, data_sets
 
     def train(folder: Path) -> dict[str, float]:
         with large_imports():
@@ -119,7 +119,7 @@ def load_policy(settings: Settings, run: FlowRun) -> Result:
     with _track(run, "load_policy", patient=True) as tracker:
         if not settings.sft_data:
             return {"path": settings.policy, "metrics": {}}
-        rows = inputs.sft_rows(settings)
+        rows = data_sets.sft_rows(settings)
         made = cache.make_once(
             _cache_folder(settings),
             "sft",
@@ -137,7 +137,7 @@ def load_policy(settings: Settings, run: FlowRun) -> Result:
 def load_reward_model(settings: Settings, sft: Result, run: FlowRun) -> Result:
     """The reward model: the one that is named, or one trained from the policy."""
     with large_imports():
-        from pipeline import cache, inputs
+        from pipeline.inputs import cache, data_sets
 
     training = settings.reward_model_training
 
@@ -150,7 +150,7 @@ def load_reward_model(settings: Settings, sft: Result, run: FlowRun) -> Result:
     with _track(run, "load_reward_model", patient=True) as tracker:
         if settings.reward_model:
             return {"path": settings.reward_model, "metrics": {}}
-        rows = inputs.training_pairs(settings)
+        rows = data_sets.training_pairs(settings)
         made = cache.make_once(
             _cache_folder(settings),
             "reward-model",
@@ -170,7 +170,7 @@ def validate_reward_model(
 ) -> Result:
     """What there is to know about the reward model before anything is trained against it."""
     with large_imports():
-        from pipeline.report_tracking import log_reward_report
+        from pipeline.reports.log_reports import log_reward_report
 
     with _track(run, "validate_reward_model", patient=True) as tracker:
         report = examine_reward_model(settings, sft, reward_model)
@@ -182,18 +182,18 @@ def validate_reward_model(
 def examine_reward_model(settings: Settings, sft: Result, reward_model: Result) -> Result:
     """The report on the reward model, as `reward_validation.validate` gives it."""
     with large_imports():
-        from pipeline import inputs
+        from pipeline.inputs import data_sets
         from pipeline.reward_validation.samples import draw_samples
         from pipeline.reward_validation.validate import validate
-        from ppo_core.loading import load_reward_model
+        from ppo_core.models.loading import load_reward_model
 
     model = load_reward_model(
         reward_model["path"], end_of_text=settings.reward_model_training.end_of_text
     )
     return validate(
         model,
-        inputs.test_pairs(settings),
-        inputs.training_prompts(settings),
+        data_sets.test_pairs(settings),
+        data_sets.training_prompts(settings),
         partial(
             draw_samples,
             sft["path"],
@@ -246,9 +246,9 @@ def train_policy(
     the result, and that of the others is empty.
     """
     with large_imports():
-        from pipeline.launch import Machines, train
-        from pipeline.ppo_job import write_job
-        from ppo_core.metrics_file import METRICS_FILE, read_metrics
+        from pipeline.launch.job import write_job
+        from pipeline.launch.launcher import Machines, train
+        from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 
     here = Machines()
     if machines is not None:
@@ -301,8 +301,8 @@ def evaluate_win_rate(
 ) -> Result:
     """Judge the answers of the policy against the references, SFT and the champion."""
     with large_imports():
-        from pipeline.policy_evaluation import evaluate_policies
-        from pipeline.report_tracking import log_evaluation
+        from pipeline.evaluation.evaluate_policies import evaluate_policies
+        from pipeline.reports.log_reports import log_evaluation
 
     with _track(run, "evaluate_win_rate", patient=True) as tracker:
         champion = still_there(settings, champion)
@@ -322,7 +322,7 @@ def register(
 ) -> Result:
     """Register the policy as a version, and promote or refuse it."""
     with large_imports():
-        from pipeline.registration import Candidate, register
+        from pipeline.promotion.register import Candidate, register
 
     with _track(run, "register") as tracker:
         # What a version was measured by is there before the version.
@@ -338,7 +338,7 @@ def register(
         )
         registered = register(candidate)
         if registered["evaluation"] != evaluation:
-            from pipeline.report_tracking import log_evaluation
+            from pipeline.reports.log_reports import log_evaluation
 
             log_evaluation(tracker, registered["evaluation"])
         decision = registered["promotion"]
@@ -350,21 +350,21 @@ def register(
 
 def reward_model_card(validation: Result) -> list[Any]:
     """What a person looks at after the validation."""
-    from pipeline.cards import reward_model_card
+    from pipeline.reports.cards import reward_model_card
 
     return reward_model_card(validation)
 
 
 def evaluation_card(evaluation: Result) -> list[Any]:
     """What a person looks at after the evaluation."""
-    from pipeline.cards import evaluation_card
+    from pipeline.reports.cards import evaluation_card
 
     return evaluation_card(evaluation)
 
 
 def promotion_card(settings: Settings, validation: Result, registered: Result) -> list[Any]:
     """What a person looks at after the decision."""
-    from pipeline.cards import promotion_card
+    from pipeline.reports.cards import promotion_card
 
     return promotion_card(
         registered["promotion"],
@@ -384,9 +384,9 @@ def summarize(
     seconds: Mapping[str, float],
 ) -> Result:
     """The whole run as one plain dict: shown, written and kept beside the version."""
-    from pipeline.registry.tracking import PARENT
-    from pipeline.report import render_summary
-    from pipeline.settings import as_plain_dict
+    from pipeline.reports.terminal import render_summary
+    from pipeline.settings.settings import as_plain_dict
+    from pipeline.tracking.tracker import PARENT
 
     summary = {
         **registered["evaluation"],
@@ -412,7 +412,7 @@ def summarize(
 
 def _make_demo_task(settings: Settings) -> Settings:
     """The same settings with the files of the built-in task as inputs."""
-    from pipeline.demo_task import find_demo_task
+    from pipeline.demo.task import find_demo_task
 
     made = find_demo_task(_cache_folder(settings), settings.seed)
     return replace(
@@ -433,7 +433,7 @@ def _track(run: FlowRun, step: str, *, patient: bool = False) -> Tracker:
     A `patient` one works in this process and tells little before its end: MLflow is imported
     beside it only if it takes long, and what a short one tells is sent by the next.
     """
-    from pipeline.registry.tracking import SHORT_SECONDS, Tracker
+    from pipeline.tracking.tracker import SHORT_SECONDS, Tracker
 
     return Tracker(run.folder, run.tracking, step, patience=SHORT_SECONDS if patient else 0.0)
 

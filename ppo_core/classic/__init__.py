@@ -6,7 +6,7 @@
         stats = trainer.step(batch["input_ids"], responses, scores)
         trainer.log_stats(stats, batch, scores)
 
-The names are those of TRL's PPO up to 0.11; the mathematics is that of `ppo_core.trainer`.
+The names are those of TRL's PPO up to 0.11; the mathematics is that of `ppo_core.training.trainer`.
 """
 
 from transformers import set_seed
@@ -14,8 +14,8 @@ from transformers import set_seed
 from ppo_core.classic.config import PPOConfig
 from ppo_core.classic.sampling import LengthSampler, respond_to_batch
 from ppo_core.classic.trainer import PPOTrainer
-from ppo_core.reference import create_reference_model
-from ppo_core.value_head import (
+from ppo_core.models.reference import create_reference_model
+from ppo_core.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
 )

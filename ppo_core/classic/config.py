@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from ppo_core.checks import require, require_count
-from ppo_core.config import PPOConfig as UpdateConfig
+from ppo_core.config.checks import require, require_count
+from ppo_core.config.ppo_config import PPOConfig as UpdateConfig
+from ppo_core.config.unsupported_settings import refusing_unsupported
 from ppo_core.errors import ConfigError
-from ppo_core.unsupported import refusing_unsupported
 
 KL_ESTIMATORS: dict[str, Literal["k1", "k2", "abs", "full"]] = {
     "kl": "k1",

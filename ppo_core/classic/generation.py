@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppo_core.algorithm.masking import length_mask, pad_rows
 from ppo_core.errors import ConfigError
-from ppo_core.tensors import length_mask, pad_rows
 
 _OFF = (None,)
 UNRESTRICTED: dict[str, tuple[Any, ...]] = {

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ppo_core.algorithm.masking import pad_rows
+from ppo_core.data.types import Rollout
 from ppo_core.errors import DataError
-from ppo_core.records import Rollout
-from ppo_core.tensors import pad_rows
 
 Masks = Sequence[Tensor] | None
 """A mask (T,) of each response, or None where all tokens count."""

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppo_core.algorithm.masking import at_least_fp32
+from ppo_core.algorithm.top_k_top_p import truncated
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.tensors import at_least_fp32
-from ppo_core.truncation import truncated
 
 
 @torch.no_grad()
@@ -23,8 +23,8 @@ def respond_to_batch(
     """Sample `txt_len` tokens after each of the queries (B, P): returns (B, txt_len).
 
     For queries of one length, without padding; no token ends a response. `top_k` and `top_p`
-    are as in `ppo_core.truncation.truncated`. The model, plain or with a value head, is left in
-    the mode that it is in, and reads the whole text again for every token: for more than a few,
+    are as in `ppo_core.algorithm.top_k_top_p.truncated`. The model, plain or with a value head,
+    keeps its mode, and reads the whole text again for every token: for more than a few tokens
     `model.generate` is faster.
 
     Raises:

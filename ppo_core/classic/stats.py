@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ppo_core.completions import Completions
+from ppo_core.algorithm.masking import masked_mean
+from ppo_core.data.types import Experience, Scores, TokenSums
 from ppo_core.errors import DataError
-from ppo_core.metrics import Metrics, explained_variance
-from ppo_core.records import Experience, Scores, TokenSums
-from ppo_core.tensors import masked_mean
+from ppo_core.reporting.metrics import Metrics, explained_variance
+from ppo_core.reporting.sample_table import Completions
 
 Stats = dict[str, Any]
 """Numbers by name, and under names that end in "_dist" a number for each response."""
@@ -84,7 +84,7 @@ def numbers(stats: Stats) -> Metrics:
 
 
 def guarded(stats: Stats) -> Metrics:
-    """Those that the guards of `ppo_core.health` watch, by the names that they know."""
+    """Those that the guards of `ppo_core.reporting.health` watch, by the names that they know."""
     return {
         "objective/kl": stats["objective/kl"],
         "val/ratio": stats["ppo/policy/ratio"],

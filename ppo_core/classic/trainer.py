@@ -15,31 +15,31 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, set_seed
 
+from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.classic.config import PPOConfig
 from ppo_core.classic.data import Collator, shuffled_batches, without_unused_columns
 from ppo_core.classic.generation import generate_responses, unrestricted
 from ppo_core.classic.rows import Masks, check_scores, check_vectors, make_rollout
 from ppo_core.classic.stats import Stats, guarded, numbers, step_stats, texts_table
-from ppo_core.completions import log_table
-from ppo_core.engine import Engine
+from ppo_core.data.types import Experience, Record, Rollout, Scores, TokenSums, map_tensors
+from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, DataError, ModelError
-from ppo_core.experience import divergence, make_experience, shaped_scores
-from ppo_core.health import HealthMonitor
-from ppo_core.model_card import push_folder, write_model_card
-from ppo_core.models import ActorCritic
-from ppo_core.moments import RunningMoments
-from ppo_core.optimisation import check_optimizer, check_sharding
-from ppo_core.parts import make_parts
-from ppo_core.records import Experience, Record, Rollout, Scores, TokenSums, map_tensors
-from ppo_core.reference import create_reference_model
-from ppo_core.reporting import Reporter
-from ppo_core.reward_sources import RewardMix
-from ppo_core.run_state import make_adaptive_kl
-from ppo_core.scoring import critic_values, full_kl, reference_logprobs
-from ppo_core.update import Trainee, UpdateProgress, update_policy
-from ppo_core.value_head import (
+from ppo_core.models.actor_critic import ActorCritic
+from ppo_core.models.reference import create_reference_model
+from ppo_core.models.value_head import (
     ModelWithValueHead,
 )
+from ppo_core.ppo.experience import divergence, make_experience, shaped_scores
+from ppo_core.ppo.optimizer import check_optimizer, check_sharding
+from ppo_core.ppo.reward_functions import RewardMix
+from ppo_core.ppo.run_state import make_adaptive_kl
+from ppo_core.ppo.scoring import critic_values, full_kl, reference_logprobs
+from ppo_core.ppo.update import Trainee, UpdateProgress, update_policy
+from ppo_core.reporting.callbacks import Reporter
+from ppo_core.reporting.health import HealthMonitor
+from ppo_core.reporting.sample_table import log_table
+from ppo_core.training.model_card import push_folder, write_model_card
+from ppo_core.training.model_setup import make_parts
 
 logger = logging.getLogger(__name__)
 

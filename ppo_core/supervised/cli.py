@@ -10,10 +10,10 @@ from typing import Any
 import datasets
 from transformers.utils import logging
 
-from ppo_core.adapters import lora_config
-from ppo_core.datasets_io import load_rows
+from ppo_core.config.argument_parser import DocumentedParser
+from ppo_core.data.dataset_files import load_rows
 from ppo_core.errors import ConfigError, PPOError
-from ppo_core.hf_arguments import DocumentedParser
+from ppo_core.models.adapters import lora_config
 from ppo_core.supervised.config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ppo_core.checks import require, require_count
+from ppo_core.config.checks import require, require_count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.chat import Messages, encode_chat, is_messages, missing_end, render_chat
+from ppo_core.algorithm.masking import length_mask, pad_rows
+from ppo_core.data.chat_template import Messages, encode_chat, is_messages, missing_end, render_chat
+from ppo_core.data.prompts import encode_dialogue, encode_prompt, encode_response
 from ppo_core.errors import DataError
-from ppo_core.prompts import encode_dialogue, encode_prompt, encode_response
 from ppo_core.supervised.config import SupervisedConfig
-from ppo_core.tensors import length_mask, pad_rows
 
 Row = Mapping[str, Any]
 

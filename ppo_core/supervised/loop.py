@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from ppo_core.errors import ConfigError, TrainingError
-from ppo_core.prepared_products import keep_few_prepared_products
-from ppo_core.progress import progress
+from ppo_core.models.kernels.prepared_products import keep_few_prepared_products
+from ppo_core.reporting.progress_bar import progress
 from ppo_core.supervised.config import SupervisedConfig
 from ppo_core.supervised.lora import keep_and_merge
 

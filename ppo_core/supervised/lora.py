@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
-from ppo_core import adapters
 from ppo_core.errors import ConfigError, ModelError
+from ppo_core.models import adapters
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

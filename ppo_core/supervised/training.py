@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, set_seed
 
+from ppo_core.algorithm.masking import at_least_fp32
+from ppo_core.data.prompts import context_length
 from ppo_core.errors import ConfigError, DataError, ModelError
-from ppo_core.loading import load_policy, load_tokenizer
-from ppo_core.prompts import context_length
+from ppo_core.models.loading import load_policy, load_tokenizer
 from ppo_core.supervised.config import SupervisedConfig
 from ppo_core.supervised.data import collate_examples, collate_pairs, encode_example, encode_pair
 from ppo_core.supervised.loop import run_training, save_model
 from ppo_core.supervised.lora import adapted, refuse_adapter_folder, require_plain
-from ppo_core.tensors import at_least_fp32
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -16,12 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import ppo_core.__main__
-from pipeline import input_checks, inputs, stages
-from pipeline.demo_task import build_demo_task
-from pipeline.policy_evaluation import evaluate_policies
-from pipeline.ppo_job import write_job
-from pipeline.settings import Settings, make_settings, read_preset
-from pipeline.settings_file import settings_text
+from pipeline import preflight, stages
+from pipeline.demo.task import build_demo_task
+from pipeline.evaluation.evaluate_policies import evaluate_policies
+from pipeline.inputs import data_sets
+from pipeline.launch.job import write_job
+from pipeline.settings.settings import Settings, make_settings, read_preset
+from pipeline.settings.settings_file import settings_text
 from ppo_core.supervised.training import train_reward_model, train_sft
 
 SETTINGS = "settings.toml"
@@ -78,12 +79,12 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
             sys.exit("PPO has failed; its reason is above.")
 
     return {
-        "start": lambda: input_checks.check_inputs(settings),
+        "start": lambda: preflight.check_inputs(settings),
         "load_policy": lambda: train_sft(
-            settings.policy, inputs.sft_rows(settings).usable, settings.sft, sft
+            settings.policy, data_sets.sft_rows(settings).usable, settings.sft, sft
         ),
         "load_reward_model": lambda: train_reward_model(
-            sft, inputs.training_pairs(settings).usable, settings.reward_model_training, rewarder
+            sft, data_sets.training_pairs(settings).usable, settings.reward_model_training, rewarder
         ),
         "validate_reward_model": validate,
         "train_policy": train_policy,

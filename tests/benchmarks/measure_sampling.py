@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from ppo_core.models import LanguageModel
-from ppo_core.rollout import sample_responses
-from ppo_core.sampler import NO_STOP_TOKEN, SamplingSettings
-from ppo_core.tensors import pad_rows
+from ppo_core.algorithm.masking import pad_rows
+from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
 from tests.benchmarks.models import PAD, TEMPERATURE
 
 

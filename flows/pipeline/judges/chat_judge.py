@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from pipeline.cache import digest_of, digest_of_code
+from pipeline.inputs.cache import digest_of, digest_of_code
 from pipeline.judges import questions
-from pipeline.judges.chat import ChatModel, Reply
-from pipeline.judges.config import JudgingConfig
+from pipeline.judges.chat_model import ChatModel, Reply
 from pipeline.judges.questions import pose, prompt_version, read_verdict
 from pipeline.judges.reply_cache import ReplyCache, reply_key
-from pipeline.verdicts import Verdict
-from ppo_core.progress import progress
+from pipeline.judges.verdict import Verdict
+from pipeline.settings.judge_config import JudgingConfig
+from ppo_core.reporting.progress_bar import progress
 
 Case = tuple[str, str, str]
 """A prompt, its first answer and its second."""

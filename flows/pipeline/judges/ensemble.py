@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from pipeline.cache import digest_of
-from pipeline.verdicts import Judge, Verdict
+from pipeline.inputs.cache import digest_of
+from pipeline.judges.verdict import Judge, Verdict
 
 
 class Ensemble:

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline import demo_judge, demo_posts
-from pipeline.cache import digest_of_code
-from pipeline.verdicts import WINNERS, Verdict
+from pipeline.demo import judge, posts
+from pipeline.inputs.cache import digest_of_code
+from pipeline.judges.verdict import WINNERS, Verdict
 from ppo_core.errors import ConfigError, DataError
 
 JudgeFunction = Callable[[list[str], list[tuple[str, str]]], Iterable[Any]]
@@ -75,9 +75,7 @@ class FunctionJudge:
 
 def rule_judge() -> FunctionJudge:
     """The built-in task's own judge."""
-    return FunctionJudge(
-        "rule", demo_judge.judge, digest_of_code(demo_judge.__name__, demo_posts.__name__)
-    )
+    return FunctionJudge("rule", judge.judge, digest_of_code(judge.__name__, posts.__name__))
 
 
 def load_function_judge(place: str) -> FunctionJudge:

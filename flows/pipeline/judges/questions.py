@@ -4,9 +4,9 @@ import hashlib
 import json
 import re
 
-from pipeline.cache import digest_of
-from pipeline.judges.chat import Question
-from pipeline.verdicts import Verdict
+from pipeline.inputs.cache import digest_of
+from pipeline.judges.chat_model import Question
+from pipeline.judges.verdict import Verdict
 
 MOST_OF_A_REASON = 500
 """Characters of a reply that are kept as its reason."""

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeline.judges.chat import Reply
+from pipeline.judges.chat_model import Reply
 from ppo_core.errors import JudgeError
 
 

@@ -5,9 +5,9 @@ from math import isfinite
 
 from scipy.special import expit
 
-from pipeline.cache import digest_of, digest_of_model
-from pipeline.verdicts import Verdict
-from ppo_core.loading import load_reward_model
+from pipeline.inputs.cache import digest_of, digest_of_model
+from pipeline.judges.verdict import Verdict
+from ppo_core.models.loading import load_reward_model
 
 
 class RewardModelJudge:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.judges.budget import Budget
-from pipeline.judges.config import JudgingConfig
 from pipeline.judges.ensemble import Ensemble
 from pipeline.judges.functions import load_function_judge, rule_judge
-from pipeline.verdicts import Judge
+from pipeline.judges.verdict import Judge
+from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import ConfigError, PPOError
-from ppo_core.loading import check_reward_config, load_tokenizer
+from ppo_core.models.loading import check_reward_config, load_tokenizer
 
 KINDS_AT_A_PLACE = ("python", "reward-model", "openai", "transformers")
 
@@ -120,10 +120,10 @@ def _make_one(
     from pipeline.judges.reply_cache import ReplyCache
 
     if part.kind == "openai":
-        from pipeline.judges.openai_chat import OpenAIChat
+        from pipeline.judges.openai_model import OpenAIChat
 
         return ChatJudge(OpenAIChat(part.place, config, budget), config, ReplyCache(cache_folder))
-    from pipeline.judges.local_chat import LocalChat
+    from pipeline.judges.transformers_model import LocalChat
 
     return ChatJudge(LocalChat(part.place, config), config, ReplyCache(cache_folder))
 
@@ -135,11 +135,11 @@ def _check_one(part: _Part, config: JudgingConfig) -> None:
         check_reward_config(part.place)
         load_tokenizer(part.place)
     elif part.kind == "openai":
-        from pipeline.judges.openai_chat import OpenAIChat
+        from pipeline.judges.openai_model import OpenAIChat
 
         OpenAIChat(part.place, config).probe()
     elif part.kind == "transformers":
-        from pipeline.judges.local_chat import check_chat_model
+        from pipeline.judges.transformers_model import check_chat_model
 
         check_chat_model(part.place)
 

@@ -19,10 +19,10 @@ from transformers import (
     TextGenerationPipeline,
 )
 
-from ppo_core.chat import Messages
+from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError
-from ppo_core.manifest import CARD, write_manifest
-from ppo_core.sampler import NO_STOP_TOKEN, stop_token
+from ppo_core.rollout.sampler import NO_STOP_TOKEN, stop_token
+from serving.manifest import CARD, write_manifest
 
 REQUIREMENTS = ("torch", "transformers", "accelerate")
 """What a consumer of the registered policy installs, at the versions it was made with."""

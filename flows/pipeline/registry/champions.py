@@ -29,7 +29,7 @@ from pipeline.registry.aliases import (
     read_aliases,
     set_tags,
 )
-from pipeline.registry.connection import connect, explained
+from pipeline.registry.champion_history import Champions
 from pipeline.registry.ledger import (
     Action,
     Decision,
@@ -39,7 +39,7 @@ from pipeline.registry.ledger import (
     open_ledger,
     plain,
 )
-from pipeline.registry.succession import Champions
+from pipeline.tracking.mlflow_client import connect, explained
 from ppo_core.errors import ModelError
 
 PATIENCE = 2.0

@@ -20,7 +20,7 @@ from uuid import uuid4
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from pipeline.registry.connection import MAX_PARAM_CHARACTERS
+from pipeline.tracking.mlflow_client import MAX_PARAM_CHARACTERS
 from ppo_core.errors import ConfigError, ModelError
 
 Action = Literal["promoted", "refused", "rolled back", "found"]

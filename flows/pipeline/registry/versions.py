@@ -11,11 +11,11 @@ from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from pipeline.lineage import FLOW_RUN
-from pipeline.registry.connection import connect, explained, registry_address
-from ppo_core.addresses import without_credentials
+from pipeline.inputs.lineage import FLOW_RUN
+from pipeline.tracking.mlflow_client import connect, explained, registry_address
 from ppo_core.errors import ModelError
-from ppo_core.manifest import CARD, MANIFEST_TAG
+from serving.manifest import CARD, MANIFEST_TAG
+from serving.redaction import without_credentials
 
 LOGGED_MODEL = "policy"
 """Name of the logged model behind a version."""

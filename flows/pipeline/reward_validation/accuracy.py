@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
 
-from pipeline.reward_validation.pairs import LabelledPair
+from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.rates import Array, Rate, equal_parts, hits, measure_rate
 from ppo_core.errors import DataError
 

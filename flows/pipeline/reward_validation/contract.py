@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.end_of_text import CLEARLY_BETTER, EndOfText, compare_ends
 from pipeline.reward_validation.odd_texts import RESPONSES, odd_rows
 from pipeline.reward_validation.padding import (
@@ -14,13 +15,12 @@ from pipeline.reward_validation.padding import (
     score_filled_right,
     score_together,
 )
-from pipeline.reward_validation.pairs import LabelledPair
 from pipeline.reward_validation.vocabulary import (
     Vocabulary,
     measure_vocabulary,
     vocabulary_reasons,
 )
-from ppo_core.reward_model import RewardModel
+from ppo_core.models.reward_model import RewardModel
 
 NUM_PAIRS = 16
 """Pairs whose two texts are scored in batches of every kind."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from statsmodels.stats.weightstats import DescrStatsW
 
-from pipeline.reward_validation.pairs import LabelledPair
+from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.rates import hits
-from ppo_core.prompts import context_length
-from ppo_core.reward_model import RewardModel
+from ppo_core.data.prompts import context_length
+from ppo_core.models.reward_model import RewardModel
 
 MOST_PAIRS = 500
 """Pairs that are scored both ways: enough to tell the two apart by a few points."""

@@ -2,9 +2,9 @@
 
 from pipeline.reward_validation.accuracy import Accuracy
 from pipeline.reward_validation.calibration import Calibration
-from pipeline.reward_validation.config import RewardGateConfig
 from pipeline.reward_validation.lengths import Lengths
 from pipeline.reward_validation.samples import Samples
+from pipeline.settings.reward_validation_config import RewardGateConfig
 
 
 def reasons_against(

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import spearmanr
 
-from pipeline.reward_validation.pairs import LabelledPair
+from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.rates import Rate, hits, measure_rate
 
 

@@ -2,8 +2,8 @@
 
 from itertools import cycle, islice
 
-from ppo_core.prompts import context_length
-from ppo_core.reward_model import RewardModel
+from ppo_core.data.prompts import context_length
+from ppo_core.models.reward_model import RewardModel
 
 LONGEST = 4096
 """Most tokens of an odd text, where the model's context is longer or has no bound."""

@@ -9,8 +9,8 @@ import torch
 
 from pipeline.reward_validation.odd_texts import longest_row
 from pipeline.reward_validation.rates import Array
-from ppo_core.reward_model import RewardModel
-from ppo_core.tensors import at_least_fp32, pad_rows
+from ppo_core.algorithm.masking import at_least_fp32, pad_rows
+from ppo_core.models.reward_model import RewardModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,9 @@ from random import Random
 import numpy as np
 
 from pipeline.reward_validation.rates import Array, hits, measure_rate
+from ppo_core.data.prompts import context_length
 from ppo_core.errors import ModelError
-from ppo_core.prompts import context_length
-from ppo_core.reward_model import RewardModel
+from ppo_core.models.reward_model import RewardModel
 
 OPENING = 3
 """Words that are repeated; shorter references, and those of so many words, are left out."""

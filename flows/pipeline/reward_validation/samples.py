@@ -11,8 +11,8 @@ from scipy.stats import bootstrap
 from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.scores import require_finite
 from ppo_core.errors import DataError
-from ppo_core.evaluation import answer_prompts
-from ppo_core.loading import load_policy, load_tokenizer
+from ppo_core.models.loading import load_policy, load_tokenizer
+from ppo_core.training.evaluation import answer_prompts
 
 QUANTILES = (5, 25, 50, 75, 95)
 """Per cent of the samples that score below each reported quantile."""

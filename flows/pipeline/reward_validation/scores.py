@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.reward_validation.pairs import LabelledPair
+from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.rates import Array
 from ppo_core.errors import ModelError
-from ppo_core.reward_model import RewardModel
+from ppo_core.models.reward_model import RewardModel
 
 
 def score_pairs(model: RewardModel, pairs: Sequence[LabelledPair]) -> tuple[Array, Array]:

@@ -6,19 +6,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipeline.data import Rows
+from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
+from pipeline.inputs.rows import Rows
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
-from pipeline.reward_validation.config import RewardGateConfig
 from pipeline.reward_validation.contract import check_contract
 from pipeline.reward_validation.gate import reasons_against
 from pipeline.reward_validation.lengths import measure_lengths
-from pipeline.reward_validation.pairs import LabelledPair, label_pairs
 from pipeline.reward_validation.probes import run_probes
 from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.samples import duplicates, measure_samples
 from pipeline.reward_validation.scores import require_finite, score_pairs
-from ppo_core.reward_model import RewardModel
+from pipeline.settings.reward_validation_config import RewardGateConfig
+from ppo_core.models.reward_model import RewardModel
 
 
 class Draw(Protocol):

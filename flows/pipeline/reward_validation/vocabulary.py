@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ppo_core.reward_model import RewardModel
+from ppo_core.models.reward_model import RewardModel
 
 MAX_UNKNOWN = 0.05
 """Share of unknown tokens in real texts above which the tokenizer is another one's."""

@@ -1,0 +1,1 @@
+"""The built-in task: posts, summaries and their judge."""

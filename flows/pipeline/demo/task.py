@@ -1,0 +1,183 @@
+"""The built-in task: TL;DR in miniature.
+
+Everything is made at run time by a seeded grammar, so the whole job runs with no network:
+`build_demo_task` writes the files that the pipeline takes from any user. References and
+demonstrations are imperfect and preferences are noisy, as people's are, or a policy could not
+beat the one and a reward model would be perfect on the other.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from pipeline.demo import judge, posts
+from pipeline.demo.judge import grade
+from pipeline.demo.posts import (
+    CAREFUL,
+    CONTESTS,
+    FILLER,
+    HURRIED,
+    RAMBLES,
+    SLOTS,
+    TITLES,
+    Post,
+    write_post,
+    write_summary,
+)
+from pipeline.inputs import cache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+NUM_SFT_EXAMPLES = 10_000
+NUM_TRAIN_PAIRS = 12_000
+NUM_TEST_PAIRS = 1_000
+NUM_TRAIN_PROMPTS = 8_000
+NUM_EVAL_PROMPTS = 512
+
+
+def find_demo_task(cache_folder: Path, seed: int) -> Path:
+    """The folder of the task of this seed, made now or taken from the cache."""
+    code = cache.digest_of_code(posts.__name__, judge.__name__, __name__)
+    return cache.make_once(
+        cache_folder,
+        "tldr",
+        {"seed": seed, "code": code},
+        lambda folder: build_demo_task(folder, seed),
+    ).path
+
+
+def build_demo_task(folder: Path, seed: int) -> None:
+    """Write the task of this seed: base model, SFT examples, preferences, prompts.
+
+    No post occurs twice in all the files, so nothing that is evaluated was trained on.
+    The same seed gives the same bytes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = Random(seed)
+    posts = _unique_posts(rng)
+    _write_rows(folder / "prompts-eval.jsonl", _prompt_rows(posts, NUM_EVAL_PROMPTS, rng))
+    _write_rows(folder / "preferences-test.jsonl", _pair_rows(posts, NUM_TEST_PAIRS, rng))
+    _write_rows(folder / "sft.jsonl", _sft_rows(posts, NUM_SFT_EXAMPLES, rng))
+    _write_rows(folder / "preferences-train.jsonl", _pair_rows(posts, NUM_TRAIN_PAIRS, rng))
+    _write_rows(folder / "prompts-train.jsonl", _prompt_rows(posts, NUM_TRAIN_PROMPTS, rng))
+    write_base_model(folder / "base", seed)
+
+
+def _unique_posts(rng: Random) -> Iterator[Post]:
+    seen = set()
+    while True:
+        post = write_post(rng)
+        if post.prompt not in seen:
+            seen.add(post.prompt)
+            yield post
+
+
+def _prompt_rows(posts: Iterator[Post], count: int, rng: Random) -> Iterator[dict[str, str]]:
+    for _ in range(count):
+        post = next(posts)
+        yield {"prompt": post.prompt, "reference": write_summary(post, CAREFUL, rng)}
+
+
+def _sft_rows(posts: Iterator[Post], count: int, rng: Random) -> Iterator[dict[str, str]]:
+    for _ in range(count):
+        post = next(posts)
+        yield {"prompt": post.prompt, "completion": write_summary(post, HURRIED, rng)}
+
+
+def _pair_rows(posts: Iterator[Post], count: int, rng: Random) -> Iterator[dict[str, str]]:
+    for _ in range(count):
+        post = next(posts)
+        first, second = _two_summaries(post, rng)
+        if not _rater_prefers_first(post, first, second, rng):
+            first, second = second, first
+        yield {"prompt": post.prompt, "chosen": first, "rejected": second}
+
+
+def _two_summaries(post: Post, rng: Random) -> tuple[str, str]:
+    """Two different summaries, in random order."""
+    while True:
+        first, second = (write_summary(post, writer, rng) for writer in rng.choice(CONTESTS))
+        if first != second:
+            return (first, second) if rng.random() < 0.5 else (second, first)
+
+
+def _rater_prefers_first(post: Post, first: str, second: str, rng: Random) -> bool:
+    """A rater's choice by the Bradley-Terry model: sure of large differences only."""
+    facts = frozenset(post.facts.items())
+    difference = grade(facts, first) - grade(facts, second)
+    return rng.random() < 1 / (1 + math.exp(-RATER_CARE * difference))
+
+
+RATER_CARE = 0.6
+"""Log-odds per point: a rater sees one missing fact of five points with probability 0.95."""
+
+
+def _write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+
+
+def vocabulary() -> list[str]:
+    """Every word of the grammar, in a fixed order, after the four special tokens."""
+    sentences = [f"title : {title}" for title in TITLES] + [". tl;dr :", *FILLER, *RAMBLES]
+    for slot in SLOTS:
+        sentences += [slot.word, *slot.values, *slot.stated]
+    words = dict.fromkeys(word for sentence in sentences for word in sentence.split())
+    del words["{}"]
+    return [*SPECIAL_TOKENS.values(), *words]
+
+
+SPECIAL_TOKENS = {
+    "pad_token": "<pad>",
+    "bos_token": "<bos>",
+    "eos_token": "<eos>",
+    "unk_token": "<unk>",
+}
+
+
+def write_base_model(folder: Path, seed: int) -> None:
+    """Write a word-level tokenizer and a three-layer Llama with random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = _tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        max_position_embeddings=128,
+        initializer_range=0.08,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _tokenizer() -> "PreTrainedTokenizerFast":
+    """One token a word; a text comes back from its tokens exactly, words joined by spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {word: number for number, word in enumerate(vocabulary())}
+    bos, unk = SPECIAL_TOKENS["bos_token"], SPECIAL_TOKENS["unk_token"]
+    words = Tokenizer(models.WordLevel(ids, unk_token=unk))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, ids[bos])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, clean_up_tokenization_spaces=False, **SPECIAL_TOKENS
+    )

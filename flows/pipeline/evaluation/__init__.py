@@ -1,0 +1,1 @@
+"""Win rates: answers, contests, intervals, gates."""

@@ -1,0 +1,164 @@
+"""The policies answer prompts they have not seen, and a judge compares the answers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pipeline.evaluation.text_statistics import mean_words, repeated_share
+from pipeline.inputs import data_sets
+from pipeline.inputs.flow_run import JUDGEMENTS, SAMPLES
+from pipeline.inputs.rows import read_jsonl, write_jsonl
+from pipeline.judges.spec import make_judge
+from pipeline.settings.settings import Settings
+from ppo_core.models.loading import load_policy, load_tokenizer
+from ppo_core.training.evaluation import Answers, answer_prompts
+
+Result = dict[str, Any]
+
+
+def evaluate_policies(
+    settings: Settings, sft: str, policy: str, champion: Mapping[str, Any], folder: Path
+) -> Result:
+    """Judge the answers of the trained policy against the references, SFT and the champion.
+
+    Args:
+        settings: of the run.
+        sft: folder or hub id of the policy that training started from.
+        policy: folder of the trained policy.
+        champion: `version`, `model` and `tokenizer` of the champion; `version` is None without one.
+        folder: where samples and judgements are written.
+    """
+    rows = data_sets.examples(settings.eval_prompts, settings.evaluation)
+    prompts = [row["prompt"] for row in rows]
+    answers = {
+        "sft": _answer(settings, sft, prompts, sft),
+        "ppo": _answer(settings, policy, prompts, sft),
+    }
+    texts = {"reference": [row["reference"] for row in rows]}
+    texts |= {who: given.texts for who, given in answers.items()}
+    kl = {who: given.kl for who, given in answers.items()}
+    return _judge(settings, prompts, texts, champion, folder) | {"kl": kl}
+
+
+def evaluate_again(
+    settings: Settings, evaluation: Mapping[str, Any], champion: Mapping[str, Any], folder: Path
+) -> Result:
+    """The same answers, judged against another champion than the one of the evaluation."""
+    rows = read_jsonl(evaluation["samples"])
+    texts = {who: [row[who] for row in rows] for who in ("reference", "sft", "ppo")}
+    prompts = [row["prompt"] for row in rows]
+    return _judge(settings, prompts, texts, champion, folder) | {"kl": evaluation["kl"]}
+
+
+def _judge(
+    settings: Settings,
+    prompts: Sequence[str],
+    texts: Mapping[str, Sequence[str]],
+    champion: Mapping[str, Any],
+    folder: Path,
+) -> Result:
+    # Statistics take a second to import, and most who import this judge nothing.
+    from pipeline.evaluation.contests import distinct_share, evaluate, judgements
+    from pipeline.evaluation.win_rate import compare_policies
+
+    contests = [("sft", "reference"), ("ppo", "reference"), ("ppo", "sft")]
+    if champion["version"] is not None:
+        texts = {**texts, "champion": _answer_as_champion(settings, champion, prompts)}
+        contests.append(("ppo", "champion"))
+    judge = make_judge(
+        settings.judge,
+        config=settings.judging,
+        cache_folder=Path(settings.output_dir) / "cache" / "replies",
+        end_of_text=settings.reward_model_training.end_of_text,
+    )
+    evaluation = evaluate(
+        judge,
+        prompts,
+        texts,
+        contests,
+        people=data_sets.human_labels(settings.evaluation),
+        config=settings.evaluation,
+        seed=settings.seed,
+    )
+    improvement = compare_policies(
+        evaluation.comparisons["ppo_vs_reference"],
+        evaluation.comparisons["sft_vs_reference"],
+        seed=settings.seed,
+    )
+    columns = {"prompt": prompts, **texts}
+    rows = zip(*columns.values(), strict=True)
+    write_jsonl(folder / SAMPLES, [dict(zip(columns, row, strict=True)) for row in rows])
+    write_jsonl(folder / JUDGEMENTS, judgements(evaluation))
+    return {
+        **evaluation.result,
+        "champion": champion["version"],
+        "improvement": asdict(improvement),
+        "distinct": {who: distinct_share(given) for who, given in texts.items()},
+        "length": {who: mean_words(given) for who, given in texts.items()},
+        "repetition": {who: repeated_share(given) for who, given in texts.items()},
+        "samples": str(folder / SAMPLES),
+        "judgements": str(folder / JUDGEMENTS),
+    }
+
+
+def _answer(settings: Settings, path: str, prompts: Sequence[str], reference: str) -> Answers:
+    """One answer of the policy in a folder to each prompt, compared with a reference."""
+    return _sample(
+        settings,
+        load_policy(path),
+        load_tokenizer(path),
+        prompts,
+        stop=settings.ppo.stop_token,
+        stop_token_id=settings.ppo.stop_token_id,
+        reference=load_policy(reference),
+    )
+
+
+def _answer_as_champion(
+    settings: Settings, champion: Mapping[str, Any], prompts: Sequence[str]
+) -> list[str]:
+    """The champion's answers; they end with its own stop token, not with that of this run."""
+    model, tokenizer = load_policy(champion["model"]), load_tokenizer(champion["tokenizer"])
+    return _sample(
+        settings,
+        model,
+        tokenizer,
+        prompts,
+        # Without a stop token it was judged, and is served, at full length.
+        stop=None,
+        stop_token_id=_stop_token_of(model, tokenizer),
+    ).texts
+
+
+def _stop_token_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that ends a model's answers; of several, the tokenizer's own if it is one."""
+    stops = model.generation_config.eos_token_id
+    if isinstance(stops, list):
+        own = tokenizer.eos_token_id
+        return own if own in stops else next(iter(stops), None)
+    return stops
+
+
+def _sample(
+    settings: Settings,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    **options: Any,
+) -> Answers:
+    """Every policy is sampled in the same way."""
+    return answer_prompts(
+        model,
+        tokenizer,
+        prompts,
+        response_length=settings.ppo.response_length,
+        temperature=settings.evaluation.temperature,
+        top_k=settings.evaluation.top_k,
+        top_p=settings.evaluation.top_p,
+        seed=settings.seed,
+        batch_size=settings.ppo.local_rollout_forward_batch_size,
+        **options,
+    )

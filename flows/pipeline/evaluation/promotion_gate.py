@@ -1,0 +1,163 @@
+"""May a candidate become the champion? Every reason why not, and what it won if it may."""
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from pipeline.settings.promotion_config import PromotionConfig
+from ppo_core.errors import DataError
+
+Record = Mapping[str, Any]
+
+
+def reasons_against(
+    evaluation: Record,
+    validation: Record,
+    limits: PromotionConfig,
+    *,
+    candidate: int,
+    champion: int | None,
+    kl: float,
+) -> list[str]:
+    """Why a candidate is not promoted by itself; nothing if it is.
+
+    Each reason says the figure, the limit, and what would follow. A figure that is not finite
+    keeps no limit.
+
+    Args:
+        evaluation: what the judge said of the candidate and of this champion.
+        validation: the report on the reward model.
+        limits: what the figures must keep.
+        candidate: its version.
+        champion: the present champion's version, None where there is none.
+        kl: nats of an answer between the candidate and SFT.
+
+    Raises:
+        DataError: the evaluation is about another champion.
+    """
+    if evaluation["champion"] != champion:
+        raise DataError(
+            f"The candidate was judged against champion {evaluation['champion']}, and the champion "
+            f"is {champion}: its win rate says nothing about that one. Judge it again."
+        )
+    win_rates = evaluation["win_rate"]
+    found = [
+        _age(candidate, champion),
+        _inconclusive(evaluation),
+        _wins(win_rates[direct_contest(evaluation)], _opponent(champion), limits, "min_win_rate"),
+        _wins(win_rates["ppo_vs_reference"], "the references", limits, "min_reference_win_rate"),
+        _divergence(kl, limits),
+        _length(evaluation, limits),
+        _repetition(evaluation, limits),
+        _reward_model(validation),
+    ]
+    return [reason for reason in found if reason]
+
+
+def reasons_for(evaluation: Record) -> list[str]:
+    """What a promoted candidate won, in words, for the history."""
+    win_rates = evaluation["win_rate"]
+    return [
+        f"{_won(win_rates[direct_contest(evaluation)], _opponent(evaluation['champion']))}.",
+        f"{_won(win_rates['ppo_vs_reference'], 'the references')}.",
+    ]
+
+
+def direct_contest(evaluation: Record) -> str:
+    """The contest that decides: against the champion, or against SFT where there is none."""
+    return f"ppo_vs_{_rival(evaluation)}"
+
+
+def words_of_both(evaluation: Record) -> tuple[float, float]:
+    """Mean words of an answer of the candidate, and of the champion or SFT."""
+    return evaluation["length"]["ppo"], evaluation["length"][_rival(evaluation)]
+
+
+def _rival(evaluation: Record) -> str:
+    return "sft" if evaluation["champion"] is None else "champion"
+
+
+def _opponent(champion: int | None) -> str:
+    return "SFT" if champion is None else f"the champion, version {champion}"
+
+
+def _won(win_rate: Record, opponent: str) -> str:
+    return (
+        f"It wins {win_rate['rate']:.1%} of {win_rate['n']} pairs against {opponent}, 95 % "
+        f"interval {win_rate['low']:.1%} .. {win_rate['high']:.1%}, judged by {win_rate['judge']}"
+    )
+
+
+def _age(candidate: int, champion: int | None) -> str:
+    if champion is None or champion < candidate:
+        return ""
+    if champion == candidate:
+        return f"Version {candidate} is the champion already."
+    return (
+        f"Version {champion} is champion, and newer than this version {candidate}: a run that was "
+        "late would replace what came after it."
+    )
+
+
+def _inconclusive(evaluation: Record) -> str:
+    if evaluation["conclusive"]:
+        return ""
+    doubts = "; ".join(reason.rstrip(".") for reason in evaluation["reasons"])
+    return (
+        "The evaluation is inconclusive, and win rates that cannot be believed would decide: "
+        f"{doubts}."
+    )
+
+
+def _wins(win_rate: Record, opponent: str, limits: PromotionConfig, name: str) -> str:
+    least = getattr(limits, name)
+    finite = all(isfinite(win_rate[figure]) for figure in ("rate", "low", "high"))
+    if finite and win_rate["low"] > least:
+        return ""
+    return (
+        f"{_won(win_rate, opponent)}; the lower end must be above {name}={least:g}: production "
+        "would get a policy that is no better, or there are too few pairs to tell."
+    )
+
+
+def _divergence(kl: float, limits: PromotionConfig) -> str:
+    if isfinite(kl) and kl <= limits.max_kl:
+        return ""
+    return (
+        f"Its answers are {kl:.3g} nats from SFT, and max_kl={limits.max_kl:g}: so far away a "
+        "policy usually lives on the reward model's faults."
+    )
+
+
+def _length(evaluation: Record, limits: PromotionConfig) -> str:
+    own, other = words_of_both(evaluation)
+    most, finite = limits.max_length_ratio, isfinite(own) and isfinite(other)
+    if finite and own <= most * other and other <= most * own:
+        return ""
+    return (
+        f"Its answers have {own:.1f} words on average, and those of "
+        f"{_opponent(evaluation['champion'])} {other:.1f}: one is more than "
+        f"max_length_ratio={most:g} times the other, and the judge may have seen nothing but the "
+        "length."
+    )
+
+
+def _repetition(evaluation: Record, limits: PromotionConfig) -> str:
+    share = evaluation["repetition"]["ppo"]
+    if share <= limits.max_repetition:
+        return ""
+    return (
+        f"{share:.1%} of the 3-grams of words in its answers repeat one before them, and "
+        f"max_repetition={limits.max_repetition:g}: people would read the same words again and "
+        "again."
+    )
+
+
+def _reward_model(validation: Record) -> str:
+    if validation["fit"]:
+        return ""
+    return (
+        "Its reward model was refused, for the reasons in that report, and a person had it trained "
+        "against nevertheless: what PPO gained may be the reward model's faults. A person may "
+        "promote the version as well, and say why."
+    )

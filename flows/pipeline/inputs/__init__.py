@@ -1,0 +1,1 @@
+"""Data sets, caches and the lineage of a run."""

@@ -1,0 +1,143 @@
+"""A chat model of transformers, answering in this process."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pipeline.inputs.cache import digest_of, digest_of_model
+from pipeline.judges.chat_model import Question, Reply
+from pipeline.settings.judge_config import JudgingConfig
+from ppo_core.data.batching import length_sorted_batches
+from ppo_core.data.chat_template import encode_chat, render_chat
+from ppo_core.data.prompts import Tokens, context_length, encode_prompt, response_texts
+from ppo_core.errors import DataError, ModelError
+from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.models.kernels.prepared_products import keep_few_prepared_products
+from ppo_core.models.loading import load_config, load_policy, load_tokenizer
+from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.sampler import SamplingSettings, stop_token
+
+PROBE = [{"role": "system", "content": "system"}, {"role": "user", "content": "user"}]
+"""A question as a judge asks it."""
+
+
+class LocalChat:
+    """Answers by the sampler that training uses, `concurrency` questions at a time.
+
+    It costs nothing: the deadline, the retries and the budget of JudgingConfig are those of
+    servers.
+    """
+
+    def __init__(self, path: str, config: JudgingConfig) -> None:
+        """Load the model and the tokenizer of a folder or hub id.
+
+        Raises:
+            ModelError: there is none, it is not decoder-only, or it has no chat template that
+                takes a system message and a user's.
+        """
+        check_chat_model(path)
+        self._tokenizer = load_tokenizer(path)
+        model = load_policy(path)
+        keep_few_prepared_products()
+        self._policy = LanguageModel(model)
+        self._context = context_length(model.config)
+        self._config = config
+        self._sampling = SamplingSettings(
+            stop_token_id=_end_of_turn(self._tokenizer, model),
+            temperature=_temperature(model, config.sampling),
+        )
+        self.name = f"transformers:{path}"
+        self.version = digest_of(
+            [digest_of_model(path), vars(self._sampling), config.max_reply_tokens]
+        )
+
+    def ask(self, questions: Sequence[Question], keep: Callable[[int, Reply], None]) -> None:
+        """Answer every question; `keep` is called for each reply when its batch is done.
+
+        A question that leaves no room for the longest reply gets none, and the error says so.
+        """
+        encoded = [encode_prompt(self._tokenizer, question) for question in questions]
+        fitting = []
+        for number, tokens in enumerate(encoded):
+            if error := self._too_long(tokens):
+                keep(number, Reply(None, error=error))
+            else:
+                fitting.append(number)
+        if not fitting:
+            return
+        lengths = torch.tensor([len(encoded[number]) for number in fitting])
+        for batch in length_sorted_batches(lengths, self._config.concurrency):
+            numbers = [fitting[place] for place in batch.tolist()]
+            uniforms = [self._uniforms(questions[number]) for number in numbers]
+            replies = self._answer([encoded[number] for number in numbers], torch.stack(uniforms))
+            for number, reply in zip(numbers, replies, strict=True):
+                keep(number, reply)
+
+    def _too_long(self, tokens: Tokens) -> str:
+        """What is wrong with a question's length; empty if nothing is."""
+        most = self._config.max_reply_tokens
+        if self._context is None or len(tokens) + most <= self._context:
+            return ""
+        return (
+            f"The question has {len(tokens)} tokens, and with max_reply_tokens={most} that is more "
+            f"than {self._context}, the context of {self.name}. Lower max_reply_tokens, or name a "
+            "judge with a longer context."
+        )
+
+    def _uniforms(self, question: Question) -> Tensor:
+        """Numbers in [0, 1) that are the same for a question whatever is asked beside it."""
+        generator = torch.Generator().manual_seed(int(digest_of(question), 16))
+        return torch.rand(self._config.max_reply_tokens, generator=generator)
+
+    def _answer(self, prompts: list[Tokens], uniforms: Tensor) -> list[Reply]:
+        """One reply to each question of a batch."""
+        rollout = sample_responses(
+            self._policy, prompts, uniforms, self._sampling, batch_size=len(prompts)
+        )
+        lengths = (rollout.prompt_lengths + rollout.response_lengths).tolist()
+        texts = response_texts(self._tokenizer, rollout)
+        return [Reply(text, tokens=n) for text, n in zip(texts, lengths, strict=True)]
+
+
+def check_chat_model(path: str) -> None:
+    """Refuse a model that cannot be asked, by its configuration and its tokenizer alone.
+
+    Raises:
+        ModelError: it is no decoder-only language model, or it has no chat template that takes a
+            system message and a user's.
+    """
+    config = load_config(path)
+    architectures = config.architectures or []
+    if any(name.endswith("ForSequenceClassification") for name in architectures):
+        raise ModelError(
+            f"'{path}' is {', '.join(architectures)}, which gives scores and no replies. Judge by "
+            f"reward-model:{path}, or name a chat model."
+        )
+    if config.is_encoder_decoder:
+        raise ModelError(f"'{path}' has an encoder; a judge must be a decoder-only model.")
+    try:
+        render_chat(load_tokenizer(path), PROBE, answer_follows=True)
+    except DataError as error:
+        raise ModelError(f"'{path}' cannot be asked as a judge: {error}") from error
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int:
+    """The token that ends an answer.
+
+    A model may name several, end of text and end of turn among them: it is the one that the chat
+    template writes behind an answer, and else the tokenizer's.
+    """
+    named = model.generation_config.eos_token_id
+    ends = named if isinstance(named, list) else [named]
+    question = encode_prompt(tokenizer, PROBE)
+    answered = encode_chat(tokenizer, [*PROBE, {"role": "assistant", "content": "A"}], end=False)
+    behind = (token for token in answered[len(question) :] if token in ends)
+    return stop_token(tokenizer, "eos", next(behind, None))
+
+
+def _temperature(model: PreTrainedModel, sampling: str) -> float:
+    """0 for the likeliest tokens, else the model's own temperature, else 1."""
+    own = model.generation_config.temperature
+    return 0.0 if sampling == "greedy" else 1.0 if own is None else own

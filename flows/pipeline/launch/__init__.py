@@ -1,0 +1,1 @@
+"""Start the processes of PPO and follow them."""

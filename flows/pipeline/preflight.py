@@ -1,0 +1,198 @@
+"""Everything about a run that can be refused before anything is trained."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.evaluation.canaries import require_references
+from pipeline.inputs import data_sets
+from pipeline.inputs.preference_pairs import label_pairs
+from pipeline.inputs.rows import Rows, read_rows, write_jsonl
+from pipeline.judges.spec import check_judge
+from pipeline.settings.settings import Settings
+from ppo_core.data.prompts import (
+    check_prompt_lengths,
+    context_length,
+    encode_dialogue,
+    encode_prompt,
+    encode_response,
+)
+from ppo_core.errors import ConfigError, DataError, ModelError
+from ppo_core.models.loading import check_reward_config, load_config, load_tokenizer
+from ppo_core.rollout.sampler import stop_token
+
+
+def check_inputs(settings: Settings) -> None:
+    """Refuse what would fail, or mislead, later in the run.
+
+    Raises:
+        ConfigError: a setting cannot work.
+        DataError: a data set cannot be used.
+        ModelError: a model cannot play its part.
+    """
+    output = Path(settings.output_dir)
+    check_outputs(settings.output_dir, settings.summary_json)
+    _check_reward_model(settings)
+    data_sets.human_labels(settings.evaluation)
+    _check_prompts(settings)
+    _check_pairs(settings)
+    if settings.sft_data:
+        _report(data_sets.sft_rows(settings), "sft", output)
+    # Last, since asking a server may cost something.
+    check_judge(settings.judge, settings.reward_model, settings.judging)
+
+
+def check_champion(settings: Settings, champion: Mapping[str, Any]) -> None:
+    """Refuse a champion that could not answer, while nothing is lost by that.
+
+    Args:
+        settings: of the run.
+        champion: its `version`, `model` and `tokenizer`.
+
+    Raises:
+        DataError: it cannot read a prompt, or leaves no room for the answer.
+        ModelError: its configuration or its tokenizer cannot be loaded.
+    """
+    tokenizer = load_tokenizer(champion["tokenizer"])
+    rows = data_sets.examples(settings.eval_prompts, settings.evaluation)
+    try:
+        check_prompt_lengths(
+            [encode_prompt(tokenizer, row["prompt"]) for row in rows],
+            context=context_length(load_config(champion["model"])),
+            response_length=settings.ppo.response_length,
+        )
+    except DataError as error:
+        raise DataError(
+            f"eval_prompts={settings.eval_prompts}, which the champion, version "
+            f"{champion['version']} of '{settings.registered_model}', has to answer too: {error}"
+        ) from error
+
+
+def check_outputs(output_dir: str, summary_json: str) -> None:
+    """Refuse places for results that nothing can be written to.
+
+    Raises:
+        ConfigError: the folder or the file cannot be written.
+    """
+    require_writable(Path(output_dir), "output_dir")
+    if summary_json:
+        if Path(summary_json).is_dir():
+            raise ConfigError(f"summary_json={summary_json!r} is a folder. Name a file.")
+        require_writable(Path(summary_json).parent, "summary_json")
+
+
+def require_writable(folder: Path, name: str) -> None:
+    """Make a folder and refuse one that nothing can be written into.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{name}: nothing can be written into {folder.absolute()} ({error.strerror}). "
+            "Name a folder that can be written."
+        ) from error
+
+
+def _check_reward_model(settings: Settings) -> None:
+    """Refuse a reward model that does not give one score, or that texts cannot be ended for."""
+    path = settings.reward_model or settings.policy
+    if settings.reward_model:
+        check_reward_config(path)
+    if settings.reward_model_training.end_of_text and load_tokenizer(path).eos_token_id is None:
+        raise ModelError(
+            f"The tokenizer of the reward model, '{path}', has no end-of-sequence token to end a "
+            "text with. Set end_of_text = false in [reward_model_training]."
+        )
+
+
+def _check_prompts(settings: Settings) -> None:
+    """Refuse prompts that leave no room for a response, and references that are all empty."""
+    tokenizer = load_tokenizer(settings.policy)
+    stop_token(tokenizer, settings.ppo.stop_token, settings.ppo.stop_token_id)
+    context = context_length(load_config(settings.policy))
+    answered = data_sets.examples(settings.eval_prompts, settings.evaluation)
+    require_references([row["reference"] for row in answered])
+    for rows, name in (
+        (data_sets.training_prompts(settings), "prompts"),
+        (read_rows(settings.eval_prompts, ["prompt", "reference"]), "eval_prompts"),
+    ):
+        _report(rows, name, Path(settings.output_dir))
+        encoded = [encode_prompt(tokenizer, prompt) for prompt in rows.column("prompt")]
+        try:
+            check_prompt_lengths(
+                encoded, context=context, response_length=settings.ppo.response_length
+            )
+        except DataError as error:
+            raise DataError(f"{name}={rows.source}: {error}") from error
+
+
+def _check_pairs(settings: Settings) -> None:
+    """Refuse preferences that cannot be read, or that the training would refuse as too long."""
+    test = data_sets.test_pairs(settings)
+    _report(test, "preferences-test", Path(settings.output_dir))
+    _check_held_out(settings, test)
+    if settings.reward_model:
+        return
+    rows = data_sets.training_pairs(settings)
+    _report(rows, "preferences", Path(settings.output_dir))
+    if not rows.usable:
+        raise DataError(
+            f"preferences={rows.source}: no pair is left to train the reward model on, without "
+            "ties and without the pairs that it is validated on. Add others."
+        )
+    tokenizer = load_tokenizer(settings.policy)
+    training = settings.reward_model_training
+    lengths: list[int] = []
+    for row in rows.usable:
+        prompt = encode_prompt(tokenizer, row.get("prompt", ""))
+        lengths += (
+            len(prompt) + len(encode_response(tokenizer, row[side], end=training.end_of_text))
+            for side in ("chosen", "rejected")
+        )
+    if too_long := sum(length > training.max_length for length in lengths):
+        raise DataError(
+            f"preferences={rows.source}: {too_long} of {len(lengths)} responses with their prompt "
+            f"are longer than reward_model_training.max_length={training.max_length}; the longest "
+            f"has {max(lengths)} tokens. Raise it, or shorten or remove those rows."
+        )
+
+
+def _check_held_out(settings: Settings, rows: Rows) -> None:
+    """Refuse preferences that no reward model could be validated on, or not this one."""
+    if all(pair.tie for pair in label_pairs(rows.usable)):
+        raise DataError(
+            f"None of the {len(rows.usable)} held-out preferences of {rows.source} prefers a "
+            "response, so nothing could be said of the reward model. Add some that are no ties."
+        )
+    path = settings.reward_model or settings.policy
+    tokenizer, context = load_tokenizer(path), context_length(load_config(path))
+    end = settings.reward_model_training.end_of_text
+    lengths = [
+        len(encode_dialogue(tokenizer, row.get("prompt", ""), row[side], end=end))
+        for row in rows.usable
+        for side in ("chosen", "rejected")
+    ]
+    unreadable = sum(not 0 < length <= (context or length) for length in lengths)
+    if unreadable:
+        raise DataError(
+            f"Of the {len(lengths)} held-out responses of {rows.source} with their prompt the "
+            f"reward model cannot read {unreadable}: they have {min(lengths)} to {max(lengths)} "
+            f"tokens, and it takes 1 to {context or 'any number'}. Shorten or remove those rows."
+        )
+
+
+def _report(rows: Rows, name: str, output: Path) -> None:
+    """Say how many rows there are, and keep those that were set aside where they can be read."""
+    print(f"{name}: {len(rows.usable)} rows of {rows.source}, digest {rows.digest}", flush=True)
+    if rows.quarantined:
+        path = output / "quarantine" / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        write_jsonl(path, rows.quarantined)
+        print(f"{name}: {len(rows.quarantined)} unusable rows set aside in {path}", flush=True)

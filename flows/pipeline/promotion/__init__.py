@@ -1,0 +1,1 @@
+"""Register a version and decide on its promotion."""

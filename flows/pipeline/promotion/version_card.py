@@ -1,0 +1,192 @@
+"""The model card of a registered version: what it is, what it won, and what it is not for."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from pipeline.reports.document import as_interval, as_percent
+from pipeline.reports.terminal import TITLES
+from pipeline.settings.settings import flatten
+from ppo_core.reporting.sample_table import as_markdown
+from ppo_core.training.model_card import without_folders
+
+Record = Mapping[str, Any]
+
+SAMPLES = 5
+"""Prompts whose answers are shown."""
+
+SHOWN_ENDS = ("rate", "low", "high")
+"""Metrics of a contest that are in the table of win rates."""
+
+LIMITS = (
+    "It was compared with other models on the prompts named below and by one judge: that says "
+    "nothing about other tasks, languages or lengths of prompts.",
+    "It learned what a reward model scores high, with the faults of that reward model and of the "
+    "people and rules whose preferences it was trained on.",
+    "Nobody checked whether what it says is true, safe or legal. It is not for decisions about "
+    "people, nor for medical, legal or financial advice.",
+)
+"""What holds for every version."""
+
+
+def version_card(record: Record) -> str:
+    """The card as markdown with a head in YAML; whatever the record quotes is escaped.
+
+    Args:
+        record: plain values:
+
+            - `name` of the registered model, and its `version`, None while it has none;
+            - `models`: by their part (base, SFT, reward model, judge) the `name` and `digest` of
+              each, the digest None where there is none;
+            - `data`: by its part (prompts, preferences, ...) the `name`, `digest` and `rows`;
+            - `win_rate`: by contest `rate`, `low`, `high`, `n`, `ties` and `judge`;
+            - `reasons`: why the evaluation is inconclusive, if it is;
+            - `metrics`: numbers by their names;
+            - `decoding`: arguments of `generate` that it is served with by default;
+            - `samples`: rows of `prompt` and the answers by who gave them, at least one or none;
+            - `decision`: None before there is one, else `action`, `reasons`, `by` and `at`;
+            - `settings`: nested tables.
+    """
+    sections = [
+        f"---\n{_front_matter(record)}\n---",
+        f"# {as_markdown(_title(record))}",
+        f"{_line(without_folders(record['models']['base']['name']))}, tuned with proximal policy "
+        "optimization (PPO, [arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) to answer so "
+        "that a reward model scores it higher.",
+        _section("Promotion", _decision(record["decision"])),
+        _section("Win rates", _win_rates(record)),
+        _section("How to load it", _loading(record)),
+        _section("What it is not for", _bullets(LIMITS)),
+        _section("Models", _models(record["models"])),
+        _section("Data", _data(record["data"])),
+        _section("Metrics", _pairs("metric", _other_metrics(record))),
+        _section("Samples", _samples(record["samples"])),
+        _section("Settings", _settings(record["settings"])),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _front_matter(record: Record) -> str:
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        model_name=_title(record),
+        base_model=without_folders(record["models"]["base"]["name"]),
+        tags=["ppo", "rlhf"],
+    ).to_yaml()
+
+
+def _title(record: Record) -> str:
+    number = record["version"]
+    return record["name"] if number is None else f"{record['name']}, version {number}"
+
+
+def _decision(decision: Record | None) -> str:
+    if decision is None:
+        return "Not decided yet."
+    head = (
+        f"**{as_markdown(decision['action']).capitalize()}** by {as_markdown(decision['by'])} at "
+        f"{as_markdown(decision['at'])}."
+    )
+    later = "Decisions after this one are in the version's tags and in the history of its name."
+    return "\n\n".join(part for part in (head, _bullets(decision["reasons"]), later) if part)
+
+
+def _loading(record: Record) -> str:
+    number = "VERSION" if record["version"] is None else record["version"]
+    uri = json.dumps(f"models:/{record['name']}/{number}")
+    return (
+        "```python\nimport mlflow\n\n"
+        f"pipeline = mlflow.transformers.load_model({uri})\n```\n\n"
+        "`load_champion` of `flows/champion.py` loads it for a service, and verifies every file "
+        "first. "
+        "Unless it is told otherwise it decodes as it was judged:\n\n"
+        + _pairs("argument", record["decoding"])
+    )
+
+
+def _win_rates(record: Record) -> str:
+    table = _table(
+        ("", "wins", "95 % interval", "pairs", "ties", "judge"),
+        (
+            (
+                TITLES.get(contest, contest),
+                as_percent(rate["rate"]),
+                as_interval(rate),
+                rate["n"],
+                rate["ties"],
+                without_folders(rate["judge"]),
+            )
+            for contest, rate in record["win_rate"].items()
+        ),
+    )
+    doubts = _bullets(f"Inconclusive: {reason}" for reason in record["reasons"])
+    return "\n\n".join(part for part in (table, doubts) if part)
+
+
+def _models(models: Record) -> str:
+    rows = ((part, without_folders(one["name"]), one["digest"]) for part, one in models.items())
+    return _table(("part", "model", "digest"), rows)
+
+
+def _data(data: Record) -> str:
+    rows = (
+        (part, without_folders(one["name"]), one["rows"], one["digest"])
+        for part, one in data.items()
+    )
+    return _table(("used as", "data", "rows", "digest"), rows)
+
+
+def _other_metrics(record: Record) -> Mapping[str, float]:
+    """The metrics that the table of win rates does not have."""
+    shown = {f"win_rate/{contest}/{end}" for contest in record["win_rate"] for end in SHOWN_ENDS}
+    return {name: value for name, value in record["metrics"].items() if name not in shown}
+
+
+def _samples(samples: Sequence[Mapping[str, str]]) -> str:
+    if not samples:
+        return ""
+    columns = list(samples[0])
+    return _table(columns, ([row[name] for name in columns] for row in samples[:SAMPLES]))
+
+
+def _section(title: str, text: str) -> str:
+    return f"## {title}\n\n{text}" if text else ""
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {_line(line)}" for line in lines)
+
+
+def _line(text: str) -> str:
+    """The text as the start of a line, where `#` or `1.` would be markup too."""
+    shown = as_markdown(text)
+    if shown.startswith(tuple("#+-=0123456789")):
+        return f"&#{ord(shown[0])};{shown[1:]}"
+    return shown
+
+
+def _pairs(what: str, values: Mapping[str, Any]) -> str:
+    return _table((what, "value"), values.items()) if values else ""
+
+
+def _table(headers: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "none"
+    return as_markdown(f"{value:.4g}" if isinstance(value, float) else str(value))
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    """The settings, paths without their folders."""
+    shown = {
+        name: without_folders(value) if isinstance(value, str) else value
+        for name, value in flatten(settings).items()
+    }
+    return _pairs("setting", shown)

@@ -1,0 +1,1 @@
+"""What people look at: cards, pages, tables and figures."""

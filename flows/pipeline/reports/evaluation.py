@@ -1,0 +1,233 @@
+"""What a person reads about an evaluation, from its result as a plain dict."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.evaluation.length_control import RATIO_NAMES
+from pipeline.reports.document import (
+    Document,
+    Plot,
+    Section,
+    Tone,
+    as_interval,
+    as_number,
+    as_percent,
+)
+from pipeline.reports.figures import win_rate_plot
+from pipeline.reports.terminal import TITLES
+
+Record = Mapping[str, Any]
+
+WHO = {"reference": "References", "sft": "SFT", "ppo": "PPO", "champion": "Champion"}
+"""Everybody whose answers are measured, in words."""
+
+
+def evaluation_document(evaluation: Record) -> Document:
+    """Whether PPO made the policy better, and whether the judge who says so can be believed.
+
+    Args:
+        evaluation: what the flow's step hands on: `evaluate`'s result with `improvement`, `kl`,
+            `distinct`, `length` and `repetition`.
+    """
+    win_rates = evaluation["win_rate"]
+    verdict, tone = _verdict(evaluation)
+    sections = (
+        _win_rates(win_rates),
+        _improvement(evaluation["improvement"]),
+        _lengths(win_rates),
+        _length_ratios(win_rates),
+        _canaries(evaluation["canaries"]),
+        _people(evaluation["people"]),
+        _ensemble(win_rates),
+        _policies(evaluation),
+        _judge(evaluation["judge"]),
+    )
+    return Document(
+        subject="Is the policy better after PPO than before?",
+        verdict=verdict,
+        tone=tone,
+        reasons=(_direct_contest(win_rates["ppo_vs_sft"]), *evaluation["reasons"]),
+        sections=tuple(section for section in sections if section.rows),
+    )
+
+
+def _verdict(evaluation: Record) -> tuple[str, Tone]:
+    against_sft = evaluation["win_rate"]["ppo_vs_sft"]
+    if not evaluation["conclusive"]:
+        return "Inconclusive", "warning"
+    if against_sft["low"] > 0.5:
+        return "Better", "success"
+    if against_sft["high"] < 0.5:
+        return "Worse", "danger"
+    return "No difference shown", "warning"
+
+
+def _direct_contest(against_sft: Record) -> str:
+    return (
+        f"PPO wins {as_percent(against_sft['rate'])} of {against_sft['n']} pairs against SFT, 95 % "
+        f"interval {as_interval(against_sft)}, judged by {against_sft['judge']}."
+    )
+
+
+def _win_rates(win_rates: Record) -> Section:
+    return Section(
+        title="Win rates",
+        headers=("", "Wins", "95 % interval", "Pairs", "Ties", "Invalid", "Followed the position"),
+        rows=tuple(
+            (
+                TITLES[name],
+                as_percent(rate["rate"]),
+                as_interval(rate),
+                str(rate["n"]),
+                str(rate["ties"]),
+                str(rate["invalid"]),
+                as_percent(rate["flip_rate"]),
+            )
+            for name, rate in win_rates.items()
+        ),
+        plots=(Plot(png=win_rate_plot(win_rates), shows="Win rates with their intervals"),),
+    )
+
+
+def _improvement(improvement: Record) -> Section:
+    return Section(
+        title="Wins against the references: PPO less SFT, on the same prompts",
+        headers=("Difference", "95 % interval", "p-value (Wilcoxon)", "Pairs"),
+        rows=(
+            (
+                f"{improvement['difference']:+.1%}",
+                f"{improvement['low']:+.1%} .. {improvement['high']:+.1%}",
+                as_number(improvement["p_value"]),
+                str(improvement["n"]),
+            ),
+        ),
+    )
+
+
+def _lengths(win_rates: Record) -> Section:
+    return Section(
+        title="Without the advantage of length",
+        headers=("", "Wins", "Wins at equal length"),
+        rows=tuple(
+            (
+                TITLES[name],
+                as_percent(rate["rate"]),
+                as_percent(rate["length_controlled"]),
+            )
+            for name, rate in win_rates.items()
+        ),
+    )
+
+
+def _length_ratios(win_rates: Record) -> Section:
+    bins = {
+        name: {part["ratio"]: part for part in rate["by_length_ratio"]}
+        for name, rate in win_rates.items()
+    }
+    return Section(
+        title="Wins by how many times as long the answer is as its opponent",
+        headers=("Characters", *(TITLES[name] for name in win_rates)),
+        rows=tuple(
+            (ratio, *(_share_of(parts.get(ratio)) for parts in bins.values()))
+            for ratio in RATIO_NAMES
+        ),
+    )
+
+
+def _share_of(part: Record | None) -> str:
+    return f"{as_percent(part['rate'])} of {part['n']}" if part else ""
+
+
+def _canaries(canaries: Record) -> Section:
+    return Section(
+        title="Canaries: answers that a sound judge does not choose",
+        headers=("Canary", "Chosen", "Asked", "Invalid", "The judge"),
+        rows=tuple(
+            (
+                kind,
+                str(found["won"]),
+                str(found["asked"]),
+                str(found["invalid"]),
+                "fell for it" if found["fell"] else "is sound",
+            )
+            for kind, found in canaries["kinds"].items()
+        ),
+    )
+
+
+def _people(people: Record | None) -> Section:
+    if people is None:
+        return Section(title="The judge and people")
+    counts = people["confusion"]
+    return Section(
+        title="The judge and people on the same pairs",
+        headers=("People say", *(f"Judge: {outcome}" for outcome in counts)),
+        rows=(
+            *((label, *map(str, row.values())) for label, row in counts.items()),
+            ("Agreement", as_percent(people["share"]), f"of {people['n']} pairs", ""),
+            ("Cohen's kappa", as_number(people["kappa"]), "", ""),
+            ("Invalid", str(people["invalid"]), "", ""),
+        ),
+    )
+
+
+def _ensemble(win_rates: Record) -> Section:
+    """The judges one by one, where there are several."""
+    return Section(
+        title="The judges of the ensemble",
+        headers=("", "Judges", "Wins", "Same outcome", "Kappa"),
+        rows=tuple(
+            row
+            for name, rate in win_rates.items()
+            if rate["agreement"]
+            for row in _judges(TITLES[name], rate["agreement"])
+        ),
+    )
+
+
+def _judges(contest: str, agreement: Record) -> list[tuple[str, ...]]:
+    return [
+        *((contest, judge, as_percent(rate), "", "") for judge, rate in agreement["rates"].items()),
+        *(
+            (
+                contest,
+                " and ".join(pair["judges"]),
+                "",
+                as_percent(pair["share"]),
+                as_number(pair["kappa"]),
+            )
+            for pair in agreement["pairs"]
+        ),
+        (contest, "all (Fleiss)", "", "", as_number(agreement["fleiss_kappa"])),
+    ]
+
+
+def _policies(evaluation: Record) -> Section:
+    return Section(
+        title="The answers",
+        headers=(
+            "",
+            "KL of an answer from SFT, nats",
+            "Distinct answers",
+            "Words, mean",
+            "Repeated 3-grams of words",
+        ),
+        rows=tuple(
+            (
+                WHO[who],
+                as_number(evaluation["kl"][who]) if who in evaluation["kl"] else "",
+                as_percent(evaluation["distinct"][who]),
+                as_number(evaluation["length"][who]),
+                as_percent(evaluation["repetition"][who]),
+            )
+            for who in evaluation["length"]
+        ),
+    )
+
+
+def _judge(judge: Record) -> Section:
+    return Section(
+        title="Who judged",
+        headers=("Judge", "Version"),
+        rows=((judge["name"], judge["version"]),),
+    )

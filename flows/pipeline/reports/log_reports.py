@@ -1,0 +1,38 @@
+"""What MLflow keeps of the reports: figures to compare runs by, pages, plots and tables."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.inputs.rows import read_jsonl
+from pipeline.reports.figures import reward_model_figures, win_rate_plot
+from pipeline.reports.headline_metrics import evaluation_numbers, reward_model_numbers
+from pipeline.reports.html_page import evaluation_page, reward_model_page
+from pipeline.tracking.tracker import Tracker
+
+NUM_SAMPLES = 200
+"""Prompts whose answers are shown as a table."""
+
+
+def log_reward_report(tracker: Tracker, report: Mapping[str, Any]) -> None:
+    """Track what was measured on the reward model, and whether it may be trained against."""
+    verdict = "fit" if report["fit"] else "refused"
+    if report["accepted_by_hand"]:
+        verdict = "accepted by hand"
+    for log in (tracker.step, tracker.parent):
+        log.log_metrics(reward_model_numbers(report))
+        log.set_tags({"reward_model": verdict})
+    tracker.step.log_json(report, "reward-model/report.json")
+    tracker.step.log_text(reward_model_page(report), "reward-model/report.html")
+    for name, png in reward_model_figures(report).items():
+        tracker.step.log_figure(png, f"reward-model/{name}.png")
+
+
+def log_evaluation(tracker: Tracker, evaluation: Mapping[str, Any]) -> None:
+    """Track how often the policy won, with samples and every judgement."""
+    for log in (tracker.step, tracker.parent):
+        log.log_metrics(evaluation_numbers(evaluation))
+    tracker.step.log_text(evaluation_page(evaluation), "evaluation/report.html")
+    tracker.step.log_figure(win_rate_plot(evaluation["win_rate"]), "evaluation/win-rates.png")
+    tracker.step.log_table(read_jsonl(evaluation["samples"])[:NUM_SAMPLES], "samples.json")
+    tracker.step.log_artifact(Path(evaluation["judgements"]))

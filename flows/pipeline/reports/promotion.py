@@ -1,0 +1,90 @@
+"""What a person reads about the decision on a version, from plain dicts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.evaluation.promotion_gate import direct_contest, words_of_both
+from pipeline.reports.document import Document, Section, as_interval, as_number, as_percent
+from pipeline.reports.terminal import TITLES, decision_in_words
+from pipeline.settings.promotion_config import PromotionConfig
+
+Record = Mapping[str, Any]
+
+
+def promotion_document(
+    promotion: Record, evaluation: Record, validation: Record, limits: PromotionConfig, *, kl: float
+) -> Document:
+    """Whether a version became the champion, and every figure beside the limit that it had to keep.
+
+    Args:
+        promotion: `action`, `version`, `champion` after it, and `reasons`.
+        evaluation: the one that it rests on.
+        validation: the report on the reward model.
+        limits: of the gate.
+        kl: nats of an answer between the version and SFT.
+    """
+    # Also where a person made it champion before the run decided.
+    promoted = promotion["champion"] == promotion["version"]
+    return Document(
+        subject="Does production load this policy?",
+        verdict="Promoted" if promoted else "Refused",
+        tone="success" if promoted else "danger",
+        reasons=tuple(promotion["reasons"]),
+        sections=(_decision(promotion, evaluation), _figures(evaluation, validation, limits, kl)),
+    )
+
+
+def _decision(promotion: Record, evaluation: Record) -> Section:
+    return Section(
+        title="The decision",
+        headers=("Version", "It is", "Judged against the champion"),
+        rows=(
+            (
+                str(promotion["version"]),
+                decision_in_words(promotion),
+                _version(evaluation["champion"]),
+            ),
+        ),
+    )
+
+
+def _version(champion: int | None) -> str:
+    return "there was none" if champion is None else f"version {champion}"
+
+
+def _figures(evaluation: Record, validation: Record, limits: PromotionConfig, kl: float) -> Section:
+    win_rates, contest = evaluation["win_rate"], direct_contest(evaluation)
+    own, other = words_of_both(evaluation)
+    return Section(
+        title="Figures and limits",
+        headers=("", "Measured", "Limit"),
+        rows=(
+            _win_rate(win_rates, contest, limits.min_win_rate),
+            _win_rate(win_rates, "ppo_vs_reference", limits.min_reference_win_rate),
+            ("KL of an answer from SFT, nats", as_number(kl), f"at most {limits.max_kl:g}"),
+            (
+                "Words of an answer, and of its opponent",
+                f"{as_number(own)} and {as_number(other)}",
+                f"at most {limits.max_length_ratio:g} times the other",
+            ),
+            (
+                "Repeated 3-grams of words",
+                as_percent(evaluation["repetition"]["ppo"]),
+                f"at most {as_percent(limits.max_repetition)}",
+            ),
+            (
+                "Evaluation",
+                "conclusive" if evaluation["conclusive"] else "inconclusive",
+                "conclusive",
+            ),
+            ("Reward model", "fit" if validation["fit"] else "accepted by hand", "fit"),
+        ),
+    )
+
+
+def _win_rate(win_rates: Record, contest: str, least: float) -> tuple[str, str, str]:
+    return (
+        TITLES[contest],
+        f"{as_percent(win_rates[contest]['rate'])}, {as_interval(win_rates[contest])}",
+        f"lower end above {as_percent(least)}",
+    )

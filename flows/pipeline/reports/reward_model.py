@@ -1,0 +1,249 @@
+"""What a person reads about a reward model, from its report as a plain dict."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.reports.document import (
+    Document,
+    Plot,
+    Section,
+    Tone,
+    as_interval,
+    as_number,
+    as_percent,
+)
+from pipeline.reports.figures import MARGINS, reward_model_figures
+
+Record = Mapping[str, Any]
+
+RATE_HEADERS = ("", "Right", "95 % interval", "Pairs")
+
+
+def reward_document(report: Record) -> Document:
+    """The report on a reward model: the verdict, and every figure beside what it is held against.
+
+    Args:
+        report: `validate`'s result and `accepted_by_hand`.
+    """
+    plots = reward_model_figures(report)
+    verdict, tone = _verdict(report)
+    sections = (
+        _accuracy(report["accuracy"]),
+        _by_margin(report["accuracy"], plots["accuracy-by-margin"]),
+        _by_category(report["accuracy"]),
+        _ties(report["accuracy"]["ties"]),
+        _calibration(report["calibration"], plots["reliability"]),
+        _lengths(report["lengths"]),
+        _samples(report["samples"], plots["sample-scores"], plots["best-of-k"]),
+        _probes(report["probes"]),
+        _contract(report["contract"]),
+        _scale(report),
+    )
+    return Document(
+        subject="Is the reward model fit to train against?",
+        verdict=verdict,
+        tone=tone,
+        reasons=tuple(report["reasons"]) or ("It keeps every limit of the gate.",),
+        sections=tuple(section for section in sections if section.rows),
+    )
+
+
+def _verdict(report: Record) -> tuple[str, Tone]:
+    if report["fit"]:
+        return "Fit", "success"
+    if report["accepted_by_hand"]:
+        return "Refused, and accepted by hand", "warning"
+    return "Refused", "danger"
+
+
+def _accuracy(accuracy: Record) -> Section:
+    rows = [
+        _rate("This model", accuracy),
+        _rate("Always the longer response", accuracy["longer"]),
+        ("A tossed coin", as_percent(accuracy["random"]), "", ""),
+    ]
+    rows += [
+        (f"Published for TL;DR, {size}", as_percent(share), "", "")
+        for size, share in accuracy["anchors"].items()
+    ]
+    if people := accuracy["people"]:
+        name = f"People among themselves; coins would have {as_percent(people['by_chance'])}"
+        rows.append((name, as_percent(people["mean"]), "", str(people["n"])))
+    return Section(title="Accuracy on held-out preferences", headers=RATE_HEADERS, rows=tuple(rows))
+
+
+def _by_margin(accuracy: Record, plot: bytes) -> Section:
+    title = f"Accuracy by {MARGINS[accuracy['margin_of']]}"
+    return Section(
+        title=title,
+        headers=RATE_HEADERS,
+        rows=tuple(_rate(name, rate) for name, rate in accuracy["by_margin"].items()),
+        plots=(Plot(png=plot, shows=title),),
+    )
+
+
+def _by_category(accuracy: Record) -> Section:
+    return Section(
+        title="Accuracy by category",
+        headers=RATE_HEADERS,
+        rows=tuple(_rate(name, rate) for name, rate in accuracy["by_category"].items()),
+    )
+
+
+def _ties(ties: Record) -> Section:
+    if not ties["n"] and not ties["identical"]:
+        return Section(title="Ties")
+    return Section(
+        title="Pairs between which people see no difference",
+        headers=("", "Pairs", "Mean distance of the two scores"),
+        rows=(
+            ("Two texts", str(ties["n"]), as_number(ties["margin"])),
+            ("Twice the same text", str(ties["identical"]), ""),
+            ("Decided pairs, to compare", "", as_number(ties["decided_margin"])),
+        ),
+    )
+
+
+def _calibration(calibration: Record, plot: bytes) -> Section:
+    return Section(
+        title="Calibration: is it as sure as it is right?",
+        headers=("", "This model", "A tossed coin"),
+        rows=(
+            ("Expected calibration error", as_number(calibration["error"]), ""),
+            ("Mean confidence less accuracy", as_number(calibration["overconfidence"]), ""),
+            ("Brier score", as_number(calibration["brier"]), "0.25"),
+            ("Log loss, nats", as_number(calibration["log_loss"]), "0.693"),
+            ("Best temperature of its scores", as_number(calibration["temperature"]), ""),
+        ),
+        plots=(Plot(png=plot, shows="Share of pairs called right by confidence"),),
+    )
+
+
+def _lengths(lengths: Record) -> Section:
+    rows = [
+        ("Rank correlation of score and characters", as_number(lengths["correlation"]), "", ""),
+        (
+            f"The same within a prompt, mean of {lengths['prompts']} prompts",
+            as_number(lengths["within_prompts"]),
+            "",
+            "",
+        ),
+    ]
+    for name in ("shorter", "longer"):
+        if lengths[name]:
+            rows.append(_rate(f"Right where people prefer the {name} response", lengths[name]))
+    return Section(
+        title="Length", headers=("", "Value", "95 % interval", "Pairs"), rows=tuple(rows)
+    )
+
+
+def _samples(samples: Record, scores: bytes, best_of_k: bytes) -> Section:
+    rows = [
+        ("Mean", as_number(samples["mean"])),
+        ("Standard deviation", as_number(samples["deviation"])),
+        ("Standard deviation within a prompt", as_number(samples["within_prompts"])),
+        *((f"{k} % lie below", as_number(score)) for k, score in samples["quantiles"].items()),
+        *((f"Best of {k}, expected", as_number(score)) for k, score in samples["best_of"].items()),
+    ]
+    rows.append(("Repeat an earlier sample of the prompt", as_percent(samples["duplicates"])))
+    if references := samples["references"]:
+        above = f"{as_percent(references['above_samples'])}, {as_interval(references)}"
+        rows += [
+            ("Mean of the references", as_number(references["mean"])),
+            ("A reference scores above a sample, 95 % interval", above),
+        ]
+    return Section(
+        title="Scores of the SFT policy's samples",
+        headers=(f"{samples['prompts']} prompts, {samples['per_prompt']} samples each", "Score"),
+        rows=tuple(rows),
+        plots=(
+            Plot(png=scores, shows="Histogram of the samples' scores"),
+            Plot(png=best_of_k, shows="Expected score of the best of k samples"),
+        ),
+    )
+
+
+def _probes(probes: Record) -> Section:
+    rows = [
+        (
+            name,
+            as_percent(probe["preferred"]),
+            as_interval(probe),
+            as_number(probe["gain"]),
+            str(probe["n"]),
+            "yes" if probe["gating"] else "no",
+        )
+        for name, probe in probes["probes"].items()
+    ]
+    rows.append(("too short or too long to try", "", "", "", str(probes["left_out"]), ""))
+    return Section(
+        title="Probes: changed references that it should not prefer",
+        headers=("", "Preferred", "95 % interval", "Mean gain", "References", "Reason to refuse"),
+        rows=tuple(rows),
+    )
+
+
+def _contract(contract: Record) -> Section:
+    ways = {
+        "One text a batch, or many": contract["batch"],
+        "More fillers behind": contract["right_filler"],
+        "Fillers in front": contract["left_filler"],
+    }
+    vocabulary = contract["vocabulary"]
+    return Section(
+        title="Contract: the same text has the same score, and every text has one",
+        headers=("", "Found", "In deviations of real scores"),
+        rows=(
+            *(_difference(name, found) for name, found in ways.items()),
+            *_end_of_text(contract["end_of_text"]),
+            *(
+                (f"Score of an odd text: {name}", _finite(score), "")
+                for name, score in contract["odd_scores"].items()
+            ),
+            ("Largest token id", str(vocabulary["largest_id"]), ""),
+            ("Tokens that the model knows", str(vocabulary["embeddings"]), ""),
+            ("Unknown tokens in real texts", as_percent(vocabulary["unknown"]), ""),
+            ("Tokenizer, SHA-256", _short(vocabulary["digest"]), ""),
+            ("Chat template, SHA-256", _short(vocabulary["chat_template"] or "none"), ""),
+        ),
+    )
+
+
+def _difference(name: str, found: Record | None) -> tuple[str, ...]:
+    if found is None:
+        return name, "cannot be said", ""
+    if found["largest"] is None:
+        return name, "not finite", ""
+    return name, f"differs by up to {as_number(found['largest'])}", as_number(found["share"])
+
+
+def _finite(score: float | None) -> str:
+    return "not finite" if score is None else as_number(score)
+
+
+def _short(digest: str) -> str:
+    """The first digits of a digest: enough to tell two apart, the rest is in the report."""
+    return digest[:12]
+
+
+def _end_of_text(ends: Record | None) -> list[tuple[str, ...]]:
+    name = "End-of-sequence token after a response"
+    if ends is None:
+        return [(name, "cannot be said", "")]
+    return [
+        (name, "read" if ends["as_set"] else "not read", ""),
+        ("Accuracy so", as_percent(ends["accuracy"]), ""),
+        ("Accuracy the other way", as_percent(ends["other_accuracy"]), ""),
+    ]
+
+
+def _scale(report: Record) -> Section:
+    return Section(
+        title="The reward that PPO gets: gain times (score less bias)",
+        headers=("Bias", "Gain"),
+        rows=((as_number(report["bias"]), as_number(report["gain"])),),
+    )
+
+
+def _rate(name: str, rate: Record) -> tuple[str, ...]:
+    return name, as_percent(rate["accuracy"]), as_interval(rate), str(rate["n"])

@@ -1,0 +1,47 @@
+"""How policies are compared."""
+
+from dataclasses import dataclass
+
+from ppo_core.config.checks import require, require_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """What is answered and judged, and when the result is no result.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    num_examples: int = 200
+    """Most rows of `eval_prompts` that are answered and judged, from the first on."""
+
+    temperature: float = 0.7
+    """Temperature of the answers; 0 always takes the likeliest token."""
+
+    top_k: int = 0
+    """Sample from the so many likeliest tokens; 0 from all."""
+
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that hold this probability; 1 from all."""
+
+    max_invalid: float = 0.05
+    """Share of the pairs for which the judge may give no verdict; above it, the result is
+    inconclusive."""
+
+    max_flip_rate: float = 0.5
+    """Share of the pairs for which the judge may follow the position of the answers; above it,
+    the result is inconclusive."""
+
+    human_labels: str = ""
+    """Rows of prompt, first, second and label (first, second or tie), which people gave; the
+    judge is asked about them too, and its agreement reported. Empty for none."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require_count(self, "num_examples")
+        require(self, "temperature", self.temperature >= 0, "at least 0")
+        require(self, "top_k", self.top_k >= 0, "at least 0")
+        require(self, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        require(self, "max_invalid", 0 <= self.max_invalid < 1, "at least 0 and below 1")
+        require(self, "max_flip_rate", 0 <= self.max_flip_rate <= 1, "between 0 and 1")

@@ -1,0 +1,76 @@
+"""How the policy is adapted, where it is not trained whole."""
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ppo_core.config.checks import require, require_count
+from ppo_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import peft
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters on a frozen policy (LoRA, arXiv:2106.09685), or none.
+
+    There is no dropout among them: PPO sets all dropout to 0, for what learns must be the policy
+    that sampled.
+
+    Raises:
+        ConfigError: a value is out of range, would be ignored, or the package peft is missing.
+    """
+
+    r: int = 0
+    """Rank of the adapters; 0 trains the whole policy."""
+
+    alpha: int = 32
+    """The adapters are scaled by alpha / r."""
+
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """Names of the modules that get adapters; `all-linear` alone is every linear layer but the
+    head."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require(self, "r", self.r >= 0, "at least 0")
+        require_count(self, "alpha")
+        names = self.target_modules
+        require(self, "target_modules", bool(names) and all(names), "a list of names")
+        if ALL_LINEAR in names and len(names) > 1:
+            raise ConfigError(
+                f"target_modules={names!r}: {ALL_LINEAR!r} stands for all linear layers, and "
+                "beside other names it would be the name of a module. Leave it or them out."
+            )
+        if self.r == 0:
+            self._refuse_what_has_no_effect()
+        elif find_spec("peft") is None:
+            raise ConfigError(
+                f"r={self.r} needs the package peft, which is not installed: pip install "
+                "'rlhf-flow[peft]', or set r = 0 to train the whole policy."
+            )
+
+    def peft_config(self) -> "peft.LoraConfig | None":
+        """What PPOTrainer takes as `peft_config`; None to train the whole policy."""
+        if self.r == 0:
+            return None
+        # Inside: the adapters need torch, which the settings can be read without.
+        from ppo_core.models.adapters import lora_config
+
+        return lora_config(
+            task_type="CAUSAL_LM",
+            r=self.r,
+            lora_alpha=self.alpha,
+            target_modules=self.target_modules,
+        )
+
+    def _refuse_what_has_no_effect(self) -> None:
+        for name, default in (("alpha", LoraConfig.alpha), ("target_modules", [ALL_LINEAR])):
+            if (value := getattr(self, name)) != default:
+                raise ConfigError(
+                    f"{name}={value!r} takes effect only with r above 0: without adapters it would "
+                    "be ignored. Set r to their rank."
+                )

@@ -1,0 +1,327 @@
+"""Settings of a run of the flow: a TOML file and the command line, read strictly."""
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.judge_config import JudgingConfig
+from pipeline.settings.lora_config import LoraConfig
+from pipeline.settings.promotion_config import PromotionConfig
+from pipeline.settings.reward_validation_config import RewardGateConfig
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.errors import ConfigError
+from ppo_core.supervised.config import SupervisedConfig
+
+PPO_SIZES = {
+    "batch_size": 512,
+    "per_device_train_batch_size": 16,
+    "total_episodes": 100_000,
+    "save_steps": 0.1,
+    "save_total_limit": 2,
+}
+"""Sizes of a PPO run where its section sets none, as published runs have them, and checkpoints at
+each tenth of it, from which the step goes on when it is tried again; the defaults of PPOConfig are
+those of the scripts that it takes."""
+
+NOT_OF_THE_FLOW = {
+    "output_dir": "set output_dir of the run",
+    "logging_steps": "every update is logged",
+    "num_sample_generations": "the flow keeps answers to the evaluation prompts, see samples.json",
+    "save_strategy": "when the PPO step is tried again, it goes on from its checkpoints",
+    "eval_strategy": "the flow judges the policy after training, see [evaluation]",
+    "push_to_hub": "the policy goes to MLflow, as registered_model",
+    "sft_model_path": "set policy of the run",
+    "reward_model_path": "set reward_model of the run",
+    "ptx_coef": "the flow has no pretraining texts",
+    "model_adapter_name": "the flow makes the adapter itself, see [lora]",
+    "ref_adapter_name": "the reference is the policy before PPO",
+}
+"""Settings of PPO that the flow decides itself, and what to do instead."""
+
+NO_VALUE = "none"
+"""Stands for None, which TOML cannot write, where a setting left out is something else."""
+
+PRESETS = Path(__file__).parents[2] / "presets"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that decides what a run does.
+
+    Raises:
+        ConfigError: an input is missing, or two settings contradict each other.
+    """
+
+    task: Literal["", "tldr"] = ""
+    """A built-in task, which makes every input itself; empty for your own inputs."""
+
+    policy: str = ""
+    """Folder or hub id of the causal language model to improve."""
+
+    sft_data: str = ""
+    """Rows of prompt and completion; `policy` is fine-tuned on them first. Empty: it is ready."""
+
+    reward_model: str = ""
+    """Folder or hub id of a reward model with one label; empty trains one from the policy."""
+
+    preferences: str = ""
+    """Rows of chosen, rejected and perhaps prompt, to train the reward model on."""
+
+    preferences_test: str = ""
+    """Preferences to validate the reward model on; empty holds out `held_out_share`."""
+
+    held_out_share: float = 0.1
+    """Share of `preferences`, the last rows, held out when there is no `preferences_test`."""
+
+    prompts: str = ""
+    """Rows of prompt, and perhaps reference, that PPO trains on."""
+
+    eval_prompts: str = ""
+    """Rows of prompt and reference that the policies are judged on."""
+
+    judge: str = ""
+    """Who compares two answers: openai:MODEL, transformers:PATH, reward-model:PATH,
+    python:FILE_OR_MODULE:FUNCTION or rule (the built-in task's own); several, joined by commas,
+    vote."""
+
+    accept_reward_model: bool = False
+    """Train against a reward model that the gate refuses; the run's record says so."""
+
+    registered_model: str = "rlhf-policy"
+    """Name under which the policy is registered in MLflow."""
+
+    output_dir: str = "outputs"
+    """Folder for the cache and for what each run writes."""
+
+    summary_json: str = ""
+    """File for the summary of the run; empty for none."""
+
+    seed: int = 1
+    """Seed of everything random in the run: data, training, sampling. A section may set its own."""
+
+    processes: int = 0
+    """Processes of the PPO training on each machine; 0 is one for each GPU, or one on the CPU."""
+
+    num_nodes: int = 1
+    """Machines of the PPO training, which share output_dir; Metaflow's @parallel starts them."""
+
+    sft: SupervisedConfig = field(default_factory=SupervisedConfig)
+    """How the policy is fine-tuned on `sft_data`."""
+
+    reward_model_training: SupervisedConfig = field(default_factory=SupervisedConfig)
+    """How the reward model is trained; its `end_of_text` also says how texts are scored."""
+
+    ppo: PPOConfig = field(default_factory=lambda: PPOConfig(**PPO_SIZES))
+    """What PPO does."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters that PPO trains in the place of the whole policy."""
+
+    reward_gate: RewardGateConfig = field(default_factory=RewardGateConfig)
+    """When the reward model is fit to train against."""
+
+    judging: JudgingConfig = field(default_factory=JudgingConfig)
+    """How a judge that is a chat model is asked."""
+
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """How the policies are compared."""
+
+    promotion: PromotionConfig = field(default_factory=PromotionConfig)
+    """When the policy becomes the champion."""
+
+    def __post_init__(self) -> None:
+        """Refuse inputs that are missing or contradict each other."""
+        # The range of numpy's and torch's generators.
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed={self.seed} must be at least 0 and below 2**32.")
+        if not 0 < self.held_out_share < 1:
+            raise ConfigError(f"held_out_share={self.held_out_share} must be between 0 and 1.")
+        if self.processes < 0:
+            raise ConfigError(f"processes={self.processes} must be at least 0.")
+        if self.num_nodes < 1:
+            raise ConfigError(f"num_nodes={self.num_nodes} must be at least 1.")
+        self._refuse_what_the_flow_decides()
+        self._refuse_a_token()
+        self._refuse_a_reference_without_weights()
+        if self.task:
+            self._refuse_inputs_of_a_task()
+        else:
+            self._require_inputs()
+
+    def _refuse_what_the_flow_decides(self) -> None:
+        for name, instead in NOT_OF_THE_FLOW.items():
+            value = getattr(self.ppo, name)
+            if value != getattr(PPOConfig, name):
+                raise ConfigError(f"ppo.{name}={value!r} would be ignored: {instead}.")
+
+    def _refuse_a_token(self) -> None:
+        if self.ppo.hub_token is not None:
+            # Not quoted: the message would be the first place to have the token.
+            raise ConfigError(
+                "ppo.hub_token is set: nothing is uploaded to the hub, so it would only be kept in "
+                "MLflow for all to see, with the other settings. Remove it; what is read from the "
+                "hub is read with the token in the environment variable HF_TOKEN."
+            )
+
+    def _refuse_a_reference_without_weights(self) -> None:
+        if self.lora.r and self.ppo.reference_refresh_updates:
+            raise ConfigError(
+                f"ppo.reference_refresh_updates={self.ppo.reference_refresh_updates} copies the "
+                f"policy into the reference, and with lora.r={self.lora.r} the reference is the "
+                "policy without its adapter. Leave one of them out."
+            )
+
+    def _refuse_inputs_of_a_task(self) -> None:
+        named = [name for name in INPUTS if getattr(self, name)]
+        if named:
+            raise ConfigError(
+                f"task='{self.task}' makes its inputs itself, and {_listed(named)} would be "
+                "ignored. Remove either the task or these settings."
+            )
+
+    def _require_inputs(self) -> None:
+        needed = ["policy", "preferences", "prompts", "eval_prompts", "judge"]
+        missing = [name for name in needed if not getattr(self, name)]
+        if self.reward_model and self.preferences_test:
+            missing = [name for name in missing if name != "preferences"]
+        if missing:
+            raise ConfigError(
+                f"{_listed(missing)} missing: a run on your own data needs {_listed(needed)}. "
+                "Name them on the command line (--eval-prompts FILE) or in the settings file, "
+                "or name no input at all to run the built-in task."
+            )
+
+
+INPUTS = (
+    "policy",
+    "sft_data",
+    "reward_model",
+    "preferences",
+    "preferences_test",
+    "prompts",
+    "eval_prompts",
+)
+
+
+def make_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, Any]) -> Settings:
+    """The settings of a run: the command line wins over the file, the file over the defaults.
+
+    With no file and no input named, the preset of the built-in task takes the file's place.
+    The seed of the run is the seed of every section that does not set its own.
+
+    Args:
+        from_file: the parsed TOML file, empty if there is none.
+        from_command_line: parameter names to values; None where it was not given.
+
+    Raises:
+        ConfigError: a setting is unknown, has the wrong type, is out of range or is missing.
+    """
+    given = {name: value for name, value in from_command_line.items() if value is not None}
+    if not from_file and not any(name in given for name in INPUTS):
+        from_file = read_preset("tldr")
+    total_episodes = given.pop("total_episodes", None)
+    table = {**from_file, **given}
+    if total_episodes is not None:
+        table["ppo"] = {**table.get("ppo", {}), "total_episodes": total_episodes}
+    settings: Settings = _read(Settings, _with_sizes(_with_one_seed(table)), "")
+    return settings
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """The parsed preset `flows/presets/NAME.toml`."""
+    return tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def as_plain_dict(settings: Settings) -> dict[str, Any]:
+    """The settings as nested plain dicts, for JSON and for the registry."""
+    return dataclasses.asdict(settings)
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables of settings as one, the names joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def needs_no_value(kind: Any, default: object) -> bool:
+    """Whether None of a setting of this type has to be written as NO_VALUE."""
+    return NoneType in get_args(kind) and default is not None
+
+
+def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
+    """Make the dataclass `kind` of a TOML table; `where` is the table's name with a dot."""
+    types = get_type_hints(kind)
+    defaults = {one.name: one.default for one in dataclasses.fields(kind)}
+    values = {}
+    for key, value in table.items():
+        if key not in types:
+            raise ConfigError(_describe_unknown(key, list(types), where))
+        if dataclasses.is_dataclass(types[key]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where}{key}={value!r} must be a section, [{where}{key}].")
+            values[key] = _read(types[key], value, f"{where}{key}.")
+        elif value == NO_VALUE and needs_no_value(types[key], defaults[key]):
+            values[key] = None
+        else:
+            values[key] = _check_type(types[key], value, where + key)
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"[{where.removesuffix('.')}] {error}" if where else str(error)) from None
+
+
+def _check_type(kind: Any, value: Any, name: str) -> Any:
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise ConfigError(f"{name}={value!r}: {error.errors()[0]['msg']}.") from error
+    # As it was given: 1 stays 1 where a float is asked for, or a file of settings would not repeat.
+    return value
+
+
+def _describe_unknown(key: str, known: list[str], where: str) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"Did you mean {where}{near[0]}?" if near else f"Known here: {', '.join(known)}."
+    return f"Unknown setting {where}{key}. {hint}"
+
+
+def _with_one_seed(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with the seed of the run in every section that sets none."""
+    seed = table.get("seed", Settings.seed)
+    sections = {name: table.get(name, {}) for name in ("sft", "reward_model_training", "ppo")}
+    return {**table} | {
+        name: {"seed": seed, **section} if isinstance(section, Mapping) else section
+        for name, section in sections.items()
+    }
+
+
+def _with_sizes(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with the sizes of a PPO run that its section leaves open."""
+    section = table["ppo"]
+    if not isinstance(section, Mapping):
+        return {**table}
+    sizes = {**PPO_SIZES}
+    if "gradient_accumulation_steps" in section:
+        del sizes["batch_size"]
+    if "num_train_epochs" in section:
+        del sizes["total_episodes"]
+    if "save_steps" in section:
+        del sizes["save_total_limit"]
+    return {**table, "ppo": {**sizes, **section}}
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names)

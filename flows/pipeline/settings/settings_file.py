@@ -1,0 +1,48 @@
+"""The complete settings of a run as a TOML file that repeats it."""
+
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+import tomli_w
+
+from pipeline.settings.settings import NO_VALUE, Settings, needs_no_value
+
+COMMENT = """\
+# The complete settings of a run of the flow, defaults included. They repeat it:
+#
+#     python flows/rlhf.py --config settings FILE run
+#
+# with FILE being this file. Flags win over it; a section without a seed follows --seed. Paths are
+# as they were given: run it in the folder from which the relative ones are right. What is not here
+# is None.
+
+"""
+
+
+def settings_text(settings: Settings) -> str:
+    """The settings as TOML, with a comment that says how to use it.
+
+    Read again by `make_settings`, they are equal to these. Of a run of a built-in task they must
+    be those before its inputs were made: the files lie in a cache that others do not have.
+    """
+    table = _table(settings)
+    for section in table.values():
+        if isinstance(section, dict) and section.get("seed") == settings.seed:
+            # It is the seed of the run, and follows it when another one is asked for.
+            del section["seed"]
+    return COMMENT + tomli_w.dumps(table)
+
+
+def _table(config: Any) -> dict[str, Any]:
+    """The fields of a dataclass by their names, sections as tables of their own."""
+    types = get_type_hints(type(config))
+    table: dict[str, Any] = {}
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if is_dataclass(value):
+            table[one.name] = _table(value)
+        elif value is not None:
+            table[one.name] = value
+        elif needs_no_value(types[one.name], one.default):
+            table[one.name] = NO_VALUE
+    return table

@@ -1,0 +1,1 @@
+"""Runs and metrics in MLflow, on disk first."""

@@ -1,0 +1,127 @@
+"""The runs in MLflow of one run of the flow: a parent, and below it one for each step."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import mlflow
+from mlflow import MlflowClient
+from mlflow.entities import Param, Run
+from mlflow.exceptions import MlflowException
+from mlflow.tracking.context.registry import resolve_tags
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+
+from pipeline.inputs.lineage import FLOW_RUN
+from pipeline.settings.settings import flatten
+from pipeline.tracking.mlflow_client import EXPERIMENT, MAX_PARAM_CHARACTERS, connect
+from pipeline.tracking.tracker import PARENT
+from ppo_core.errors import ModelError
+from serving.redaction import without_credentials
+
+STEPS = (
+    "load_policy",
+    "load_reward_model",
+    "validate_reward_model",
+    "train_policy",
+    "evaluate_win_rate",
+    "register",
+)
+"""Steps of the flow that have a run of their own."""
+
+STEP = "step"
+"""Tag with the name of the step, or PARENT."""
+
+MAX_PARAMS_PER_CALL = 100
+
+
+def start_runs(
+    name: str, flow_run: str, settings: Mapping[str, Any], tags: Mapping[str, str]
+) -> dict[str, str]:
+    """The ids of the parent and of the run of each step, by `parent` and the steps' names.
+
+    They are made if they are not there: a start that is tried again finds those it has made.
+    Steps that have not begun are SCHEDULED.
+
+    Args:
+        name: what the run is about, such as the name of the registered model.
+        flow_run: id of the run of the flow.
+        settings: parameters of the parent; tables in it are joined by dots.
+        tags: what else there is to know, tags of the parent.
+
+    Raises:
+        ModelError: MLflow gives no answer, or will not take them.
+    """
+    client = connect()
+    server = without_credentials(mlflow.get_tracking_uri())
+    try:
+        experiment = _experiment(client)
+        # What tells runs apart comes first: lists show the beginning of a name.
+        title = f"{datetime.now(UTC):%Y-%m-%d %H:%M} {name}"
+        parent = _parent(client, experiment, title, flow_run, tags)
+        _log_settings(client, parent, settings)
+        runs = {PARENT: parent, **_children(client, experiment, flow_run, parent)}
+    except MlflowException as error:
+        raise ModelError(
+            f"MLflow at {server} starts no run: {without_credentials(error)} Nothing would be "
+            "tracked and no policy registered. Mend it, or set MLFLOW_TRACKING_URI to another, "
+            "and run again."
+        ) from error
+    if server.startswith("http"):
+        print(f"MLflow: {server}/#/experiments/{experiment}/runs/{parent}", flush=True)
+    return runs
+
+
+def _experiment(client: MlflowClient) -> str:
+    """The id of the experiment, which is made by the first run."""
+    if client.get_experiment_by_name(EXPERIMENT) is None:
+        try:
+            client.create_experiment(EXPERIMENT)
+        except MlflowException as error:
+            # Another run was faster, or this one did not hear that it had made it.
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+    return client.get_experiment_by_name(EXPERIMENT).experiment_id
+
+
+def _parent(
+    client: MlflowClient, experiment: str, name: str, flow_run: str, tags: Mapping[str, str]
+) -> str:
+    own = {FLOW_RUN: flow_run, STEP: PARENT}
+    if PARENT not in _runs(client, experiment, flow_run):
+        client.create_run(experiment, run_name=name, tags=resolve_tags({**tags, **own}))
+    return _runs(client, experiment, flow_run)[PARENT]
+
+
+def _children(client: MlflowClient, experiment: str, flow_run: str, parent: str) -> dict[str, str]:
+    found = _runs(client, experiment, flow_run)
+    for step in STEPS:
+        if step not in found:
+            tags = {FLOW_RUN: flow_run, STEP: step, MLFLOW_PARENT_RUN_ID: parent}
+            run = client.create_run(experiment, run_name=step, tags=resolve_tags(tags))
+            client.update_run(run.info.run_id, status="SCHEDULED")
+    runs = _runs(client, experiment, flow_run)
+    return {step: runs[step] for step in STEPS}
+
+
+def _runs(client: MlflowClient, experiment: str, flow_run: str) -> dict[str, str]:
+    """The ids of the runs there are, by step.
+
+    Of two for one step, as a call makes whose answer was lost, the first counts; the other goes.
+    """
+    first: dict[str, Run] = {}
+    for run in client.search_runs(
+        [experiment],
+        f"tags.{FLOW_RUN} = '{flow_run}' and tags.{STEP} != ''",
+        order_by=["attributes.start_time ASC", "attributes.run_id ASC"],
+    ):
+        if first.setdefault(run.data.tags[STEP], run) is not run:
+            client.delete_run(run.info.run_id)
+    return {step: run.info.run_id for step, run in first.items()}
+
+
+def _log_settings(client: MlflowClient, run_id: str, settings: Mapping[str, Any]) -> None:
+    params = [
+        Param(key, str(value)[:MAX_PARAM_CHARACTERS]) for key, value in flatten(settings).items()
+    ]
+    for start in range(0, len(params), MAX_PARAMS_PER_CALL):
+        client.log_batch(run_id, params=params[start : start + MAX_PARAMS_PER_CALL])

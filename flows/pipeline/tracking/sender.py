@@ -1,0 +1,153 @@
+"""The thread that sends a journal to MLflow, in order, while a step works."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tenacity import RetryCallState, Retrying
+from tenacity.nap import sleep_using_event
+from tenacity.stop import stop_when_event_set
+from tenacity.wait import wait_exponential
+
+from pipeline.tracking.journal import Entry, Journal
+from serving.redaction import without_credentials
+
+POLL_SECONDS = 1.0
+"""How often the journal is looked at: what came meanwhile goes in few calls."""
+
+MAX_WAIT_SECONDS = 10.0
+"""Between two tries while MLflow is away."""
+
+ENTRIES_AT_A_TIME = 1000
+
+MAX_TROUBLE_CHARACTERS = 240
+
+Answer = TypeVar("Answer")
+
+
+class Sender:
+    """Sends what is in a journal, and what is added, until it is stopped.
+
+    MLflow may be away as long as it likes: the thread tries again, says so once, and says once
+    that it is back. What MLflow will never take, such as the name of a metric, is said and set
+    aside in `journal.refused`: it would keep all that follows from being sent.
+    """
+
+    def __init__(self, journal: Journal, *, patience: float = 0.0) -> None:
+        """Make it; nothing is sent in the first `patience` seconds after `start`, nor before."""
+        self.trouble = ""
+        """What the last try failed with, empty while MLflow answers."""
+        self.sends = patience == 0
+        """Whether its patience is over."""
+        self._journal = journal
+        self._patience = patience
+        self._refused: set[tuple[str, ...]] = set()
+        self._stopping = threading.Event()
+        self._awake = threading.Event()
+        # Nobody waits at the end of the process for a server that hangs.
+        self._thread = threading.Thread(target=self._run, name="mlflow-sender", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all that is in the journal now is sent; False if that takes too long.
+
+        It ends the patience.
+        """
+        end, deadline = self._journal.end(), time.monotonic() + seconds
+        while self._journal.sent() < end:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                return False
+            self._awake.set()
+            time.sleep(0.02)
+        return True
+
+    def stop(self) -> None:
+        """Send no more; a call that hangs is left to its fate."""
+        self._stopping.set()
+        self._awake.set()
+        self._thread.join(timeout=1)
+
+    def _run(self) -> None:
+        self._awake.wait(self._patience)
+        if self._stopping.is_set():
+            return
+        self.sends = True
+        # Two seconds of imports, for which no step has to wait.
+        from pipeline.tracking.mlflow_client import connect
+
+        # It would tell of each of the tries; this class tells when they begin and end to fail.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+        client = self._try_until_it_answers(connect)
+        while not self._stopping.is_set():
+            with self._journal.sending() as alone:
+                while alone and not self._stopping.is_set() and self._send_some(client):
+                    pass
+            self._awake.wait(POLL_SECONDS)
+            self._awake.clear()
+
+    def _send_some(self, client: Any) -> bool:
+        """Send the next entries; False if there are none."""
+        from pipeline.tracking.delivery import deliver, in_calls
+
+        waiting = self._journal.unsent(ENTRIES_AT_A_TIME)
+        for call in in_calls(waiting):
+            entries = [entry for entry, _ in call]
+            refused = self._try_until_it_answers(deliver, client, entries)
+            if refused is None:
+                return False
+            for entry, reason in refused:
+                self._set_aside(entry, reason)
+            self._journal.mark_sent(call[-1][1])
+        return bool(waiting)
+
+    def _try_until_it_answers(self, call: Callable[..., Answer], *given: Any) -> Answer | None:
+        """What a call returns; None if this is stopped first.
+
+        Any error is one that may pass: every store of artifacts has errors of its own.
+        """
+        answer = Retrying(
+            wait=wait_exponential(multiplier=0.5, max=MAX_WAIT_SECONDS),
+            stop=stop_when_event_set(self._stopping),
+            sleep=sleep_using_event(self._stopping),
+            before_sleep=self._note_trouble,
+            retry_error_callback=lambda _: None,
+        )(call, *given)
+        if self.trouble and answer is not None:
+            self.trouble = ""
+            print("MLflow answers again; what was kept is being sent.", flush=True)
+        return answer
+
+    def _note_trouble(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        # MLflow and its HTTP client wrap what happened several times.
+        while error is not None and (cause := error.__cause__ or error.__context__):
+            error = cause
+        first = not self.trouble
+        # In one line: MLflow quotes addresses, and web pages of gateways.
+        said = without_credentials(f"{type(error).__name__}: {error}")
+        self.trouble = " ".join(said.split())[:MAX_TROUBLE_CHARACTERS]
+        if first:
+            print(
+                f"MLflow does not take what is tracked ({self.trouble}). The step goes on; all is "
+                f"kept in {self._journal.folder} and sent when MLflow answers.",
+                flush=True,
+            )
+
+    def _set_aside(self, entry: Entry, reason: str) -> None:
+        reason = without_credentials(reason)
+        self._journal.refuse(entry, reason)
+        what = [str(entry[key]) for key in ("key", "path", "status", "line") if key in entry]
+        names = what or list(entry.get("values", ()))
+        kind = (entry["kind"], *names)
+        if kind not in self._refused:
+            self._refused.add(kind)
+            print(
+                f"MLflow refuses {entry['kind']} {', '.join(names)} of run {entry.get('run')}: "
+                f"{reason}. It is set aside, like all of its kind, in {self._journal.refused}.",
+                flush=True,
+            )

@@ -1,0 +1,1 @@
+"""What a service copies to load a champion; it needs nothing of the pipeline."""

@@ -1,0 +1,1 @@
+"""The formulas of PPO: torch alone, floats and tensors in and out."""

@@ -1,0 +1,1 @@
+"""Checkpoints: write, verify, resume."""

@@ -1,0 +1,258 @@
+"""What a checkpoint of a run holds: everything that the next update depends on."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedTokenizerBase
+
+from ppo_core.checkpointing.files import STATE, Checkpoint, Part
+from ppo_core.checkpointing.fingerprint import Identity
+from ppo_core.checkpointing.optimizer_and_rng import (
+    check_optimizer_fits,
+    global_rng_state,
+    optimizer_options,
+    restore_global_rng_state,
+    restore_options,
+    set_course,
+)
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.distributed.engine import Engine
+from ppo_core.errors import TrainingError
+from ppo_core.models.adapters import adapter_parameters, save_adapter
+from ppo_core.ppo.ema import WeightAverage
+from ppo_core.ppo.optimizer import critic_parameters
+from ppo_core.ppo.run_state import RunState
+from ppo_core.ppo.update import Trainee
+from ppo_core.reporting.callbacks import Reporter
+from ppo_core.training.model_setup import Parts
+
+CRITIC, OPTIMIZER, PROCESS, AVERAGE, REFERENCE = (
+    "critic optimizer process average reference".split()
+)
+"""Names of groups of tensors, beside those of the run's own state."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContents:
+    """The state of one run, taken apart for a checkpoint and put back; all processes call.
+
+    What is sharded is written whole, by the names of the parameters, so a checkpoint fits any
+    number of processes and any way of sharding.
+    """
+
+    config: PPOConfig
+    tokenizer: PreTrainedTokenizerBase
+    parts: Parts
+    engine: Engine
+    trainee: Trainee
+    run: RunState
+    reporter: Reporter
+    average: WeightAverage | None
+    identity: Identity
+
+    def part(self) -> Part:
+        """This process's part, all of it copied."""
+        rng, rng_numbers = global_rng_state()
+        process = f"{PROCESS}-{self.engine.rank}"
+        optimizer, kept = self._of_optimizer()
+        groups: dict[str, Mapping[str, Tensor]] = {
+            f"{OPTIMIZER}-{self.engine.rank}": optimizer,
+            process: rng,
+        }
+        documents = {f"{process}.json": json.dumps(rng_numbers)}
+        whole = self._whole_models()
+        write_policy = self._policy_writer()
+        if not self.engine.is_main:
+            return Part(groups=groups, documents=documents)
+        of_run, state = self._state(kept)
+        return Part(
+            groups=groups | whole | of_run,
+            documents=documents | {STATE: json.dumps(state)},
+            write_policy=write_policy,
+        )
+
+    def _of_optimizer(self) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+        """A fair share of the optimizer's state, and what it keeps for each parameter."""
+        loads = [0] * self.engine.num_processes
+        share: dict[str, Tensor] = {}
+        kept = {}
+        trainee = self.trainee
+        for name, state in self.engine.optimizer_states(trainee.module, trainee.optimizer):
+            kept[name] = list(state)
+            rank = loads.index(min(loads))
+            loads[rank] += sum(tensor.nbytes for tensor in state.values())
+            if rank == self.engine.rank:
+                share |= {f"{name}/{key}": _copy(tensor) for key, tensor in state.items()}
+        return share, kept
+
+    def _whole_models(self) -> dict[str, Mapping[str, Tensor]]:
+        """What is saved of the models beside the policy, in the main process."""
+        whole: dict[str, Mapping[str, Tensor]] = {CRITIC: self._whole(self._critic())}
+        if self.config.reference_refresh_updates:
+            whole[REFERENCE] = self._whole(dict(self.parts.reference.named_parameters()))
+        if self.average is not None:
+            whole[AVERAGE] = {k: _copy(mean) for k, mean in self.average.tensors().items()}
+        return whole
+
+    def _whole(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Copies of whole parameters in the main process, nothing elsewhere."""
+        whole = self.engine.whole_state_dict(nn.ParameterList(parameters.values()))
+        return dict(zip(parameters, whole.values(), strict=True)) if whole is not None else {}
+
+    def _policy_writer(self) -> Callable[[Path], None]:
+        """Writes the policy as it is trained now: an adapter stays one."""
+        adapted, model = self.parts.adapted, self.parts.policy.model
+        if adapted is None:
+            weights = self.engine.whole_state_dict(model)
+        else:
+            of_adapter = set(map(id, adapter_parameters(adapted).values()))
+            named = {n: p for n, p in adapted.named_parameters() if id(p) in of_adapter}
+            weights = self._whole(named)
+
+        def write(folder: Path) -> None:
+            if adapted is None:
+                model.save_pretrained(folder, state_dict=weights)
+            else:
+                save_adapter(adapted, folder, weights=weights)
+            self.tokenizer.save_pretrained(folder)
+
+        return write
+
+    def _state(self, kept: dict[str, list[str]]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The run's own groups of tensors, and all that JSON can hold."""
+        trainee = self.trainee
+        groups, run = self.run.as_checkpoint()
+        return groups, {
+            "step": self.run.updates,
+            "processes": self.engine.num_processes,
+            "identity": self.identity.as_json(),
+            "optimizer": optimizer_options(trainee.optimizer),
+            "kept": kept,
+            "scheduler": trainee.scheduler.state_dict(),
+            "skipped_steps": trainee.skipped_steps,
+            "skipped_in_a_row": trainee.skipped_in_a_row,
+            "pretraining": trainee.pretraining and trainee.pretraining.state_dict(),
+            "groups": list(groups),
+            "run": run,
+            "reporter": self.reporter.state_dict(),
+        }
+
+    def _names(self) -> dict[int, str]:
+        """The name of each parameter that is trained or lies below, by its identity."""
+        whole = self.engine.unwrap(self.trainee.module)
+        return {id(parameter): name for name, parameter in whole.named_parameters()}
+
+    def _critic(self) -> dict[str, nn.Parameter]:
+        names = self._names()
+        own = critic_parameters(self.parts.policy, self.parts.critic)
+        return {names[id(parameter)]: parameter for parameter in own.values()}
+
+    # --- What is resumed ---
+
+    def restore(self, checkpoint: Checkpoint, *, anyway: bool) -> None:
+        """Go on as if what the checkpoint holds had just been done.
+
+        Raises:
+            TrainingError: it is of another run or of other models. With `anyway`, another run's
+                is taken, and what is different is a warning.
+        """
+        state, trainee = checkpoint.state, self.trainee
+        is_same = self._check_same_run(checkpoint, anyway=anyway)
+        check_optimizer_fits(trainee.optimizer, state["optimizer"])
+        # An error may have broken off a step of this trainer.
+        self.engine.discard(trainee.module, trainee.optimizer)
+        self.engine.load_weights(trainee.module, self._weights(checkpoint).get)
+        if self.config.reference_refresh_updates:
+            reference = checkpoint.tensors(REFERENCE)
+            self.engine.load_weights(self.parts.reference, reference.get)
+        if self.average is not None:
+            self.average.load(checkpoint.tensors(AVERAGE))
+        self._restore_optimizer(checkpoint)
+        if is_same or not isinstance(trainee.scheduler, LambdaLR):
+            restore_options(trainee.optimizer, state["optimizer"])
+            trainee.scheduler.load_state_dict(state["scheduler"])
+        else:  # other settings were asked for, so rates and options are theirs from here on
+            set_course(trainee.scheduler, state["scheduler"]["last_epoch"])
+        trainee.skipped_steps = state["skipped_steps"]
+        trainee.skipped_in_a_row = state["skipped_in_a_row"]
+        if trainee.pretraining is not None and state["pretraining"] is not None:
+            trainee.pretraining.load_state_dict(state["pretraining"])
+        self.run.restore({g: dict(checkpoint.tensors(g)) for g in state["groups"]}, state["run"])
+        self.reporter.load_state_dict(state["reporter"])
+        process = f"{PROCESS}-{self.engine.rank % state['processes']}"
+        rng = load_file(checkpoint.folder / f"{process}.safetensors")
+        restore_global_rng_state(rng, checkpoint.document(f"{process}.json"))
+        if self.engine.is_main:
+            logger.warning(
+                "Resumed from %s: %d updates are done.", checkpoint.folder, state["step"]
+            )
+
+    def _check_same_run(self, checkpoint: Checkpoint, *, anyway: bool) -> bool:
+        """Whether settings, prompts and models are those of the checkpoint.
+
+        Raises:
+            TrainingError: they are not, and it is not to be resumed anyway.
+        """
+        different = self.identity.differences(checkpoint.state["identity"])
+        if not different:
+            return True
+        every = "; ".join(different)
+        if not anyway:
+            raise TrainingError(
+                f"The checkpoint '{checkpoint.folder}' was {every}: what follows would be neither "
+                "run. Resume with the settings and models of the checkpoint, start a new run from "
+                "its policy, or say --resume_anyway (resume_anyway=True)."
+            )
+        if self.engine.is_main:
+            logger.warning("Resuming anyway: '%s' was %s.", checkpoint.folder, every)
+        return False
+
+    def _weights(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+        """Policy and critic of a checkpoint, by the names in the module that is trained."""
+        names, adapted, model = self._names(), self.parts.adapted, self.parts.policy.model
+        critic = checkpoint.tensors(CRITIC)
+        if adapted is not None:
+            ours: Mapping[str, nn.Parameter] = adapter_parameters(adapted)
+            saved = load_file(checkpoint.folder / "adapter_model.safetensors")
+        else:
+            ours = dict(model.named_parameters())
+            loaded = type(model).from_pretrained(checkpoint.folder, dtype=model.dtype)
+            saved = loaded.state_dict()
+        strange = (ours.keys() - saved.keys()) | (self._critic().keys() ^ critic.keys())
+        if strange:
+            raise TrainingError(
+                f"The checkpoint '{checkpoint.folder}' is of a policy or critic with other "
+                f"parameters, for example {min(strange)}. Resume with the models that wrote it."
+            )
+        policy = {names[id(parameter)]: saved[name] for name, parameter in ours.items()}
+        return policy | dict(critic)
+
+    def _restore_optimizer(self, checkpoint: Checkpoint) -> None:
+        kept, saved = checkpoint.state["kept"], checkpoint.tensors(OPTIMIZER)
+        wanted = set()
+
+        def state_of(name: str) -> dict[str, Tensor]:
+            wanted.add(name)
+            return {key: saved[f"{name}/{key}"] for key in kept.get(name, ())}
+
+        trainee = self.trainee
+        self.engine.load_optimizer_states(trainee.module, trainee.optimizer, state_of)
+        if strange := wanted ^ kept.keys():
+            raise TrainingError(
+                f"The optimizer state of '{checkpoint.folder}' is of other parameters, for example "
+                f"{min(strange)}: its moments would start afresh. Resume with the models that "
+                "wrote it, or start a new run from its policy."
+            )
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,390 @@
+"""Checkpoints: folders that hold everything the next update depends on, without pickle.
+
+    output_dir/checkpoint-<step>/
+        model.safetensors, config.json, ...   the policy, as transformers reads it
+        <group>.safetensors                   critic, generators, ...
+        <group>-<rank>.safetensors            a group that the processes wrote together
+        trainer_state.json, <other>.json      the plain state
+        manifest.json                         size and SHA-256 of all the others, written last
+
+Each process writes and digests its own files, in a hidden folder that is renamed when it is
+complete. A folder without a manifest is no checkpoint.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ppo_core.distributed.process_group import Peers
+from ppo_core.errors import TrainingError
+
+JSON = Any
+"""What json writes and reads back unchanged: no tuples, and no keys but strings."""
+
+Tensors = Mapping[str, Tensor]
+
+MANIFEST = "manifest.json"
+STATE = "trainer_state.json"
+FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
+SUPERSEDED = ".superseded"
+"""Ending of the names of checkpoints that a run was resumed from before."""
+
+ALONE = Peers()
+
+logger = logging.getLogger(__name__)
+
+
+def write_nothing(folder: Path) -> None:
+    """What a process without a policy to write does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one process writes of a checkpoint; no file may be in two parts."""
+
+    groups: Mapping[str, Tensors] = field(default_factory=dict)
+    """Tensors by the stem of their file: a group's name, or "<group>-<rank>"."""
+
+    documents: Mapping[str, str] = field(default_factory=dict)
+    """Texts by the name of their file."""
+
+    write_policy: Callable[[Path], None] = write_nothing
+    """Writes the policy into the folder that it is given."""
+
+
+# --- Writing -------------------------------------------------------------------
+
+
+def save_checkpoint(
+    folder: Path,
+    part: Part,
+    *,
+    peers: Peers = ALONE,
+    writer: str = "0",
+    held: Callable[[], AbstractContextManager[None]] = nullcontext,
+    keep: int | None = None,
+) -> None:
+    """Write a checkpoint as a whole or not at all; a killed process leaves the earlier ones.
+
+    Args:
+        folder: `output_dir/checkpoint-<step>`, on storage that all processes share; one of the
+            same step is replaced.
+        part: what this process writes.
+        peers: the processes, all of which call.
+        writer: tells this run's half-written folders from those of a run that it took over from.
+        held: around the moment in which the checkpoint takes its place and old ones go.
+        keep: the newest so many are kept, None keeps all.
+
+    Raises:
+        TrainingError: in all processes: the folder's name has no step, two files have the same
+            name, the disk is full or cannot be written, or `held` says that another process
+            writes here now.
+    """
+    step = _step(folder)
+    partial = folder.with_name(f".{folder.name}.partial-{writer}")
+    try:
+        written = peers.together(lambda: _write_part(partial / f"part-{peers.rank}", part))
+        peers.together(
+            lambda: _finish(partial, folder, written, held, keep) if peers.is_main else None
+        )
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"The checkpoint of step {step} could not be written to '{folder}': {error}. Earlier "
+            "checkpoints are as they were. Free some space, or lower save_total_limit, and resume "
+            "from the latest."
+        ) from error
+    finally:
+        if peers.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_part(folder: Path, part: Part) -> dict[str, dict[str, int | str]]:
+    """Write a process's files to the disk; their fingerprints by their paths in the folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    part.write_policy(folder)
+    for name, tensors in part.groups.items():
+        save_file(dict(_separate(tensors)), _unused(folder / f"{name}.safetensors"))
+    for name, text in part.documents.items():
+        _unused(folder / name).write_text(text)
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        _flush(path)
+        files[path.relative_to(folder).as_posix()] = _fingerprint(path)
+    return files
+
+
+def _unused(path: Path) -> Path:
+    if path.exists():
+        raise TrainingError(
+            f"Two files of a checkpoint have the name '{path.name}': one would overwrite the "
+            "other. Give the group of tensors another name than a file of the policy."
+        )
+    return path
+
+
+def _separate(named: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """Plain tensors on the CPU; tied ones are written twice, which safetensors does not do."""
+    seen = set()
+    for name, tensor in named.items():
+        plain = tensor.detach().cpu().contiguous()
+        storage = plain.untyped_storage().data_ptr()
+        yield name, plain.clone() if storage in seen else plain
+        seen.add(storage)
+
+
+def _finish(
+    partial: Path,
+    folder: Path,
+    written: list[dict[str, dict[str, int | str]]],
+    held: Callable[[], AbstractContextManager[None]],
+    keep: int | None,
+) -> None:
+    """Put the parts together, vouch for them, and put the checkpoint into its place."""
+    for rank in range(len(written)):
+        part = partial / f"part-{rank}"
+        for path in list(part.iterdir()):
+            path.rename(_unused(partial / path.name))
+        part.rmdir()
+    files = {name: fingerprint for part in written for name, fingerprint in part.items()}
+    manifest = partial / MANIFEST
+    manifest.write_text(json.dumps({"files": files}, indent=1))
+    for path in (manifest, *(path for path in partial.rglob("*") if path.is_dir()), partial):
+        _flush(path)
+    with held():
+        _move_into_place(partial, folder)
+        _set_aside_later(folder)
+        _remove_old(folder, keep)
+
+
+def _move_into_place(partial: Path, folder: Path) -> None:
+    """Rename; an earlier one stays readable under another name until the new one is there."""
+    aside = folder.with_name(f"{folder.name}.old")
+    if (folder / MANIFEST).is_file():
+        _remove(aside)
+        folder.rename(aside)
+    else:
+        _remove(folder)
+    partial.rename(folder)
+    _flush(folder.parent)
+    _remove(aside)
+
+
+def _set_aside_later(newest: Path) -> None:
+    """Rename what a run wrote that was resumed from before it: nothing goes on from there again."""
+    for step, path in _finished(newest.parent).items():
+        if step > _step(newest):
+            aside = path.with_name(f"checkpoint-{step}{SUPERSEDED}")
+            _remove(aside)
+            path.rename(aside)
+
+
+def _remove_old(newest: Path, keep: int | None) -> None:
+    """Remove all but `keep` checkpoints, and what killed runs left half written.
+
+    Folders that are not finished checkpoints stay.
+    """
+    found = _finished(newest.parent)
+    replaced = [
+        path
+        for path in newest.parent.glob("checkpoint-*.old")
+        if FOLDER_NAME.fullmatch(path.name) and path not in found.values()
+    ]
+    for leftover in replaced:
+        _remove(leftover)
+    for half in newest.parent.glob(".checkpoint-*.partial*"):
+        # A run that was taken over may still write there.
+        shutil.rmtree(half, ignore_errors=True)
+    excess = 0 if keep is None else max(0, len(found) - keep)
+    for step in sorted(found)[:excess]:
+        _remove(found[step])
+
+
+def _step(folder: Path) -> int:
+    match = FOLDER_NAME.fullmatch(folder.name)
+    if match is None or match[2]:
+        raise TrainingError(
+            f"'{folder}' is no name for a checkpoint: it would not be found again. Call it "
+            "checkpoint-<step>."
+        )
+    return int(match[1])
+
+
+# --- Reading -------------------------------------------------------------------
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of some files, by their names; each is read when it is asked for."""
+
+    def __init__(self, files: list[Path]) -> None:
+        """Open the files."""
+        opened: list[Any] = [safe_open(file, "pt") for file in files]
+        self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A tensor, on the CPU."""
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._file_of)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were found to be those that were written."""
+
+    folder: Path
+    state: JSON
+    """What is in trainer_state.json."""
+
+    def tensors(self, group: str) -> Mapping[str, Tensor]:
+        """A group, whatever number of processes wrote it; empty where there is none."""
+        name = re.compile(rf"{re.escape(group)}(-\d+)?\.safetensors")
+        files = sorted(path for path in self.folder.iterdir() if name.fullmatch(path.name))
+        return StoredTensors(files)
+
+    def document(self, name: str) -> JSON:
+        """The content of a JSON file."""
+        return json.loads((self.folder / name).read_text())
+
+
+def read_checkpoint(folder: Path, peers: Peers = ALONE) -> Checkpoint:
+    """Hold every file of a checkpoint against its manifest, shared out over the processes.
+
+    Raises:
+        TrainingError: in all processes: it is not finished, or a file is missing, truncated or
+            changed.
+    """
+    for words in peers.exchange(_damage(folder, slice(peers.rank, None, peers.number))):
+        if words is not None:
+            raise TrainingError(
+                f"{words}. Resume from an earlier checkpoint, or restore this one from a copy; "
+                "going on from it would not be the same run."
+            )
+    return Checkpoint(folder, json.loads((folder / STATE).read_text()))
+
+
+def read_newest(output_dir: str | Path, peers: Peers = ALONE) -> Checkpoint | None:
+    """The newest checkpoint whose files are as they were written; None where there is none.
+
+    Warns of newer ones that are damaged.
+
+    Raises:
+        TrainingError: all are damaged; the message has what is wrong with each.
+    """
+    damaged = []
+    for folder in peers.of_main(_newest_first(output_dir)):
+        try:
+            return read_checkpoint(folder, peers)
+        except TrainingError as error:
+            damaged.append(str(error))
+            if peers.is_main:
+                logger.warning("'%s' is passed over for the one before. %s", folder, error)
+    if damaged:
+        raise TrainingError(
+            f"None of the checkpoints in '{output_dir}' can be resumed from:\n"
+            + "\n".join(damaged)
+            + "\nRestore one from a copy, or move them away to start anew."
+        )
+    return None
+
+
+def latest_checkpoint(output_dir: str | Path) -> Path | None:
+    """The finished checkpoint of the highest step; None where there is none."""
+    found = _finished(output_dir)
+    return found[max(found)] if found else None
+
+
+def _finished(output_dir: str | Path) -> dict[int, Path]:
+    """Finished checkpoints by step; one that was set aside counts where no other is there."""
+    found: dict[int, Path] = {}
+    for path in sorted(Path(output_dir).glob("checkpoint-*"), reverse=True):
+        match = FOLDER_NAME.fullmatch(path.name)
+        if match and (path / MANIFEST).is_file():
+            found[int(match[1])] = path  # without .old sorts first, so it comes last
+    return found
+
+
+def _newest_first(output_dir: str | Path) -> list[Path]:
+    """All folders that are called checkpoints, finished or not, the most promising ones first."""
+    found = _finished(output_dir)
+    unfinished = {
+        int(match[1]): path
+        for path in Path(output_dir).glob("checkpoint-*")
+        if (match := FOLDER_NAME.fullmatch(path.name)) and not (path / MANIFEST).is_file()
+    }
+    by_step = unfinished | found
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
+
+
+def _damage(folder: Path, share: slice) -> str | None:
+    """What is wrong with a share of a checkpoint's files, in words; None where nothing is."""
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        return f"'{folder}' has no {MANIFEST}: it is no checkpoint, or was never finished"
+    try:
+        files: dict[str, JSON] = json.loads(manifest.read_text())["files"]
+        if STATE not in files:
+            return f"'{manifest}' is damaged: it does not list {STATE}"
+        for name in sorted(files)[share]:
+            if words := _changed(folder / name, files[name]):
+                return words
+    except (ValueError, KeyError, TypeError) as error:
+        return f"'{manifest}' is damaged: {error!r}"
+    except OSError as error:
+        return f"'{folder}' cannot be read: {error}"
+    return None
+
+
+def _changed(path: Path, expected: JSON) -> str | None:
+    if not path.is_file():
+        return f"'{path}' is missing"
+    if (actual := _fingerprint(path)) != expected:
+        return (
+            f"'{path}' has changed since it was written: {actual} where {MANIFEST} says {expected}"
+        )
+    return None
+
+
+def _fingerprint(path: Path) -> dict[str, int | str]:
+    with path.open("rb") as file:
+        return {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
+
+
+def _flush(path: Path) -> None:
+    """Have the system write a file, or a folder's list of names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, renamed first: half of it is no checkpoint, and goes with the next."""
+    if folder.exists():
+        doomed = folder.with_name(f".{folder.name}.partial-removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)

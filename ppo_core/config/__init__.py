@@ -1,0 +1,1 @@
+"""Settings of a run, checked when they are made."""

@@ -1,0 +1,163 @@
+"""Settings from the command line, or from a TOML file with the same names."""
+
+import ast
+import inspect
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transformers import HfArgumentParser
+
+from ppo_core.config.unsupported_settings import refuse_unsupported
+from ppo_core.errors import ConfigError
+
+
+def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
+    """One instance of each dataclass in `kinds`, from flags.
+
+    The first word may be a TOML file instead of a flag; it stands for one flag per line, and
+    flags after it win over it. A JSON file stands alone: its values are taken as they are, also
+    null, for which there is no flag.
+
+    Raises:
+        ConfigError: a flag, a value or the file cannot be used.
+        SystemExit: --help was given and has been answered.
+    """
+    if len(argv) == 1 and argv[0].endswith(".json"):
+        return _read_json(kinds, Path(argv[0]))
+    parser = DocumentedParser(
+        kinds, prog="python -m ppo_core", usage="%(prog)s [SETTINGS.toml] [--name value ...]"
+    )
+    if argv and not argv[0].startswith("-"):
+        argv = [*_flags_of_file(Path(argv[0])), *argv[1:]]
+    *parsed, rest = parser.parse_args_into_dataclasses(
+        argv, return_remaining_strings=True, look_for_args_file=False
+    )
+    refuse_unsupported(_read_flags(rest), [name for kind in kinds for name in field_docs(kind)])
+    return parsed
+
+
+class DocumentedParser(HfArgumentParser):
+    """`HfArgumentParser` with the docstrings of the fields as help, and errors to catch."""
+
+    def __init__(self, kinds: Sequence[type], *, prog: str, usage: str) -> None:
+        """Take the dataclasses whose fields are the flags, and the command as help shows it."""
+        self._field_docs = {name: doc for kind in kinds for name, doc in field_docs(kind).items()}
+        self._field_defaults = {
+            field.name: field.default for kind in kinds for field in fields(kind)
+        }
+        super().__init__(
+            kinds,  # type: ignore[arg-type]
+            prog=prog,
+            usage=usage,
+            allow_abbrev=False,
+        )
+
+    def parse(self, argv: Sequence[str]) -> list[Any]:
+        """One instance of each dataclass, from flags alone.
+
+        Raises:
+            ConfigError: a flag is unknown, or a value cannot be used.
+            SystemExit: --help was given and has been answered.
+        """
+        *parsed, rest = self.parse_args_into_dataclasses(
+            list(argv), return_remaining_strings=True, look_for_args_file=False
+        )
+        if rest:
+            raise ConfigError(f"Unknown: {' '.join(rest)}. {self.prog} --help lists the flags.")
+        return parsed
+
+    def add_argument(self, *flags: str, **options: Any) -> Any:
+        """Add a flag as argparse does, its help being the docstring of its field."""
+        name = flags[0].lstrip("-")
+        if name in self._field_docs:
+            options["help"] = self._field_docs[name].replace("%", "%%")
+            # HfArgumentParser forgets the default of a field that may be a list.
+            options.setdefault("default", self._field_defaults[name])
+        elif name.startswith("no_"):
+            options["help"] = f"Turn {options['dest']} off."
+        return super().add_argument(*flags, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{message}. See {self.prog} --help.")
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """Name -> docstring of every field of a dataclass, inherited ones first, each in one line."""
+    docs: dict[str, str] = {}
+    for owner in reversed([each for each in kind.__mro__ if is_dataclass(each)]):
+        definition = ast.parse(inspect.getsource(owner)).body[0]
+        assert isinstance(definition, ast.ClassDef)
+        for field, below in zip(definition.body, definition.body[1:], strict=False):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(doc))),
+                ):
+                    docs[name] = " ".join(doc.split())
+    return docs
+
+
+def _read_json(kinds: Sequence[type], path: Path) -> list[Any]:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"The settings in '{path}' cannot be read: {error}.") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"'{path}' holds a {type(settings).__name__}; settings are an object of names and "
+            'values: {"name": value}.'
+        )
+    known = [name for kind in kinds for name in field_docs(kind)]
+    refuse_unsupported({n: value for n, value in settings.items() if n not in known}, known)
+    return [
+        kind(**{name: settings[name] for name in field_docs(kind) if name in settings})
+        for kind in kinds
+    ]
+
+
+def _flags_of_file(path: Path) -> list[str]:
+    try:
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"The settings in '{path}' cannot be read: {error}.") from error
+    flags = []
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            raise ConfigError(
+                f"'{path}' has a table [{name}]; it holds plain lines, name = value, without one."
+            )
+        several = isinstance(value, list)
+        flags += [f"--{name}", *map(str, value)] if several else [f"--{name}={value}"]
+    return flags
+
+
+def _read_flags(words: Sequence[str]) -> dict[str, Any]:
+    """Name -> value of flags that no field claims; a flag without a value is True."""
+    given: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            last = given[name.replace("-", "_")] = [value] if equals else []
+        elif given:
+            last.append(word)
+        else:
+            raise ConfigError(f"'{word}' belongs to no flag. See python -m ppo_core --help.")
+    return {name: _read_value(values) for name, values in given.items()}
+
+
+def _read_value(words: Sequence[str]) -> object:
+    if len(words) != 1:
+        return list(words) or True
+    try:
+        return json.loads(words[0].lower())
+    except json.JSONDecodeError:
+        return words[0]

@@ -1,0 +1,1 @@
+"""Prompts, batches, and the records that one phase hands to the next."""

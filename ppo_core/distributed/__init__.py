@@ -1,0 +1,1 @@
+"""Processes, sharding, and the launcher."""

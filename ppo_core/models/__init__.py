@@ -1,0 +1,1 @@
+"""Policy, critic, reference and reward model."""

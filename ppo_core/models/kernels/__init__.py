@@ -1,0 +1,1 @@
+"""A fast path for small models on a CPU."""

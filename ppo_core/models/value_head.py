@@ -1,0 +1,293 @@
+"""Language models with a value head: the models of the classic PPO loop."""
+
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.utils.hub import PushToHubMixin
+
+from ppo_core.algorithm.masking import at_least_fp32
+from ppo_core.errors import ConfigError, ModelError
+from ppo_core.models.adapters import add_adapter, checkpoint_activations, is_peft, plain_model
+from ppo_core.models.value_head_files import PREFIX, SavedHead, load_with_head, save_head
+
+_POLICY_PREFIX = "pretrained_model."
+_HEAD_SETTINGS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initializer_range")
+
+
+class ValueHead(nn.Module):
+    """Dropout and a linear map: hidden states (..., D) to values (..., 1)."""
+
+    def __init__(self, hidden_size: int, *, dropout: float) -> None:
+        """Make a head with torch's own random start of a linear map."""
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.summary = nn.Linear(hidden_size, 1)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Values (..., 1), in the head's precision, of states (..., D) in any."""
+        values: Tensor = self.summary(self.dropout(states.to(self.summary.weight.dtype)))
+        return values
+
+
+class ModelWithValueHead(nn.Module, PushToHubMixin):
+    """What the causal and the sequence-to-sequence model with a value head have in common."""
+
+    _auto_class: ClassVar[Any]
+    _has_encoder: ClassVar[bool]
+
+    def __init__(
+        self,
+        pretrained_model: nn.Module,
+        *,
+        summary_dropout_prob: float | None = None,
+        v_head_init_strategy: str | None = None,
+        v_head_initializer_range: float | None = None,
+    ) -> None:
+        """Put a new value head on a model of transformers or a PeftModel, which stays what it is.
+
+        The head is at least fp32 and reads what the language-model head reads. Its dropout is
+        `summary_dropout_prob`, else that of the model's configuration, else 0.1. Its weights
+        start as torch's linear maps do; with `v_head_init_strategy="normal"` they start from
+        N(0, v_head_initializer_range), 0.2 unless set, and the bias at 0.
+
+        Raises:
+            ModelError: the model cannot have a value head of this class.
+            ConfigError: the settings of the head contradict each other.
+        """
+        super().__init__()
+        policy = plain_model(pretrained_model)
+        _check_policy(policy, has_encoder=self._has_encoder)
+        self.pretrained_model: Any = pretrained_model
+        if summary_dropout_prob is None:
+            summary_dropout_prob = getattr(policy.config, "summary_dropout_prob", 0.1)
+        lm_head = policy.get_output_embeddings()
+        self.v_head = ValueHead(lm_head.in_features, dropout=summary_dropout_prob)
+        self.v_head.to(
+            device=lm_head.weight.device, dtype=torch.promote_types(policy.dtype, torch.float32)
+        )
+        _start_head(self.v_head, v_head_init_strategy, v_head_initializer_range)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path | nn.Module,
+        *,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        peft_config: Any = None,
+        is_trainable: bool = True,
+        **kwargs: Any,
+    ) -> Self:
+        """A model with the head that was saved with it, or else with a new one.
+
+        The first argument is a folder or hub id, of a model or of an adapter, or a model that
+        is made already. A `peft_config` puts a new adapter on it; `is_trainable` is said of an
+        adapter that is loaded. `dtype` (or its old name `torch_dtype`) is fp32 unless set, as
+        small steps are lost in half precision. The settings of the head go to the
+        constructor, all else (quantization_config, device_map, revision, ...) to transformers.
+
+        Raises:
+            ModelError: no such model or head can be loaded, or not without running code that
+                came with it.
+            ConfigError: arguments contradict each other.
+        """
+        head_settings = {name: kwargs.pop(name) for name in _HEAD_SETTINGS if name in kwargs}
+        if dtype is not None and torch_dtype is not None:
+            raise ConfigError(f"{dtype=} and {torch_dtype=} are one setting. Keep the former.")
+        if dtype := dtype or torch_dtype:
+            kwargs["dtype"] = dtype
+        policy: Any = pretrained_model_name_or_path
+        head = None
+        if isinstance(policy, str | Path):
+            kwargs = {"dtype": torch.float32, **kwargs}
+            policy, head = load_with_head(
+                cls._auto_class, policy, kwargs, is_trainable=is_trainable
+            )
+        elif kwargs:
+            raise ConfigError(
+                f"{', '.join(kwargs)} would have no effect: the model is loaded already. Give it "
+                "to the model's own from_pretrained, or hand over a path."
+            )
+        if peft_config is not None:
+            policy = add_adapter(policy, peft_config)
+        model = cls(policy, **head_settings)
+        if head is not None:
+            model._load_head(head)
+        return model
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the policy."""
+        return self.pretrained_model.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy's weights are."""
+        return self.pretrained_model.device
+
+    @property
+    def is_peft_model(self) -> bool:
+        """Whether the policy is a PeftModel."""
+        return is_peft(self.pretrained_model)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        return_past_key_values: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        """Logits (B, S, V), loss and values (B, S); S counts the decoder's tokens.
+
+        Logits and values are at least fp32. The loss is the model's own, None without
+        `labels`. With `return_past_key_values` the cache comes fourth. Other arguments go to
+        the model.
+        """
+        lm_head = self.pretrained_model.get_output_embeddings()
+        seen: list[Tensor] = []
+        # It gets the last hidden state after norm, projection (OPT) and scaling (T5), and no other
+        # layer's states are kept.
+        with lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
+            output = self.pretrained_model(
+                input_ids=input_ids, attention_mask=attention_mask, **kwargs
+            )
+        (states,) = seen
+        values = self.v_head(states.to(self.v_head.summary.weight.device))[..., 0]
+        logits = at_least_fp32(output.logits)
+        result = (logits, output.loss, at_least_fp32(values).to(logits.device))
+        return (*result, output.past_key_values) if return_past_key_values else result
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What the policy generates; see `transformers.GenerationMixin.generate`."""
+        return self.pretrained_model.generate(*args, **kwargs)
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Keep fewer activations in training and compute them again (TRL #5245).
+
+        Raises:
+            ConfigError: other than non-reentrant checkpointing is asked for under an adapter.
+        """
+        if not is_peft(self.pretrained_model):
+            self.pretrained_model.activation_checkpointing_enable(
+                activation_checkpointing_kwargs=gradient_checkpointing_kwargs
+            )
+        elif gradient_checkpointing_kwargs in (None, {"use_reentrant": False}):
+            checkpoint_activations(self.pretrained_model)
+        else:
+            raise ConfigError(
+                f"{gradient_checkpointing_kwargs=} would compute activations again under whatever "
+                "adapter is active by then. Leave it out: checkpointing is non-reentrant."
+            )
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep all activations."""
+        self.pretrained_model.activation_checkpointing_disable()
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        state_dict: dict[str, Tensor] | None = None,
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Write a plain checkpoint of the policy, and the head in `value_head.safetensors`.
+
+        transformers (or peft, for an adapter) loads the folder as the policy; `from_pretrained`
+        finds the head again. A `state_dict` of this whole model takes the place of its own
+        where that is split over processes. Other arguments, such as `max_shard_size`, go to
+        the policy; an adapter is always one file.
+
+        Raises:
+            ConfigError: a pickle is asked for, or an upload from here.
+            ModelError: the `state_dict` is not of a model with a value head.
+        """
+        if not kwargs.pop("safe_serialization", True):
+            raise ConfigError(
+                "safe_serialization=False would write a pickle, which is not read here again. "
+                "Leave it out: weights are written as safetensors."
+            )
+        if kwargs.pop("push_to_hub", False):
+            raise ConfigError("push_to_hub=True would upload no value head: call push_to_hub().")
+        head = self.v_head.state_dict() if state_dict is None else _part(state_dict, PREFIX)
+        if state_dict is not None:
+            kwargs["state_dict"] = _part(state_dict, _POLICY_PREFIX)
+        self.pretrained_model.save_pretrained(
+            save_directory, is_main_process=is_main_process, **kwargs
+        )
+        if is_main_process:
+            save_head(head, save_directory)
+
+    def _load_head(self, saved: SavedHead) -> None:
+        own = self.v_head.state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in saved.tensors.items()}
+        if shapes != (expected := {name: tuple(tensor.shape) for name, tensor in own.items()}):
+            raise ModelError(
+                f"The saved value head has {shapes}, and this model needs {expected}. It was "
+                "trained on another model: load that one, or take the head's file away."
+            )
+        tensors = dict(saved.tensors)
+        if saved.of_trl and getattr(self.config, "scale_decoder_outputs", False):
+            # TRL's head reads the states of a T5 before they are scaled by D**-0.5.
+            tensors["summary.weight"] = tensors["summary.weight"] * self.config.d_model**0.5
+        self.v_head.load_state_dict(tensors)
+
+
+class AutoModelForCausalLMWithValueHead(ModelWithValueHead):
+    """A decoder-only language model with a value head."""
+
+    _auto_class = AutoModelForCausalLM
+    _has_encoder = False
+
+
+class AutoModelForSeq2SeqLMWithValueHead(ModelWithValueHead):
+    """An encoder-decoder with a value head on its decoder."""
+
+    _auto_class = AutoModelForSeq2SeqLM
+    _has_encoder = True
+
+
+def _check_policy(policy: PreTrainedModel, *, has_encoder: bool) -> None:
+    name = type(policy).__name__
+    if policy.get_output_embeddings() is None:
+        raise ModelError(
+            f"{name} has no language-model head: nothing could be sampled from it. Load it as a "
+            "...ForCausalLM or ...ForConditionalGeneration."
+        )
+    if policy.config.is_encoder_decoder != has_encoder:
+        has, other = ("no encoder", "CausalLM") if has_encoder else ("an encoder", "Seq2SeqLM")
+        raise ModelError(f"{name} has {has}: take AutoModelFor{other}WithValueHead.")
+    if any(parameter.is_meta for parameter in policy.parameters()):
+        raise ModelError(
+            f"Parts of {name} are offloaded to CPU or disk, where they cannot be trained. Give a "
+            "device_map that has room for all of it."
+        )
+
+
+def _start_head(head: ValueHead, strategy: str | None, spread: float | None) -> None:
+    if strategy not in (None, "normal"):
+        raise ConfigError(f"v_head_init_strategy={strategy!r} must be 'normal' or None.")
+    if strategy is None and spread is not None:
+        raise ConfigError(
+            f"v_head_initializer_range={spread} takes effect only with "
+            "v_head_init_strategy='normal'. Give both or neither."
+        )
+    if strategy == "normal":
+        nn.init.normal_(head.summary.weight, std=0.2 if spread is None else spread)
+        nn.init.zeros_(head.summary.bias)
+
+
+def _part(state_dict: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    part = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+    if not part:
+        raise ModelError(
+            f"The state_dict has no tensor {prefix}*: it is not of a model with a value head. "
+            "Give that of the whole model."
+        )
+    return part

@@ -1,0 +1,187 @@
+"""Loading a policy, and its value head: beside its checkpoint, or within one that TRL saved."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.utils.hub import cached_file
+
+from ppo_core.errors import ConfigError, ModelError
+from ppo_core.models.quantization import quantisation_config
+
+HEAD_FILE = "value_head.safetensors"
+PREFIX = "v_head."
+
+_WEIGHTS = "model.safetensors"
+_WEIGHTS_INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_HUB_ARGUMENTS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+
+
+class SavedHead(NamedTuple):
+    """A value head as it was found in a file."""
+
+    tensors: dict[str, Tensor]
+    """By name in the head: `summary.weight` (1, D) and `summary.bias` (1,)."""
+
+    of_trl: bool
+    """Whether it was found among the policy's weights, as TRL saves it."""
+
+
+def load_with_head(
+    auto_class: Any, path: str | Path, arguments: Mapping[str, Any], *, is_trainable: bool
+) -> tuple[nn.Module, SavedHead | None]:
+    """The policy of a folder or hub id, a PeftModel if an adapter is there, and its head if any.
+
+    `arguments` are those of transformers' `from_pretrained`; `load_in_4bit` and `load_in_8bit`
+    are understood as well.
+
+    Raises:
+        ModelError: there is no such model, or it is code or a pickle.
+        ConfigError: arguments contradict each other.
+    """
+    _refuse_code(arguments)
+    arguments = {"use_safetensors": True, **_quantised(arguments)}
+    hub = {name: arguments[name] for name in _HUB_ARGUMENTS if name in arguments}
+    try:
+        head = read_head(path, **hub)
+        if _find(path, "adapter_config.json", **hub) is not None:
+            return _load_adapter(auto_class, path, arguments, hub, is_trainable), head
+        return auto_class.from_pretrained(path, **arguments), head
+    except ModelError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ModelError(f"No model can be loaded from '{path}': {error}") from error
+
+
+def save_head(tensors: Mapping[str, Tensor], folder: str | Path) -> None:
+    """Write a head's tensors, named as in `SavedHead`, into `value_head.safetensors`."""
+    named = {PREFIX + name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(named, Path(folder) / HEAD_FILE, metadata={"format": "pt"})
+
+
+def read_head(path: str | Path, **hub: Any) -> SavedHead | None:
+    """The value head of a folder or hub id; None where a policy was saved without one.
+
+    Raises:
+        ModelError: the weights are in a pickle, where a head cannot be looked for.
+    """
+    if (own := _find(path, HEAD_FILE, **hub)) is not None:
+        return SavedHead(_tensors_of_head(own), of_trl=False)
+    if (whole := _find(path, _WEIGHTS, **hub)) is not None:
+        tensors = _tensors_of_head(whole)
+    elif (index := _find(path, _WEIGHTS_INDEX, **hub)) is not None:
+        tensors = _tensors_of_shards(path, index, **hub)
+    else:
+        _refuse_pickle(path, **hub)
+        return None
+    return SavedHead(tensors, of_trl=True) if tensors else None
+
+
+def _refuse_code(arguments: Mapping[str, Any]) -> None:
+    if arguments.get("trust_remote_code"):
+        raise ModelError(
+            "trust_remote_code=True would run code that came with the weights. Leave it out: the "
+            "models that transformers itself has can be loaded."
+        )
+    if arguments.get("use_safetensors") is False:
+        raise ModelError(
+            "use_safetensors=False would read a pickle, which can run code. Leave it out; if the "
+            "checkpoint has no safetensors, the error then says how to convert it."
+        )
+
+
+def _quantised(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with `load_in_4bit` and `load_in_8bit` as a quantization_config."""
+    others = dict(arguments)
+    config = quantisation_config(
+        load_in_4bit=others.pop("load_in_4bit", False),
+        load_in_8bit=others.pop("load_in_8bit", False),
+    )
+    if config is None:
+        return others
+    if others.get("quantization_config") is not None:
+        raise ConfigError(
+            "load_in_4bit or load_in_8bit, and a quantization_config, are one setting. Keep the "
+            "latter."
+        )
+    return {**others, "quantization_config": config}
+
+
+def _load_adapter(
+    auto_class: Any,
+    path: str | Path,
+    arguments: Mapping[str, Any],
+    hub: Mapping[str, Any],
+    is_trainable: bool,
+) -> nn.Module:
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError as error:
+        raise ModelError(
+            f"'{path}' is an adapter, which needs the package peft: pip install 'rlhf-flow[peft]'."
+        ) from error
+    config = PeftConfig.from_pretrained(str(path), **hub)
+    if not config.base_model_name_or_path:
+        raise ModelError(
+            f"The adapter '{path}' does not say which base it is on. Put the base's folder or hub "
+            'id into its adapter_config.json, as "base_model_name_or_path".'
+        )
+    # Revision and folder are said of the adapter.
+    of_base = {k: v for k, v in arguments.items() if k not in ("revision", "subfolder")}
+    base = auto_class.from_pretrained(
+        config.base_model_name_or_path, revision=config.revision, **of_base
+    )
+    return PeftModel.from_pretrained(
+        base, str(path), config=config, is_trainable=is_trainable, **hub
+    )
+
+
+def _find(path: str | Path, name: str, **hub: Any) -> Path | None:
+    """A file of a folder or hub id, downloaded if need be; None where there is none."""
+    found = cached_file(path, name, **hub, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def _tensors_of_head(file: Path) -> dict[str, Tensor]:
+    with safe_open(file, framework="pt") as tensors:
+        return {
+            name.removeprefix(PREFIX): tensors.get_tensor(name)
+            for name in tensors.keys()  # noqa: SIM118, it is no dict
+            if name.startswith(PREFIX)
+        }
+
+
+def _tensors_of_shards(path: str | Path, index: Path, **hub: Any) -> dict[str, Tensor]:
+    places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    shards = {shard for name, shard in places.items() if name.startswith(PREFIX)}
+    # One that is missing is left to transformers, which needs it as well and refuses by its name.
+    files = [file for shard in sorted(shards) if (file := _find(path, shard, **hub))]
+    return {name: tensor for file in files for name, tensor in _tensors_of_head(file).items()}
+
+
+def _refuse_pickle(path: str | Path, **hub: Any) -> None:
+    for name in _PICKLES:
+        if _find(path, name, **hub) is not None:
+            raise ModelError(
+                f"'{path}' holds {name}, and no {_WEIGHTS}: a pickle can run code when it is "
+                "read, and a value head within it would be lost. If you trust its author, "
+                "convert each of its files once and put the result beside it:\n"
+                "    tensors = torch.load('pytorch_model.bin', weights_only=True)\n"
+                "    tensors = {name: tensor.clone() for name, tensor in tensors.items()}\n"
+                "    safetensors.torch.save_file(\n"
+                "        tensors, 'model.safetensors', metadata={'format': 'pt'}\n"
+                "    )"
+            )

@@ -1,0 +1,97 @@
+"""A scored rollout in; rewards per token, advantages and returns out."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ppo_core.algorithm.advantages import gae_advantages
+from ppo_core.algorithm.kl import kl_per_token
+from ppo_core.algorithm.masking import standardise
+from ppo_core.algorithm.running_moments import RunningMoments
+from ppo_core.algorithm.token_rewards import (
+    clip_scores,
+    length_penalty,
+    overlong_penalty,
+    penalise_missing_stop,
+    token_rewards,
+)
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.types import Experience, Rollout, Scores
+
+
+def shaped_scores(
+    scores: Tensor,
+    rollout: Rollout,
+    config: PPOConfig,
+    moments: RunningMoments,
+) -> Tensor:
+    """Scores (B,) scaled and clipped, less the penalties for how a response ends.
+
+    The running moments learn from the scores first, where they are used.
+    """
+    if config.use_score_scaling:
+        moments.update(scores)
+        scores = moments.scale(scores, centre=config.use_score_norm)
+    if config.score_clip is not None:
+        scores = clip_scores(scores, config.score_clip)
+    if config.missing_eos_penalty:
+        scores = penalise_missing_stop(scores, rollout.has_stop, config.missing_eos_penalty)
+    if config.length_penalty:
+        scores = length_penalty(scores, rollout.response_lengths, config.length_penalty)
+    if config.overlong_buffer:
+        scores = scores - overlong_penalty(
+            rollout.response_lengths,
+            response_length=config.response_length,
+            buffer=config.overlong_buffer,
+            penalty=config.overlong_penalty,
+        )
+    return scores
+
+
+def divergence(rollout: Rollout, scores: Scores, estimator: str) -> Tensor:
+    """KL from the reference at each token (B, T), 0 where not counted."""
+    if scores.full_kl is not None:
+        return scores.full_kl
+    kl = kl_per_token(rollout.logprobs, scores.ref_logprobs, estimator)
+    return torch.where(rollout.response_mask, kl, 0)
+
+
+def make_experience(
+    rollout: Rollout, scores: Scores, kl: Tensor, config: PPOConfig, *, kl_coef: float
+) -> Experience:
+    """What the update learns from; kl is (B, T), and kl_coef its weight at this moment."""
+    whiten = partial(standardise, mask=rollout.response_mask)
+    in_reward = 0.0 if config.kl_in_loss else kl_coef
+    rewards = token_rewards(scores.scores, kl, rollout.response_mask, kl_coef=in_reward)
+    if config.whiten_rewards:
+        rewards = whiten(rewards, keep_mean=True)
+    advantages = _advantages(rewards, scores.values, rollout, config.gamma, config.lam)
+    returns = advantages + scores.values
+    if config.lam_critic is not None:
+        for_critic = _advantages(rewards, scores.values, rollout, config.gamma, config.lam_critic)
+        returns = for_critic + scores.values
+    if config.whiten_advantages:
+        advantages = whiten(advantages, keep_mean=False)
+    return Experience(
+        rollout=rollout,
+        values=scores.values,
+        ref_logprobs=scores.ref_logprobs,
+        kl_loss_coef=kl_coef if config.kl_in_loss else 0.0,
+        advantages=advantages,
+        returns=returns,
+    )
+
+
+def _advantages(
+    rewards: Tensor, values: Tensor, rollout: Rollout, gamma: float, gae_lambda: float
+) -> Tensor:
+    """Advantages (B, T), as if each row's counted tokens followed one another.
+
+    What lies between them, such as a tool's output, is no step of the policy.
+    """
+    order = (~rollout.response_mask).long().argsort(dim=1, stable=True)
+    together = gae_advantages(
+        rewards.gather(1, order), values.gather(1, order), gamma=gamma, gae_lambda=gae_lambda
+    )
+    return torch.zeros_like(together).scatter(1, order, together)

@@ -1,0 +1,144 @@
+"""The objective of an update: what the losses of counted tokens add up to."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ppo_core.algorithm.kl import kl_per_token
+from ppo_core.algorithm.losses import importance_weights, policy_loss, value_loss
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.types import Experience
+from ppo_core.models.actor_critic import Predictions
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedTokens:
+    """What is known of the N counted tokens of some rows before the update; (N,) each."""
+
+    weights: Tensor
+    """Weight in the loss."""
+
+    old_logprobs: Tensor
+    """Log-probability when it was sampled."""
+
+    behaviour_logprobs: Tensor | None
+    """The same under what it was drawn from, where that is not the policy."""
+
+    ref_logprobs: Tensor
+    """Log-probability under the reference."""
+
+    advantages: Tensor
+    old_values: Tensor
+    returns: Tensor
+    kl_coef: float
+    """Weight of the divergence in the loss."""
+
+    @classmethod
+    def of(cls, experience: Experience, rows: Tensor, weights: Tensor) -> Self:
+        """Those of `rows` (n,) of the batch; `weights` (n,) are of each token of a row."""
+        rollout = experience.rollout
+        mask = rollout.response_mask[rows]
+
+        def counted(values: Tensor) -> Tensor:
+            return values[rows][mask]
+
+        behaviour = rollout.behaviour_logprobs
+        return cls(
+            weights=weights[mask.nonzero()[:, 0]],
+            old_logprobs=counted(rollout.logprobs),
+            behaviour_logprobs=None if behaviour is None else counted(behaviour),
+            ref_logprobs=counted(experience.ref_logprobs),
+            advantages=counted(experience.advantages),
+            old_values=counted(experience.values),
+            returns=counted(experience.returns),
+            kl_coef=experience.kl_loss_coef,
+        )
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The weighted losses of counted tokens."""
+
+    config: PPOConfig
+    tokens: CountedTokens
+
+    def of_policy(self, logprobs: Tensor, part: slice) -> Tensor:
+        """Weighted losses (n,) of log-probabilities (n,), those of the tokens of a slice."""
+        losses, _ = self._policy_losses(logprobs, part)
+        if self._estimates_divergence:
+            losses = losses + self.tokens.kl_coef * self._divergences(logprobs, part)
+        return self.tokens.weights[part] * losses
+
+    def of_predictions(self, predicted: Predictions) -> Tensor:
+        """Summed loss () of the policy, with that of the exact divergence where there is one."""
+        if predicted.full_kl is None:
+            return predicted.loss
+        divergence = (self.tokens.weights * predicted.full_kl).sum()
+        return predicted.loss + self.tokens.kl_coef * divergence
+
+    def of_critic(self, values: Tensor) -> Tensor:
+        """Summed loss () of the critic's values (N,)."""
+        losses, _ = self._value_losses(values)
+        return self.config.vf_coef * (self.tokens.weights * losses).sum()
+
+    @torch.no_grad()
+    def sums(self, predicted: Predictions, values: Tensor) -> dict[str, Tensor]:
+        """What `TokenSums` counts."""
+        policy_losses, clipped = self._policy_losses(predicted.logprobs, ALL)
+        value_losses, value_clipped = self._value_losses(values)
+        divergences = predicted.full_kl
+        if divergences is None and self._estimates_divergence:
+            divergences = self._divergences(predicted.logprobs, ALL)
+        moved = predicted.logprobs - self.tokens.old_logprobs
+        ratio_error = torch.expm1(moved)
+        return {
+            "tokens": torch.tensor(len(moved)),
+            "policy_loss": policy_losses.sum(),
+            "value_loss": value_losses.sum(),
+            "kl_loss": torch.zeros(()) if divergences is None else divergences.sum(),
+            "entropy": predicted.entropies.sum(),
+            "approxkl": 0.5 * (moved**2).sum(),
+            "kl_from_old": (ratio_error - moved).sum(),
+            "clipped": clipped.sum(),
+            "value_clipped": value_clipped.sum(),
+            "ratio_error": ratio_error.sum(),
+            "abs_ratio_error": ratio_error.abs().sum(),
+            "ratio_error_squared": (ratio_error**2).sum(),
+        }
+
+    @property
+    def _estimates_divergence(self) -> bool:
+        return self.config.kl_in_loss and self.config.kl_estimator != "full"
+
+    def _policy_losses(self, logprobs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        config, tokens = self.config, self.tokens
+        losses, clipped = policy_loss(
+            logprobs,
+            tokens.old_logprobs[part],
+            tokens.advantages[part],
+            cliprange=config.cliprange,
+            cliprange_high=config.cliprange_high,
+            dual_clip=config.dual_clip,
+        )
+        if tokens.behaviour_logprobs is not None:
+            losses = losses * importance_weights(
+                tokens.old_logprobs[part],
+                tokens.behaviour_logprobs[part],
+                cap=config.vllm_importance_sampling_cap,
+            )
+        return losses, clipped
+
+    def _divergences(self, logprobs: Tensor, part: slice) -> Tensor:
+        return kl_per_token(logprobs, self.tokens.ref_logprobs[part], self.config.kl_estimator)
+
+    def _value_losses(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return value_loss(
+            values,
+            self.tokens.old_values,
+            self.tokens.returns,
+            cliprange_value=self.config.cliprange_value,
+        )

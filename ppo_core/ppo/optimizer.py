@@ -1,0 +1,150 @@
+"""What an update moves, and the optimizer that moves it."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.distributed.engine import Engine
+from ppo_core.errors import ConfigError
+from ppo_core.models.actor_critic import ActorCritic, Critic, LanguageModel
+from ppo_core.ppo.ptx import PretrainingTexts
+from ppo_core.ppo.schedule import CRITIC, POLICY, Schedule, make_scheduler
+from ppo_core.ppo.update import Trainee
+
+
+def make_trainee(
+    config: PPOConfig,
+    module: ActorCritic,
+    reference: LanguageModel,
+    schedule: Schedule,
+    engine: Engine,
+    optimizer: Optimizer | None,
+    scheduler: LRScheduler | None,
+    *,
+    pretraining: PretrainingTexts | None,
+) -> Trainee:
+    """Policy and critic with AdamW and its schedule, or with a script's own.
+
+    Raises:
+        ConfigError: the script's own leaves parameters out or undoes a setting, or a setting
+            cannot be had where weights are sharded.
+    """
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(
+            parameter_groups(module.policy, module.critic, config),
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            fused=True,
+        )
+    else:
+        check_optimizer(optimizer, module)
+    if scheduler is None:
+        scheduler = make_scheduler(optimizer, config, schedule)
+    elif scheduler.optimizer is not optimizer:
+        raise ConfigError(
+            "The scheduler that was handed over moves another optimizer than the one that trains, "
+            "so the learning rate would stay as it is. Hand over both: optimizers=(optimizer, "
+            "scheduler)."
+        )
+    elif config.critic_warmup_updates:
+        raise ConfigError(
+            f"critic_warmup_updates={config.critic_warmup_updates} holds the policy's learning "
+            "rate at 0, and a scheduler of your own would not. Leave one of them away."
+        )
+    check_sharding(config, engine, module)
+    prepared, optimizer = engine.prepare(module, optimizer)
+    exact_in_loss = config.kl_in_loss and config.kl_estimator == "full"
+    return Trainee(
+        module=prepared,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        reference=reference if exact_in_loss else None,
+        pretraining=pretraining,
+    )
+
+
+def parameter_groups(
+    policy: LanguageModel, critic: Critic, config: PPOConfig
+) -> list[dict[str, Any]]:
+    """What the optimizer moves, by name; matrices decay, norms and biases do not.
+
+    A trunk that policy and critic share belongs to the policy. Groups without a parameter, which
+    DeepSpeed would drop unknown to the schedule, are left out.
+    """
+    of_policy = policy_parameters(policy, critic)
+    of_critic = critic_parameters(policy, critic)
+    groups = [
+        {
+            "name": name,
+            "lr": learning_rate,
+            "params": [p for p in parameters if p.requires_grad and (p.ndim >= 2) == decays],
+            "weight_decay": config.weight_decay if decays else 0.0,
+        }
+        for name, parameters, learning_rate in (
+            (POLICY, of_policy, config.learning_rate),
+            (CRITIC, of_critic.values(), config.critic_learning_rate or config.learning_rate),
+        )
+        for decays in (True, False)
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def policy_parameters(policy: LanguageModel, critic: Critic) -> list[nn.Parameter]:
+    """All that the critic has not for itself."""
+    of_critic = set(map(id, critic_parameters(policy, critic).values()))
+    return [parameter for parameter in policy.parameters() if id(parameter) not in of_critic]
+
+
+def critic_parameters(policy: LanguageModel, critic: Critic) -> dict[str, nn.Parameter]:
+    """The critic's own parameters, by their names in it: not those of a trunk that it shares.
+
+    Of an adapter on the policy's base they are the adapter's.
+    """
+    of_policy = set(map(id, policy.parameters()))
+    return {
+        name: parameter
+        for name, parameter in critic.named_parameters()
+        if id(parameter) not in of_policy
+        or (critic.adapter is not None and f".{critic.adapter}." in name)
+    }
+
+
+def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    """Refuse an optimizer that leaves out what is to be trained (TRL #2463).
+
+    Raises:
+        ConfigError: a trainable parameter of policy or critic is not in it.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left_out = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    if left_out:
+        raise ConfigError(
+            f"The optimizer leaves out {len(left_out)} trained parameters, the first "
+            f"{left_out[0]}: they would never move. Make it over the parameters of both policy "
+            "and critic, or leave optimizers=(None, None)."
+        )
+
+
+def check_sharding(config: PPOConfig, engine: Engine, module: nn.Module) -> None:
+    """Refuse settings that need whole weights in every process where they are sharded.
+
+    Raises:
+        ConfigError: such a setting is set.
+    """
+    if config.ema_decay and engine.shards_weights:
+        raise ConfigError(
+            f"ema_decay={config.ema_decay} needs the whole policy in every process, and "
+            f"sharding={engine.sharding!r} leaves each a shard. Leave ema_decay away, or set "
+            "sharding='zero2'."
+        )
+    frozen_bytes = [name for name, p in module.named_parameters() if not p.is_floating_point()]
+    if frozen_bytes and engine.shards_weights:
+        raise ConfigError(
+            f"The policy is quantised ({frozen_bytes[0]}), and sharding={engine.sharding!r} cannot "
+            "cut its weights. Set sharding='ddp' or 'zero2', or load it unquantised."
+        )

@@ -1,0 +1,108 @@
+"""What a run carries from one update to the next, apart from the models and the optimizer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_core.algorithm.kl_controller import LARGEST_ERROR, AdaptiveKL
+from ppo_core.algorithm.running_moments import RunningMoments
+from ppo_core.checkpointing.optimizer_and_rng import generator_tensors, restore_generators
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.prompts import PromptStream
+from ppo_core.errors import ConfigError
+from ppo_core.ppo.pending import PendingUpdate
+from ppo_core.ppo.schedule import Schedule
+from ppo_core.reporting.health import HealthMonitor
+
+GENERATORS, EXPERIENCE = "generators", "experience"
+"""Groups of tensors in a checkpoint."""
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """Counters, randomness and running statistics of a run."""
+
+    stream: PromptStream
+    health: HealthMonitor
+    adaptive_kl: AdaptiveKL | None
+    """None where the coefficient is fixed."""
+
+    generators: dict[str, torch.Generator]
+    """"sampling" draws the tokens, "shuffling" the order of the updates."""
+
+    moments: RunningMoments = field(default_factory=RunningMoments)
+    """Of the scores, where they are scaled by them."""
+
+    updates: int = 0
+    episodes: int = 0
+
+    pending: PendingUpdate | None = None
+    """The update that was begun, if there is one."""
+
+    @classmethod
+    def at_start(cls, config: PPOConfig, schedule: Schedule, num_prompts: int) -> "RunState":
+        """The state before the first update.
+
+        Raises:
+            ConfigError: kl_horizon is too short for updates of this size.
+        """
+        return cls(
+            stream=PromptStream(num_prompts, seed=config.seed),
+            health=HealthMonitor(config),
+            adaptive_kl=make_adaptive_kl(config, schedule.batch_size),
+            generators={
+                name: torch.Generator().manual_seed(config.seed)
+                for name in ("sampling", "shuffling")
+            },
+        )
+
+    def as_checkpoint(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Groups of tensors by their names, and all else as JSON takes it."""
+        groups = {GENERATORS: generator_tensors(self.generators)}
+        pending = None
+        if self.pending is not None:
+            groups[EXPERIENCE], pending = self.pending.as_checkpoint()
+        return groups, {
+            "updates": self.updates,
+            "episodes": self.episodes,
+            "moments": self.moments.state_dict(),
+            "adaptive_kl": self.adaptive_kl.state_dict() if self.adaptive_kl else None,
+            "health": self.health.state_dict(),
+            "pending": pending,
+        }
+
+    def restore(self, groups: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+        """Go on where `as_checkpoint` was called."""
+        restore_generators(self.generators, groups[GENERATORS])
+        self.updates, self.episodes = state["updates"], state["episodes"]
+        self.moments.load_state_dict(state["moments"])
+        self.health.load_state_dict(state["health"])
+        if self.adaptive_kl is not None and state["adaptive_kl"] is not None:
+            self.adaptive_kl.load_state_dict(state["adaptive_kl"])
+        self.pending = None
+        drawn = self.episodes
+        if state["pending"] is not None:
+            self.pending = PendingUpdate.from_checkpoint(groups[EXPERIENCE], state["pending"])
+            drawn += len(self.pending.progress.order[0])
+        # The order of the prompts follows from the seed: what was drawn is drawn again.
+        self.stream.restart()
+        self.stream.next_batch(drawn)
+
+
+def make_adaptive_kl(config: PPOConfig, batch_size: int) -> AdaptiveKL | None:
+    """The coefficient's controller, None where it is fixed.
+
+    Raises:
+        ConfigError: kl_horizon is too short for updates of this many episodes.
+    """
+    if config.kl_target is None:
+        return None
+    if (least := LARGEST_ERROR * batch_size) >= config.kl_horizon:
+        raise ConfigError(
+            f"kl_horizon={config.kl_horizon} is too short for {batch_size} episodes an "
+            f"update: one update could make kl_coef 0 or negative. Set it above {least:g}."
+        )
+    return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)

@@ -1,0 +1,107 @@
+"""How many episodes, updates and optimizer steps a run has, and its learning rates."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import get_scheduler
+
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.errors import ConfigError
+
+POLICY, CRITIC = "policy", "critic"
+"""Names of the parameter groups of policy and critic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The sizes of a run, which follow from settings, prompts and processes."""
+
+    batch_size: int
+    """Responses of one update, over all processes."""
+
+    num_updates: int
+    """PPO updates of the run."""
+
+    steps_per_update: int
+    """Optimizer steps of one update."""
+
+    @property
+    def total_episodes(self) -> int:
+        """Responses of the run: whole updates."""
+        return self.num_updates * self.batch_size
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.num_updates * self.steps_per_update
+
+
+def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) -> Schedule:
+    """The sizes of a run.
+
+    Raises:
+        ConfigError: a batch cannot be split evenly into minibatches, or is smaller than the
+            number of processes.
+    """
+    batch_size = config.batch_size or (
+        config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes
+    )
+    if left := batch_size % config.num_mini_batches:
+        raise ConfigError(
+            f"A batch of {batch_size} responses cannot be split evenly into num_mini_batches="
+            f"{config.num_mini_batches}: {left} responses would be left over. Choose a multiple."
+        )
+    if batch_size < num_processes:
+        raise ConfigError(
+            f"A batch of {batch_size} responses is smaller than the number of processes, "
+            f"{num_processes}: some would have nothing to do. Raise batch_size, or start fewer."
+        )
+    # A number of passes may be a fraction; episodes are whole (TRL #1740, #1743).
+    episodes = config.total_episodes or ceil(config.num_train_epochs * num_prompts)
+    num_updates = ceil(episodes / batch_size)
+    if config.critic_warmup_updates >= num_updates:
+        raise ConfigError(
+            f"critic_warmup_updates={config.critic_warmup_updates} is the whole run of "
+            f"{num_updates} updates: the policy would never learn. Lower it, or raise "
+            "total_episodes."
+        )
+    return Schedule(
+        batch_size=batch_size,
+        num_updates=num_updates,
+        steps_per_update=config.num_ppo_epochs * config.num_mini_batches,
+    )
+
+
+def make_scheduler(optimizer: Optimizer, config: PPOConfig, schedule: Schedule) -> LRScheduler:
+    """The learning rate of each optimizer step of the run.
+
+    The policy's is 0 while the critic warms up: then AdamW leaves it as it is, to the bit.
+
+    Raises:
+        ConfigError: the critic is to warm up, and the optimizer does not tell policy and critic
+            apart.
+    """
+    steps = schedule.num_optimizer_steps
+    is_share = config.warmup_steps < 1
+    share = config.warmup_steps or config.warmup_ratio
+    warmup = ceil(share * steps) if is_share else config.warmup_steps
+    course = get_scheduler(config.lr_scheduler_type, optimizer, int(warmup), steps)
+    warmed_up = config.critic_warmup_updates * schedule.steps_per_update
+    if not warmed_up:
+        return course
+    if any(group.get("name") not in (POLICY, CRITIC) for group in optimizer.param_groups):
+        raise ConfigError(
+            f"critic_warmup_updates={config.critic_warmup_updates} needs an optimizer whose "
+            f"groups have the names {POLICY!r} and {CRITIC!r}: another would go on to move the "
+            "policy. Name its groups, or leave optimizers=(None, None)."
+        )
+    factor: Callable[[int], float] = course.lr_lambdas[0]
+
+    def of_policy(step: int) -> float:
+        return factor(step) if step >= warmed_up else 0.0
+
+    by_name = {POLICY: of_policy, CRITIC: factor}
+    return LambdaLR(optimizer, [by_name[group["name"]] for group in optimizer.param_groups])

@@ -1,0 +1,1 @@
+"""Metrics, warnings, tables and callbacks of a run."""

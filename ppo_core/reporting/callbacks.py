@@ -1,0 +1,264 @@
+"""The bridge to transformers' callbacks: what they are told, and what they may decide."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import (
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.errors import ConfigError
+from ppo_core.reporting.metrics import Metrics
+from ppo_core.reporting.metrics_file import MetricsFile
+
+CallbackOrType: TypeAlias = TrainerCallback | type[TrainerCallback]
+
+# The trainer uploads to the hub itself; transformers renamed gradient_checkpointing, and reads
+# DeepSpeed's file when it is given one, which would change how models are built.
+_NOT_HANDED_ON = {"push_to_hub", "gradient_checkpointing", "deepspeed"}
+
+
+class PPOArguments(TrainingArguments):
+    """`TrainingArguments` of a PPO run: the settings of its PPOConfig are attributes as well."""
+
+    ppo_settings: dict[str, Any]
+    """The PPOConfig as it was given, without the token for the hub."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What integrations log as parameters: the settings as given, and transformers' own."""
+        logged = super().to_dict() | self.ppo_settings  # type: ignore[no-untyped-call]
+        return {name: value for name, value in logged.items() if name != "hub_token"}
+
+
+def training_arguments(config: PPOConfig, num_updates: int) -> PPOArguments:
+    """The settings under the names that callbacks know; a step is one of `num_updates` updates.
+
+    Call it when the processes have met: transformers joins them and starts none of its own.
+
+    Raises:
+        ConfigError: transformers refuses a value, and says why.
+    """
+    settings = asdict(config)
+    del settings["hub_token"]
+    theirs = {entry.name for entry in fields(TrainingArguments)}
+    shared = {name: settings[name] for name in settings.keys() & theirs - _NOT_HANDED_ON}
+    shared |= {
+        "max_steps": num_updates,
+        # A plain HfArgumentParser gives None where the flag is missing.
+        "report_to": config.report_to or "none",
+        "run_name": config.run_name or config.exp_name,
+        "activation_checkpointing": config.gradient_checkpointing,
+        # A share where it is below 1, as transformers has it.
+        "warmup_steps": config.warmup_steps or config.warmup_ratio,
+        "use_cpu": config.use_cpu or not torch.cuda.is_available(),
+        # Without it transformers resets the processes that the engine has set up.
+        "accelerator_config": {"use_configured_state": True},
+    }
+    try:
+        arguments = PPOArguments(**shared)
+    except ValueError as error:
+        raise ConfigError(f"transformers refuses the settings of the run: {error}") from error
+    arguments.ppo_settings = settings
+    for name in settings.keys() - theirs | {"deepspeed"}:
+        setattr(arguments, name, settings[name])
+    return arguments
+
+
+class Reporter:
+    """Calls transformers' callbacks at the usual points, in every process.
+
+    One step of theirs is one PPO update. `should_evaluate`, `should_save` and `should_stop` are
+    what the callbacks of this process want; processes have to agree before they act on it.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        callbacks: Sequence[CallbackOrType],
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        optimizer: Optimizer,
+        scheduler: LRScheduler,
+        num_updates: int,
+        is_main: bool,
+    ) -> None:
+        """Make the integrations of `report_to`, add `callbacks` behind them, call on_init_end.
+
+        Raises:
+            ConfigError: `report_to` names what transformers does not know, or what needs a
+                package that is not installed.
+        """
+        self.args = training_arguments(config, num_updates)
+        self.state = TrainerState(
+            max_steps=num_updates,
+            num_train_epochs=math.ceil(config.num_train_epochs),
+            train_batch_size=config.per_device_train_batch_size,
+            is_local_process_zero=self.args.local_process_index == 0,
+            is_world_process_zero=is_main,
+        )
+        self.state.compute_steps(self.args, num_updates)
+        # It goes with the checkpoints: where a run keeps nothing, it makes no folder either.
+        kept = is_main and config.save_strategy != "no"
+        self._metrics_file = MetricsFile(Path(config.output_dir)) if kept else None
+        self.control = TrainerControl()
+        self._handler = CallbackHandler(
+            [DefaultFlowCallback(), *_integrations(list(self.args.report_to or ())), *callbacks],
+            model,
+            tokenizer,
+            optimizer,
+            scheduler,
+        )
+        self._call("on_init_end")
+
+    @property
+    def callbacks(self) -> list[TrainerCallback]:
+        """The callbacks, in the order in which they are called."""
+        return self._handler.callbacks
+
+    @property
+    def should_evaluate(self) -> bool:
+        """Whether an evaluation is due; False again after `evaluated` or `step_begin`."""
+        return self.control.should_evaluate
+
+    @property
+    def should_save(self) -> bool:
+        """Whether a checkpoint is due; False again after `saved` or `step_begin`."""
+        return self.control.should_save
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the run is over, because it is complete or because a callback wants it."""
+        return self.control.should_training_stop
+
+    def begin(self) -> None:
+        """The run begins, or goes on after `load_state_dict`."""
+        if self._metrics_file is not None:
+            self._metrics_file.cut_back(self.state.global_step)
+        self._call("on_train_begin")
+
+    def step_begin(self) -> None:
+        """An update begins."""
+        self._call("on_step_begin")
+
+    def step_end(self, metrics: Metrics, *, epoch: float | None = None) -> None:
+        """An update has ended; its metrics are kept, and logged if that is due.
+
+        `epoch` counts passes over the prompts, the fraction of the present one included.
+        """
+        self.state.global_step += 1
+        if self._metrics_file is not None:
+            self._metrics_file.append(self.state.global_step, metrics)
+        if epoch is not None:
+            self.state.epoch = epoch
+        self._call("on_step_end")
+        if self.control.should_log:
+            self.log(metrics)
+
+    def log(self, metrics: Metrics) -> None:
+        """Send metrics of this step to where metrics go."""
+        logs = metrics | {"epoch": self.state.epoch}
+        self.state.log_history.append(logs | {"step": self.state.global_step})
+        self._call("on_log", logs=logs)
+
+    def evaluated(self, metrics: Metrics) -> None:
+        """The evaluation has given these metrics; `log` sends them on."""
+        self._call("on_evaluate", metrics=metrics)
+
+    def saved(self) -> None:
+        """A checkpoint has been written."""
+        self._call("on_save")
+
+    def end(self) -> None:
+        """The run has ended."""
+        self._call("on_train_end")
+
+    def add_callback(self, callback: CallbackOrType) -> None:
+        """Add a callback, or make one of this class."""
+        self._handler.add_callback(callback)
+
+    def pop_callback(self, callback: CallbackOrType) -> TrainerCallback | None:
+        """Remove this callback, or the first of this class, and return it, if there is one."""
+        return self._handler.pop_callback(callback)
+
+    def remove_callback(self, callback: CallbackOrType) -> None:
+        """Remove this callback, or the first of this class."""
+        self._handler.remove_callback(callback)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as JSON can hold it."""
+        stateful: list[TrainerCallback] = [
+            each for each in self.callbacks if isinstance(each, ExportableState)
+        ]
+        return {
+            "global_step": self.state.global_step,
+            "epoch": self.state.epoch,
+            "best_metric": self.state.best_metric,
+            "best_global_step": self.state.best_global_step,
+            "log_history": list(self.state.log_history),
+            "stateful_callbacks": TrainerState(stateful_callbacks=stateful).stateful_callbacks,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`.
+
+        A callback that keeps a state is made anew from it. Warns of a state whose callback this
+        run does not have.
+        """
+        self.state.global_step = state["global_step"]
+        self.state.epoch = state["epoch"]
+        self.state.best_metric = state["best_metric"]
+        self.state.best_global_step = state["best_global_step"]
+        self.state.log_history = list(state["log_history"])
+        for name, stored in state["stateful_callbacks"].items():
+            self._restore(name, stored if isinstance(stored, list) else [stored])
+
+    def _restore(self, name: str, states: Sequence[dict[str, Any]]) -> None:
+        places = [i for i, each in enumerate(self.callbacks) if type(each).__name__ == name]
+        if len(places) < len(states):
+            warnings.warn(
+                f"The checkpoint holds {len(states)} state(s) of the callback {name}; this run has "
+                f"{len(places)} of it. What is left over is dropped: pass the callback again if "
+                "it is to go on.",
+                stacklevel=3,
+            )
+        for place, state in zip(places, states, strict=False):
+            kind: Any = type(self.callbacks[place])
+            self.callbacks[place] = kind.from_state(state)
+
+    def _call(self, event: str, **details: Any) -> None:
+        call = getattr(self._handler, event)
+        self.control = call(self.args, self.state, self.control, **details)
+
+
+def _integrations(report_to: list[str]) -> list[TrainerCallback]:
+    try:
+        kinds = get_reporting_integration_callbacks(report_to)
+    except ValueError as error:
+        raise ConfigError(f"report_to={report_to!r}: {error}") from error
+    return [_integration(name, kind) for name, kind in zip(report_to, kinds, strict=True)]
+
+
+def _integration(name: str, kind: type[TrainerCallback]) -> TrainerCallback:
+    try:
+        return kind()
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"report_to={name!r} cannot start: {error} To run without it, take {name!r} out of "
+            "report_to."
+        ) from error

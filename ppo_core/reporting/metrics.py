@@ -1,0 +1,79 @@
+"""Records of a whole batch in, named numbers out: over counted tokens only."""
+
+import torch
+from torch import Tensor
+
+from ppo_core.algorithm.kl import kl_per_token
+from ppo_core.algorithm.losses import importance_weights
+from ppo_core.algorithm.masking import masked_sum
+from ppo_core.algorithm.repetition import repeated_share
+from ppo_core.data.types import Experience, Rollout, Scores, TokenSums
+
+Metrics = dict[str, float]
+
+
+def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: float) -> Metrics:
+    """Means over responses of what the policy is trained for; kl is (B, T), 0 if not counted."""
+    response_kl = kl.sum(dim=1)
+    sums = {
+        "objective/kl": response_kl.sum(),
+        "objective/entropy": -masked_sum(rollout.logprobs, rollout.response_mask),
+        "objective/non_score_reward": -kl_coef * response_kl.sum(),
+        "objective/scores": scores.scores.sum(),
+        **{f"rewards/{name}": part.sum() for name, part in scores.parts.items()},
+        "val/response_length": rollout.response_lengths.sum(),
+        "val/repetition": repeated_share(rollout.response_ids, rollout.response_lengths).sum(),
+        "val/num_eos_tokens": rollout.has_stop.sum(),
+    }
+    totals = torch.stack([value.to(kl) for value in sums.values()]).tolist()
+    means = {name: total / len(rollout) for name, total in zip(sums, totals, strict=True)}
+    means["val/num_eos_tokens"] *= len(rollout)
+    means["objective/kl_coef"] = kl_coef
+    means["objective/rlhf_reward"] = means["objective/non_score_reward"] + means["objective/scores"]
+    return means
+
+
+def sampler_metrics(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Metrics:
+    """How far the server that sampled was from the policy, over counted tokens (N,).
+
+    "vllm/kl" is the k3 estimate of KL(server || policy) in nats a token: about 0 where the server
+    has the policy's weights. The weights are those of `importance_weights`: their mean, the
+    largest before the cap, and the share of tokens that the cap holds for.
+    """
+    ratio = torch.exp(logprobs - behaviour_logprobs)
+    return {
+        "vllm/kl": kl_per_token(behaviour_logprobs, logprobs, "k3").mean().item(),
+        "vllm/weight_mean": importance_weights(logprobs, behaviour_logprobs, cap=cap).mean().item(),
+        "vllm/weight_max": ratio.max().item(),
+        "vllm/capped": (ratio > cap).float().mean().item(),
+    }
+
+
+def explained_variance(experience: Experience) -> float:
+    """1 - Var(returns - values) / Var(returns) over counted tokens; 0 where returns are equal.
+
+    1 is a critic that knows, 0 one that says the same of every state, below 0 is worse.
+    """
+    mask = experience.rollout.response_mask
+    returns = experience.returns[mask].double()
+    errors = returns - experience.values[mask].double()
+    variance = returns.var(correction=0).item()
+    return 1 - errors.var(correction=0).item() / variance if variance > 0 else 0.0
+
+
+def update_metrics(sums: TokenSums) -> Metrics:
+    """Means over all counted tokens of all optimizer steps of one update."""
+    tokens = sums.tokens
+    ratio_error = sums.ratio_error / tokens
+    return {
+        "policy/approxkl_avg": sums.approxkl / tokens,
+        "policy/clipfrac_avg": sums.clipped / tokens,
+        "policy/entropy_avg": sums.entropy / tokens,
+        "loss/policy_avg": sums.policy_loss / tokens,
+        "loss/value_avg": sums.value_loss / tokens,
+        "loss/kl_avg": sums.kl_loss / tokens,
+        "val/clipfrac_avg": sums.value_clipped / tokens,
+        "val/ratio": 1 + ratio_error,
+        "val/ratio_var": sums.ratio_error_squared / tokens - ratio_error**2,
+        "val/first_ratio_error": sums.first_ratio_error / sums.first_tokens,
+    }

@@ -1,0 +1,153 @@
+"""The run of `python -m ppo_core`: data and models loaded by name, then the trainer."""
+
+import warnings
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.data.dataset_files import load_rows
+from ppo_core.errors import ConfigError, ModelError
+from ppo_core.models.adapters import lora_config
+from ppo_core.models.loading import load_config, load_policy, load_reward_model, load_tokenizer
+from ppo_core.models.quantization import quantisation_config
+from ppo_core.models.reward_model import RewardModel
+from ppo_core.supervised.training import PairRanker, make_classifier
+from ppo_core.training.trainer import PPOTrainer
+
+MANY_PROMPTS, HELD_OUT = 1000, 100
+"""Of more prompts than the first, that many of the last are kept to show samples from."""
+
+
+def train(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> None:
+    """Train the policy, and save it with its tokenizer in `policy_dir` or `output_dir`.
+
+    Raises:
+        ConfigError: two settings contradict each other, or one needs what is not there.
+        DataError: the prompts cannot be used.
+        ModelError: a model or tokenizer cannot be loaded or used.
+        TrainingError: training reached a state that it must not continue from.
+    """
+    # A reward may draw from the global generators: they begin the same in every run.
+    set_seed(config.seed)
+    start = config.sft_model_path or model.model_name_or_path
+    if start is None:
+        raise ConfigError("No policy to train. Name it: --model_name_or_path FOLDER or HUB_ID.")
+    train_rows, eval_rows = load_prompts(config, script)
+    trainer = PPOTrainer(
+        args=config,
+        processing_class=load_tokenizer(model.model_name_or_path or start),
+        model=load_start(start, model),
+        ref_model=None,
+        reward_model=load_reward(
+            config.reward_model_path,
+            start,
+            config.seed,
+            bias=script.reward_bias,
+            gain=script.reward_gain,
+            end_of_text=script.reward_end_of_text,
+        ),
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        peft_config=lora_of(model) if model.use_peft else None,
+    )
+    resume = script.resume_from_checkpoint
+    trainer.train(
+        resume_from_checkpoint=True if resume == "latest" else resume,
+        resume_anyway=script.resume_anyway,
+    )
+    trainer.save_model(script.policy_dir)
+
+
+def load_prompts(config: PPOConfig, script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
+    """The rows to train on, and those to evaluate on or show samples from, if any.
+
+    Where no samples are asked for, none are kept for them.
+
+    Raises:
+        ConfigError: no data set is named.
+        DataError: a split cannot be read.
+    """
+    name, subset = script.dataset_name, script.dataset_config
+    if name is None:
+        raise ConfigError("No prompts to train on. Name them: --dataset_name FOLDER or HUB_ID.")
+    rows = load_rows(name, split=script.dataset_train_split, config=subset)
+    if config.eval_strategy == "steps":
+        return rows, load_rows(name, split=script.dataset_test_split, config=subset)
+    if len(rows) <= MANY_PROMPTS or config.num_sample_generations == 0:
+        return rows, None
+    last = len(rows) - HELD_OUT
+    return rows.select(range(last)), rows.select(range(last, len(rows)))
+
+
+def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
+    """The policy as training begins.
+
+    Raises:
+        ConfigError: the settings of quantised weights contradict each other.
+        ModelError: there is no causal language model at this folder or hub id, or what
+            quantised weights need is not there.
+    """
+    options = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype if model.dtype == "auto" else getattr(torch, model.dtype),
+        "quantization_config": quantisation_config(
+            load_in_4bit=model.load_in_4bit,
+            load_in_8bit=model.load_in_8bit,
+            bnb_4bit_quant_type=model.bnb_4bit_quant_type,
+            use_bnb_nested_quant=model.use_bnb_nested_quant,
+        ),
+    }
+    try:
+        policy = AutoModelForCausalLM.from_pretrained(path, **options)
+    except (ImportError, OSError, ValueError) as error:
+        raise ModelError(f"No policy can be loaded from '{path}': {error}") from error
+    return policy.eval()
+
+
+def load_reward(path: str | None, start: str, seed: int, **reading: Any) -> RewardModel:
+    """The reward model; one with a random head, and a warning, where none has been trained.
+
+    Args:
+        path: its folder or hub id.
+        start: the policy's, which lends its weights where there is no reward model.
+        seed: of the random head.
+        reading: how it is to be read: bias, gain and end_of_text of a `RewardModel`.
+
+    Raises:
+        ModelError: there is no model at this folder or hub id, or it gives several scores.
+    """
+    base = path or start
+    architectures = load_config(base).architectures or []
+    if any(name.endswith("ForSequenceClassification") for name in architectures):
+        return load_reward_model(base, **reading)
+    given = f"reward_model_path={path!r} is no reward model" if path else "No reward_model_path"
+    warnings.warn(
+        f"{given}: a head with RANDOM weights is put on '{base}'. Its scores mean nothing, so this "
+        "run shows that everything is in place and teaches nothing. Train a reward model: python "
+        "-m ppo_core.supervised reward.",
+        stacklevel=2,
+    )
+    tokenizer = load_tokenizer(base)
+    set_seed(seed)
+    classifier = make_classifier(load_policy(base), tokenizer.pad_token_id)
+    PairRanker(classifier)  # draws the head's weights, so that scores start near 0
+    return RewardModel(classifier.eval(), tokenizer, **reading)
+
+
+def lora_of(model: ModelArguments) -> Any:
+    """The `peft.LoraConfig` of the policy's adapter."""
+    return lora_config(
+        task_type="CAUSAL_LM",
+        r=model.lora_r,
+        lora_alpha=model.lora_alpha,
+        target_modules=model.lora_target_modules,
+        target_parameters=model.lora_target_parameters,
+        modules_to_save=model.lora_modules_to_save,
+        use_rslora=model.use_rslora,
+        use_dora=model.use_dora,
+    )

@@ -1,0 +1,193 @@
+"""The model card of a trained policy, and its way to the hub."""
+
+import json
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+from ppo_core.checkpointing.lease import LEASE, LOCK
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.errors import ConfigError, TrainingError
+from ppo_core.reporting.metrics import Metrics
+from ppo_core.reporting.sample_table import Completions, as_markdown, printable
+
+SAMPLES = 3
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets")
+
+
+def write_model_card(
+    folder: str | Path,
+    *,
+    config: PPOConfig,
+    base_model: str | None,
+    metrics: Metrics,
+    dataset_name: str | None = None,
+    model_name: str | None = None,
+    tags: str | Sequence[str] | None = None,
+    samples: Completions | None = None,
+) -> Path:
+    """Write README.md beside a saved policy; returns its path.
+
+    `base_model` and `dataset_name` are names on the hub; of a path only the last part is
+    written, and of the settings everything but the token. `model_name` is the folder's name if it
+    is None. `metrics` are those of the last update; the first three `samples` are shown.
+    """
+    folder = Path(folder)
+    name = without_folders(model_name or config.hub_model_id or folder.resolve().name)
+    sections = [
+        f"---\n{_front_matter(name, base_model, dataset_name, tags)}\n---",
+        f"# {as_markdown(name)}",
+        _purpose(config, base_model, dataset_name),
+        _usage(config.hub_model_id or name, _model_class(folder)),
+        "## Metrics of the last update\n\n" + _table("metric", metrics),
+        _samples(samples) if samples else "",
+        "## Settings\n\n" + _table("setting", _public_settings(config)),
+        "## Versions\n\n" + _table("package", _versions()),
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "README.md"
+    text = "\n\n".join(section for section in sections if section) + "\n"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def push_folder(
+    folder: str | Path,
+    *,
+    repo_id: str,
+    token: str | None,
+    private: bool | None,
+    commit_message: str,
+) -> str:
+    """Upload a folder, checkpoints left out, to a repository that is made if needed.
+
+    Returns the address of the commit.
+
+    Raises:
+        ConfigError: `repo_id` cannot be the name of a repository.
+        TrainingError: the hub cannot be reached, or refuses.
+    """
+    api = HfApi(token=token)
+    try:
+        repository = api.create_repo(repo_id, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            folder_path=folder,
+            repo_id=repository.repo_id,
+            commit_message=commit_message,
+            ignore_patterns=["checkpoint-*", ".checkpoint-*", LEASE, LOCK],
+        )
+    except HFValidationError as error:
+        raise ConfigError(f"hub_model_id={repo_id!r} names no repository: {error}") from error
+    except (HTTPError, OSError) as error:
+        raise TrainingError(
+            f"{folder} was not uploaded to {repo_id!r} at {api.endpoint}: {error}\n"
+            f"The files are still in {folder}: mend the cause (network, token, rights) and push "
+            "again."
+        ) from error
+    return commit.commit_url
+
+
+def without_folders(name: str) -> str:
+    """The last part of a path that starts at a root or a home, and any other name as it is."""
+    for path in (PurePosixPath(name), PureWindowsPath(name)):
+        if path.is_absolute() or name.startswith("~"):
+            return path.name
+    return name
+
+
+def _front_matter(
+    name: str, base_model: str | None, dataset_name: str | None, tags: str | Sequence[str] | None
+) -> str:
+    more = [tags] if isinstance(tags, str) else list(tags or ())
+    data = ModelCardData(
+        library_name="transformers",
+        model_name=name,
+        base_model=base_model if _on_hub(base_model) else None,
+        datasets=[dataset_name] if dataset_name and _on_hub(dataset_name) else None,
+        tags=["ppo", "rlhf", *more],
+    )
+    return data.to_yaml()
+
+
+def _purpose(config: PPOConfig, base_model: str | None, dataset_name: str | None) -> str:
+    base = as_markdown(without_folders(base_model)) if base_model else "a language model"
+    text = (
+        f"{base}, trained with proximal policy optimization (PPO, "
+        "[arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) to answer so that a reward model "
+        "scores it higher, and held near the model it started from by the KL divergence."
+    )
+    if config.reward_model_path:
+        text += f" The reward model: {as_markdown(without_folders(config.reward_model_path))}."
+    if dataset_name:
+        text += f" The prompts: {as_markdown(without_folders(dataset_name))}."
+    return text
+
+
+def _usage(name: str, model_class: str) -> str:
+    load = json.dumps(name)
+    return (
+        "## Use\n\n```python\n"
+        f"from transformers import {model_class}, AutoTokenizer\n\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({load})\n"
+        f"model = {model_class}.from_pretrained({load})\n```"
+    )
+
+
+def _model_class(folder: Path) -> str:
+    config = folder / "config.json"
+    encoder_decoder = config.exists() and json.loads(config.read_text()).get("is_encoder_decoder")
+    return "AutoModelForSeq2SeqLM" if encoder_decoder else "AutoModelForCausalLM"
+
+
+def _samples(samples: Completions) -> str:
+    blocks = ["## Samples"]
+    for query, response, score in list(samples)[:SAMPLES]:
+        blocks += [f"Score {score:.4g}. Query and response:", _fenced(query), _fenced(response)]
+    return "\n\n".join(blocks)
+
+
+def _fenced(text: str) -> str:
+    """A block of code around any text: its fence is longer than all runs of backticks in it."""
+    runs = [len(run) for run in re.findall("`+", text)]
+    fence = "`" * max(3, *(length + 1 for length in [0, *runs]))
+    return f"{fence}text\n{printable(text)}\n{fence}"
+
+
+def _table(what: str, rows: Mapping[str, object]) -> str:
+    lines = [f"| {what} | value |", "| --- | --- |"]
+    lines += [f"| {as_markdown(name)} | {as_markdown(_shown(rows[name]))} |" for name in rows]
+    return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _public_settings(config: PPOConfig) -> dict[str, object]:
+    settings = {name: value for name, value in asdict(config).items() if name != "hub_token"}
+    return {
+        name: without_folders(value) if isinstance(value, str) else value
+        for name, value in settings.items()
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: version(name) for name in _PACKAGES}
+
+
+def _on_hub(name: str | None) -> bool:
+    """Whether it may be the name of a repository: of its form, and no file here."""
+    if name is None or Path(name).exists():
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True

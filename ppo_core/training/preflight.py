@@ -1,0 +1,97 @@
+"""Refusals before training: models, prompts and settings that would fail late, together."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.chat_template import is_messages
+from ppo_core.data.prompt_set import PromptSet
+from ppo_core.data.prompts import context_length
+from ppo_core.errors import DataError, ModelError
+from ppo_core.models.reward_model import RewardModel
+from ppo_core.rollout.generate import decoder_of
+from ppo_core.training.model_setup import Parts
+
+
+def check_parts(
+    parts: Parts, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
+) -> None:
+    """Refuse a run that would start, and break off at the first response that shows why.
+
+    Raises:
+        ModelError: a model cannot be sampled from, saved, or read the tokens it will get.
+        DataError: a prompt is too long for one of the models, or cannot be rendered for it.
+    """
+    _check_policy(parts)
+    _check_stop_token(parts, config)
+    # An added pad token has no embedding, and is never sampled.
+    known = min(len(tokenizer), _vocabulary(parts.policy.model))
+    longest = max(map(len, prompts.tokens)) + config.response_length
+    for scorer in parts.rewards.models():
+        if scorer.reads_tokens_of(tokenizer):
+            _check_reader("reward model", scorer.model, known, longest + scorer.end_of_text)
+        _check_template(scorer, prompts)
+    for name, model in (
+        ("reference", parts.reference.model),
+        ("critic", parts.critic.backbone),
+    ):
+        _check_reader(name, model, known, longest)
+
+
+def _check_policy(parts: Parts) -> None:
+    model = parts.policy.model
+    decoder_of(parts.policy)
+    settings = model.generation_config
+    if settings is not None:
+        try:
+            settings.validate(strict=True)
+        except ValueError as error:
+            raise ModelError(
+                f"The policy's generation_config is contradictory, so transformers would refuse "
+                f"to save the trained policy: {error} Mend it before training, for example by "
+                "model.generation_config.do_sample = True."
+            ) from error
+
+
+def _check_stop_token(parts: Parts, config: PPOConfig) -> None:
+    size = _vocabulary(parts.policy.model)
+    if config.stop_token_id is not None and not 0 <= config.stop_token_id < size:
+        raise ModelError(
+            f"stop_token_id={config.stop_token_id} is none of the policy's {size} tokens: no "
+            "response would ever end. Set one of them."
+        )
+
+
+def _check_reader(name: str, model: nn.Module, known: int, longest: int) -> None:
+    if (size := _vocabulary(model)) < known:
+        raise ModelError(
+            f"The {name} {type(model).__name__} has embeddings for {size} tokens, and the policy "
+            f"samples {known}: it reads another tokenizer's tokens. Use one of the policy's "
+            "family; a reward model of another tokenizer is RewardModel(model, its_tokenizer)."
+        )
+    context = context_length(_config(model))
+    if context is not None and longest > context:
+        raise DataError(
+            f"The longest prompt with its response has {longest} tokens for the {name}, whose "
+            f"context is {context}. Shorten the prompts or lower response_length."
+        )
+
+
+def _check_template(scorer: RewardModel, prompts: PromptSet) -> None:
+    if scorer.tokenizer.chat_template is None and any(map(is_messages, prompts.prompts)):
+        raise DataError(
+            "Prompts are chat messages, and the reward model's tokenizer has no chat template to "
+            "render them with. Set its chat_template, or give the prompts as text."
+        )
+
+
+def _config(model: nn.Module) -> Any:
+    config: Any = model.config
+    return config.get_text_config()
+
+
+def _vocabulary(model: nn.Module) -> int:
+    size: int = _config(model).vocab_size
+    return size

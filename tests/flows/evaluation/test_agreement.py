@@ -1,0 +1,176 @@
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from pipeline.evaluation.agreement import agree_with_people, measure_agreement
+from pipeline.evaluation.comparison import compare
+from pipeline.judges.verdict import Verdict
+from ppo_core.errors import DataError
+from tests.flows.evaluation.test_comparison import RuleJudge, judged, longer
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """The vote of rules; its own verdict does not matter here."""
+
+    rules: dict
+    name: str = "ensemble"
+    version: str = "1"
+
+    @property
+    def members(self):
+        return tuple(self.rules)
+
+    def __call__(self, prompts, pairs):
+        return [
+            Verdict("tie", votes=tuple(Verdict(rule(p, *pair)) for rule in self.rules.values()))
+            for p, pair in zip(prompts, pairs, strict=True)
+        ]
+
+
+def says(words: str):
+    """A rule that knows what it says about the candidate `c` of each prompt: f, s, t, or i."""
+    winners = {"f": "first", "s": "second", "t": "tie", "i": "invalid"}
+    back = {"first": "second", "second": "first"}
+
+    def rule(prompt, first, second):
+        winner = winners[words[int(prompt)]]
+        return winner if first == "c" else back.get(winner, winner)
+
+    return rule
+
+
+def ask(**rules):
+    count = max(len(words) for words in rules.values() if isinstance(words, str))
+    judge = Ensemble(
+        {name: says(words) if isinstance(words, str) else words for name, words in rules.items()}
+    )
+    return compare(judge, [str(n) for n in range(count)], ["c"] * count, ["o"] * count)
+
+
+def test_each_judge_has_its_own_outcomes_and_rate():
+    result = measure_agreement(
+        ask(one="fftsi", other="ssssf", place=lambda *_: "first", mute="iiiii")
+    )
+    assert result.outcomes == {
+        "one": ("first", "first", "tie", "second", "invalid"),
+        "other": ("second",) * 4 + ("first",),
+        "place": ("tie",) * 5,
+        "mute": ("invalid",) * 5,
+    }
+    # one: (1 + 1 + 1/2 + 0) / 4 valid
+    assert result.rates == {"one": 0.625, "other": 0.2, "place": 0.5, "mute": None}
+
+
+def test_two_judges_agree_as_the_sum_done_by_hand_says():
+    # Valid for both: the first 10. They agree on 4 f and 3 s, 7 of 10. By chance, with 6 and 5 f,
+    # 4 and 5 s: .6 * .5 + .4 * .5 = .5, so kappa is (.7 - .5) / (1 - .5) = .4
+    result = measure_agreement(ask(one="ffffffssssif", other="ffffssfsssfi"))
+    (pair,) = result.pairs
+    assert (pair.judges, pair.n, pair.share) == (("one", "other"), 10, 0.7)
+    assert pair.kappa == pytest.approx(0.4)
+
+
+def test_every_two_judges_are_compared():
+    result = measure_agreement(ask(a="fs", b="ff", c="ss"))
+    assert [pair.judges for pair in result.pairs] == [("a", "b"), ("a", "c"), ("b", "c")]
+    assert [pair.share for pair in result.pairs] == [0.5, 0.5, 0.0]
+
+
+def test_fleiss_kappa_matches_the_sum_done_by_hand():
+    # Three judges, four pairs (the fifth is not valid for c): fff fff sss ffs.
+    # Agreement within pairs: 1, 1, 1, 1/3, mean 5/6. Shares: f 8/12, s 4/12, by chance 4/9 + 1/9.
+    # kappa = (5/6 - 5/9) / (1 - 5/9) = 5/8
+    result = measure_agreement(ask(a="ffsff", b="ffsff", c="ffssi"))
+    assert result.n == 4
+    assert result.fleiss_kappa == pytest.approx(5 / 8)
+
+
+def test_judges_that_toss_coins_agree_by_chance_only():
+    rng = np.random.default_rng(0)
+    words = ("".join(rng.choice(list("fts"), 3000)) for _ in range(3))
+    result = measure_agreement(ask(**dict(zip("abc", words, strict=True))))
+    # Deviation of a kappa of 3,000 pairs around 0: sqrt(1/3 * 2/3 / 3000) / (2/3) = 0.013
+    for kappa in [result.fleiss_kappa, *(pair.kappa for pair in result.pairs)]:
+        assert kappa == pytest.approx(0, abs=0.04)
+    for pair in result.pairs:
+        assert pair.share == pytest.approx(1 / 3, abs=0.03)
+
+
+@pytest.mark.filterwarnings("error")
+def test_kappa_is_undefined_where_all_say_the_same_one_thing_or_nothing():
+    result = measure_agreement(ask(a="fff", b="fff"))
+    assert (result.pairs[0].share, result.pairs[0].kappa, result.fleiss_kappa) == (1.0, None, None)
+    result = measure_agreement(ask(a="fi", b="if"))
+    (pair,) = result.pairs
+    assert (pair.n, pair.share, pair.kappa) == (0, None, None)
+    assert (result.n, result.fleiss_kappa) == (0, None)
+    # One who always says the same, and one who does not: defined, and 0.
+    assert measure_agreement(ask(a="fff", b="ffs")).pairs[0].kappa == 0
+
+
+def test_one_judge_has_nobody_to_agree_with():
+    with pytest.raises(DataError, match="judge j is one judge"):
+        measure_agreement(judged(["first"]))
+
+
+def rows(*labels: str) -> list[dict[str, str]]:
+    """Pairs of which the first is longer, then the second, then neither, and so on."""
+    texts = [("aa", "b"), ("a", "bb"), ("a", "b")]
+    return [
+        {"prompt": str(n), "first": texts[n % 3][0], "second": texts[n % 3][1], "label": label}
+        for n, label in enumerate(labels)
+    ]
+
+
+def test_a_judge_is_measured_against_people_as_the_sum_done_by_hand_says():
+    # The judge says f s t f s t, people f s t f f f: they agree on 4 of 6.
+    # By chance, people 4 f, 1 s, 1 t and the judge 2 each: (4 * 2 + 1 * 2 + 1 * 2) / 36 = 1/3.
+    # kappa = (2/3 - 1/3) / (1 - 1/3) = 1/2
+    labels = "first", "second", "tie", "first", "first", "first"
+    result = agree_with_people(RuleJudge(longer), rows(*labels))
+    assert (result.n, result.invalid, result.judge) == (6, 0, "rule")
+    assert result.share == pytest.approx(2 / 3)
+    assert result.kappa == pytest.approx(1 / 2)
+    assert result.confusion == {
+        "first": {"first": 2, "tie": 1, "second": 1},
+        "tie": {"first": 0, "tie": 1, "second": 0},
+        "second": {"first": 0, "tie": 0, "second": 1},
+    }
+
+
+def test_invalid_verdicts_are_counted_apart_from_disagreement():
+    def unsure(prompt, first, second):
+        return "invalid" if prompt == "0" else longer(prompt, first, second)
+
+    result = agree_with_people(RuleJudge(unsure), rows("second", "second", "tie"))
+    assert (result.n, result.invalid, result.share, result.kappa) == (2, 1, 1.0, 1.0)
+    assert sum(sum(counts.values()) for counts in result.confusion.values()) == 2
+
+
+def test_a_judge_of_position_agrees_with_people_on_ties_only():
+    first = RuleJudge(lambda prompt, one, other: "first")
+    result = agree_with_people(first, rows("first", "first", "tie"))
+    assert result.share == pytest.approx(1 / 3)
+    assert result.kappa == 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_agreement_on_one_thing_only_has_no_kappa():
+    result = agree_with_people(RuleJudge(lambda *_: "tie"), rows("tie", "tie"))
+    assert (result.share, result.kappa) == (1.0, None)
+
+
+@pytest.mark.parametrize("label", ["invalid", "First", ""])
+def test_an_unknown_label_is_refused_before_the_judge_is_asked(label: str):
+    def never(*_):
+        raise AssertionError("asked")
+
+    with pytest.raises(DataError, match=f"label of row 1 is '{label}'.*first, tie, second"):
+        agree_with_people(RuleJudge(never), rows("first", label))
+
+
+def test_a_judge_without_a_verdict_has_no_agreement_with_people():
+    result = agree_with_people(RuleJudge(lambda *_: "invalid"), rows("first"))
+    assert (result.n, result.invalid, result.share, result.kappa) == (0, 1, None, None)

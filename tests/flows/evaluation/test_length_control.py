@@ -1,0 +1,216 @@
+import numpy as np
+import pytest
+
+from pipeline.evaluation.comparison import Comparison, compare
+from pipeline.evaluation.length_control import length_controlled_rate, rate_by_length_ratio
+from ppo_core.errors import DataError
+from tests.flows.evaluation.test_comparison import RuleJudge, judged, longer
+
+
+def lognormal(rng, count):
+    """Heavy tails, and prompts that ask for long or short answers: 80 % longer."""
+    base = rng.normal(6.5, 0.5, count)
+    return np.exp(base + 0.6 + rng.normal(0, 0.5, count)), np.exp(base + rng.normal(0, 0.5, count))
+
+
+def normal(rng, count):
+    """Differences of N(179, 212), 80 % above 0."""
+    return rng.normal(1179, 150, count), rng.normal(1000, 150, count)
+
+
+def skewed(rng, count):
+    """Few pairs have the shorter candidate, and then by much: 80 % longer."""
+    by = np.where(rng.random(count) < 0.8, rng.gamma(2, 60, count), -rng.gamma(4, 100, count))
+    opponent = rng.normal(2500, 200, count)
+    return opponent + by, opponent
+
+
+SHAPES = [lognormal, normal, skewed]
+
+
+def of_lengths(shape, seed: int, count: int = 1000) -> tuple[list[str], list[str]]:
+    one, other = shape(np.random.default_rng(seed), count)
+    return ["a" * round(length) for length in one], ["b" * round(length) for length in other]
+
+
+def ask(rule, candidates, opponents) -> Comparison:
+    prompts = [str(number) for number in range(len(candidates))]
+    return compare(RuleJudge(rule), prompts, candidates, opponents)
+
+
+def noisy(rng):
+    """Says the shorter one in 1 of 9 calls: after both orders 4/81 misses, 16/81 ties."""
+    other = {"first": "second", "second": "first", "tie": "tie"}
+
+    def rule(prompt, first, second):
+        verdict = longer(prompt, first, second)
+        return verdict if rng.random() < 8 / 9 else other[verdict]
+
+    return rule
+
+
+def quality(candidates, opponents, seed: int, share: float = 0.6) -> Comparison:
+    better = np.random.default_rng([seed, 1]).random(len(candidates)) < share
+    return judged(
+        np.where(better, "first", "second").tolist(), candidates=candidates, opponents=opponents
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_judge_of_length_alone_is_controlled_to_one_half(shape):
+    for seed in range(5):
+        result = length_controlled_rate(ask(longer, *of_lengths(shape, seed)))
+        assert result.raw_rate == pytest.approx(0.8, abs=0.05)
+        # Without the step, without the priors, or with a free constant it misses by 5 to 17 points.
+        assert result.rate == pytest.approx(0.5, abs=0.02)
+        assert (result.n, result.judge) == (1000, "rule")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_noisy_judge_of_length_is_controlled_to_one_half(shape):
+    # One rate has a deviation of 0.01 to 0.02 at 1,000 pairs; the mean of ten, about 0.005.
+    results = [
+        length_controlled_rate(
+            ask(noisy(np.random.default_rng([seed, 3])), *of_lengths(shape, seed))
+        )
+        for seed in range(10)
+    ]
+    # 80 % longer, (8/9)^2 + (16/81) / 2 = 8/9 of their points: 0.8 * 8/9 + 0.2 * 1/9 = 0.73
+    assert np.mean([result.raw_rate for result in results]) == pytest.approx(0.733, abs=0.02)
+    for result in results:
+        assert result.rate == pytest.approx(0.5, abs=0.05)
+    assert np.mean([result.rate for result in results]) == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_judge_of_quality_keeps_its_rate(shape):
+    results = [
+        length_controlled_rate(quality(*of_lengths(shape, seed), seed)) for seed in range(10)
+    ]
+    assert np.mean([result.rate for result in results]) == pytest.approx(0.6, abs=0.02)
+    for result in results:
+        assert result.rate == pytest.approx(result.raw_rate, abs=0.06)
+
+
+def test_a_mixed_judge_is_in_between():
+    for seed in range(5):
+        texts = of_lengths(normal, seed)
+        of_length, of_quality = ask(longer, *texts), quality(*texts, seed)
+        half = np.random.default_rng([seed, 2]).random(1000) < 0.5
+        mixed = judged(
+            np.where(half, of_length.outcomes, of_quality.outcomes).tolist(),
+            candidates=texts[0],
+            opponents=texts[1],
+        )
+        result = length_controlled_rate(mixed)
+        assert 0.5 < result.rate < 0.62 < result.raw_rate
+
+
+def test_exchanging_the_sides_gives_the_rest():
+    one, other = of_lengths(skewed, 0, 200)
+    straight = quality(one, other, 0)
+    exchanged = judged(
+        ["second" if outcome == "first" else "first" for outcome in straight.outcomes],
+        candidates=other,
+        opponents=one,
+    )
+    rates = [length_controlled_rate(comparison).rate for comparison in (straight, exchanged)]
+    assert sum(rates) == pytest.approx(1, abs=1e-6)
+
+
+def test_a_tie_is_half_a_win_and_half_a_loss():
+    # Ties of every length, a win and a loss at equal length: even.
+    outcomes = ["tie"] * 20 + ["first", "second"]
+    candidates = ["a" * length for length in range(1, 21)] + ["a" * 5] * 2
+    result = length_controlled_rate(
+        judged(outcomes, candidates=candidates, opponents=["b" * 5] * 22)
+    )
+    assert result.rate == pytest.approx(0.5, abs=1e-6)
+
+
+@pytest.mark.parametrize("by", [0, 7])
+def test_where_the_difference_of_lengths_is_the_same_the_rate_is_the_raw_one(by: int):
+    outcomes = ["first"] * 6 + ["tie"] * 2 + ["second"] * 2
+    texts = {"candidates": ["a" * (5 + by)] * 10, "opponents": ["b" * 5] * 10}
+    result = length_controlled_rate(judged(outcomes, **texts))
+    assert (result.rate, result.raw_rate) == (0.7, 0.7)
+
+
+@pytest.mark.parametrize(("outcome", "rate"), [("first", 1.0), ("second", 0.0), ("tie", 0.5)])
+def test_where_all_outcomes_are_the_same_the_rate_is_the_raw_one(outcome: str, rate: float):
+    texts = {"candidates": ["a", "aa", "aaa"], "opponents": ["b"] * 3}
+    assert length_controlled_rate(judged([outcome] * 3, **texts)).rate == rate
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("lengths", [[1, 3], [0, 3], [3, 4, 5, 100_000]])
+def test_few_pairs_and_far_lengths_give_a_rate(lengths: list[int]):
+    outcomes = ["second"] + ["first"] * (len(lengths) - 1)
+    result = length_controlled_rate(
+        judged(
+            outcomes,
+            candidates=["a" * length for length in lengths],
+            opponents=["bb"] * len(lengths),
+        )
+    )
+    assert 0 < result.rate < 1
+
+
+def test_candidates_that_are_all_longer_keep_the_paper_s_form():
+    # No candidate is shorter: a step could not be told from the constant, which must keep the 60 %.
+    rates = []
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        opponents = rng.integers(200, 800, 1000)
+        candidates = opponents + rng.integers(10, 300, 1000)
+        texts = ["a" * n for n in candidates], ["b" * n for n in opponents]
+        rates.append(length_controlled_rate(quality(*texts, seed)).rate)
+    # Extrapolated: one rate has a deviation of 0.04.
+    assert np.mean(rates) == pytest.approx(0.6, abs=0.04)
+
+
+def test_invalid_pairs_are_left_out():
+    comparison = judged(
+        ["first", "invalid", "second", "first"],
+        candidates=["a", "a" * 99, "a", "a"],
+        opponents=["b"] * 4,
+    )
+    result = length_controlled_rate(comparison)
+    assert (result.n, result.rate) == (3, pytest.approx(2 / 3))
+    assert [(b.ratio, b.n) for b in rate_by_length_ratio(comparison)] == [("0.8-1.25", 3)]
+    for figure in (length_controlled_rate, rate_by_length_ratio):
+        with pytest.raises(DataError, match="no verdict"):
+            figure(judged(["invalid"]))
+
+
+@pytest.mark.parametrize(
+    ("candidate", "opponent", "ratio"),
+    [
+        (49, 100, "<0.5"),
+        (50, 100, "0.5-0.8"),
+        (79, 100, "0.5-0.8"),
+        (80, 100, "0.8-1.25"),
+        (100, 100, "0.8-1.25"),
+        (125, 100, "0.8-1.25"),
+        (126, 100, "1.25-2"),
+        (200, 100, "1.25-2"),
+        (201, 100, ">2"),
+        (0, 0, "0.8-1.25"),
+        (1, 0, ">2"),
+        (0, 1, "<0.5"),
+    ],
+)
+def test_the_bins_of_length(candidate: int, opponent: int, ratio: str):
+    comparison = judged(["first"], candidates=["a" * candidate], opponents=["b" * opponent])
+    (only,) = rate_by_length_ratio(comparison)
+    assert (only.ratio, only.n, only.rate, only.judge) == (ratio, 1, 1.0, "j")
+
+
+def test_the_rate_of_each_bin_counts_ties_as_halves_and_goes_from_short_to_long():
+    comparison = judged(
+        ["first", "tie", "second", "first"],
+        candidates=["aaa", "aaa", "a", "a"],
+        opponents=["b", "b", "b", "bbb"],
+    )
+    bins = [(b.ratio, b.n, b.rate) for b in rate_by_length_ratio(comparison)]
+    assert bins == [("<0.5", 1, 1.0), ("0.8-1.25", 1, 0.0), (">2", 2, 0.75)]

@@ -1,0 +1,261 @@
+"""The gate before production: which figures keep a candidate from being champion."""
+
+from math import inf, nan
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.evaluation.promotion_gate import direct_contest, reasons_against, reasons_for
+from pipeline.settings.promotion_config import PromotionConfig
+from ppo_core.errors import ConfigError, DataError
+
+
+def rate(low: float) -> dict[str, Any]:
+    """A win rate with the lower end of its interval; its other figures decide nothing."""
+    return {"rate": 0.6, "low": low, "high": 0.7, "n": 200, "judge": "rule"}
+
+
+def evaluation(
+    *,
+    champion: int | None = 2,
+    low: float = 0.51,
+    reference_low: float = 0.51,
+    words: float = 30.0,
+    rival_words: float = 30.0,
+    repetition: float = 0.1,
+    doubts: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    rival, other = ("sft", "champion") if champion is None else ("champion", "sft")
+    result = {
+        "champion": champion,
+        "win_rate": {f"ppo_vs_{rival}": rate(low), "ppo_vs_reference": rate(reference_low)},
+        "length": {"ppo": words, rival: rival_words},
+        "repetition": {"ppo": repetition, rival: 1.0},
+        "conclusive": not doubts,
+        "reasons": list(doubts),
+    }
+    if champion is not None:
+        # What the candidate did to SFT no longer decides.
+        result["win_rate"][f"ppo_vs_{other}"] = rate(0.0)
+        result["length"][other] = 1.0
+    return result
+
+
+def judged(
+    *, candidate: int = 3, kl: float = 5.0, fit: bool = True, limits: Any = None, **figures: Any
+) -> list[str]:
+    result = evaluation(**figures)
+    return reasons_against(
+        result,
+        {"fit": fit, "accepted_by_hand": not fit, "reasons": [] if fit else ["It guesses."]},
+        limits or PromotionConfig(),
+        candidate=candidate,
+        champion=result["champion"],
+        kl=kl,
+    )
+
+
+@pytest.mark.parametrize("champion", [None, 2])
+def test_a_candidate_that_keeps_every_limit_is_promoted(champion: int | None):
+    assert judged(champion=champion) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad", "words"),
+    [
+        # The lower end must be above its limit: at the limit is not above.
+        ("low", [0.5001, 1.0], [0.5, 0.4999, 0.0], "min_win_rate=0.5: production"),
+        ("reference_low", [0.5001], [0.5, 0.4999], "min_reference_win_rate=0.5: production"),
+        ("kl", [0.0, -0.1, 20.0], [20.001, 1e9], "max_kl=20: so far away"),
+        ("words", [15.0, 30.0, 60.0], [14.9, 60.1, 0.0], "max_length_ratio=2 times the other"),
+        ("rival_words", [15.0, 60.0], [14.9, 60.1, 0.0], "max_length_ratio=2 times the other"),
+        ("repetition", [0.0, 0.3], [0.3001, 1.0], "max_repetition=0.3: people would read"),
+        ("fit", [True], [False], "its reward model was refused"),
+        ("candidate", [3, 100], [2, 1], "version 2 is"),
+    ],
+)
+@pytest.mark.parametrize("champion", [None, 2])
+def test_each_limit_alone_refuses_beyond_it(
+    name: str, good: list[Any], bad: list[Any], words: str, champion: int | None
+):
+    if name == "candidate" and champion is None:
+        good, bad = [*good, *bad], []
+    for value in good:
+        assert judged(**{name: value}, champion=champion) == []
+    for value in bad:
+        (reason,) = judged(**{name: value}, champion=champion)
+        assert words.lower() in reason.lower()
+
+
+@pytest.mark.parametrize(
+    "name", ["low", "reference_low", "kl", "words", "rival_words", "repetition"]
+)
+@pytest.mark.parametrize("value", [nan, inf])
+def test_a_figure_that_is_not_finite_keeps_no_limit(name: str, value: float):
+    assert len(judged(**{name: value})) == 1
+
+
+def test_two_lengths_without_end_are_not_alike():
+    assert len(judged(words=inf, rival_words=inf)) == 1
+
+
+@pytest.mark.parametrize("figure", ["rate", "high"])
+def test_a_win_rate_that_is_no_number_refuses_whatever_its_lower_end(figure: str):
+    result = evaluation()
+    result["win_rate"]["ppo_vs_champion"][figure] = nan
+    (reason,) = reasons_against(
+        result, {"fit": True}, PromotionConfig(), candidate=3, champion=2, kl=1.0
+    )
+    assert "nan%" in reason
+
+
+def test_no_limit_on_the_divergence_still_needs_one_that_was_measured():
+    limits = PromotionConfig(max_kl=inf)
+    assert judged(kl=1e6, limits=limits) == []
+    assert len(judged(kl=nan, limits=limits)) == len(judged(kl=inf, limits=limits)) == 1
+
+
+def test_the_limits_are_those_of_the_settings():
+    limits = PromotionConfig(
+        min_win_rate=0.6,
+        min_reference_win_rate=0.3,
+        max_kl=4.0,
+        max_length_ratio=1.0,
+        max_repetition=0.0,
+    )
+    figures = {"low": 0.61, "reference_low": 0.31, "kl": 4.0, "repetition": 0.0}
+    assert judged(**figures, limits=limits) == []
+    worse = {"low": 0.6, "reference_low": 0.3, "kl": 4.1, "repetition": 0.01, "words": 30.1}
+    assert len(judged(**worse, limits=limits)) == 5
+
+
+def test_every_reason_is_said_and_not_the_first_alone():
+    reasons = judged(
+        candidate=1,
+        low=0.1,
+        reference_low=0.1,
+        kl=30.0,
+        words=99.0,
+        repetition=0.5,
+        fit=False,
+        doubts=("ppo_vs_sft: no verdict for 9 of 20 pairs", "The judge fell for 'empty'."),
+    )
+    assert len(reasons) == 8
+    assert all(reason.endswith(".") for reason in reasons)
+
+
+def test_a_reason_says_the_figure_and_whom_it_is_about():
+    assert judged(low=0.484) == [
+        "It wins 60.0% of 200 pairs against the champion, version 2, 95 % interval 48.4% .. 70.0%, "
+        "judged by rule; the lower end must be above min_win_rate=0.5: production would get a "
+        "policy that is no better, or there are too few pairs to tell."
+    ]
+    assert "against SFT, 95 %" in judged(champion=None, low=0.1)[0]
+    assert judged(words=75.0)[0].startswith(
+        "Its answers have 75.0 words on average, and those of the champion, version 2 30.0:"
+    )
+
+
+def test_an_inconclusive_evaluation_promotes_nobody_and_says_all_of_its_doubts():
+    (reason,) = judged(low=0.99, doubts=("ppo_vs_sft: 9 flips", "The judge fell for 'empty'."))
+    assert reason.endswith("would decide: ppo_vs_sft: 9 flips; The judge fell for 'empty'.")
+
+
+def test_a_reward_model_accepted_by_hand_did_not_pass():
+    (reason,) = judged(fit=False)
+    assert "A person may promote the version as well" in reason
+
+
+def test_the_champion_itself_is_not_promoted_again():
+    assert judged(champion=3, candidate=3) == ["Version 3 is the champion already."]
+
+
+def test_a_late_run_does_not_replace_a_newer_champion():
+    (reason,) = judged(champion=4, candidate=3)
+    assert reason.startswith("Version 4 is champion, and newer than this version 3")
+
+
+@pytest.mark.parametrize(("about", "now"), [(1, 2), (None, 2), (2, None)])
+def test_an_evaluation_about_another_champion_decides_nothing(about: int | None, now: int | None):
+    with pytest.raises(DataError, match=rf"judged against champion {about}, and .* is {now}:"):
+        reasons_against(
+            evaluation(champion=about),
+            {"fit": True},
+            PromotionConfig(),
+            candidate=3,
+            champion=now,
+            kl=1.0,
+        )
+
+
+def test_what_a_promoted_candidate_won_is_told():
+    assert reasons_for(evaluation()) == [
+        "It wins 60.0% of 200 pairs against the champion, version 2, 95 % interval 51.0% .. 70.0%, "
+        "judged by rule.",
+        "It wins 60.0% of 200 pairs against the references, 95 % interval 51.0% .. 70.0%, "
+        "judged by rule.",
+    ]
+    assert "against SFT" in reasons_for(evaluation(champion=None))[0]
+
+
+def test_the_champion_is_the_opponent_that_decides_where_there_is_one():
+    assert direct_contest(evaluation()) == "ppo_vs_champion"
+    assert direct_contest(evaluation(champion=None)) == "ppo_vs_sft"
+
+
+FIGURES = {
+    "low": st.floats(0.3, 0.8),
+    "reference_low": st.floats(0.3, 0.8),
+    "kl": st.floats(-1, 40),
+    "words": st.floats(1, 100),
+    "repetition": st.floats(0, 0.6),
+    "fit": st.booleans(),
+    "doubts": st.sampled_from([(), ("flips",)]),
+    "candidate": st.integers(1, 5),
+    "champion": st.sampled_from([None, 1, 2, 4]),
+}
+
+
+@given(figures=st.fixed_dictionaries(FIGURES), name=st.sampled_from(list(FIGURES)), data=st.data())
+def test_no_worse_figure_turns_a_refusal_into_a_promotion(figures, name, data):
+    worse = {**figures, name: worsened(name, figures[name], data)}
+    if judged(**figures):
+        assert judged(**worse)
+
+
+def worsened(name: str, value: Any, data: st.DataObject) -> Any:
+    """A value of a figure that speaks more against the candidate, or the same one."""
+    further = data.draw(st.floats(0, 100) | st.just(nan))
+    match name:
+        case "low" | "reference_low":
+            return value - further
+        case "kl" | "repetition":
+            return value + further
+        case "words":  # the champion has 30
+            return value + further if value > 30 else value / (1 + further)
+        case "fit":
+            return False
+        case "doubts":
+            return (*value, "canaries")
+        case "candidate":
+            return data.draw(st.integers(1, value))
+    # A newer champion speaks against a candidate; with none, another rule decides.
+    return value if value is None else value + data.draw(st.integers(0, 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("min_win_rate", [1.0, -0.1, nan]),
+        ("min_reference_win_rate", [1.0, -0.1, nan]),
+        ("max_kl", [0.0, -1.0, nan]),
+        ("max_length_ratio", [0.99, nan]),
+        ("max_repetition", [-0.1, 1.1, nan]),
+    ],
+)
+def test_a_limit_that_cannot_be_kept_or_crossed_is_refused(name: str, values: list[float]):
+    for value in values:
+        with pytest.raises(ConfigError, match=f"{name}="):
+            PromotionConfig(**{name: value})

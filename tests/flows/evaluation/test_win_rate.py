@@ -1,0 +1,263 @@
+import numpy as np
+import pytest
+from statsmodels.stats.proportion import proportion_confint
+
+from pipeline.evaluation.comparison import Comparison, compare
+from pipeline.evaluation.win_rate import compare_policies, describe, measure_win_rate
+from ppo_core.errors import DataError
+from tests.flows.evaluation.test_comparison import RuleJudge, judged, longer
+
+
+def measure(comparison: Comparison, *, max_invalid=0.5, max_flip_rate=1.0, seed=0):
+    return measure_win_rate(
+        comparison, max_invalid=max_invalid, max_flip_rate=max_flip_rate, seed=seed
+    )
+
+
+def simulate(rng, count: int, *, win: float, tie: float = 0.0) -> Comparison:
+    """Pairs judged by a judge that wants the candidate with probability `win` in each order."""
+    straight, back = rng.choice(
+        ["first", "tie", "second"], size=(2, count), p=[win, tie, 1 - win - tie]
+    ).tolist()
+    return judged(straight, back)
+
+
+def test_the_rate_counts_a_tie_as_half_and_leaves_invalid_pairs_out():
+    # 2 wins, 1 tie, 1 loss of 4 valid: (2 + 1/2) / 4
+    comparison = judged(
+        ["first", "first", "second", "first", "invalid"],
+        ["first", "first", "second", "second", "first"],
+    )
+    result = measure(comparison)
+    assert result.rate == 0.625
+    assert (result.wins, result.losses, result.ties, result.invalid) == (2, 1, 1, 1)
+    assert (result.n, result.flip_rate, result.judge) == (4, 0.25, "j")
+    assert result.low < result.rate < result.high
+
+
+def test_the_interval_is_that_of_the_normal_approximation_where_there_are_many_prompts():
+    # 600 won of 1,000: 1.96 * sqrt(0.6 * 0.4 / 1000) = 0.0304 either way.
+    result = measure(judged(["first"] * 600 + ["second"] * 400))
+    assert result.low == pytest.approx(0.6 - 0.0304, abs=0.002)
+    assert result.high == pytest.approx(0.6 + 0.0304, abs=0.002)
+
+
+def test_the_seed_decides_the_interval():
+    comparison = simulate(np.random.default_rng(0), 300, win=0.6)
+    intervals = {
+        (result.low, result.high)
+        for result in (measure(comparison, seed=seed) for seed in (1, 1, 2))
+    }
+    assert len(intervals) == 2
+
+
+def test_the_other_side_wins_the_rest():
+    answers = ["aaa", "aa", "a", "a"], ["a", "a", "a", "aa"]
+    prompts = list("pqrs")
+    one = measure(compare(RuleJudge(longer), prompts, *answers))
+    other = measure(compare(RuleJudge(longer), prompts, *answers[::-1]))
+    assert one.rate == 0.625
+    assert other.rate == 1 - one.rate
+    assert (other.wins, other.losses, other.ties) == (one.losses, one.wins, one.ties)
+    assert other.low == pytest.approx(1 - one.high, abs=0.01)
+    assert other.high == pytest.approx(1 - one.low, abs=0.01)
+
+
+def test_a_judge_that_prefers_a_position_gives_ties_only():
+    # Known defect 46: one order per pair let the position decide.
+    first = RuleJudge(lambda prompt, one, other: "first")
+    prompts = [str(number) for number in range(1000)]
+    comparison = compare(first, prompts, ["a"] * 1000, ["b"] * 1000)
+    result = measure(comparison, max_flip_rate=0.5)
+    assert (result.rate, result.ties, result.flip_rate) == (0.5, 1000, 1.0)
+    assert not result.conclusive
+    assert result.reasons == [
+        "the verdict followed the position in 1000 of 1000 valid pairs (100.0%), above "
+        "max_flip_rate=0.5"
+    ]
+
+
+@pytest.mark.parametrize("straight", [True, False])
+def test_a_failed_verdict_counts_for_nobody(straight: bool):
+    # Known defects 44 and 45: a failure on a swapped pair became a verdict, or a loss.
+    verdicts = ["invalid", "first"], ["first", "first"]
+    result = measure(judged(*(verdicts if straight else verdicts[::-1])))
+    assert (result.n, result.invalid, result.rate, result.losses) == (1, 1, 1.0, 0)
+
+
+def test_a_judge_that_fails_for_three_pairs_in_ten_is_inconclusive():
+    def tired(prompt, first, second):
+        return "invalid" if int(prompt) % 10 < 3 else longer(prompt, first, second)
+
+    prompts = [str(number) for number in range(1000)]
+    comparison = compare(RuleJudge(tired), prompts, ["aa"] * 1000, ["b"] * 1000)
+    result = measure(comparison, max_invalid=0.1)
+    assert (result.rate, result.n, result.losses, result.invalid) == (1.0, 700, 0, 300)
+    assert not result.conclusive
+    assert result.reasons == ["no verdict for 300 of 1000 pairs (30.0%), above max_invalid=0.1"]
+
+
+def test_the_limits_themselves_are_allowed():
+    # 29 of 100: 0.29 * 100 is 28.999999999999996, which a product would put below 29.
+    straight = ["invalid"] * 29 + ["first"] * 71
+    assert measure(judged(straight), max_invalid=0.29).conclusive
+    assert not measure(judged(straight), max_invalid=0.28).conclusive
+    straight, back = ["first"] * 100, ["second"] * 29 + ["first"] * 71
+    assert measure(judged(straight, back), max_flip_rate=0.29).conclusive
+    assert not measure(judged(straight, back), max_flip_rate=0.28).conclusive
+
+
+def test_both_doubts_are_named():
+    result = measure(
+        judged(["invalid", "first"], ["first", "second"]), max_invalid=0, max_flip_rate=0
+    )
+    assert len(result.reasons) == 2
+
+
+def test_no_verdict_at_all_is_refused():
+    with pytest.raises(DataError, match=r"no verdict for 2 of 2 pairs"):
+        measure(judged(["invalid"] * 2), max_invalid=1.0)
+
+
+@pytest.mark.parametrize(("outcome", "share"), [("first", 1.0), ("second", 0.0), ("tie", 0.5)])
+def test_where_all_outcomes_are_the_same_the_interval_is_wilsons(outcome: str, share: float):
+    result = measure(judged([outcome] * 20))
+    expected = proportion_confint(share * 20, 20, method="wilson")
+    assert (result.low, result.high) == pytest.approx(expected)
+    # With z = 1.96, all 20 won: the lower end is n / (n + z^2) = 20 / 23.84
+    assert outcome != "first" or result.low == pytest.approx(20 / (20 + 1.959964**2), abs=1e-6)
+
+
+def test_wilson_counts_prompts_and_not_their_answers():
+    # Four answers to each of 5 prompts, all won: 5 trials.
+    result = measure(judged(["first"] * 20, prompts=list("pqrst") * 4))
+    assert (result.low, result.n) == (pytest.approx(5 / (5 + 1.959964**2), abs=1e-6), 20)
+    # A win and a loss for each of 5 prompts: every resample has the rate 1/2.
+    result = measure(judged(["first", "second"] * 5, prompts=list("ppqqrrsstt")))
+    expected = proportion_confint(2.5, 5, method="wilson")
+    assert (result.low, result.high) == pytest.approx(expected)
+
+
+def test_answers_to_one_prompt_are_resampled_together():
+    outcomes = np.random.default_rng(0).choice(["first", "second"], 250).tolist()
+    alone = measure(judged(outcomes))
+    # Four times as many pairs that say nothing new: as wide as before, where 1,000 prompts of
+    # their own would give half the width (1 / sqrt(4)).
+    together = measure(judged(outcomes * 4, prompts=[str(i) for i in range(250)] * 4))
+    apart = measure(judged(outcomes * 4))
+    width = together.high - together.low
+    assert width == pytest.approx(alone.high - alone.low, rel=0.05)
+    assert width / (apart.high - apart.low) == pytest.approx(2, rel=0.05)
+    assert together.rate == apart.rate == alone.rate
+
+
+def test_the_interval_of_identical_policies_holds_one_half():
+    # Of 100 intervals that truly hold it with 95 %, fewer than 93 do for one stream of seeds in
+    # eight. Of 600, fewer than 92.5 % do for one in 200.
+    hits = 0
+    for seed in range(600):
+        rng = np.random.default_rng(seed)
+        result = measure(simulate(rng, 200, win=0.4, tie=0.2), seed=seed)
+        hits += result.low <= 0.5 <= result.high
+    assert hits >= 0.925 * 600
+
+
+def test_a_hundred_identical_policies_at_full_size():
+    hits = 0
+    for seed in range(100):
+        result = measure(simulate(np.random.default_rng(seed), 1000, win=0.5), seed=seed)
+        hits += result.low <= 0.5 <= result.high
+    assert hits >= 93
+
+
+def test_a_policy_that_wins_60_of_100_is_found_better():
+    hits = 0
+    for seed in range(100):
+        wins = np.random.default_rng(seed).choice(["first", "second"], 1000, p=[0.6, 0.4])
+        hits += measure(judged(wins.tolist()), seed=seed).low > 0.5
+    assert hits >= 99
+
+
+def test_the_figure_names_its_judge_and_says_if_it_decides_nothing():
+    comparison = judged(["first"] * 647 + ["second"] * 353)
+    assert describe(measure(comparison)) == "64.70% (95% CI 61.7-67.6, n=1000, judge j)"
+    mute = judged(["first"] * 647 + ["second"] * 353 + ["invalid"])
+    assert describe(measure(mute, max_invalid=0)) == (
+        "64.70% (95% CI 61.7-67.6, n=1000, judge j, inconclusive)"
+    )
+
+
+def test_two_policies_are_compared_on_the_pairs_valid_for_both():
+    # Valid for both: the first four. Rates (1 + 1 + 1/2 + 0) / 4 and (0 + 1 + 0 + 1/2) / 4.
+    one = judged(["first", "first", "tie", "second", "invalid", "first"])
+    other = judged(["second", "first", "second", "tie", "first", "invalid"])
+    result = compare_policies(one, other, seed=0)
+    assert (result.difference, result.n, result.judge) == (0.25, 4, "j")
+    assert result.low < 0.25 < result.high
+    back = compare_policies(other, one, seed=0)
+    assert (back.difference, back.p_value) == (-0.25, result.p_value)
+
+
+def test_the_p_value_of_a_few_prompts_is_exact():
+    # 6 prompts, all in favour of one: of 2^6 signs two are as far from even, 2 / 64.
+    one, other = judged(["first"] * 6), judged(["second"] * 6)
+    assert compare_policies(one, other, seed=0).p_value == pytest.approx(2 / 64)
+    # Twice the answers to the same prompts, and prompts without a difference, say nothing more.
+    prompts = [str(number) for number in range(36)]
+    prompts = prompts[:6] * 2 + prompts[6:]
+    one = judged(["first"] * 12 + ["tie"] * 30, prompts=prompts)
+    other = judged(["second"] * 12 + ["tie"] * 30, prompts=prompts)
+    assert compare_policies(one, other, seed=0).p_value == pytest.approx(2 / 64)
+
+
+def test_a_policy_is_no_better_than_itself():
+    comparison = simulate(np.random.default_rng(0), 100, win=0.6)
+    result = compare_policies(comparison, comparison, seed=0)
+    assert (result.difference, result.p_value) == (0.0, 1.0)
+    # No resample differs: Wilson's interval of 50 wins of 100, twice as wide on a scale of -1 to 1.
+    low, high = proportion_confint(50, 100, method="wilson")
+    assert (result.low, result.high) == pytest.approx((2 * low - 1, 2 * high - 1))
+
+
+def test_the_paired_interval_is_narrower_where_prompts_decide():
+    # Both win on the easy prompts; one of them on 60 hard ones of 400 too.
+    rng = np.random.default_rng(0)
+    easy = rng.choice(["first", "second"], 340).tolist()
+    one, other = judged(easy + ["first"] * 60), judged(easy + ["second"] * 60)
+    paired = compare_policies(one, other, seed=0)
+    assert paired.difference == pytest.approx(0.15)
+    # Deviation of the paired differences: sqrt(0.15 * 0.85 / 400) = 0.0179, times 2 * 1.96.
+    assert paired.high - paired.low == pytest.approx(0.070, abs=0.004)
+    assert paired.p_value < 1e-6
+    apart = [measure(comparison) for comparison in (one, other)]
+    assert paired.high - paired.low < sum(result.high - result.low for result in apart) / 2
+
+
+def test_equal_policies_seldom_differ_and_their_interval_holds_zero():
+    hits = small = 0
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        one, other = (simulate(rng, 200, win=0.6) for _ in range(2))
+        result = compare_policies(one, other, seed=seed)
+        hits += result.low <= 0 <= result.high
+        small += result.p_value < 0.05
+    assert hits >= 90
+    assert small <= 10
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (judged(["first"], prompts=["q"]), "different prompts"),
+        (judged(["first"], opponents=["another"]), "different opponents"),
+        (judged(["invalid"]), "no verdict for 1 of 1 pairs"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(other: Comparison, message: str):
+    with pytest.raises(DataError, match=message):
+        compare_policies(judged(["first"]), other, seed=0)
+
+
+def test_policies_without_a_pair_valid_for_both_are_refused():
+    with pytest.raises(DataError, match="no verdict for both policies on any of 2 prompts"):
+        compare_policies(judged(["first", "invalid"]), judged(["invalid", "first"]), seed=0)

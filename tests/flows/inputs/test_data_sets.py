@@ -1,0 +1,210 @@
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.inputs.data_sets import test_pairs as read_test_pairs
+from pipeline.inputs.data_sets import training_pairs
+from pipeline.preflight import check_inputs
+from pipeline.settings.settings import make_settings
+from pipeline.tracking.mlflow_client import check_registry
+from ppo_core.errors import ConfigError, DataError, ModelError, PPOError
+from tests.helpers.pipeline_inputs import tiny_table, write_model, write_rows
+from tests.helpers.tiny import make_tokenizer
+
+
+def check(folder: Path, **changes: Any) -> None:
+    check_inputs(make_settings({**tiny_table(folder), **changes}, {}))
+
+
+def test_inputs_that_fit_pass_and_are_counted(tmp_path: Path, capsys):
+    check(tmp_path)
+    told = capsys.readouterr().out
+    assert "prompts: 32 rows" in told
+    assert "preferences: 58 rows" in told
+    assert "preferences-test: 6 rows" in told
+    assert "sft: 16 rows" in told
+
+
+def test_pairs_are_held_out_only_where_none_were_brought(tmp_path: Path):
+    table = tiny_table(tmp_path)
+    settings = make_settings(table, {})
+    assert training_pairs(settings).usable + read_test_pairs(settings).usable == [
+        json.loads(line) for line in Path(table["preferences"]).read_text().splitlines()
+    ]
+    other = write_rows(tmp_path / "test.jsonl", [{"chosen": "w1", "rejected": "w2"}] * 3)
+    own = make_settings({**table, "preferences_test": other}, {})
+    assert len(training_pairs(own).usable) == 64
+    assert len(read_test_pairs(own).usable) == 3
+
+
+def test_no_pair_is_trained_on_that_the_model_is_validated_on(tmp_path: Path):
+    # The first and the last of ten rows are votes on one pair, and the last is held out.
+    rows = [{"prompt": f"w{i}", "chosen": "w1", "rejected": "w2"} for i in range(9)]
+    rows.append({"prompt": "w0", "chosen": "w2", "rejected": "w1"})
+    table = tiny_table(tmp_path) | {"preferences": write_rows(tmp_path / "votes.jsonl", rows)}
+    settings = make_settings(table, {})
+    assert training_pairs(settings).usable == rows[1:9]
+    assert read_test_pairs(settings).usable == rows[9:]
+    with pytest.raises(DataError, match="no pair is left to train the reward model on"):
+        check(tmp_path, preferences=table["preferences"], preferences_test=table["preferences"])
+
+
+def test_labels_of_preferences_are_read_and_not_trained_on(tmp_path: Path):
+    rows = [
+        {"prompt": "w1", "chosen": f"w{i}", "rejected": "w2", "margin": 1.5, "tie": i == 3}
+        for i in range(3, 23)
+    ]
+    settings = make_settings(
+        tiny_table(tmp_path) | {"preferences": write_rows(tmp_path / "rated.jsonl", rows)}, {}
+    )
+    assert read_test_pairs(settings).usable == rows[18:]
+    assert training_pairs(settings).usable == [
+        {name: row[name] for name in ("prompt", "chosen", "rejected")} for row in rows[1:18]
+    ]
+
+
+def test_rows_set_aside_can_be_read(tmp_path: Path):
+    rows = [{"prompt": "w1"} for _ in range(200)] + [{"prompt": ""}]
+    check(tmp_path, prompts=write_rows(tmp_path / "p.jsonl", rows))
+    kept = (tmp_path / "outputs" / "quarantine" / "prompts.jsonl").read_text()
+    assert json.loads(kept) == {"row": 200, "prompt": ""}
+
+
+@pytest.mark.parametrize("name", ["prompts", "eval_prompts"])
+def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path, name: str):
+    # context 64, response_length 6: a prompt may have 58 tokens
+    fits = {"prompt": " ".join(["w1"] * 58), "reference": "w1"}
+    check(tmp_path, **{name: write_rows(tmp_path / "p.jsonl", [fits])})
+    long = {"prompt": " ".join(["w1"] * 59), "reference": "w1"}
+    message = rf"{name}=.*1 of 2 prompts .*58 tokens.*has 59\. Shorten or remove"
+    with pytest.raises(DataError, match=message):
+        check(tmp_path, **{name: write_rows(tmp_path / "p.jsonl", [fits, long])})
+
+
+def test_pairs_longer_than_the_training_takes_are_refused(tmp_path: Path):
+    pair = {"prompt": "w1 " * 20, "chosen": "w1 " * 20, "rejected": "w2"}
+    with pytest.raises(DataError, match=r"2 of 10 responses .*max_length=32; the longest has 41"):
+        check(
+            tmp_path,
+            preferences=write_rows(tmp_path / "p.jsonl", [pair, pair, *[SHORT] * 3]),
+            preferences_test=write_rows(tmp_path / "t.jsonl", [{**SHORT, "prompt": "w2"}]),
+        )
+
+
+def test_evaluation_prompts_without_any_reference_are_refused(tmp_path: Path):
+    rows = [{"prompt": "w1", "reference": ""} for _ in range(4)]
+    with pytest.raises(DataError, match="None of the 4 prompts has a reference"):
+        check(tmp_path, eval_prompts=write_rows(tmp_path / "e.jsonl", rows))
+
+
+SHORT = {"prompt": "w1", "chosen": "w1", "rejected": "w2"}
+
+
+def test_a_reward_model_with_several_labels_is_refused(tmp_path: Path):
+    with pytest.raises(ModelError, match="has 3 labels"):
+        check(tmp_path, reward_model=write_model(tmp_path / "rm", labels=3))
+
+
+def test_a_reward_model_whose_texts_cannot_end_as_they_are_set_to_is_refused(tmp_path: Path):
+    path = write_model(tmp_path / "rm", labels=1)
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(path)
+    with pytest.raises(ModelError, match=r"has no end-of-sequence token .*end_of_text = false"):
+        check(tmp_path, reward_model=path)
+    check(tmp_path, reward_model=path, reward_model_training={"end_of_text": False})
+
+
+def test_held_out_pairs_that_the_reward_model_cannot_read_are_refused(tmp_path: Path):
+    # Context 64: 62 words of a prompt, one of a response, and the end-of-sequence token.
+    path = write_model(tmp_path / "rm", labels=1)
+
+    def check_pair(prompt: str, chosen: str, **training: bool) -> None:
+        pairs = [{"prompt": prompt, "chosen": chosen, "rejected": "w2"}]
+        check(
+            tmp_path,
+            reward_model=path,
+            reward_model_training=training,
+            preferences_test=write_rows(tmp_path / "test.jsonl", pairs),
+        )
+
+    check_pair("w1 " * 62, "w1")
+    with pytest.raises(DataError, match=r"cannot read 2: they have 65 to 65 tokens.* 1 to 64"):
+        check_pair("w1 " * 63, "w1")
+    check_pair("", "")
+    with pytest.raises(DataError, match=r"cannot read 1: they have 0 to 1 tokens"):
+        check_pair("", "", end_of_text=False)
+
+
+def test_held_out_pairs_without_any_preference_are_refused(tmp_path: Path):
+    ties = [{**SHORT, "tie": True}, {**SHORT, "chosen": "w3", "rejected": "w3", "tie": None}]
+    pairs = write_rows(tmp_path / "test.jsonl", ties)
+    with pytest.raises(DataError, match=r"None of the 2 held-out .*test\.jsonl prefers a response"):
+        check(tmp_path, preferences_test=pairs)
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path):
+    with pytest.raises(ModelError, match=r"not a .*ForSequenceClassification"):
+        check(tmp_path, reward_model=write_model(tmp_path / "lm"))
+
+
+def test_the_reward_model_may_not_be_the_judge(tmp_path: Path):
+    path = write_model(tmp_path / "rm", labels=1)
+    with pytest.raises(ConfigError, match="is the reward model that PPO trains against"):
+        check(tmp_path, reward_model=path, judge=f"reward-model:{path}")
+
+
+def test_a_policy_that_is_not_there_is_refused(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match=r"nowhere/model"):
+        check(tmp_path, policy="nowhere/model")
+
+
+@pytest.mark.parametrize("name", ["preferences", "prompts", "eval_prompts", "sft_data"])
+def test_a_missing_file_is_refused_by_name(tmp_path: Path, name: str):
+    with pytest.raises(DataError, match=r"There is no file .*gone\.jsonl"):
+        check(tmp_path, **{name: str(tmp_path / "gone.jsonl")})
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("preferences", "chosen, rejected"),
+        ("prompts", "prompt"),
+        ("eval_prompts", "prompt, reference"),
+        ("sft_data", "prompt, completion"),
+    ],
+)
+def test_a_missing_column_is_refused_and_those_there_named(tmp_path: Path, name: str, missing: str):
+    path = write_rows(tmp_path / "other.jsonl", [{"text": "w1", "label": "w2"}])
+    with pytest.raises(DataError, match=f"no column {missing}; its columns are text, label"):
+        check(tmp_path, **{name: path})
+
+
+@pytest.mark.parametrize("name", ["output_dir", "summary_json"])
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, name: str):
+    # A file where a folder is due stops root too, whom permissions do not.
+    (tmp_path / "taken").write_text("")
+    place = tmp_path / "taken" / "below"
+    with pytest.raises(ConfigError, match=rf"{name}: nothing can be written into .*taken"):
+        check(tmp_path, **{name: str(place / "summary.json" if name == "summary_json" else place)})
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_refused(tmp_path: Path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(ConfigError, match="output_dir: nothing can be written"):
+        check(tmp_path, output_dir=str(tmp_path / "locked"))
+
+
+@pytest.mark.parametrize("name", ["", "team/policy", "policy:1"])
+def test_a_name_that_the_registry_would_not_take_is_refused(name: str):
+    with pytest.raises(ConfigError, match="registered_model="):
+        check_registry(name)
+
+
+def test_every_refusal_can_be_caught_at_once():
+    assert all(issubclass(kind, PPOError) for kind in (ConfigError, DataError, ModelError))

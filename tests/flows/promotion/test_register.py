@@ -1,0 +1,301 @@
+"""A trained policy becomes one version with its decision on it, wherever its step was killed."""
+
+import os
+import signal
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import stages
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.rows import read_jsonl
+from pipeline.promotion import register as register_module
+from pipeline.registry import champions
+from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.settings_file import settings_text
+from pipeline.tracking.mlflow_client import connect
+from serving.champion import load_champion
+from tests.helpers.candidates import FIT, World, artifact_root, make_world, shared_server
+from tests.helpers.fault_proxy import Fault, fault_proxy, start_process
+from tests.helpers.mlflow_store import tracking_to
+from tests.helpers.servers import MlflowServer
+
+ACCEPTED = {"fit": False, "accepted_by_hand": True, "reasons": ["It guesses."]}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[MlflowServer]:
+    with pytest.MonkeyPatch.context() as patch, tracking_to(shared_server().url):
+        patch.setattr(champions, "PATIENCE", 0.3)
+        yield shared_server()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run of the flow from its evaluation on."""
+
+    settings: Settings
+    run: FlowRun
+    evaluation: dict[str, Any]
+    registered: dict[str, Any]
+
+    @property
+    def version(self) -> int:
+        return int(self.registered["model"]["version"])
+
+
+def start(world: World, number: str, name: str) -> tuple[Settings, FlowRun, dict[str, Any]]:
+    """What the steps before the evaluation leave behind, with nothing trained."""
+    settings = world.named(name)
+    run = stages.start_run(settings, settings, "RLHF", number)
+    return settings, run, stages.find_champion(settings)
+
+
+def register(
+    world: World,
+    settings: Settings,
+    run: FlowRun,
+    policy: str,
+    evaluation: dict[str, Any],
+    validation: Mapping[str, Any] = FIT,
+) -> dict[str, Any]:
+    place = {"path": world.policies["sft"], "metrics": {}}
+    trained = world.trained(policy)
+    return stages.register(settings, place, place, dict(validation), trained, evaluation, run)
+
+
+@dataclass(frozen=True)
+class Story:
+    """The first run, which wins; one whose champion changed; one that is refused."""
+
+    first: Ran
+    second: Ran
+    champion_meanwhile: int
+    repeated: dict[str, Any]
+    asked_by_the_repetition: int
+    refused: Ran
+
+
+@pytest.fixture(scope="module")
+def story(world: World) -> Story:
+    settings, run, champion = start(world, "1", "story")
+    assert champion["version"] is None
+    evaluation = world.evaluate(settings, "weak", run.folder, champion)
+    first = Ran(settings, run, evaluation, register(world, settings, run, "weak", evaluation))
+
+    settings, run, champion = start(world, "2", "story")
+    assert champion["version"] == first.version
+    evaluation = world.evaluate(settings, "best", run.folder, champion)
+    meanwhile = world.add_version("story", "good")
+    champions.promote_by_hand("story", meanwhile, reason="Now.", by="person ada")
+    second = Ran(settings, run, evaluation, register(world, settings, run, "best", evaluation))
+    asked = world.judged_pairs()
+    repeated = register(world, settings, run, "best", evaluation)
+    asked = world.judged_pairs() - asked
+
+    settings, run, champion = start(world, "3", "story")
+    evaluation = world.evaluate(settings, "weak", run.folder, champion)
+    registered = register(world, settings, run, "weak", evaluation, ACCEPTED)
+    return Story(
+        first, second, meanwhile, repeated, asked, Ran(settings, run, evaluation, registered)
+    )
+
+
+def card_of(name: str, version: int) -> str:
+    return (artifact_root(connect(), name, version) / "README.md").read_text(encoding="utf-8")
+
+
+def section(card: str, title: str) -> str:
+    return card.partition(f"## {title}\n\n")[2].partition("\n## ")[0]
+
+
+def run_of(ran: Ran, step: str) -> Any:
+    return connect().get_run(ran.run.tracking[step])
+
+
+def test_the_first_run_is_registered_and_promoted(story: Story):
+    decision = story.first.registered["promotion"]
+    assert (decision["action"], decision["version"], decision["champion"]) == ("promoted", 1, 1)
+    assert decision["by"] == "run RLHF/1"
+    assert story.first.registered["evaluation"] == story.first.evaluation
+    parent = run_of(story.first, "parent")
+    assert (parent.data.tags["version"], parent.data.tags["promotion"]) == ("1", "promoted")
+    assert run_of(story.first, "register").info.status == "FINISHED"
+
+
+def test_a_candidate_whose_champion_changed_is_on_record_against_the_new_one(story: Story):
+    registered, meanwhile = story.second.registered, story.champion_meanwhile
+    assert (registered["promotion"]["action"], story.second.version) == ("promoted", meanwhile + 1)
+    rate = registered["evaluation"]["win_rate"]["ppo_vs_champion"]
+    assert rate != story.second.evaluation["win_rate"]["ppo_vs_champion"]
+    assert registered["evaluation"]["champion"] == meanwhile
+    assert f"against the champion, version {meanwhile}" in registered["promotion"]["reasons"][0]
+    card = card_of("story", story.second.version)
+    assert f"{rate['rate']:.1%}" in section(card, "Win rates")
+    answers = [row["champion"] for row in read_jsonl(registered["evaluation"]["samples"])]
+    for answer in answers[:5]:
+        assert answer.strip() in section(card, "Samples")
+    step = run_of(story.second, "register").data
+    assert step.metrics["win_rate/ppo_vs_champion/rate"] == rate["rate"]
+    parent = run_of(story.second, "parent").data
+    assert parent.metrics["win_rate/ppo_vs_champion/rate"] == rate["rate"]
+    kept = connect().list_artifacts(story.second.run.tracking["register"])
+    assert {file.path for file in kept} == {"evaluation", "judgements.jsonl", "samples.json"}
+
+
+def test_a_step_retried_after_everything_was_done_changes_nothing(story: Story):
+    assert story.repeated == story.second.registered
+    assert story.asked_by_the_repetition == 0
+    made = [each for each in champions.read_champions("story").decisions if each.by == "run RLHF/2"]
+    assert len(made) == 1
+    parent = story.second.run.tracking["parent"]
+    assert len(connect().search_model_versions(f"run_id = '{parent}'")) == 1
+
+
+def test_a_refused_version_says_so_wherever_it_is_looked_at(story: Story):
+    decision = story.refused.registered["promotion"]
+    assert decision["action"] == "refused"
+    assert decision["champion"] == story.second.version
+    found = connect().get_model_version("story", str(story.refused.version))
+    assert found.tags["promotion"] == "refused"
+    card = card_of("story", story.refused.version)
+    for text in (section(card, "Promotion"), found.description):
+        assert "**Refused** by run RLHF/3 at " in text
+        assert "Its reward model was refused" in text
+        assert "min\\_win\\_rate=0.5" in text
+    assert run_of(story.refused, "parent").data.tags["promotion"] == "refused"
+
+
+def test_a_promoted_version_says_so_wherever_it_is_looked_at(story: Story):
+    found = connect().get_model_version("story", str(story.second.version))
+    assert found.tags["promotion"] == "promoted"
+    for text in (section(card_of("story", story.second.version), "Promotion"), found.description):
+        assert "**Promoted** by run RLHF/2 at " in text
+        assert "It wins " in text
+    assert f"# story, version {story.second.version}" in found.description
+
+
+def test_the_tags_of_a_version_say_where_it_comes_from(story: Story):
+    tags = connect().get_model_version("story", str(story.second.version)).tags
+    assert story.second.run.origin.items() <= tags.items()
+    assert {"git_commit", "git_changes", "packages_digest", "settings_digest", "seed"} <= set(tags)
+    assert {"data/preferences", "data/prompts", "data/eval-prompts"} <= set(tags)
+    assert tags["flow_run"] == "RLHF/2"
+    assert tags["parent_champion"] == str(story.first.version)
+    assert tags["judge"].startswith("python:")
+    assert tags["judge_version"] == story.second.evaluation["judge"]["version"]
+    models = {part: tags[f"model/{part}"] for part in ("base", "sft", "reward_model", "policy")}
+    assert models["base"] == models["sft"] != models["policy"]
+    first = connect().get_model_version("story", str(story.first.version)).tags
+    assert first["parent_champion"] == "none"
+
+
+def test_the_card_of_a_later_decision_leaves_the_version_loadable(story: Story, tmp_path: Path):
+    champion = load_champion("story", cache=tmp_path)
+    assert champion.version == str(story.second.version)
+    inputs = champion.tokenizer("w1 w2", return_tensors="pt")
+    answer = champion.model.generate(**inputs)[0, 2:]
+    assert "w1" in champion.tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def test_the_settings_of_a_run_and_of_its_version_repeat_it(story: Story, tmp_path: Path):
+    client, first = connect(), story.first
+    run = client.download_artifacts(first.run.tracking["parent"], "settings.toml", str(tmp_path))
+    version = artifact_root(client, "story", first.version) / "settings.toml"
+    for file in (Path(run), version):
+        assert make_settings(tomllib.loads(file.read_text()), {}) == first.settings
+
+
+# --- Killed --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A registered model of the test's own."""
+    return str(request.node.name)[:200]
+
+
+def candidate(world: World, name: str, folder: Path) -> register_module.Candidate:
+    """The best policy, whose answers were judged while there was no champion."""
+    settings, client = world.named(name), connect()
+    experiment = client.get_experiment_by_name("killed")
+    number = experiment.experiment_id if experiment else client.create_experiment("killed")
+    parent = client.create_run(number).info.run_id
+    run = FlowRun(
+        id=f"RLHF/{parent}", folder=folder, tracking={"parent": parent}, origin={}, data=[]
+    )
+    (folder / register_module.SETTINGS_FILE).write_text(settings_text(settings))
+    return world.candidate(settings, "best", run, world.evaluate(settings, "best", folder))
+
+
+KILLED_AT = {
+    "the version was made": Fault("model-versions/create"),
+    "its number was agreed on": Fault("log-parameter", "model_version/"),
+    "it was shown as the challenger": Fault("alias", "challenger"),
+    "the decision was written down": Fault("log-parameter", "promoted"),
+    "the champion was set": Fault("alias", '"champion"'),
+    "the card was written again": Fault("model-versions/update"),
+}
+QUICK = ("the version was made", "the decision was written down")
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        moment if moment in QUICK else pytest.param(moment, marks=pytest.mark.slow)
+        for moment in KILLED_AT
+    ],
+)
+def test_a_step_killed_in_between_leaves_one_version_and_one_decision(
+    world: World, name: str, server: MlflowServer, tmp_path: Path, moment: str
+):
+    one = candidate(world, name, tmp_path)
+    # There was none when it was judged: it has to be judged again.
+    old = world.add_version(name, "weak")
+    champions.promote_by_hand(name, old, reason="First.", by="person ada")
+    with fault_proxy(server.url) as proxy:
+        pid: list[int] = []
+        fault = replace(
+            KILLED_AT[moment], after=lambda: os.kill(pid[0], signal.SIGKILL), hits=[], times=1
+        )
+        proxy.add(fault)
+        process = start_process(lambda: register_module.register(one), proxy.url)
+        pid.append(process.pid)
+        process.join(120)
+    assert fault.hits
+    assert process.exitcode == -signal.SIGKILL
+    registered = register_module.register(one)
+    require_one_version_and_one_decision(name, one, registered)
+    assert registered["evaluation"]["champion"] == old
+    assert register_module.register(one) == registered
+
+
+def require_one_version_and_one_decision(
+    name: str, one: register_module.Candidate, registered: Mapping[str, Any]
+) -> None:
+    client, parent = connect(), one.run.tracking["parent"]
+    (version,) = client.search_model_versions(f"run_id = '{parent}'")
+    number = int(version.version)
+    decisions = champions.read_champions(name).decisions
+    assert [(each.action, each.version, each.by) for each in decisions[1:]] == [
+        ("promoted", number, f"run {one.run.id}")
+    ]
+    assert registered["promotion"]["number"] == decisions[1].number
+    assert client.get_model_version_by_alias(name, "champion").version == version.version
+    rate = registered["evaluation"]["win_rate"]["ppo_vs_champion"]
+    card = card_of(name, number)
+    assert f"**Promoted** by run {one.run.id} at " in section(card, "Promotion")
+    assert f"**Promoted** by run {one.run.id} at " in version.description
+    assert f"{rate['rate']:.1%}" in section(card, "Win rates")
+    experiment = client.get_run(parent).info.experiment_id
+    uploaded = client.search_logged_models([experiment], f"source_run_id = '{parent}'")
+    assert len(uploaded) == 1

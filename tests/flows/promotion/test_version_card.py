@@ -1,0 +1,156 @@
+"""The model card of a version: whole, escaped, and free of this machine's folders."""
+
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+from markdown_it import MarkdownIt
+
+from pipeline.promotion.version_card import LIMITS, SAMPLES, version_card
+
+MARKUP = "<script>alert(1)</script> | [x](javascript:y) ![i](http://h) **b** `c`"
+NASTY = f"{MARKUP}\n\n# head\n---\x1b[2J"
+
+
+def make_record(**changed):
+    win_rate = {"rate": 0.625, "low": 0.5312, "high": 0.71, "n": 96, "ties": 4, "judge": "python:j"}
+    record = {
+        "name": "rlhf-policy",
+        "version": 7,
+        "models": {
+            "base": {"name": "org/tiny", "digest": "c0ffee"},
+            "judge": {"name": "python:judge.py:judge", "digest": None},
+        },
+        "data": {"prompts": {"name": "prompts.jsonl", "digest": "beef", "rows": 1234}},
+        "win_rate": {"ppo_vs_sft": win_rate},
+        "reasons": [],
+        "metrics": {"objective/kl": 3.14159265},
+        "decoding": {"max_new_tokens": 53, "do_sample": False},
+        "samples": [{"prompt": "a question", "sft": "an answer", "ppo": "a better one"}],
+        "decision": None,
+        "settings": {"seed": 1, "ppo": {"learning_rate": 3e-6}},
+    }
+    return record | changed
+
+
+class Page(HTMLParser):
+    """The tags, addresses and text of a page."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.addresses, self.text = [], [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("href", "src")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def render(card):
+    head, _, body = card.removeprefix("---\n").partition("\n---\n")
+    page = Page(MarkdownIt("commonmark", {"html": True}).enable("table").render(body))
+    return yaml.safe_load(head), page
+
+
+def test_the_card_says_what_was_won_by_whom_and_how_surely():
+    card = version_card(make_record())
+    assert "| PPO against SFT | 62.5% | 53.1% .. 71.0% | 96 | 4 | python:j |" in card
+    assert "| objective/kl | 3.142 |" in card
+    assert "| prompts | prompts.jsonl | 1234 | beef |" in card
+    assert "| ppo.learning\\_rate | 3e-06 |" in card
+    assert "| judge | python:judge.py:judge | none |" in card
+
+
+def test_a_figure_of_the_table_of_win_rates_is_not_repeated_as_a_metric():
+    names = ("rate", "low", "high", "flip_rate")
+    metrics = {f"win_rate/ppo_vs_sft/{name}": 0.1 for name in names}
+    card = version_card(make_record(metrics=metrics))
+    assert card.count("| win\\_rate/") == 1
+    assert "| win\\_rate/ppo\\_vs\\_sft/flip\\_rate | 0.1 |" in card
+
+
+def test_the_head_is_that_of_the_hub():
+    head, _ = render(version_card(make_record()))
+    assert head["base_model"] == "org/tiny"
+    assert head["library_name"] == "transformers"
+    assert head["pipeline_tag"] == "text-generation"
+
+
+def test_the_card_says_what_the_version_is_not_for_and_how_to_load_it():
+    _, page = render(version_card(make_record()))
+    for limit in LIMITS:
+        assert limit in page.text
+    assert 'mlflow.transformers.load_model("models:/rlhf-policy/7")' in page.text
+
+
+def test_the_decision_stands_with_every_reason_once_it_is_made():
+    assert "Not decided yet." in version_card(make_record())
+    decision = {"action": "refused", "by": "run RLHF/3", "at": "2026-11-21T10:00:00+00:00"}
+    card = version_card(make_record(decision=decision | {"reasons": ["Too long.", "Too sure."]}))
+    assert "**Refused** by run RLHF/3 at 2026-11-21T10:00:00+00:00." in card
+    assert "- Too long.\n- Too sure." in card
+    assert "Not decided yet." not in card
+
+
+def test_doubts_about_the_evaluation_stand_below_the_win_rates():
+    card = version_card(make_record(reasons=["The judge follows the position."]))
+    assert "- Inconclusive: The judge follows the position." in card
+
+
+def test_a_version_without_a_number_has_no_number():
+    card = version_card(make_record(version=None))
+    assert "# rlhf-policy\n" in card
+    assert '"models:/rlhf-policy/VERSION"' in card
+
+
+def record_of(text, **changed):
+    """A record in which everything that can be text is this one."""
+    record = make_record()
+    return record | {
+        "models": {text: {"name": text, "digest": text}, "base": {"name": text, "digest": "c"}},
+        "data": {text: {"name": text, "digest": text, "rows": 1}},
+        "win_rate": {text: record["win_rate"]["ppo_vs_sft"] | {"judge": text}},
+        "reasons": [text],
+        "metrics": {text: 1.0},
+        "decoding": {text: text},
+        "samples": [{text: text, "ppo": text}],
+        "decision": {"action": text, "reasons": [text], "by": text, "at": text},
+        "settings": {text: {text: text}},
+    }
+
+
+@pytest.mark.parametrize("text", [NASTY, "# head", "1. one", "- one", "> quoted", "=", "---"])
+def test_nothing_that_a_model_or_a_data_set_wrote_becomes_markup(text):
+    card = version_card(record_of(text))
+    assert "\x1b" not in card
+    head, page = render(card)
+    _, plain = render(version_card(record_of("plain")))
+    assert head["base_model"] == text
+    assert [tag for tag in page.tags if tag != "br"] == plain.tags
+    assert page.addresses == ["https://arxiv.org/abs/1707.06347"]
+    assert page.text.count(text.split("\n")[0]) >= 15
+
+
+@pytest.mark.parametrize("path", ["/home/anna/prompts.jsonl", "C:\\anna\\prompts.jsonl"])
+def test_no_folder_of_this_machine_is_in_the_card(path):
+    table = {"name": path, "digest": None, "rows": 3}
+    card = version_card(
+        make_record(
+            data={"prompts": table},
+            models={"base": table},
+            settings={"prompts": path, "ppo": {"output_dir": path}},
+        )
+    )
+    assert "anna" not in card
+    assert "prompts.jsonl" in card
+
+
+def test_only_the_first_samples_are_shown_and_none_need_be_there():
+    rows = [{"prompt": f"question {number}", "ppo": "answer"} for number in range(SAMPLES + 3)]
+    card = version_card(make_record(samples=rows))
+    assert f"question {SAMPLES - 1}" in card
+    assert f"question {SAMPLES}" not in card
+    assert "## Samples" not in version_card(make_record(samples=[]))

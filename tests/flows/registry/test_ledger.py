@@ -1,0 +1,301 @@
+"""The ledger on a real MLflow server, behind a proxy that loses replies and stops processes."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from uuid import uuid4
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlflow import MlflowClient
+from mlflow.entities import ViewType
+from mlflow.exceptions import MlflowException
+
+from pipeline.registry import ledger as ledgers
+from pipeline.registry.ledger import Decision, History, find_ledger, open_ledger
+from pipeline.tracking.mlflow_client import connect
+from ppo_core.errors import ConfigError, ModelError
+from tests.helpers.fault_proxy import Fault, FaultProxy, fault_proxy, fork, start_process
+from tests.helpers.mlflow_store import tracking_to
+from tests.helpers.servers import MlflowServer, mlflow_server
+
+
+@pytest.fixture(scope="module")
+def running_server(tmp_path_factory) -> Iterator[MlflowServer]:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as running:
+        yield running
+
+
+@pytest.fixture
+def server(running_server: MlflowServer) -> Iterator[MlflowServer]:
+    with tracking_to(running_server.url):
+        yield running_server
+
+
+@pytest.fixture
+def proxy(server: MlflowServer) -> Iterator[FaultProxy]:
+    """All MLflow of this process goes through it."""
+    with fault_proxy(server.url) as running, tracking_to(running.url):
+        yield running
+
+
+@pytest.fixture
+def name() -> str:
+    return f"policy {uuid4().hex[:8]}"
+
+
+FIRST = Decision(
+    number=1,
+    action="promoted",
+    version=4,
+    champion=4,
+    reasons=("It won 61 % of 400.", "Its answers are no longer."),
+    by="run RLHF/123",
+    at="2026-11-21T12:00:00+00:00",
+    key="RLHF/123",
+)
+
+
+def test_what_was_appended_is_read_back_in_order(server: MlflowServer, name: str):
+    ledger = open_ledger(connect(), name)
+    assert ledger.read() == History()
+    second = replace(FIRST, number=2, action="refused", version=5, key="RLHF/124")
+    ledger.append(FIRST)
+    assert ledger.read() == History((FIRST,), applied=0)
+    assert ledger.read().pending
+    ledger.mark_applied(1)
+    ledger.append(second)
+    ledger.mark_applied(2)
+    assert find_ledger(connect(), name).read() == History((FIRST, second), applied=2)
+    assert not ledger.read().pending
+
+
+def test_a_number_that_is_taken_stays_with_whoever_got_it(server: MlflowServer, name: str):
+    ledger = open_ledger(connect(), name)
+    ledger.append(FIRST)
+    ledger.append(replace(FIRST, version=5, key="another"))
+    assert ledger.read().decisions == (FIRST,)
+
+
+def test_of_many_processes_that_append_the_same_number_one_gets_it(server, name: str):
+    ledger = open_ledger(connect(), name)
+    start = fork.Barrier(5)
+
+    def append(version: int) -> None:
+        start.wait()
+        for number in range(1, 5):
+            ledger.append(replace(FIRST, number=number, version=version, key=f"{version}"))
+
+    processes = [start_process(lambda v=v: append(v), server.url) for v in range(5)]
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert [decision.number for decision in ledger.read().decisions] == [1, 2, 3, 4]
+
+
+def test_processes_that_create_a_ledger_at_the_same_moment_share_one(server, name: str):
+    start, made = fork.Barrier(5), fork.SimpleQueue()
+
+    def create() -> None:
+        client = connect()
+        client.search_experiments(max_results=1)
+        start.wait()
+        made.put(open_ledger(client, name).run_id)
+
+    processes = [start_process(create, server.url) for _ in range(5)]
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert len({made.get() for _ in processes}) == 1
+    ours = [each for each in connect().search_experiments() if name in each.name]
+    assert [each.name for each in ours] == [f"promotions of {name}"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    "experiments/create runs/create runs/update set-experiment-tag experiments/update".split(),
+)
+def test_a_reply_lost_while_the_ledger_is_made_leaves_one_ledger(proxy, name: str, path: str):
+    fault = proxy.add(Fault(path, drop=True))
+    ledger = open_ledger(connect(), name)
+    assert fault.happened.is_set()
+    ledger.append(FIRST)
+    assert open_ledger(connect(), name).read().decisions == (FIRST,)
+
+
+def test_a_reply_lost_once_is_asked_again_and_leaves_one_decision(proxy, name: str):
+    ledger = open_ledger(connect(), name)
+    fault = proxy.add(Fault("log-parameter", drop=True))
+    ledger.append(FIRST)
+    assert fault.happened.is_set()
+    assert sum(path.endswith("log-parameter") for path in proxy.requests) == 2
+    assert ledger.read().decisions == (FIRST,)
+
+
+def test_a_reply_that_is_lost_each_time_still_leaves_one_decision(proxy, name: str):
+    ledger = open_ledger(connect(), name)
+    proxy.add(Fault("log-parameter", drop=True, times=99))
+    ledger.append(FIRST)
+    assert ledger.read().decisions == (FIRST,)
+
+
+def test_what_could_not_be_written_is_an_error(server: MlflowServer, name: str):
+    ledger = open_ledger(connect(), name)
+    connect().delete_run(ledger.run_id)
+    with pytest.raises(MlflowException, match="must be in the 'active' state"):
+        ledger.append(FIRST)
+
+
+def test_a_deleted_run_is_an_error_until_it_is_restored(server: MlflowServer, name: str):
+    ledger = open_ledger(connect(), name)
+    ledger.append(FIRST)
+    connect().delete_run(ledger.run_id)
+    with pytest.raises(ModelError, match=f"mlflow runs restore --run-id {ledger.run_id}"):
+        ledger.read()
+    connect().restore_run(ledger.run_id)
+    assert ledger.read().decisions == (FIRST,)
+
+
+def test_a_deleted_experiment_is_an_error_until_it_is_restored(server: MlflowServer, name: str):
+    client = connect()
+    ledger = open_ledger(client, name)
+    ledger.append(FIRST)
+    experiment = client.get_experiment_by_name(f"promotions of {name}").experiment_id
+    client.delete_experiment(experiment)
+    for find in (find_ledger, open_ledger):
+        with pytest.raises(ModelError, match=f"restore --experiment-id {experiment}`"):
+            find(client, name)
+    client.restore_experiment(experiment)
+    assert open_ledger(client, name).read().decisions == (FIRST,)
+
+
+def test_an_experiment_of_somebody_else_is_left_alone(server: MlflowServer, name: str):
+    connect().create_experiment(f"promotions of {name}")
+    with pytest.raises(ModelError, match="is not the history of the promotions"):
+        open_ledger(connect(), name)
+
+
+@pytest.mark.parametrize(
+    "line", ["by hand", "{}", "[]", ledgers.encode(replace(FIRST, action="crowned"))]
+)
+def test_what_another_release_or_a_person_wrote_is_an_error(server, name: str, line: str):
+    ledger = open_ledger(connect(), name)
+    connect().log_param(ledger.run_id, "0001", line)
+    with pytest.raises(ModelError, match="Decision 1 of the history cannot be read"):
+        ledger.read()
+
+
+def test_a_parameter_that_is_no_decision_is_ignored(server: MlflowServer, name: str):
+    ledger = open_ledger(connect(), name)
+    connect().log_param(ledger.run_id, "note", "12")
+    assert ledger.read() == History()
+
+
+def test_long_reasons_are_cut_visibly_and_survive_the_server(server: MlflowServer, name: str):
+    ledger = open_ledger(connect(), name)
+    ledger.append(replace(FIRST, reasons=('It is "good" ' * 900, "and so on")))
+    (read,) = ledger.read().decisions
+    assert read.reasons[-1].endswith(" [cut]")
+    assert read.reasons[0].startswith('It is "good" It is "good"')
+    assert len("".join(read.reasons)) > 4000
+    assert replace(read, reasons=FIRST.reasons) == FIRST
+
+
+def test_the_history_is_the_description_of_the_run(server: MlflowServer, name: str):
+    ledger = open_ledger(connect(), name)
+    ledger.describe([FIRST, replace(FIRST, number=2, reasons=("<img src=x> | [a](b)",))])
+    note = MlflowClient().get_run(ledger.run_id).data.tags["mlflow.note.content"]
+    newest = note.splitlines()[2]
+    assert newest.startswith("| 2 | 2026-11-21T12:00:00&#43;00:00 | promoted | 4 | 4 |")
+    assert "&#60;img src=x&#62; &#124; &#91;a&#93;&#40;b&#41; |" in newest
+
+
+def test_it_works_on_a_database_without_a_server(mlflow_client: MlflowClient):
+    ledger = open_ledger(mlflow_client, "policy")
+    ledger.append(FIRST)
+    ledger.append(replace(FIRST, version=5))
+    ledger.append(FIRST)
+    assert open_ledger(mlflow_client, "policy").read().decisions == (FIRST,)
+
+
+def test_a_loser_on_a_database_without_a_server_uses_what_the_winner_made(mlflow_client):
+    winner = open_ledger(mlflow_client, "policy")
+    client = LateClient()
+    assert open_ledger(client, "policy").run_id == winner.run_id
+    assert [each.name for each in mlflow_client.search_experiments(ViewType.DELETED_ONLY)] == [
+        client.created
+    ]
+
+
+class LateClient(MlflowClient):
+    """A real client that looked before the winner had made its ledger."""
+
+    looked = False
+    created = ""
+
+    def get_experiment_by_name(self, name: str):
+        if not self.looked:
+            self.looked = True
+            return None
+        return super().get_experiment_by_name(name)
+
+    def create_experiment(self, name: str, **more):
+        self.created = name
+        return super().create_experiment(name, **more)
+
+
+texts = st.text(max_size=400).map(ledgers.plain)
+decisions = st.builds(
+    Decision,
+    number=st.integers(1, 20000),
+    action=st.sampled_from(["promoted", "refused", "rolled back", "found"]),
+    version=st.integers(1, 10**6),
+    champion=st.none() | st.integers(1, 10**6),
+    reasons=st.lists(texts, max_size=12).map(tuple),
+    by=st.text(max_size=100).map(ledgers.plain),
+    at=st.just("2026-11-21T12:00:00+00:00"),
+    key=st.text(max_size=100).map(ledgers.plain),
+)
+
+
+@given(decisions)
+def test_a_decision_is_what_it_was_after_writing_and_reading(decision: Decision):
+    assert ledgers.decode(decision.number, ledgers.encode(decision)) == decision
+
+
+@given(decisions, st.lists(texts, min_size=1))
+def test_a_decision_that_is_too_long_loses_the_end_of_its_reasons_only(
+    decision: Decision, more: list[str]
+):
+    reasons = [*decision.reasons, *(reason * 20 for reason in more), "x" * 7000]
+    line = ledgers.encode(replace(decision, reasons=tuple(reasons)))
+    read = ledgers.decode(decision.number, line)
+    assert 5000 < len(line) <= 6000
+    assert read.reasons[-1].endswith(ledgers.CUT)
+    assert "\n".join(reasons).startswith("\n".join(read.reasons).removesuffix(ledgers.CUT))
+    assert replace(read, reasons=()) == replace(decision, reasons=())
+
+
+@given(st.lists(decisions, max_size=60), st.text())
+def test_the_table_fits_a_tag_and_nothing_in_it_is_markup(made: list[Decision], text: str):
+    table = ledgers.as_markdown([replace(each, by=text[:250]) for each in made])
+    assert len(table) <= 8000
+    rows = [line for line in table.splitlines()[2:] if line.startswith("|")]
+    assert all(row.count("|") == 8 for row in rows)
+    assert not set("\\`*_[]<>") & set("".join(rows))
+    left = len(made) - len(rows)
+    assert not left or f"{made[left - 1].number} older decisions" in table
+
+
+@given(st.text())
+def test_plain_text_is_one_line_that_json_and_utf_8_can_hold(text: str):
+    line = ledgers.plain(text + "\x00\x1b[31m\ud800\n")
+    assert line.isprintable()
+    assert json.loads(json.dumps(line)).encode().decode() == line
+
+
+@pytest.mark.parametrize("name_of_field", ["by", "key"])
+def test_a_name_that_leaves_no_room_for_reasons_is_refused(name_of_field: str):
+    with pytest.raises(ConfigError, match=f"{name_of_field}='xxx.* has 251 characters"):
+        replace(FIRST, **{name_of_field: "x" * 251})

@@ -1,0 +1,515 @@
+"""What a person looks at: the cards of a real run, and the page beside the MLflow run."""
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.reports.cards import evaluation_card, promotion_card, reward_model_card
+from pipeline.reports.document import Document
+from pipeline.reports.evaluation import evaluation_document
+from pipeline.reports.figures import reward_model_figures
+from pipeline.reports.headline_metrics import evaluation_numbers
+from pipeline.reports.html_page import reward_model_page
+from pipeline.reports.promotion import promotion_document
+from pipeline.reports.reward_model import reward_document
+from pipeline.reports.terminal import render_summary
+from pipeline.settings.promotion_config import PromotionConfig
+from tests.helpers.paths import ROOT
+from tests.helpers.sample_reports import (
+    HOSTILE,
+    evaluation_result,
+    promotion,
+    reward_report,
+    summary,
+)
+
+CHROMIUM = shutil.which("chromium")
+
+FLOW = """
+import json
+from metaflow import FlowSpec, card, current, step
+
+class CardFlow(FlowSpec):
+    @card(type="blank")
+    @step
+    def start(self):
+        from pipeline.reports.cards import reward_model_card
+        with open("report.json") as file:
+            current.card.extend(reward_model_card(json.load(file)))
+        self.next(self.evaluate)
+
+    @card(type="blank")
+    @step
+    def evaluate(self):
+        from pipeline.reports.cards import evaluation_card
+        with open("evaluation.json") as file:
+            current.card.extend(evaluation_card(json.load(file)))
+        self.next(self.register)
+
+    @card(type="blank")
+    @step
+    def register(self):
+        from pipeline.reports.cards import promotion_card
+        from pipeline.settings.promotion_config import PromotionConfig
+        names = ("promotion", "evaluation", "report")
+        documents = [json.load(open(f"{name}.json")) for name in names]
+        current.card.extend(promotion_card(*documents, PromotionConfig(), kl=12.3))
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+
+if __name__ == "__main__":
+    CardFlow()
+"""
+
+
+class Elements(HTMLParser):
+    """Tags, attributes and text of a page as a browser has built it."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.texts: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def addresses(self) -> list[str]:
+        return [value for name, value in self.attributes if name in ("src", "href")]
+
+
+def assert_inert(elements: Elements) -> None:
+    """The hostile text is there, as text; no element of the page is made of it."""
+    assert HOSTILE in "".join(elements.texts)
+    assert not any(name.startswith("on") for name, _ in elements.attributes)
+    assert not any("javascript:" in address for address in elements.addresses())
+    assert not any("192.0.2.1" in address for address in elements.addresses())
+    # The title is the name of the task or the subject: "fell" had the script or the image run.
+    assert "fell" not in elements.texts
+
+
+def rendered(html_file: Path, profile: Path) -> str:
+    """The page after Chromium has run its scripts."""
+    switches = "headless no-sandbox disable-gpu disable-quic no-first-run disable-sync dump-dom"
+    switches += " disable-background-networking disable-component-update"
+    ran = subprocess.run(
+        [
+            str(CHROMIUM),
+            *(f"--{switch}" for switch in switches.split()),
+            f"--user-data-dir={profile}",
+            "--virtual-time-budget=5000",
+            html_file.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return ran.stdout
+
+
+def components(card: Path) -> list[dict[str, Any]]:
+    """What a card holds, from the data that its page carries."""
+    (data,) = re.findall(r'window\.__MF_DATA__\["[^"]+"\] = "([^"]+)"', card.read_text())
+    (page,) = json.loads(base64.b64decode(data))["components"]
+    (section,) = page["contents"]
+    return section["contents"]
+
+
+def row_of(document: Document, title: str, name: str) -> tuple[str, ...]:
+    (section,) = [section for section in document.sections if section.title == title]
+    (row,) = [row for row in section.rows if row[0] == name]
+    return row
+
+
+@pytest.fixture(scope="module")
+def cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The cards of a run: its reward model and its policy are refused, and nothing is certain."""
+    folder = tmp_path_factory.mktemp("cards")
+    report = reward_report(quoted=HOSTILE) | {"fit": False, "reasons": [f"It likes {HOSTILE}"]}
+    evaluation = evaluation_result(judge=f"python:{HOSTILE}", champion=2)
+    evaluation |= {"conclusive": False, "reasons": [f"The judge said {HOSTILE}"]}
+    (folder / "report.json").write_text(json.dumps(report))
+    decision = promotion("refused", reasons=[f"The judge said {HOSTILE}"])
+    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    (folder / "promotion.json").write_text(json.dumps(decision))
+    (folder / "flow.py").write_text(FLOW)
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'flows'}",
+        "METAFLOW_USER": "tester",
+        "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
+    subprocess.run(
+        [sys.executable, "flow.py", "--no-pylint", "run"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kept = folder / ".metaflow" / "mf.cards"
+    steps = {"reward": "start", "evaluation": "evaluate", "promotion": "register"}
+    (reward, evaluation, decided) = (
+        card for step in steps.values() for card in kept.glob(f"**/{step}/**/*.html")
+    )
+    return dict(zip(steps, (reward, evaluation, decided), strict=True))
+
+
+@pytest.fixture(scope="module")
+def evaluation() -> dict[str, Any]:
+    return evaluation_result()
+
+
+@pytest.fixture(scope="module")
+def rematch() -> dict[str, Any]:
+    """An evaluation that compares with a champion as well."""
+    return evaluation_result(champion=2)
+
+
+def test_a_card_begins_with_the_verdict_and_why(cards: dict[str, Path]):
+    verdict, why, *_ = components(cards["reward"])
+    assert verdict["value"] == "Refused"
+    assert verdict["theme"] == "danger"
+    assert why["data"] == [[f"It likes {HOSTILE}"]]
+    verdict, why, *_ = components(cards["evaluation"])
+    assert verdict["value"] == "Inconclusive"
+    assert why["data"][1:] == [[f"The judge said {HOSTILE}"]]
+    verdict, why, *_ = components(cards["promotion"])
+    assert verdict["value"] == "Refused"
+    assert why["data"] == [[f"The judge said {HOSTILE}"]]
+
+
+def test_a_card_shows_its_figures(cards: dict[str, Path]):
+    def pictures(name: str) -> list[bytes]:
+        return [
+            base64.b64decode(part["src"].partition(",")[2])
+            for part in components(cards[name])
+            if part["type"] == "image"
+        ]
+
+    report = reward_report(quoted=HOSTILE)
+    assert pictures("reward") == list(reward_model_figures(report).values())
+    assert len(pictures("evaluation")) == 1
+
+
+def test_markdown_gets_headings_in_our_words_only(cards: dict[str, Path]):
+    for card in cards.values():
+        headings = [part["source"] for part in components(card) if part["type"] == "markdown"]
+        assert len(headings) > 1
+        for heading in headings:
+            assert re.fullmatch(r"## [A-Za-z,:?' ()-]+", heading)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("name", ["reward", "evaluation", "promotion"])
+def test_what_others_wrote_is_inert_in_a_card(name: str, cards: dict[str, Path], tmp_path: Path):
+    elements = Elements(rendered(cards[name], tmp_path))
+    assert_inert(elements)
+    assert {"Refused", "Inconclusive"} & {text.strip() for text in elements.texts}
+
+
+def quoting_page() -> str:
+    report = reward_report(quoted=HOSTILE) | {"fit": False, "reasons": [f"It likes {HOSTILE}"]}
+    return reward_model_page(report)
+
+
+def test_what_others_wrote_is_escaped_in_the_page():
+    elements = Elements(quoting_page())
+    assert_inert(elements)
+    assert "script" not in elements.tags
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_what_others_wrote_is_inert_in_the_page(tmp_path: Path):
+    page = tmp_path / "report.html"
+    page.write_text(quoting_page())
+    assert_inert(Elements(rendered(page, tmp_path / "profile")))
+
+
+def test_the_page_stands_alone_and_allows_no_scripts():
+    report = reward_report()
+    elements = Elements(reward_model_page(report))
+    pictures = [address.partition("base64,")[2] for address in elements.addresses()]
+    figures = reward_model_figures(report).values()
+    assert [base64.b64decode(picture) for picture in pictures] == list(figures)
+    assert any(value.startswith("default-src 'none'; ") for _, value in elements.attributes)
+
+
+def test_the_page_and_the_card_say_the_same():
+    report = reward_report()
+    said = " ".join(Elements(reward_model_page(report)).texts)
+    for section in reward_document(report).sections:
+        for text in (
+            section.title,
+            *section.headers,
+            *(cell for row in section.rows for cell in row),
+        ):
+            assert text in said
+    tables = [part.render()["data"] for part in reward_model_card(report) if hasattr(part, "_data")]
+    rows = [[list(row) for row in section.rows] for section in reward_document(report).sections]
+    assert tables[1:] == rows
+
+
+@pytest.mark.parametrize(
+    ("fit", "accepted", "verdict", "tone"),
+    [
+        (True, False, "Fit", "success"),
+        (False, False, "Refused", "danger"),
+        (False, True, "Refused, and accepted by hand", "warning"),
+    ],
+)
+def test_the_verdict_on_a_reward_model(fit: bool, accepted: bool, verdict: str, tone: str):
+    reasons = [] if fit else ["It counts characters."]
+    changes = {"fit": fit, "accepted_by_hand": accepted, "reasons": reasons}
+    document = reward_document(reward_report() | changes)
+    assert (document.verdict, document.tone) == (verdict, tone)
+    assert document.reasons == tuple(reasons or ["It keeps every limit of the gate."])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "conclusive", "verdict", "tone"),
+    [
+        (0.51, 0.6, True, "Better", "success"),
+        (0.5, 0.6, True, "No difference shown", "warning"),
+        (0.4, 0.5, True, "No difference shown", "warning"),
+        (0.4, 0.49, True, "Worse", "danger"),
+        (0.51, 0.6, False, "Inconclusive", "warning"),
+    ],
+)
+def test_the_verdict_on_a_policy(
+    low: float, high: float, conclusive: bool, verdict: str, tone: str, evaluation: dict[str, Any]
+):
+    direct = evaluation["win_rate"]["ppo_vs_sft"] | {"low": low, "high": high}
+    win_rates = evaluation["win_rate"] | {"ppo_vs_sft": direct}
+    changes = {"win_rate": win_rates, "conclusive": conclusive}
+    document = evaluation_document(evaluation | changes)
+    assert (document.verdict, document.tone) == (verdict, tone)
+
+
+def test_the_accuracy_stands_beside_the_baselines_and_the_published_ones():
+    report = reward_report()
+    report["accuracy"] |= {"accuracy": 0.7025, "low": 0.66, "high": 0.74, "n": 570}
+    document = reward_document(report)
+    title = "Accuracy on held-out preferences"
+    assert row_of(document, title, "This model") == ("This model", "70.2%", "66.0% .. 74.0%", "570")
+    assert row_of(document, title, "A tossed coin")[1] == "50.0%"
+    assert row_of(document, title, "Published for TL;DR, 2.8B")[1] == "66.9%"
+    longer = report["accuracy"]["longer"]["accuracy"]
+    assert row_of(document, title, "Always the longer response")[1] == f"{longer:.1%}"
+
+
+def test_what_was_not_measured_is_not_shown(evaluation: dict[str, Any]):
+    report = reward_report()
+    before = [section.title for section in reward_document(report).sections]
+    report["accuracy"] |= {"by_category": {}, "people": None}
+    report["accuracy"]["ties"] |= {"n": 0, "identical": 0}
+    after = [section.title for section in reward_document(report).sections]
+    gone = {"Accuracy by category", "Pairs between which people see no difference"}
+    assert set(before) - set(after) == gone
+
+    before = [section.title for section in evaluation_document(evaluation).sections]
+    after = [
+        section.title for section in evaluation_document(evaluation | {"people": None}).sections
+    ]
+    assert set(before) - set(after) == {"The judge and people on the same pairs"}
+
+
+def test_what_could_not_be_said_is_said_so():
+    report = reward_report()
+    report["contract"]["end_of_text"] = None
+    report["samples"]["references"] = None
+    report["lengths"] |= {"correlation": None, "shorter": None}
+    report["calibration"]["temperature"] = None
+    report["contract"]["batch"] = {"largest": None, "share": None}
+    page = reward_model_page(report)
+    assert page.count("cannot be said") == 2
+    title = "Contract: the same text has the same score, and every text has one"
+    assert row_of(reward_document(report), title, "One text a batch, or many")[1] == "not finite"
+    assert "None" not in page
+
+
+def test_the_judges_of_an_ensemble_are_shown_one_by_one(evaluation: dict[str, Any]):
+    agreement = {
+        "rates": {"one": 0.6, "other": None},
+        "pairs": [{"judges": ["one", "other"], "n": 0, "share": None, "kappa": None}],
+        "fleiss_kappa": 0.25,
+        "n": 10,
+    }
+    direct = evaluation["win_rate"]["ppo_vs_sft"] | {"agreement": agreement}
+    win_rates = evaluation["win_rate"] | {"ppo_vs_sft": direct}
+    document = evaluation_document(evaluation | {"win_rate": win_rates})
+    (section,) = [part for part in document.sections if part.title == "The judges of the ensemble"]
+    assert section.rows == (
+        ("PPO against SFT", "one", "60.0%", "", ""),
+        ("PPO against SFT", "other", "none", "", ""),
+        ("PPO against SFT", "one and other", "", "none", "none"),
+        ("PPO against SFT", "all (Fleiss)", "", "", "0.25"),
+    )
+
+
+def test_a_canary_that_the_judge_fell_for_is_named(evaluation: dict[str, Any]):
+    found = {"asked": 8, "won": 8, "invalid": 0, "fell": True}
+    canaries = evaluation["canaries"] | {"kinds": {"empty": found}}
+    document = evaluation_document(evaluation | {"canaries": canaries})
+    title = "Canaries: answers that a sound judge does not choose"
+    assert row_of(document, title, "empty") == ("empty", "8", "8", "0", "fell for it")
+
+
+def test_wins_by_length_are_shown_for_each_contest(evaluation: dict[str, Any]):
+    parts = [{"ratio": "<0.5", "rate": 0.25, "n": 4}]
+    win_rates = {
+        name: rate | {"by_length_ratio": parts if name == "ppo_vs_sft" else []}
+        for name, rate in evaluation["win_rate"].items()
+    }
+    document = evaluation_document(evaluation | {"win_rate": win_rates})
+    title = "Wins by how many times as long the answer is as its opponent"
+    assert row_of(document, title, "<0.5") == ("<0.5", "", "", "25.0% of 4")
+    assert row_of(document, title, ">2") == (">2", "", "", "")
+
+
+def test_an_evaluation_has_the_same_components_as_its_document(evaluation: dict[str, Any]):
+    document = evaluation_document(evaluation)
+    plots = sum(len(section.plots) for section in document.sections)
+    # The verdict and the reasons; a heading and a table a section; the figures.
+    assert len(evaluation_card(evaluation)) == 2 + 2 * len(document.sections) + plots
+
+
+def test_the_contest_against_the_champion_is_shown_everywhere_where_there_is_one(
+    evaluation: dict[str, Any], rematch: dict[str, Any]
+):
+    contest = "PPO against the champion"
+    document = evaluation_document(rematch)
+    for title in ("Win rates", "Without the advantage of length"):
+        assert row_of(document, title, contest)
+    (ratios,) = [part for part in document.sections if part.title.startswith("Wins by how many")]
+    assert ratios.headers[-1] == contest
+    assert row_of(document, "The answers", "Champion")[1] == ""
+    assert contest not in repr(evaluation_document(evaluation))
+    assert "Champion" not in repr(evaluation_document(evaluation))
+
+
+def test_length_and_repetition_are_shown_for_everybody(evaluation: dict[str, Any]):
+    document = evaluation_document(evaluation)
+    assert row_of(document, "The answers", "PPO") == ("PPO", "12.3", "98.5%", "40.5", "3.4%")
+    assert row_of(document, "The answers", "SFT") == ("SFT", "0", "100.0%", "31", "1.2%")
+    references = ("References", "", "100.0%", "31", "1.2%")
+    assert row_of(document, "The answers", "References") == references
+
+
+def test_a_divergence_that_was_not_measured_is_said_so(evaluation: dict[str, Any]):
+    greedy = evaluation | {"kl": {"sft": None, "ppo": None}}
+    assert row_of(evaluation_document(greedy), "The answers", "PPO")[1] == "none"
+    numbers = evaluation_numbers(greedy)
+    assert not any(name.startswith("kl/") for name in numbers)
+
+
+def test_the_metrics_of_an_evaluation_are_grouped_and_are_numbers(rematch: dict[str, Any]):
+    numbers = evaluation_numbers(rematch)
+    assert {name.partition("/")[0] for name in numbers} == set(
+        "win_rate improvement kl distinct length repetition evaluation".split()
+    )
+    assert numbers["length/ppo"] == 40.5
+    assert numbers["repetition/champion"] == 0.012
+    assert numbers["win_rate/ppo_vs_champion/low"] > 0.5
+    assert all(type(value) is float for value in numbers.values())
+
+
+def decided(action: str, evaluation: dict[str, Any], **changes: Any) -> Document:
+    """The document of a decision on version 3."""
+    return promotion_document(
+        promotion(action, **changes), evaluation, reward_report(), PromotionConfig(), kl=12.3
+    )
+
+
+def test_the_card_of_a_decision_says_it_and_why(rematch: dict[str, Any]):
+    promoted = decided("promoted", rematch)
+    assert (promoted.verdict, promoted.tone) == ("Promoted", "success")
+    assert row_of(promoted, "The decision", "3") == ("3", "champion", "version 2")
+    refused = decided("refused", rematch, reasons=["It loses.", "It repeats."])
+    assert (refused.verdict, refused.tone) == ("Refused", "danger")
+    assert refused.reasons == ("It loses.", "It repeats.")
+    stays = "refused, and version 2 stays champion"
+    assert row_of(refused, "The decision", "3") == ("3", stays, "version 2")
+
+
+def test_the_card_of_a_first_version_names_no_champion(evaluation: dict[str, Any]):
+    first = decided("refused", evaluation, champion=None)
+    nobody = "refused, and there is no champion"
+    assert row_of(first, "The decision", "3") == ("3", nobody, "there was none")
+    assert row_of(first, "Figures and limits", "PPO against SFT")
+
+
+def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: dict[str, Any]):
+    document = decided("promoted", rematch)
+    rows = {row[0]: row[1:] for row in document.sections[1].rows}
+    rate, references = (
+        rematch["win_rate"][name] for name in ("ppo_vs_champion", "ppo_vs_reference")
+    )
+    shown = "{rate:.1%}, {low:.1%} .. {high:.1%}"
+    assert rows == {
+        "PPO against the champion": (shown.format(**rate), "lower end above 50.0%"),
+        "PPO against the references": (shown.format(**references), "lower end above 50.0%"),
+        "KL of an answer from SFT, nats": ("12.3", "at most 20"),
+        "Words of an answer, and of its opponent": ("40.5 and 31", "at most 2 times the other"),
+        "Repeated 3-grams of words": ("3.4%", "at most 30.0%"),
+        "Evaluation": ("conclusive", "conclusive"),
+        "Reward model": ("fit", "fit"),
+    }
+
+
+def test_the_card_of_a_decision_has_the_components_of_its_document(evaluation: dict[str, Any]):
+    documents = (promotion(), evaluation, reward_report())
+    card = promotion_card(*documents, PromotionConfig(), kl=12.3)
+    assert len(card) == 2 + 2 * len(decided("promoted", evaluation).sections)
+
+
+def lines(text: str) -> list[str]:
+    """The lines of a table in the terminal, without its borders."""
+    return [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+
+
+def test_the_terminal_says_what_became_of_the_version():
+    shown = lines(render_summary(summary()))
+    assert "Registered models:/rlhf-policy/3, champion" in shown
+    assert shown.index("Promotion") < shown.index("It wins.")
+    assert any(line.startswith("PPO against the champion") for line in shown)
+
+    refused = promotion("refused", reasons=["It loses.", "It repeats " + "itself " * 30])
+    shown = lines(render_summary(summary(promotion=refused)))
+    assert "Registered models:/rlhf-policy/3, refused, and version 2 stays champion" in shown
+    assert "It loses." in shown
+    assert "To overrule python flows/registry.py promote rlhf-policy 3 --reason TEXT" in shown
+    assert " ".join(shown).count("itself") == 30
+
+    nobody = promotion("refused", champion=None)
+    shown = render_summary(summary(promotion=nobody))
+    assert "refused, and there is no champion" in shown
+
+
+def test_the_terminal_shows_what_others_wrote_as_it_is():
+    name = "[/bold] :smile: [red]x"
+    reasons = {"reasons": [f"The judge {name} fell."], "conclusive": False}
+    decision = promotion("refused", reasons=[f"It lost, says {name}."])
+    given = summary(**evaluation_result(judge=name, champion=2) | reasons, promotion=decision)
+    shown = lines(render_summary(given))
+    assert f"Win rates, judged by {name}" in shown
+    assert f"Inconclusive: The judge {name} fell." in shown
+    assert f"It lost, says {name}." in shown

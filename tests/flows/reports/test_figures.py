@@ -1,0 +1,144 @@
+"""The figures of the reports: what is drawn, and where."""
+
+import io
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline.reports.figures import (
+    COLOUR,
+    DPI,
+    accuracy_by_margin_plot,
+    best_of_k_plot,
+    reliability_plot,
+    reward_model_figures,
+    score_plot,
+    win_rate_plot,
+)
+from tests.helpers.sample_reports import evaluation_result, reward_report
+
+
+def pixels(png: bytes) -> np.ndarray:
+    """The picture as (height, width, 3)."""
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+
+
+def blue(png: bytes) -> np.ndarray:
+    """Where the data is drawn, (height, width) of bool."""
+    colour = [int(COLOUR[i : i + 2], 16) for i in (1, 3, 5)]
+    return (pixels(png) == colour).all(axis=2)
+
+
+def rate(value: float, *, name: str = "rate", judge: str = "rule") -> dict[str, Any]:
+    """A rate without an interval to speak of."""
+    return {name: value, "low": value, "high": value, "n": 10, "judge": judge}
+
+
+def samples(**changes: Any) -> dict[str, Any]:
+    return {
+        "counts": [1, 2, 3],
+        "edges": [0.0, 1.0, 2.0, 3.0],
+        "best_of": {"1": 1.0, "2": 2.0},
+        "references": None,
+    } | changes
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, bytes]:
+    return reward_model_figures(reward_report())
+
+
+def test_every_figure_of_a_report_is_a_picture_900_pixels_wide(figures: dict[str, bytes]):
+    assert set(figures) == {"accuracy-by-margin", "reliability", "sample-scores", "best-of-k"}
+    for png in (*figures.values(), win_rate_plot(evaluation_result()["win_rate"])):
+        height, width, _ = pixels(png).shape
+        assert width == 6 * DPI == 900
+        assert 250 < height < 900
+        assert blue(png).sum() > 500
+
+
+def test_the_same_report_gives_the_same_files(figures: dict[str, bytes]):
+    assert reward_model_figures(reward_report()) == figures
+
+
+def test_rates_of_0_50_and_100_percent_are_drawn_evenly_from_the_left_to_the_right():
+    names = ("sft_vs_reference", "ppo_vs_reference", "ppo_vs_sft")
+    rates = dict(zip(names, (0.0, 0.5, 1.0), strict=True))
+    drawn = blue(win_rate_plot({name: rate(value) for name, value in rates.items()}))
+    rows, columns = np.nonzero(drawn)
+    # Three dots of a few pixels each, one under the other: cut between the thirds of their span.
+    cuts = np.linspace(rows.min(), rows.max() + 1, 4)
+    zero, half, whole = (
+        columns[(start <= rows) & (rows < end)].mean() for start, end in pairwise(cuts)
+    )
+    assert zero < half < whole
+    assert half - zero == pytest.approx(whole - half, abs=1)
+
+
+def test_an_interval_is_drawn_as_wide_as_it_is():
+    def width(low: float, high: float) -> int:
+        win_rate = rate(0.5) | {"low": low, "high": high}
+        return int(blue(win_rate_plot({"ppo_vs_sft": win_rate})).any(axis=0).sum())
+
+    # 0.2 .. 0.8 is three times as wide as 0.4 .. 0.6.
+    assert width(0.2, 0.8) == pytest.approx(3 * width(0.4, 0.6), rel=0.03)
+
+
+def test_points_that_are_as_right_as_sure_lie_on_a_straight_line():
+    bins = [rate(sure, name="accuracy") | {"confidence": sure} for sure in (0.5, 0.6, 0.9)]
+    drawn = blue(reliability_plot({"bins": bins}))
+    height = drawn.shape[0]
+    rows, columns = np.nonzero(drawn[: height * 3 // 4])
+    left = columns < columns.min() + 20
+    right = columns > columns.max() - 20
+    middle = ~left & ~right
+    (x0, y0), (x1, y1), (x2, y2) = (
+        (columns[group].mean(), rows[group].mean()) for group in (left, middle, right)
+    )
+    # From 0.5 to 0.6 is a quarter of the way to 0.9.
+    assert x1 - x0 == pytest.approx((x2 - x0) / 4, abs=1)
+    assert y1 - y0 == pytest.approx((y2 - y0) / 4, abs=1)
+    assert y2 < y0
+
+
+def test_the_bars_of_a_histogram_are_as_high_as_their_counts():
+    drawn = blue(score_plot(samples()))
+    columns = np.flatnonzero(drawn.any(axis=0))
+    # The middles of three bars that stand side by side.
+    middles = np.quantile(columns, [1 / 6, 3 / 6, 5 / 6]).astype(int)
+    heights = drawn[:, middles].sum(axis=0)
+    # 1 : 2 : 3.
+    assert heights[1] == pytest.approx(2 * heights[0], abs=3)
+    assert heights[2] == pytest.approx(3 * heights[0], abs=3)
+
+
+@pytest.mark.parametrize("plot", [score_plot, best_of_k_plot])
+def test_the_references_are_drawn_where_there_are_any(plot: Any):
+    with_them = plot(samples(references={"mean": 1.5}))
+    assert (pixels(with_them) != pixels(plot(samples()))).any()
+
+
+def test_samples_that_all_score_the_same_are_drawn():
+    alike = samples(counts=[0, 6], edges=[11.5, 12.0, 12.5], best_of={"1": 12.0, "2": 12.0})
+    assert blue(score_plot(alike)).any()
+    assert blue(best_of_k_plot(alike)).any()
+
+
+def test_names_are_text_and_no_formulas():
+    # matplotlib reads what stands between two dollar signs as TeX, and refuses this one.
+    judge = r"python:$\frac{$:judge"
+    assert blue(win_rate_plot({"ppo_vs_sft": rate(0.5, judge=judge)})).any()
+    by_margin = {judge: rate(0.5, name="accuracy")}
+    assert blue(accuracy_by_margin_plot({"margin_of": "people", "by_margin": by_margin})).any()
+
+
+def test_a_long_name_makes_a_figure_taller_and_not_wider():
+    short, long = (
+        pixels(win_rate_plot({"ppo_vs_sft": rate(0.5, judge=judge)})).shape
+        for judge in ("rule", "a judge of many words " * 20)
+    )
+    assert long[0] > short[0] + 100
+    assert long[1] == short[1]

@@ -1,0 +1,226 @@
+"""The gate before PPO: real reward models that are fit, and three that are not."""
+
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.inputs.preference_pairs import LABELS
+from pipeline.inputs.rows import Rows, read_rows
+from pipeline.reward_validation.samples import draw_samples
+from pipeline.reward_validation.validate import validate
+from pipeline.settings.reward_validation_config import RewardGateConfig
+from ppo_core.errors import ModelError
+from ppo_core.models.loading import load_reward_model
+from ppo_core.models.reward_model import RewardModel
+from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.training import train_reward_model
+from tests.helpers.paths import SHARED
+from tests.helpers.tiny import make_classifier, make_tokenizer
+from tests.helpers.word_models import word_reward
+
+DATA = SHARED
+POLICY = str(DATA / "tinystories-656k")
+
+stories = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is missing"),
+]
+
+
+def train(folder: Path, rows: list[dict[str, str]]) -> RewardModel:
+    """A reward model from the story model, as the preset of the stories trains it."""
+    config = SupervisedConfig(seed=1, learning_rate=1e-3, batch_size=16, max_length=256)
+    train_reward_model(POLICY, rows, config, folder)
+    return load_reward_model(folder)
+
+
+def texts(count: int) -> list[dict[str, str]]:
+    rows = read_rows(str(DATA / "sentiment-pairs" / "train.jsonl"), ["chosen", "rejected"])
+    return rows.usable[:count]
+
+
+def turned(row: dict[str, str]) -> dict[str, str]:
+    return {"chosen": row["rejected"], "rejected": row["chosen"]}
+
+
+def report_on(model: RewardModel, **limits: Any) -> dict[str, Any]:
+    """The report on the held-out pairs, the stories' prompts and the story model."""
+    pairs = read_rows(
+        str(DATA / "sentiment-pairs" / "test.jsonl"), ["chosen", "rejected"], labels=LABELS
+    )
+    prompts = read_rows(str(DATA / "stories" / "prompts-train.jsonl"), ["prompt"], ["reference"])
+    draw = partial(
+        draw_samples,
+        POLICY,
+        response_length=32,
+        temperature=1.0,
+        seed=1,
+        stop="eos",
+        stop_token_id=None,
+        batch_size=64,
+    )
+    return validate(model, pairs, prompts, draw, RewardGateConfig(**limits), seed=1)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> RewardModel:
+    return train(tmp_path_factory.mktemp("good"), texts(4000))
+
+
+class TestStories:
+    """Film reviews rated by people, and a real story model."""
+
+    pytestmark = stories
+
+    def test_a_model_of_film_reviews_is_fit_and_surer_pairs_are_easier(self, good: RewardModel):
+        report = report_on(good)
+        assert report["fit"], report["reasons"]
+        accuracy = report["accuracy"]
+        by_margin = {name: rate["accuracy"] for name, rate in accuracy["by_margin"].items()}
+        assert accuracy["margin_of"] == "people"
+        assert list(by_margin) == ["> 1", "> 2", "> 3", "> 4"]
+        assert by_margin["> 4"] > by_margin["> 2"] > by_margin["> 1"]
+        assert accuracy["longer"]["accuracy"] < accuracy["low"]
+
+    @pytest.mark.slow
+    def test_shuffled_labels_are_refused_for_their_accuracy(self, tmp_path: Path):
+        rng = Random(0)
+        rows = [row if rng.random() < 0.5 else turned(row) for row in texts(1500)]
+        report = report_on(train(tmp_path, rows))
+        assert not report["fit"]
+        assert "it does not know what people prefer" in report["reasons"][0]
+
+    @pytest.mark.slow
+    def test_a_model_that_counts_characters_is_refused_for_its_length(self, tmp_path: Path):
+        rows = [
+            row if len(row["chosen"]) > len(row["rejected"]) else turned(row) for row in texts(2500)
+        ]
+        report = report_on(train(tmp_path, rows))
+        assert report["lengths"]["correlation"] > 0.9
+        found = "\n".join(report["reasons"])
+        assert "Its score follows the length of a response (correlation +0.9" in found
+        assert "it prefers the longer one whatever it says" in found
+
+    def test_collapsed_scores_are_refused_for_that_alone(self, good: RewardModel):
+        with torch.no_grad():
+            good.model.score.weight.mul_(1e-4)
+        try:
+            (reason,) = report_on(good)["reasons"]
+        finally:
+            with torch.no_grad():
+                good.model.score.weight.mul_(1e4)
+        assert "it cannot tell one answer from another" in reason
+
+
+WORDS = [{"prompt": f"w{i}", "reference": f"w{i + 9} w3 w5 w7"} for i in range(20)]
+
+
+PAIRS = [{"prompt": "w9", "chosen": f"w{i} w1", "rejected": f"w{i + 1}"} for i in range(40)]
+
+
+def report_on_words(
+    prompts: list[dict[str, str]],
+    *,
+    model: RewardModel | None = None,
+    pairs: list[dict[str, Any]] = PAIRS,
+    num_prompts: int = 8,
+    **limits: Any,
+) -> dict[str, Any]:
+    """The report on a reward model, a random one if none is given, and texts of few words."""
+
+    def draw(asked, *, samples_per_prompt):
+        return [[f"w{n} w2" for n in range(samples_per_prompt)] for _ in asked]
+
+    return validate(
+        model or RewardModel(make_classifier(), make_tokenizer()),
+        Rows("pairs", pairs, [], ""),
+        Rows("prompts", prompts, [], ""),
+        draw,
+        RewardGateConfig(num_prompts=num_prompts, **limits),
+        seed=1,
+    )
+
+
+def test_with_its_bias_references_are_worth_nothing_and_with_its_gain_samples_vary_by_one():
+    report = report_on_words(WORDS, unit_deviation=True, samples_per_prompt=6)
+    model = RewardModel(
+        make_classifier(), make_tokenizer(), bias=report["bias"], gain=report["gain"]
+    )
+    prompts, references = zip(*(row.values() for row in WORDS), strict=True)
+    assert model.score_texts(prompts, references).mean().item() == pytest.approx(0, abs=1e-6)
+    asked = [prompt for prompt in prompts[:8] for _ in range(6)]
+    samples = [f"w{n} w2" for _ in range(8) for n in range(6)]
+    assert model.score_texts(asked, samples).std().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_the_gain_is_one_unless_it_is_asked_for():
+    assert report_on_words(WORDS)["gain"] == 1.0
+
+
+def test_prompts_without_references_leave_the_reward_as_it_is(capsys):
+    report = report_on_words([{"prompt": row["prompt"]} for row in WORDS])
+    assert report["bias"] == 0
+    assert report["samples"]["references"] is None
+    assert "no column reference" in capsys.readouterr().out
+    # Probes change the chosen responses instead; those of two words are too short.
+    assert report["probes"]["left_out"] == 40
+
+
+def test_bias_and_samples_may_be_of_more_prompts_than_a_thousand():
+    prompts = [{"prompt": "w1", "reference": f"w{n % 58}"} for n in range(1010)]
+    report = report_on_words(prompts, num_prompts=1005, samples_per_prompt=2)
+    assert report["samples"]["prompts"] == 1005
+    scores = RewardModel(make_classifier(), make_tokenizer()).score_texts(
+        ["w1"] * 1005, [row["reference"] for row in prompts[:1005]]
+    )
+    assert report["bias"] == pytest.approx(scores.mean().item(), abs=1e-6)
+
+
+def test_a_bias_is_never_taken_from_scores_that_are_not_finite():
+    # Samples are drawn for 8 prompts; the broken reference is that of the last one.
+    model = word_reward("sum", {"w50": float("nan"), "w1": 1.0})
+    with pytest.raises(ModelError, match="1 references are not finite, the first of prompt 19"):
+        report_on_words([*WORDS[:19], {"prompt": "w1", "reference": "w50"}], model=model)
+
+
+def test_ties_are_no_good_answers_to_make_worse():
+    prompts = [{"prompt": row["prompt"]} for row in WORDS]
+    pairs = [{"chosen": f"w{i} w1", "rejected": f"w{i + 1}", "tie": i < 30} for i in range(40)]
+    assert report_on_words(prompts, pairs=pairs)["probes"]["left_out"] == 10
+
+
+def test_a_model_that_claims_less_than_it_knows_is_not_refused_for_that():
+    # All margins are 0.01, so it is 50 % sure and right in all pairs: an error of one half.
+    model = word_reward("last", {"w1": 0.01})
+    pairs = [{"prompt": "w9", "chosen": f"w{i} w1", "rejected": f"w{i} w2"} for i in range(3, 43)]
+    report = report_on_words(WORDS, model=model, pairs=pairs, min_sample_deviation=0.0)
+    assert report["calibration"]["error"] == pytest.approx(0.5, abs=0.01)
+    assert report["reasons"] == []
+
+
+def test_every_limit_of_the_gate_can_refuse():
+    open_gate = {
+        "min_accuracy": 0.0,
+        "max_calibration_error": 1.0,
+        "max_length_correlation": 1.0,
+        "min_shorter_accuracy": 0.0,
+        "min_sample_deviation": 0.0,
+        "max_degenerate_preferred": 1.0,
+    }
+    assert report_on_words(WORDS, **open_gate)["fit"]
+    closed = {
+        "min_accuracy": (1.0, "does not know what people prefer"),
+        "max_calibration_error": (0.0, "expected calibration error"),
+        "max_length_correlation": (0.0, "follows the length"),
+        "min_sample_deviation": (100.0, "cannot tell one answer from another"),
+        "tolerance": (1e-12, "tolerance=1e-12"),
+    }
+    for name, (limit, message) in closed.items():
+        report = report_on_words(WORDS, **{**open_gate, name: limit})
+        assert not report["fit"]
+        assert any(message in reason for reason in report["reasons"]), name
+        assert name == "tolerance" or len(report["reasons"]) == 1

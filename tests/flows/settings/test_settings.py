@@ -1,0 +1,200 @@
+import sys
+from typing import Any
+
+import pytest
+
+from pipeline.settings.settings import INPUTS, Settings, as_plain_dict, make_settings, read_preset
+from ppo_core.errors import ConfigError
+from ppo_core.models.adapters import add_adapter
+from tests.helpers.tiny import make_policy
+
+OWN = {
+    "policy": "p",
+    "preferences": "pairs.jsonl",
+    "prompts": "train.jsonl",
+    "eval_prompts": "test.jsonl",
+    "judge": "python:judge.py:judge",
+}
+
+
+def settings(table: dict[str, Any], **command_line: Any) -> Settings:
+    return make_settings({**OWN, **table}, command_line)
+
+
+def test_without_any_input_the_built_in_task_runs():
+    made = make_settings({}, {"policy": None, "seed": 3, "total_episodes": 64})
+    assert made.task == "tldr"
+    assert made.seed == 3
+    assert made.ppo.total_episodes == 64
+    assert made.ppo.batch_size == read_preset("tldr")["ppo"]["batch_size"]
+
+
+def test_both_presets_can_be_read():
+    assert make_settings(read_preset("tldr"), {}).judge == "rule"
+    assert make_settings(read_preset("stories"), {}).policy.endswith("tinystories-656k")
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults():
+    made = settings({"seed": 2, "ppo": {"kl_coef": 0.1, "total_episodes": 512}}, total_episodes=8)
+    assert (made.seed, made.ppo.kl_coef, made.ppo.total_episodes) == (2, 0.1, 8)
+    assert made.ppo.gamma == 1.0
+    assert settings({"seed": 2}, seed=5).seed == 5
+
+
+def test_one_seed_is_the_seed_of_every_section():
+    made = settings({"seed": 7})
+    assert {made.sft.seed, made.reward_model_training.seed, made.ppo.seed} == {7}
+
+
+def test_a_section_may_keep_a_seed_of_its_own():
+    made = settings({"seed": 7, "reward_model_training": {"seed": 1}}, seed=9)
+    assert (made.sft.seed, made.reward_model_training.seed, made.ppo.seed) == (9, 1, 9)
+
+
+def test_a_whole_number_is_taken_where_a_fraction_is_due():
+    assert settings({"ppo": {"learning_rate": 1}}).ppo.learning_rate == 1.0
+
+
+def test_what_is_handed_in_is_not_changed():
+    section = {"kl_coef": 0.1}
+    settings({"ppo": section}, total_episodes=8)
+    assert section == {"kl_coef": 0.1}
+
+
+def test_a_reward_model_and_pairs_to_validate_it_need_no_pairs_to_train_on():
+    given = {**OWN, "reward_model": "r", "preferences_test": "t.jsonl"}
+    del given["preferences"]
+    assert make_settings(given, {}).preferences == ""
+
+
+def test_the_plain_dict_holds_every_setting():
+    plain = as_plain_dict(settings({}))
+    assert set(INPUTS) < set(plain)
+    assert plain["ppo"]["kl_coef"] == 0.05
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"registred_model": "x"}, r"Unknown setting registred_model.*registered_model\?"),
+        ({"ppo": {"kl_coeff": 0.1}}, r"Unknown setting ppo\.kl_coeff.*ppo\.kl_coef\?"),
+        ({"ppo": {"zzz": 1}}, r"Unknown setting ppo\.zzz\. Known here: output_dir"),
+        ({"ppo": {"seed": 4.5}}, r"ppo\.seed=4\.5"),
+        ({"ppo": {"eval_strategy": "steps"}}, r"ppo\.eval_strategy='steps' would be ignored"),
+        ({"ppo": {"output_dir": "x"}}, r"ppo\.output_dir='x' would be ignored: set output_dir"),
+        ({"ppo": {"batch_size": "many"}}, r"ppo\.batch_size='many': .*valid integer"),
+        ({"ppo": {"batch_size": 2.5}}, r"ppo\.batch_size=2\.5"),
+        ({"ppo": {"whiten_rewards": 1}}, r"ppo\.whiten_rewards=1: .*boolean"),
+        ({"ppo": {"kl_estimator": "k9"}}, r"ppo\.kl_estimator='k9'"),
+        ({"ppo": 3}, r"ppo=3 must be a section, \[ppo\]"),
+        ({"seed": True}, r"seed=True"),
+        ({"seed": -1}, r"seed=-1 must be"),
+        ({"seed": 2**32}, r"seed=4294967296 must be"),
+        ({"task": "xsum"}, r"task='xsum': .*tldr"),
+        ({"held_out_share": 1.0}, r"held_out_share=1\.0"),
+        ({"ppo": {"batch_size": 10, "num_mini_batches": 4}}, r"2 responses would be dropped"),
+        ({"evaluation": {"num_examples": 0}}, r"^\[evaluation\] num_examples=0 must be"),
+        ({"evaluation": {"max_invalid": 1.0}}, r"max_invalid=1\.0 must be at least 0"),
+        ({"evaluation": {"max_flip_rate": 1.5}}, r"max_flip_rate=1\.5"),
+        ({"evaluation": {"temperature": -0.1}}, r"temperature=-0\.1"),
+        ({"evaluation": {"top_k": -1}}, r"top_k=-1"),
+        ({"evaluation": {"top_p": 0.0}}, r"top_p=0\.0"),
+        ({"judging": {"criterion": " "}}, r"^\[judging\] criterion=' ' must be a sentence"),
+        ({"judging": {"attempts": 0}}, r"attempts=0"),
+        ({"judging": {"concurrency": 0}}, r"concurrency=0"),
+        ({"judging": {"deadline_seconds": 0.0}}, r"deadline_seconds=0\.0"),
+        ({"judging": {"retries": -1}}, r"retries=-1"),
+        ({"judging": {"max_calls": 0}}, r"max_calls=0"),
+        ({"judging": {"max_tokens": -5}}, r"max_tokens=-5"),
+        ({"judging": {"sampling": "hot"}}, r"judging\.sampling='hot'"),
+        ({"reward_gate": {"min_accuracy": 1.5}}, r"^\[reward_gate\] min_accuracy=1\.5"),
+        ({"reward_gate": {"max_calibration_error": -0.1}}, r"max_calibration_error=-0\.1"),
+        ({"reward_gate": {"max_length_correlation": 2.0}}, r"max_length_correlation=2\.0"),
+        ({"reward_gate": {"min_shorter_accuracy": -1.0}}, r"min_shorter_accuracy=-1\.0"),
+        ({"reward_gate": {"min_sample_deviation": -1.0}}, r"min_sample_deviation=-1\.0"),
+        ({"reward_gate": {"max_degenerate_preferred": 2.0}}, r"max_degenerate_preferred=2\.0"),
+        ({"reward_gate": {"tolerance": 0.0}}, r"tolerance=0\.0"),
+        ({"reward_gate": {"num_prompts": 0}}, r"num_prompts=0"),
+        ({"reward_gate": {"samples_per_prompt": 1}}, r"samples_per_prompt=1"),
+        ({"promotion": {"min_win_rate": 1.0}}, r"^\[promotion\] min_win_rate=1\.0 must be"),
+        ({"promotion": {"max_kl": 0.0}}, r"max_kl=0\.0 must be above 0"),
+        ({"promotion": {"max_length_ratio": 0.5}}, r"max_length_ratio=0\.5 must be at least 1"),
+        ({"promotion": {"max_repetition": 30.0}}, r"max_repetition=30\.0 must be between"),
+        ({"lora": {"r": -1}}, r"^\[lora\] r=-1 must be at least 0"),
+        ({"lora": {"r": 4, "alpha": 0}}, r"alpha=0 must be a whole number"),
+        ({"lora": {"r": 4, "target_modules": []}}, r"target_modules=\[\] must be"),
+        ({"lora": {"r": 4, "target_modules": "q_proj"}}, r"lora\.target_modules='q_proj'"),
+        ({"lora": {"r": 4, "target_modules": ["all-linear", "q"]}}, r"the name of a module"),
+        ({"lora": {"alpha": 8}}, r"alpha=8 takes effect only with r above 0"),
+        ({"lora": {"target_modules": ["q"]}}, r"target_modules=\['q'\] takes effect only"),
+        ({"lora": {"dropout": 0.1}}, r"Unknown setting lora\.dropout"),
+        ({"ppo": {"model_adapter_name": "a"}}, r"ppo\.model_adapter_name='a' would be ignored"),
+        (
+            {"lora": {"r": 4}, "ppo": {"reference_refresh_updates": 2}},
+            r"reference_refresh_updates=2 copies the policy into the reference, and with lora\.r=4",
+        ),
+        ({"ppo": {"stop_token": "None"}}, r"ppo\.stop_token='None'"),
+        ({"task": "tldr"}, r"task='tldr' makes its inputs itself, and policy, preferences"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_by_name(table: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        settings(table)
+
+
+def test_a_token_is_refused_and_never_printed():
+    with pytest.raises(ConfigError, match=r"ppo\.hub_token is set") as refused:
+        settings({"ppo": {"hub_token": "hf_secret"}})
+    assert "hf_secret" not in str(refused.value)
+
+
+def test_no_stop_token_is_written_as_none():
+    assert settings({"ppo": {"stop_token": "none"}}).ppo.stop_token is None
+    assert settings({}).ppo.stop_token == "eos"
+
+
+def test_without_a_rank_the_whole_policy_is_trained():
+    assert settings({}).lora.peft_config() is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_with_a_rank_adapters_on_all_linear_layers_are_trained(family: str):
+    pytest.importorskip("peft")
+    adapted = add_adapter(make_policy(family), settings({"lora": {"r": 4}}).lora.peft_config())
+    trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
+    assert all("lora_" in name for name in trained)
+    assert {min(adapted.get_parameter(name).shape) for name in trained} == {4}
+    layers = [layer for layer in adapted.modules() if hasattr(layer, "lora_A")]
+    assert {layer.scaling["default"] for layer in layers} == {32 / 4}
+    # Two blocks of seven linear layers, or four.
+    assert len(layers) == {"llama": 14, "gpt2": 8}[family]
+
+
+def test_adapters_are_put_on_the_named_modules_alone():
+    pytest.importorskip("peft")
+    lora = settings({"lora": {"r": 2, "alpha": 6, "target_modules": ["q_proj"]}}).lora
+    adapted = add_adapter(make_policy(), lora.peft_config())
+    layers = [name for name, layer in adapted.named_modules() if hasattr(layer, "lora_A")]
+    assert [name.rpartition(".")[2] for name in layers] == ["q_proj", "q_proj"]
+
+
+def test_adapters_without_peft_are_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"^\[lora\] r=4 needs the package peft.*pip install"):
+        settings({"lora": {"r": 4}})
+    assert settings({}).lora.r == 0
+
+
+def test_missing_inputs_are_named():
+    with pytest.raises(ConfigError, match=r"^preferences, eval_prompts, judge missing"):
+        make_settings({}, {"policy": "p", "prompts": "x.jsonl"})
+
+
+def test_a_ppo_section_without_sizes_has_those_of_published_runs():
+    ppo = make_settings({**OWN, "ppo": {"kl_coef": 0.1}}, {}).ppo
+    assert (ppo.batch_size, ppo.total_episodes) == (512, 100_000)
+    by_parts = {"gradient_accumulation_steps": 4, "num_train_epochs": 2.0}
+    ppo = make_settings({**OWN, "ppo": by_parts}, {}).ppo
+    assert (ppo.batch_size, ppo.total_episodes, ppo.num_train_epochs) == (None, None, 2.0)

@@ -1,0 +1,137 @@
+"""`python flows/win_rate.py`: any model against the references of a data set, by any judge."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mlflow
+import pytest
+import transformers
+
+import win_rate
+from tests.helpers.paths import ROOT
+from tests.helpers.pipeline_inputs import JUDGE, write_model, write_rows
+
+FIRST = "def judge(prompts, pairs):\n    return ['first'] * len(pairs)\n"
+
+
+@pytest.fixture(autouse=True)
+def inputs(tmp_path: Path, monkeypatch) -> None:
+    """A model, ten prompts with references that a judge who counts w1 likes, and judges."""
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "policy")
+    rows = [{"prompt": f"w{i} w{i + 1}", "reference": "w1 " * 9} for i in range(10)]
+    write_rows(tmp_path / "eval.jsonl", rows)
+    (tmp_path / "counts.py").write_text(JUDGE)
+    (tmp_path / "first.py").write_text(FIRST)
+
+
+def run(*more: str, model: str = "policy", judge: str = "python:counts.py:judge") -> int:
+    flags = ["--model", model, "--judge", judge, "--eval-prompts", "eval.jsonl"]
+    return win_rate.main([*flags, "--response-length", "6", *more])
+
+
+def test_the_rate_is_printed_with_its_interval_size_and_judge(capsys):
+    assert run("--num-examples", "8") == 0
+    told = capsys.readouterr().out
+    line = re.search(r"^Model win rate: (.*)$", told, re.MULTILINE)
+    assert line
+    # No answer of 6 words has the 9 that the reference has; Wilson of 0 of 8 ends at 32.4 %.
+    assert line[1] == "0.00% (95% CI 0.0-32.4, n=8, judge python:counts.py:judge)"
+    assert "Won 0, lost 8, tied 0, no verdict 0; the judge followed the position in 0.0%" in told
+
+
+def test_the_figures_and_every_judgement_are_kept(tmp_path: Path):
+    assert run("--summary-json", "figures.json", "--output-dir", "out") == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["win_rate"]["model_vs_reference"]["n"] == 10
+    assert figures["canaries"]["sound"]
+    assert figures["settings"]["model"] == "policy"
+    assert figures["settings"]["temperature"] == 0.7
+    assert figures["settings"]["judging"]["attempts"] == 3
+    kept = [json.loads(line) for line in (tmp_path / "out/judgements.jsonl").open()]
+    assert [row["outcome"] for row in kept] == ["second"] * 10
+    assert kept[3]["prompt"] == "w3 w4"
+    assert kept[3]["straight"] == kept[3]["swapped"] == {"winner": "second"}
+
+
+def test_a_result_that_is_none_says_why_and_ends_with_1(capsys):
+    assert run(judge="python:first.py:judge") == 1
+    told = capsys.readouterr().out
+    assert "Model win rate: 50.00% " in told
+    assert "inconclusive)" in told
+    assert re.search(r"^Inconclusive: .*position", told, re.MULTILINE)
+
+
+def test_greedy_answers_depend_on_no_seed_and_sampled_ones_do(tmp_path: Path):
+    def answers(*flags: str) -> list[str]:
+        run(*flags)
+        rows = (tmp_path / "outputs/judgements.jsonl").read_text().splitlines()
+        return [json.loads(row)["candidate"] for row in rows]
+
+    assert answers("--temperature", "0") == answers("--temperature", "0", "--seed", "2")
+    assert answers() == answers()
+    assert answers() != answers("--seed", "2")
+
+
+def test_a_registered_version_is_judged_by_its_uri(tmp_path: Path, mlflow_client, capsys):
+    components = {
+        "model": transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy"),
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path / "policy"),
+    }
+    with mlflow.start_run():
+        mlflow.transformers.log_model(
+            transformers_model=components,
+            name="policy",
+            task="text-generation",
+            pip_requirements=["transformers"],
+            registered_model_name="words",
+        )
+    assert run(model="models:/words/1") == 0
+    by_uri = capsys.readouterr().out
+    assert run() == 0
+    assert by_uri == capsys.readouterr().out
+    assert run(model="models:/words/7") == 1
+    assert "models:/words/7 cannot be read from the registry" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--response-length", "0"], "response_length=0 must be a whole number"),
+        (["--response-length", "63"], "longer than 1 tokens, the context of 64 less"),
+        (["--seed", "-1"], "seed=-1 must be at least 0"),
+        (["--eval-prompts", "gone.jsonl"], "gone.jsonl"),
+        (["--human-labels", "eval.jsonl"], "has no column first, second, label"),
+        (["--model", "nowhere"], "No model can be loaded from 'nowhere'"),
+        (["--judge", "oracle"], "judge='oracle' is unknown"),
+        (["--temprature", "1"], "Unknown: --temprature 1"),
+        (["--summary-json", "."], "summary_json='.' is a folder"),
+    ],
+)
+def test_what_cannot_work_is_refused_without_a_traceback(flags: list[str], message: str, capsys):
+    assert run(*flags) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_references_that_are_all_empty_are_refused_before_the_model_is_loaded(
+    tmp_path: Path, capsys
+):
+    write_rows(tmp_path / "bare.jsonl", [{"prompt": "w1", "reference": " "}])
+    assert run("--eval-prompts", "bare.jsonl", model="nowhere") == 1
+    assert "None of the 1 prompts has a reference" in capsys.readouterr().err
+
+
+def test_the_command_itself_runs_and_documents_its_flags(tmp_path: Path):
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "flows" / "win_rate.py"), "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "--num-examples" in ran.stdout
+    assert "Most tokens of an answer" in ran.stdout
+    assert "OPENAI_API_KEY" in ran.stdout

@@ -1,0 +1,177 @@
+"""Runs of two processes that are killed and resumed, and what is left of them in the end."""
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+
+TORCHRUN = (
+    "-m torch.distributed.run --standalone --nproc-per-node=2 -m tests.helpers.dying_process"
+).split()
+UPDATES = 5
+BATCH = 8
+FLAGS = f"""
+    --total_episodes {UPDATES * BATCH} --batch_size {BATCH} --per_device_train_batch_size 2
+    --num_ppo_epochs 2 --num_mini_batches 2 --response_length 12 --temperature 1.0
+    --learning_rate 1e-3 --lr_scheduler_type cosine --warmup_steps 3 --kl_target 0.1
+    --use_score_scaling true --use_score_norm true --ema_decay 0.9
+    --save_steps 1 --save_total_limit 2 --num_sample_generations 0 --disable_tqdm true
+    --resume_from_checkpoint latest
+""".split()
+"""Much that has to go on after a death: rate, coefficient, moments of scores, running mean."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When which process of a run dies."""
+
+    phase: str
+    event: int
+    """The how manyth event of the phase in this process, from 1."""
+
+    rank: int
+    everyone: bool
+    """Whether the other process dies with it, as when a machine is lost."""
+
+    delay: float
+    """Seconds from the event to the kill; 0 kills between two calls."""
+
+
+class Matrix:
+    """A run to kill, with the models and prompts that it takes, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name, model in (("policy", make_policy()), ("reward", make_classifier())):
+            model.save_pretrained(folder / name)
+            make_tokenizer().save_pretrained(folder / name)
+        rows = [{"prompt": f"w{3 * n} w{n + 1}"} for n in range(20)]
+        (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def run(self, output: Path, moments: Sequence[Moment | None], *flags: str) -> str:
+        """Go on with the run in `output` to each moment, None being its end.
+
+        Returns what it said on stderr. torchrun's part is played by `forked_job`.
+        """
+        plans = json.dumps([plan(output, moment) for moment in moments])
+        job = self._start(["-m", "tests.helpers.forked_job", plans], output, {}, flags)
+        lines = [line for line in job.stdout.splitlines() if line.startswith("ended: ")]
+        ends = [list(map(int, line.split()[1:])) for line in lines]
+        assert len(ends) == len(moments), job.stderr[-4000:]
+        for codes, moment in zip(ends, moments, strict=True):
+            if moment is None:
+                assert codes == [0, 0], job.stderr[-4000:]
+            else:
+                assert codes[moment.rank] == -9 and all(codes), (moment, job.stderr[-4000:])
+        return job.stderr
+
+    def run_under_torchrun(self, output: Path, moments: Sequence[Moment | None]) -> str:
+        """`run` as a user starts it: everything is imported anew after each death."""
+        said = ""
+        for moment in moments:
+            plan_here = {"DYING_PLAN": json.dumps(plan(output, moment))}
+            job = self._start(TORCHRUN, output, plan_here, ())
+            if moment is None:
+                assert job.returncode == 0, job.stderr[-4000:]
+            else:
+                assert job.returncode == 1 and "SIGKILL" in job.stderr, (moment, job.stderr[-4000:])
+            said += job.stderr
+        return said
+
+    def _start(
+        self, program: Sequence[str], output: Path, variables: dict[str, str], flags: Sequence[str]
+    ) -> subprocess.CompletedProcess[str]:
+        counts_folder(output).mkdir(parents=True, exist_ok=True)
+        environment = variables | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        models = {
+            "model_name_or_path": self.folder / "policy",
+            "reward_model_path": self.folder / "reward",
+            "dataset_name": self.folder / "prompts.jsonl",
+            "output_dir": output,
+        }
+        named = [f"--{name}={path}" for name, path in models.items()]
+        return subprocess.run(
+            [sys.executable, *program, *FLAGS, *named, *flags],
+            env=os.environ | environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+
+
+def plan(output: Path, moment: Moment | None) -> dict[str, Any]:
+    """What a dying process is told."""
+    return {"moment": moment and asdict(moment), "counts": str(counts_folder(output))}
+
+
+def counts_folder(output: Path) -> Path:
+    """Where the processes of a run leave the numbers of their events."""
+    return output.with_suffix(".counts")
+
+
+def read_counts(output: Path) -> list[dict[str, int]]:
+    """The events of each phase in a run that was not killed, for each process."""
+    return [json.loads((counts_folder(output) / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def choose_moment(
+    counts: list[dict[str, int]],
+    phase: str,
+    chance: random.Random,
+    *,
+    between: tuple[float, float] = (0.0, 0.99),
+) -> Moment:
+    """A moment in this part of all that a run does in a phase."""
+    rank = chance.randrange(2)
+    return Moment(
+        phase=phase,
+        event=1 + int(counts[rank][phase] * chance.uniform(*between)),
+        rank=rank,
+        everyone=chance.random() < 0.5,
+        delay=chance.choice([0.0, chance.uniform(0.0, 0.003)]),
+    )
+
+
+def left_behind(output: Path) -> dict[str, Any]:
+    """What a run has come to: a digest of each file and the metrics, without durations."""
+    last = output / f"checkpoint-{UPDATES}"
+    files = [path for folder in (output, last) for path in folder.iterdir() if path.is_file()]
+    digests: dict[str, Any] = {
+        str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+        if path.suffix == ".safetensors" or path.name.startswith("process-")
+    }
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return digests | {
+        "metrics": [without_durations(json.loads(line)) for line in lines],
+        "state": without_durations(json.loads((last / "trainer_state.json").read_text())),
+        "checkpoints": sorted(path.name for path in output.glob("*checkpoint-*")),
+    }
+
+
+def without_durations(value: Any) -> Any:
+    """JSON without what takes its value from a clock."""
+    if isinstance(value, list):
+        return [without_durations(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: without_durations(item)
+        for key, item in value.items()
+        if key != "eps" and not key.startswith("time/")
+    }

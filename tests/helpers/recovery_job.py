@@ -1,0 +1,95 @@
+"""What `test_recovery` runs in several processes: a run that others began, and that others end.
+
+The checkpoints are written while the processes go on talking to each other about the training.
+
+    torchrun --nproc-per-node 2 -m tests.helpers.recovery_job FOLDER SHARDING
+
+One trainer does it all, since DeepSpeed allows a process no second one.
+"""
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed import destroy_process_group
+
+from tests.ppo_core.checkpointing.test_recovery import noisy_length, trainer_in
+from tests.ppo_core.training.test_export import LONG, without_clocks
+
+CONFIG = dataclasses.replace(
+    LONG,
+    total_episodes=32,
+    batch_size=8,
+    num_ppo_epochs=1,
+    per_device_train_batch_size=2,
+    save_steps=1,
+    async_save=True,
+    ema_decay=None,
+    reference_refresh_updates=0,
+    learning_rate=1e-4,
+    critic_learning_rate=2e-4,
+)
+
+
+class Reward:
+    """The length of a response, with noise from the generators of its process or without."""
+
+    is_noisy = False
+
+    def __call__(self, prompts: list[str], responses: list[str]) -> list[float]:
+        if self.is_noisy:
+            return noisy_length(prompts, responses)
+        return [len(response) / 10 for response in responses]
+
+
+def trainer_of(folder: Path, sharding: str, **changes):
+    config = dataclasses.replace(CONFIG, sharding=sharding)
+    parts = {"reward_model": Reward(), "pretrain_dataset": None, **changes}
+    return trainer_in(folder, config, **parts)
+
+
+def weights_and_moments(trainer) -> dict[str, Tensor]:
+    """Whole ones; the weights in the main process alone."""
+    engine, trainee = trainer.engine, trainer._trainee
+    states = engine.optimizer_states(trainee.module, trainee.optimizer)
+    moments = {f"{name}/{k}": v.clone() for name, state in states for k, v in state.items()}
+    return moments | (engine.whole_state_dict(trainee.module) or {})
+
+
+def main(folder: Path, sharding: str) -> None:
+    run = folder / "run"
+    reward = Reward()
+    trainer = trainer_of(run, sharding, reward_model=reward)
+
+    # Go on with what one process began, and leave something for one to end.
+    history = trainer.train(resume_from_checkpoint=folder / "begun" / "checkpoint-1")
+    result = weights_and_moments(trainer)
+    if trainer.engine.is_main:
+        save_file({name: t.cpu().clone() for name, t in result.items()}, folder / "ended.st")
+        (folder / "ended.json").write_text(json.dumps(history))
+        shutil.copytree(run / "checkpoint-3", folder / "left" / "checkpoint-3")
+
+    # The same updates, without a pause and with one, each process with a noise of its own.
+    reward.is_noisy = True
+    ends = []
+    for update in (2, 3):
+        trainer.train(resume_from_checkpoint=run / f"checkpoint-{update}")
+        metrics = without_clocks(trainer.state.log_history)
+        ends.append((weights_and_moments(trainer), torch.get_rng_state(), metrics))
+        torch.manual_seed(99)
+    (whole, whole_rng, whole_metrics), (parts, rng, metrics) = ends
+    assert whole.keys() == parts.keys()
+    different = [name for name, tensor in whole.items() if not torch.equal(tensor, parts[name])]
+    assert not different, different
+    assert torch.equal(whole_rng, rng) and whole_metrics == metrics
+    assert metrics != history
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
+    destroy_process_group()

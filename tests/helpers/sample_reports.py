@@ -1,0 +1,177 @@
+"""Reports as the pipeline makes them, of made-up scores and a judge that is a rule."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from pipeline.evaluation.contests import evaluate
+from pipeline.evaluation.win_rate import compare_policies
+from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.judges.functions import FunctionJudge
+from pipeline.reward_validation.accuracy import measure_accuracy
+from pipeline.reward_validation.calibration import calibrate
+from pipeline.reward_validation.contract import Contract
+from pipeline.reward_validation.end_of_text import EndOfText
+from pipeline.reward_validation.lengths import measure_lengths
+from pipeline.reward_validation.padding import Difference
+from pipeline.reward_validation.probes import Probe, Probes
+from pipeline.reward_validation.samples import duplicates, measure_samples
+from pipeline.reward_validation.vocabulary import Vocabulary
+from pipeline.settings.evaluation_config import EvaluationConfig
+
+HOSTILE = (
+    "<script>document.title='fell'</script>"
+    "<img src=x onerror=\"document.title='fell'\">"
+    "[link](javascript:document.title='fell') ![pixel](http://192.0.2.1/pixel)"
+)
+"""What a model or a data set may write, and a browser must not run or fetch."""
+
+
+def reward_report(*, quoted: str = "", margins: bool = True) -> dict[str, Any]:
+    """A report on a reward model that is fit; `quoted` stands wherever it quotes anybody."""
+    rng = np.random.default_rng(0)
+    pairs = [
+        LabelledPair(
+            prompt="",
+            chosen="a" * int(rng.integers(20, 200)),
+            rejected="b" * int(rng.integers(20, 200)),
+            margin=float(rng.uniform(0, 5)) if margins else None,
+            category=("stories " + quoted) if number % 3 else "reviews",
+            tie=number % 20 == 0,
+            votes=3,
+            agreement=1.0 if number % 2 else 2 / 3,
+        )
+        for number in range(600)
+    ]
+    chosen = rng.normal(0.4 + 0.1 * np.array([pair.margin or 2.5 for pair in pairs]), 1)
+    rejected = rng.normal(0, 1, 600)
+    samples = [["c" * int(rng.integers(20, 200)) for _ in range(8)] for _ in range(64)]
+    sample_scores = rng.normal(0, 1, (64, 8))
+    return {
+        "fit": True,
+        "accepted_by_hand": False,
+        "reasons": [],
+        "accuracy": asdict(measure_accuracy(chosen, rejected, pairs)),
+        "calibration": asdict(calibrate(chosen - rejected)),
+        "lengths": asdict(measure_lengths(chosen, rejected, pairs, sample_scores, samples)),
+        "samples": asdict(measure_samples(sample_scores, rng.normal(1, 1, 64), seed=0))
+        | {"duplicates": duplicates(samples)},
+        "contract": asdict(_contract()),
+        "probes": asdict(_probes()),
+        "bias": 0.4213,
+        "gain": 1.0,
+    }
+
+
+def _contract() -> Contract:
+    return Contract(
+        deviation=1.05,
+        batch=Difference(largest=2.4e-7, share=2.3e-7),
+        right_filler=Difference(largest=0.0, share=0.0),
+        left_filler=None,
+        odd_scores={"empty": -0.31, "emoji": 0.12, "long": None},
+        end_of_text=EndOfText(
+            as_set=False,
+            difference=0.2,
+            accuracy=0.702,
+            other_accuracy=0.691,
+            gain_low=-0.03,
+            gain_high=0.01,
+            n=600,
+        ),
+        vocabulary=Vocabulary(
+            largest_id=2047, embeddings=2048, unknown=0.0012, digest="3f" * 32, chat_template=None
+        ),
+        reasons=[],
+    )
+
+
+def _probes() -> Probes:
+    repeated = Probe(preferred=0.31, low=0.28, high=0.34, gain=-0.62, n=1000, gating=True)
+    flattery = Probe(preferred=0.955, low=0.94, high=0.966, gain=1.4, n=1000, gating=False)
+    return Probes(probes={"repeated words": repeated, "flattery": flattery}, left_out=7, reasons=[])
+
+
+def evaluation_result(
+    *, judge: str = "python:judge.py:judge", champion: int | None = None
+) -> dict[str, Any]:
+    """The result of an evaluation in which PPO's answers have more points than all others.
+
+    They are compared with those of a champion too, where its version is given.
+    """
+    rng = np.random.default_rng(0)
+    prompts = [f"prompt {number}" for number in range(200)]
+    means = {"reference": 0.5, "sft": 0.0, "ppo": 1.0}
+    contests = [("sft", "reference"), ("ppo", "reference"), ("ppo", "sft")]
+    if champion is not None:
+        means["champion"] = 0.4
+        contests.append(("ppo", "champion"))
+    texts = {
+        who: [
+            f"{points:.2f}" + "." * int(rng.integers(0, 40)) for points in rng.normal(mean, 1, 200)
+        ]
+        for who, mean in means.items()
+    }
+    evaluation = evaluate(
+        FunctionJudge(judge, _most_points, version="1"),
+        prompts,
+        texts,
+        contests,
+        people=[
+            {"prompt": "", "first": "2", "second": str(points), "label": label}
+            for points, label in enumerate(["first", "first", "first", "second", "tie"])
+        ],
+        config=EvaluationConfig(),
+        seed=0,
+    )
+    improvement = compare_policies(
+        evaluation.comparisons["ppo_vs_reference"],
+        evaluation.comparisons["sft_vs_reference"],
+        seed=0,
+    )
+    return {
+        **evaluation.result,
+        "champion": champion,
+        "improvement": asdict(improvement),
+        "kl": {"sft": 0.0, "ppo": 12.3},
+        "distinct": dict.fromkeys(means, 1.0) | {"ppo": 0.985},
+        "length": dict.fromkeys(means, 31.0) | {"ppo": 40.5},
+        "repetition": dict.fromkeys(means, 0.012) | {"ppo": 0.034},
+    }
+
+
+def promotion(action: str = "promoted", **changes: Any) -> dict[str, Any]:
+    """The decision on version 3, as the summary of a run has it."""
+    champion = {"promoted": 3, "refused": 2}[action]
+    decision = {"action": action, "version": 3, "champion": champion, "reasons": ["It wins."]}
+    return decision | changes
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    """The summary of a run whose policy beat the champion, version 2."""
+    metrics = ("objective/scores", "objective/rlhf_reward", "objective/kl", "objective/entropy")
+    return {
+        **evaluation_result(champion=2),
+        "reward_model": reward_report(),
+        "objective": {name: {"first": 0.0, "last": 1.5} for name in metrics},
+        "timings": {
+            "seconds": {"start": 1.0, "train_policy": 60.0},
+            "episodes_per_second": 80.0,
+            "peak_rss_bytes": 2**30,
+        },
+        "model": {"name": "rlhf-policy", "version": "3", "uri": "models:/rlhf-policy/3"},
+        "promotion": promotion(),
+    } | changes
+
+
+def _most_points(prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
+    return ["tie" if a == b else "first" if _points(a) > _points(b) else "second" for a, b in pairs]
+
+
+def _points(text: str) -> float:
+    try:
+        return float(text.rstrip("."))
+    except ValueError:  # a canary
+        return -100.0

@@ -1,0 +1,54 @@
+"""A run of two processes that is killed and resumed ends as if nothing had happened, to the bit."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.kill_matrix import UPDATES, Matrix, choose_moment, left_behind, read_counts
+
+PHASES = ("rollout", "scoring", "update", "save")
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    """The run, and in `whole` what it comes to when nobody kills it."""
+    made = Matrix(tmp_path_factory.mktemp("matrix"))
+    made.run(made.folder / "whole", [None])
+    return made
+
+
+@pytest.mark.parametrize(
+    "launch", ["run", pytest.param("run_under_torchrun", marks=pytest.mark.slow)]
+)
+def test_a_run_that_is_killed_three_times_ends_as_one_that_is_not(
+    matrix: Matrix, tmp_path: Path, launch: str
+):
+    counts = read_counts(matrix.folder / "whole")
+    chance = random.Random(6)
+    # Each in the middle of the second of the updates that are left.
+    second = (1.3 / UPDATES, 1.7 / UPDATES)
+    moments = [
+        choose_moment(counts, phase, chance, between=second)
+        for phase in ("save", "rollout", "update")
+    ]
+    output = tmp_path / "killed"
+    said = getattr(matrix, launch)(output, [*moments, None])
+    assert [line.split(": ")[-1] for line in said.splitlines() if "Resumed from" in line] == [
+        "1 updates are done.",
+        "2 updates are done.",
+        "3 updates are done.",
+    ]
+    assert left_behind(output) == left_behind(matrix.folder / "whole"), moments
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_it_does_whenever_it_is_killed(matrix: Matrix, tmp_path: Path, seed: int):
+    counts = read_counts(matrix.folder / "whole")
+    moment = choose_moment(counts, PHASES[seed % 4], random.Random(seed))
+    # One half writes its checkpoints while it goes on with the training.
+    flags = ["--async_save=true"] if seed >= 10 else []
+    output = tmp_path / "killed"
+    matrix.run(output, [moment, None], *flags)
+    assert left_behind(output) == left_behind(matrix.folder / "whole"), moment

@@ -1,0 +1,258 @@
+"""Our own forward passes against those of transformers."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers import (
+    AutoModel,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
+
+from ppo_core.algorithm.masking import pad_rows
+from ppo_core.models.adapters import add_adapter
+from ppo_core.models.backbones import DecoderTrunk
+from ppo_core.models.kernels import attention, matmul_backend
+from ppo_core.models.kernels.decoder_families import plain_layers
+from ppo_core.models.kernels.decoder_forward import states_at
+from ppo_core.models.kernels.matmul_backend import are_by_onednn
+from ppo_core.rollout.fast_decoder import PlainDecoding
+from tests.helpers.tiny import VOCABULARY, make_policy, make_prompts
+
+_LLAMA_LIKE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 3, "n_head": 4}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+PLAIN: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_LLAMA_LIKE),
+    "llama with shared keys": LlamaConfig(num_key_value_heads=2, head_dim=16, **_LLAMA_LIKE),
+    "llama with yarn": LlamaConfig(rope_parameters=_YARN, attention_bias=True, **_LLAMA_LIKE),
+    "qwen2": Qwen2Config(num_key_value_heads=3, **_LLAMA_LIKE),
+    "gpt_neox": GPTNeoXConfig(**_LLAMA_LIKE),
+    "gpt_neox in sequence": GPTNeoXConfig(use_parallel_residual=False, **_LLAMA_LIKE),
+    "gpt_neox all turned": GPTNeoXConfig(
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        attention_bias=False,
+        **_LLAMA_LIKE,
+    ),
+    "gpt2": GPT2Config(**_GPT2),
+    "gpt2 scaled by layer": GPT2Config(scale_attn_by_inverse_layer_idx=True, **_GPT2),
+}
+LENGTHS = [9, 14, 3]
+PLACES = {0: [4, 5, 6, 7], 1: [0, 2, 13], 2: [1]}
+ROW = torch.tensor([row for row, places in PLACES.items() for _ in places])
+PLACE = torch.tensor([place for places in PLACES.values() for place in places])
+
+
+def make_backbone(config: PreTrainedConfig) -> PreTrainedModel:
+    """In fp64, every weight moved away from its start."""
+    torch.manual_seed(0)
+    backbone = AutoModel.from_config(type(config)(**config.to_dict())).double().eval()
+    with torch.no_grad():
+        for parameter in backbone.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return backbone
+
+
+def with_gradients(model: nn.Module, states: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    weights = torch.arange(states.numel(), dtype=states.dtype).view_as(states)
+    (states * weights.cos()).sum().backward()
+    return states.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_states_and_gradients(model: PreTrainedModel, backbone: nn.Module) -> None:
+    ids, _ = pad_rows(make_prompts(LENGTHS))
+    parts = plain_layers(backbone)
+    assert parts is not None
+    actual, gradients = with_gradients(model, states_at(parts, ids, ROW, PLACE))
+    plain = [
+        backbone(row[None, :n]).last_hidden_state[0] for row, n in zip(ids, LENGTHS, strict=True)
+    ]
+    states = torch.stack([plain[row][place] for row, place in zip(ROW, PLACE, strict=True)])
+    expected, expected_gradients = with_gradients(model, states)
+    # transformers computes the angles in fp32.
+    assert_close(actual, expected, rtol=0, atol=1e-9)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize(
+    ("most_pairs", "block"),
+    [(attention.MOST_PAIRS, 64), (attention.MOST_PAIRS, 5), (0, 64)],
+    ids=["own", "in blocks", "of PyTorch"],
+)
+def test_states_and_gradients_are_those_of_transformers(family, most_pairs, block, monkeypatch):
+    monkeypatch.setattr(attention, "MOST_PAIRS", most_pairs)
+    monkeypatch.setattr(attention, "BLOCK", block)
+    backbone = make_backbone(PLAIN[family])
+    assert_same_states_and_gradients(backbone, backbone)
+
+
+def test_an_adapter_is_passed_through():
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = add_adapter(make_policy(), settings).double()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    assert_same_states_and_gradients(model, model.base_model.model.model)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_a_response_grows_by_the_states_of_the_whole_row(family):
+    backbone = make_backbone(PLAIN[family])
+    prompts, answers = make_prompts(LENGTHS), make_prompts([4, 4, 4], seed=1)
+    parts = plain_layers(backbone)
+    assert parts is not None
+    trunk = DecoderTrunk(backbone)
+    kept = torch.tensor([2, 0])
+    with torch.no_grad():
+        decoding = PlainDecoding(parts, prompts, 4, within=trunk.within, device=ROW.device)
+        for t in range(5):
+            rows = range(3) if t < 3 else kept.tolist()
+            whole = [torch.tensor([prompts[n] + answers[n][:t]]) for n in rows]
+            expected = [backbone(row).last_hidden_state[0, -1] for row in whole]
+            assert_close(decoding.states, torch.stack(expected), rtol=0, atol=1e-9)
+            if t == 2:
+                decoding.keep(kept)
+                rows = kept.tolist()
+            if t < 4:
+                decoding.step(torch.tensor([answers[n][t] for n in rows]))
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_prompts_that_follow_see_nothing_of_the_rows_before(family):
+    backbone = make_backbone(PLAIN[family])
+    first, later = make_prompts([3, 9]), make_prompts([2, 7], seed=2)
+    answers = make_prompts([6] * 3, seed=1)
+    parts = plain_layers(backbone)
+    assert parts is not None
+    within = DecoderTrunk(backbone).within
+    with torch.no_grad():
+        decoding = PlainDecoding(parts, first, 6, within=within, device=ROW.device)
+        for t in range(2):
+            decoding.step(torch.tensor([answers[0][t], answers[1][t]]))
+        for part in itertools.chain(*decoding._memory):
+            part[1] = torch.nan
+        # The longest is left out, so what the other has moves.
+        decoding.keep(torch.tensor([0]))
+        decoding.step(torch.tensor([answers[0][2]]))
+        decoding.add(later[:1])
+        rows = [first[0] + answers[0][:3], later[0]]
+        for t in range(2):
+            expected = [backbone(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
+            assert_close(decoding.states, torch.stack(expected), rtol=0, atol=1e-9)
+            tokens = [answers[0][3 + t], answers[1][t]]
+            decoding.step(torch.tensor(tokens))
+            rows = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
+        decoding.keep(torch.tensor([], dtype=torch.long))
+        decoding.add(later[1:])
+        expected = [backbone(torch.tensor([later[1]])).last_hidden_state[0, -1]]
+        assert_close(decoding.states, torch.stack(expected), rtol=0, atol=1e-9)
+
+
+def hook_a_layer(backbone: Any) -> None:
+    backbone.layers[1].register_forward_pre_hook(lambda *_: None)
+
+
+def replace_an_attention(backbone: Any) -> None:
+    backbone.layers[0].self_attn.forward = backbone.layers[0].self_attn.forward
+
+
+def train(backbone: Any) -> None:
+    backbone.train()
+
+
+@pytest.mark.parametrize("change", [hook_a_layer, replace_an_attention, train])
+def test_what_hangs_on_a_layer_is_not_passed_by(change: Callable[[Any], None]):
+    backbone = make_backbone(PLAIN["llama"])
+    assert plain_layers(backbone) is not None
+    change(backbone)
+    assert plain_layers(backbone) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(num_key_value_heads=2, **_LLAMA_LIKE),
+        Qwen2Config(
+            num_key_value_heads=3,
+            use_sliding_window=True,
+            sliding_window=4,
+            max_window_layers=1,
+            **_LLAMA_LIKE,
+        ),
+        GPT2Config(add_cross_attention=True, **_GPT2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_other_models_are_called_as_a_whole(config: PreTrainedConfig):
+    backbone = make_backbone(config)
+    assert plain_layers(backbone) is None
+    ids, _ = pad_rows(make_prompts(LENGTHS))
+    states = DecoderTrunk(backbone).states_at(ids, ROW, PLACE)
+    assert_close(states, backbone(ids).last_hidden_state[ROW, PLACE])
+
+
+def test_half_precision_differs_by_its_rounding_alone():
+    backbone = make_backbone(PLAIN["gpt_neox"]).float()
+    ids, _ = pad_rows(make_prompts(LENGTHS))
+    trunk = DecoderTrunk(backbone)
+    exact = trunk.states_at(ids, ROW, PLACE)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, gradients = with_gradients(backbone, trunk.states_at(ids, ROW, PLACE))
+        other = backbone(ids).last_hidden_state[ROW, PLACE]
+    assert_close(rounded.float(), exact, rtol=0, atol=0.1)
+    assert (rounded - exact).norm() < 1.2 * (other - exact).norm()
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def change_nothing(backbone: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("most_pairs", "change", "by_onednn"),
+    [(20 * 20, change_nothing, True), (19 * 19, change_nothing, False), (20 * 20, train, False)],
+    ids=["own attention", "long rows", "as a whole"],
+)
+@pytest.mark.usefixtures("onednn_tried_anew")
+def test_large_layers_are_multiplied_by_onednn_where_attention_is_not(
+    most_pairs, change, by_onednn, monkeypatch
+):
+    monkeypatch.setattr(attention, "MOST_PAIRS", most_pairs)
+    monkeypatch.setattr(matmul_backend, "LEAST_NUMBERS", 48 * 64)
+    monkeypatch.setattr(matmul_backend, "MOST_ERROR", 1.0)  # also on a processor that rounds
+    backbone = make_backbone(PLAIN["llama"])
+    change(backbone)
+    with DecoderTrunk(backbone).products(torch.zeros(2, 20)):
+        assert are_by_onednn() == by_onednn
+    assert not are_by_onednn()

@@ -1,0 +1,95 @@
+"""Policy and critic learning at the same time, where both are small."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.ppo import update
+from ppo_core.ppo.side_by_side import one_after_the_other, side_by_side
+from tests.helpers.tiny import make_policy
+from tests.ppo_core.ppo.test_update import (
+    make_config,
+    make_experience,
+    make_shared_trainee,
+    make_trainee,
+    weights_after,
+)
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_two_functions_meet_with_half_of_the_threads_each():
+    meeting = threading.Barrier(2, timeout=10)
+
+    def threads() -> int:
+        meeting.wait()
+        return torch.get_num_threads()
+
+    with side_by_side() as both:
+        assert both(threads, threads) == (1, 1)
+        assert both(lambda: "first", lambda: "second") == ("first", "second")
+    assert torch.get_num_threads() == 2
+    assert one_after_the_other(lambda: "first", lambda: "second") == ("first", "second")
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_error_of_either_is_raised_and_the_threads_come_back(which):
+    def fail() -> None:
+        raise ValueError("broken")
+
+    functions = [lambda: None, lambda: None]
+    functions[which] = fail
+    with pytest.raises(ValueError, match="broken"), side_by_side() as both:
+        both(*functions)
+    assert torch.get_num_threads() == 2
+
+
+def threads_of_an_update(trainee, **changes: object) -> set[int]:
+    """The threads in which policy and critic make their forward passes."""
+    seen = set()
+    for part in (trainee.module.policy, trainee.module.critic):
+        norm = part.trunk.backbone.norm
+        norm.register_forward_hook(lambda *_: seen.add(threading.get_ident()))
+    weights_after(make_config(**changes), make_experience(), trainee)
+    return seen
+
+
+def test_small_models_learn_at_the_same_time_and_large_ones_do_not(monkeypatch):
+    assert len(threads_of_an_update(make_trainee())) == 2
+    assert len(threads_of_an_update(make_trainee(), gradient_checkpointing=True)) == 1
+    assert len(threads_of_an_update(make_shared_trainee())) == 1
+    trainee = make_trainee()
+    embeddings = [part.trunk.backbone.embed_tokens for part in trainee.module.children()]
+    embeddings[1].weight = embeddings[0].weight
+    assert len(threads_of_an_update(trainee)) == 1
+    torch.set_num_threads(1)
+    assert len(threads_of_an_update(make_trainee())) == 1
+    torch.set_num_threads(2)
+    trainee = make_trainee()
+    most = max(weight.numel() for weight in trainee.module.parameters())
+    monkeypatch.setattr(update, "LEAST_NUMBERS", most + 1)
+    assert len(threads_of_an_update(trainee)) == 2
+    trainee = make_trainee()
+    trainee.reference = LanguageModel(make_policy())
+    trainee.reference.register_parameter("large", torch.nn.Parameter(torch.ones(most + 1)))
+    assert len(threads_of_an_update(trainee)) == 1
+    monkeypatch.setattr(update, "LEAST_NUMBERS", most)
+    assert len(threads_of_an_update(make_trainee())) == 1
+
+
+def test_both_ways_end_at_the_same_weights(monkeypatch):
+    config = make_config(num_ppo_epochs=2, num_mini_batches=2, per_device_train_batch_size=2)
+    at_once, _ = weights_after(config, make_experience())
+    monkeypatch.setattr(update, "LEAST_NUMBERS", 1)
+    in_turn, _ = weights_after(config, make_experience())
+    assert_close(at_once, in_turn, rtol=0, atol=1e-6)

@@ -1,0 +1,434 @@
+"""Sampling: the right distribution, the right ends, nothing from the neighbours."""
+
+from functools import partial
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch.testing import assert_close
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ppo_core.data.prompts import (
+    PromptStream,
+    check_prompt_lengths,
+    encode_prompt,
+    encode_response,
+    response_text,
+)
+from ppo_core.errors import DataError, ModelError, RunInterruptedError
+from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.kv_cache import ReservedCache
+from ppo_core.rollout.sampler import (
+    BLOCK,
+    NO_STOP_TOKEN,
+    SamplingSettings,
+    sample_tokens,
+    stop_token,
+)
+from ppo_core.rollout.transformers_decoder import takes_more
+from tests.helpers.tiny import CONFIGS, EOS, PAD, make_policy, make_prompts, make_tokenizer
+
+LENGTHS = [3, 9, 5, 12, 1, 7]
+
+
+def sample(
+    policy,
+    prompts,
+    *,
+    stop=EOS,
+    temperature=0.7,
+    length=15,
+    seed=0,
+    batch_size=4,
+    any_left=bool,
+    ended=lambda _: None,
+    pause=lambda: None,
+    **cut,
+):
+    uniforms = torch.rand(len(prompts), length, generator=torch.Generator().manual_seed(seed))
+    return sample_responses(
+        policy,
+        prompts,
+        uniforms,
+        SamplingSettings(stop_token_id=stop, temperature=temperature, **cut),
+        batch_size=batch_size,
+        any_left=any_left,
+        ended=ended,
+        pause=pause,
+    )
+
+
+def settings(temperature, **cut) -> SamplingSettings:
+    return SamplingSettings(stop_token_id=EOS, temperature=temperature, **cut)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_recorded_log_probabilities_are_those_of_a_training_pass(family):
+    policy = LanguageModel(make_policy(family))
+    rollout = sample(policy, make_prompts(LENGTHS))
+    with torch.no_grad():
+        expected, _ = policy(rollout.token_rows(torch.arange(len(rollout))), 0.7)
+    assert_close(rollout.logprobs[rollout.response_mask], expected, rtol=0, atol=1e-5)
+    assert (rollout.logprobs[~rollout.response_mask] == 0).all()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_tokens_are_those_of_generate(family):
+    model = make_policy(family)
+    prompts = make_prompts(LENGTHS)
+    rollout = sample(LanguageModel(model), prompts, temperature=0)
+    for b, prompt in enumerate(prompts):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=15,
+            do_sample=False,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+        )[0, len(prompt) :]
+        assert rollout.response_ids[b, : rollout.response_lengths[b]].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("tokens", [20, 2 * BLOCK, 300])
+def test_tokens_come_as_often_as_their_probability_says(tokens):
+    torch.manual_seed(0)
+    logits, n = torch.randn(tokens), 20_000
+    uniforms = torch.rand(n, generator=torch.Generator().manual_seed(1))
+    drawn, logprobs, behaviour = sample_tokens(logits.repeat(n, 1), uniforms, settings(0.7))
+    assert behaviour is logprobs
+    probabilities = torch.softmax(logits / 0.7, -1)
+    expected = (probabilities.double() / probabilities.double().sum() * n).numpy()
+    assert chisquare(torch.bincount(drawn, minlength=tokens).numpy(), expected).pvalue > 0.001
+    assert_close(logprobs, probabilities[drawn].log())
+
+
+def test_a_token_is_the_first_whose_running_sum_exceeds_the_number():
+    torch.manual_seed(0)
+    logits = torch.randn(50, 3 * BLOCK + 7)
+    uniforms = torch.cat([torch.rand(48), torch.tensor([0.0, 1 - 2**-24])])
+    drawn, _, _ = sample_tokens(logits.clone(), uniforms, settings(1.0))
+    exact = torch.softmax(logits.double(), -1).cumsum(-1)
+    expected = torch.searchsorted(exact, uniforms.double()[:, None], right=True)[:, 0]
+    assert drawn.tolist() == expected.tolist()
+
+
+def test_a_token_without_probability_is_never_drawn():
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
+    drawn, _, _ = sample_tokens(logits, torch.tensor([0.0, 0.5, 1 - 2**-24]), settings(1.0))
+    assert drawn.tolist() == [1, 3, 3]
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.7}])
+def test_restricted_sampling_draws_from_what_it_says_and_records_both_distributions(cut):
+    torch.manual_seed(0)
+    logits, n = torch.randn(20), 20_000
+    uniforms = torch.rand(n, generator=torch.Generator().manual_seed(1))
+    drawn, logprobs, behaviour = sample_tokens(logits.repeat(n, 1), uniforms, settings(0.7, **cut))
+    policy = torch.softmax(logits.double() / 0.7, -1)
+    order = policy.argsort(descending=True)
+    kept = order[: cut.get("top_k", 20)]
+    inside = policy[kept] / policy[kept].sum()
+    needed = int((inside.cumsum(0) < cut.get("top_p", 1.0)).sum()) + 1
+    kept = kept[:needed]
+    expected = torch.zeros(20, dtype=torch.float64)
+    expected[kept] = policy[kept] / policy[kept].sum()
+    counts = torch.bincount(drawn, minlength=20)
+    assert counts[expected == 0].sum() == 0
+    assert chisquare(counts[kept].numpy(), (expected[kept] * n).numpy()).pvalue > 0.001
+    assert_close(logprobs, policy[drawn].log().float())
+    assert_close(behaviour, expected[drawn].log().float())
+
+
+def test_a_restricted_rollout_keeps_the_log_probabilities_it_was_drawn_with():
+    policy, prompts = LanguageModel(make_policy()), make_prompts(LENGTHS)
+    plain, cut = sample(policy, prompts), sample(policy, prompts, top_k=3)
+    assert plain.behaviour_logprobs is None
+    mask = cut.response_mask
+    assert (cut.behaviour_logprobs[mask] > cut.logprobs[mask]).all()
+    with torch.no_grad():
+        expected, _ = policy(cut.token_rows(torch.arange(len(cut))), 0.7)
+    assert_close(cut.logprobs[mask], expected, rtol=0, atol=1e-5)
+
+
+def test_a_response_does_not_depend_on_neighbours_order_or_batch_size():
+    policy, prompts = LanguageModel(make_policy()), make_prompts(LENGTHS)
+    together = sample(policy, prompts)
+    uniforms = torch.rand(len(prompts), 15, generator=torch.Generator().manual_seed(0))
+    for b, prompt in enumerate(prompts):
+        alone = sample_responses(
+            policy,
+            [prompt],
+            uniforms[b : b + 1],
+            settings(0.7),
+            batch_size=1,
+        )
+        assert alone.response_ids[0].tolist() == together.response_ids[b].tolist()
+        assert_close(alone.logprobs[0], together.logprobs[b], rtol=0, atol=1e-5)
+
+
+def test_a_response_ends_with_its_first_stop_token_or_at_the_length():
+    rollout = sample(LanguageModel(make_policy()), make_prompts([4] * 40), stop=9, length=30)
+    assert 0 < rollout.has_stop.sum() < 40
+    for ids, length, stopped in zip(
+        rollout.response_ids.tolist(),
+        rollout.response_lengths.tolist(),
+        rollout.has_stop.tolist(),
+        strict=True,
+    ):
+        counted, rest = ids[:length], ids[length:]
+        assert 9 not in counted[:-1]
+        assert (counted[-1] == 9) == stopped
+        assert stopped or length == 30
+        assert not any(rest)
+
+
+def test_a_sampled_pad_token_counts_like_any_other():
+    rollout = sample(LanguageModel(make_policy()), make_prompts([4] * 60), length=30)
+    counted = rollout.response_ids[rollout.response_mask]
+    assert (counted == PAD).any()
+    goes_on = rollout.response_ids[:, :-1] == PAD
+    assert (goes_on & rollout.response_mask[:, 1:]).any()
+
+
+def test_an_end_token_in_the_prompt_ends_nothing():
+    prompts = [[EOS, 5, EOS, 6], [7, EOS]]
+    rollout = sample(LanguageModel(make_policy()), prompts, stop=EOS)
+    assert (rollout.response_lengths > 1).all()
+
+
+def test_the_whole_batch_may_stop_at_once():
+    prompts = make_prompts([3, 3])
+    policy = LanguageModel(make_policy())
+    first = sample(policy, prompts, temperature=0, length=1).response_ids[0, 0].item()
+    rollout = sample(policy, prompts[:1], temperature=0, stop=first)
+    assert rollout.response_lengths.tolist() == [1]
+    assert rollout.has_stop.tolist() == [True]
+
+
+def by_transformers(policy: PreTrainedModel) -> PreTrainedModel:
+    """The same policy, whose passes are left to transformers for a hook that hangs on them."""
+    policy.base_model.register_forward_pre_hook(lambda *_: None)
+    return policy
+
+
+def with_a_window() -> PreTrainedModel:
+    """A policy whose layers keep the keys and values of the last four places alone."""
+    torch.manual_seed(0)
+    like = CONFIGS["llama"].to_dict()
+    config = MistralConfig(**{name: like[name] for name in LIKE_LLAMA}, sliding_window=4)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+LIKE_LLAMA = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads max_position_embeddings"
+).split()
+POLICIES = {
+    **{family: partial(make_policy, family) for family in CONFIGS},
+    "by transformers": lambda: by_transformers(make_policy()),
+    "with a window": with_a_window,
+}
+
+
+@pytest.mark.parametrize("batch_size", [4, 9])
+@pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+def test_prompts_that_take_the_places_of_ended_responses_are_answered_the_same(make, batch_size):
+    policy, prompts = LanguageModel(make()), make_prompts([1, 9, 5, 12, 3, 7, 2] * 5)
+    drawn = partial(sample, policy, prompts, stop=9, length=30, batch_size=batch_size)
+    numbers: list[int] = []
+    following = drawn(any_left=None, ended=numbers.append)
+    in_batches = drawn(any_left=bool)
+    assert 0 < following.has_stop.sum() < len(prompts)
+    assert following.response_ids.tolist() == in_batches.response_ids.tolist()
+    assert following.response_lengths.tolist() == in_batches.response_lengths.tolist()
+    assert following.has_stop.tolist() == in_batches.has_stop.tolist()
+    assert_close(following.logprobs, in_batches.logprobs, rtol=0, atol=1e-5)
+    assert sum(numbers) == len(prompts)
+
+
+@pytest.mark.parametrize("make", [make_policy, lambda: by_transformers(make_policy())])
+def test_places_of_ended_responses_do_not_stay_empty(make):
+    policy, prompts = LanguageModel(make()), make_prompts([4] * 40)
+    passes: list[int] = []
+    embedding = policy.model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, inputs, out: passes.append(out.shape[1] == 1))
+    sample(policy, prompts, stop=15, length=30, any_left=bool)
+    in_batches = sum(passes)
+    passes.clear()
+    lengths = sample(policy, prompts, stop=15, length=30, any_left=None).response_lengths
+    # Four at a time; at the end some are alone, and places wait until there is one for a prompt.
+    assert sum(passes) < 0.8 * in_batches
+    assert sum(passes) >= (lengths.sum() - len(lengths)) / 4
+
+
+def of_64_columns() -> PreTrainedModel:
+    """GPT-Neo looks up in a table of 64 x 64 which columns a column sees."""
+    torch.manual_seed(0)
+    config = GPTNeoConfig(
+        vocab_size=CONFIGS["gpt2"].vocab_size,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global"], 2]],
+        max_position_embeddings=64,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "make",
+    [lambda: make_policy("gpt2"), lambda: by_transformers(make_policy("gpt2")), of_64_columns],
+    ids=["64 places", "64 places by transformers", "64 columns"],
+)
+def test_neither_places_nor_columns_leave_the_context(make, seed):
+    policy, prompts = LanguageModel(make()), make_prompts([20] * 6 + [2] * 20)
+    drawn = partial(sample, policy, prompts, stop=9, length=44, seed=seed)
+    following = drawn(any_left=None)
+    assert (following.response_lengths == 44).any()
+    assert following.has_stop.any()
+    assert following.response_ids.tolist() == drawn(any_left=bool).response_ids.tolist()
+
+
+def test_memory_is_reserved_once():
+    policy = LanguageModel(by_transformers(make_policy()))
+    reserved: set[int] = set()
+
+    def remember(module: object, inputs: object, output: BaseModelOutputWithPast) -> None:
+        if isinstance(cache := output.past_key_values, ReservedCache):
+            reserved.update(layer.keys.untyped_storage().data_ptr() for layer in cache.layers)
+
+    policy.trunk.backbone.register_forward_hook(remember)
+    sample(policy, make_prompts([12] * 4 + [5] * 12), stop=15, length=20, any_left=None)
+    assert len(reserved) == 2  # the keys of each layer
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, False),
+    ],
+)
+def test_prompts_follow_where_the_angles_of_a_row_are_its_own(changes, expected):
+    like = CONFIGS["llama"].to_dict()
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**like, **changes})).eval()
+    policy = LanguageModel(model)
+    assert takes_more(policy, policy.trunk) == expected
+
+
+def test_a_model_without_keys_and_values_by_rows_is_refused_by_name():
+    config = MambaConfig(
+        vocab_size=CONFIGS["llama"].vocab_size, hidden_size=32, state_size=4, num_hidden_layers=2
+    )
+    policy = LanguageModel(AutoModelForCausalLM.from_config(config).eval())
+    with pytest.raises(ModelError, match="MambaForCausalLM does not keep keys and values by rows"):
+        sample(policy, make_prompts(LENGTHS))
+
+
+@pytest.mark.parametrize("stop", [EOS, 9, 15])
+@pytest.mark.parametrize("any_left", [None, bool], ids=["following", "in batches"])
+def test_there_are_as_many_pauses_as_batches_whenever_responses_end(stop, any_left):
+    """Processes wait for each other in a pause, and the responses of each end at their own time."""
+    asked: list[int] = []
+    policy, prompts = LanguageModel(make_policy()), make_prompts([4] * 22)
+    sample(policy, prompts, stop=stop, any_left=any_left, pause=lambda: asked.append(1))
+    assert len(asked) == 6
+
+
+def test_a_pause_may_end_it_all_before_more_prompts_are_read():
+    asked: list[int] = []
+
+    def pause() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise RunInterruptedError("Stop.")
+
+    with pytest.raises(RunInterruptedError):
+        sample(LanguageModel(make_policy()), make_prompts([4] * 22), any_left=None, pause=pause)
+
+
+@pytest.mark.parametrize("passes", [1, 12, 20], ids=["sooner", "later", "at the length"])
+def test_passes_go_on_until_no_process_has_a_response_left_and_change_nothing(passes):
+    policy, prompts = LanguageModel(make_policy()), make_prompts([4, 2])
+    made, told = [], []
+    policy.trunk.backbone.register_forward_hook(lambda *call: made.append(1))
+    alone = sample(policy, prompts, stop=9, length=20, seed=17)
+    assert alone.response_lengths.tolist() == [4, 9]
+    made.clear()
+
+    def any_left(here: bool) -> bool:
+        """The longest response of the other processes takes so many passes."""
+        told.append(here)
+        return here or len(told) < passes
+
+    together = sample(policy, prompts, stop=9, length=20, seed=17, any_left=any_left)
+    assert len(made) == max(9, passes)
+    assert len(told) == len(made)
+    assert told == [True] * 8 + [False] * (len(told) - 8)
+    for name in ("response_ids", "response_lengths", "has_stop", "logprobs"):
+        assert torch.equal(getattr(together, name), getattr(alone, name)), name
+
+
+def test_the_stop_token_is_the_one_that_is_set_else_the_end_of_sequence():
+    tokenizer = make_tokenizer()
+    assert stop_token(tokenizer, "eos", None) == EOS
+    assert stop_token(tokenizer, "eos", 7) == 7
+    assert stop_token(tokenizer, None, None) == NO_STOP_TOKEN
+    tokenizer.eos_token = None
+    with pytest.raises(ModelError, match="Set stop_token_id"):
+        stop_token(tokenizer, "eos", None)
+
+
+def test_prompts_keep_their_start_token_and_lose_an_end_token():
+    tokenizer = make_tokenizer()
+    assert encode_prompt(tokenizer, "w0 w1") == [3, 4]
+    assert encode_response(tokenizer, "w0", end=True) == [3, EOS]
+    assert encode_response(tokenizer, "w0", end=False) == [3]
+    tokenizer.backend_tokenizer.post_processor = ends_everything()
+    assert tokenizer("w0")["input_ids"] == [3, EOS]
+    assert encode_prompt(tokenizer, "w0 w1") == [3, 4]
+    assert encode_prompt(tokenizer, "w0 <eos>") == [3, EOS, EOS]
+
+
+def ends_everything():
+    from tokenizers.processors import TemplateProcessing
+
+    return TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", EOS)])
+
+
+def test_text_is_what_the_response_adds_to_its_prompt():
+    tokenizer = make_tokenizer()
+    assert response_text(tokenizer, [3, 4], [5, EOS]) == " w2"
+    assert response_text(tokenizer, [3, 4], [EOS]) == ""
+
+
+def test_every_pass_shows_every_prompt_once_in_a_new_order():
+    stream = PromptStream(7, seed=5)
+    rows = [row for _ in range(7) for row in stream.next_batch(4)]
+    passes = [rows[i : i + 7] for i in range(0, 28, 7)]
+    assert all(sorted(one) == list(range(7)) for one in passes)
+    assert passes[0] != passes[1]
+    assert PromptStream(7, seed=5).next_batch(28) == rows
+    assert PromptStream(7, seed=6).next_batch(28) != rows
+
+
+def test_prompts_that_leave_no_room_are_refused_with_their_row():
+    prompts = make_prompts([3, 11, 4])
+    check_prompt_lengths(prompts, context=16, response_length=5)
+    check_prompt_lengths(prompts, context=None, response_length=5)
+    with pytest.raises(DataError, match=r"1 of 3 prompts are longer than 10 .*row 1, has 11"):
+        check_prompt_lengths(prompts, context=16, response_length=6)
+    with pytest.raises(DataError, match="row 1"):
+        check_prompt_lengths([[3], []], context=16, response_length=6)
+    with pytest.raises(DataError, match="no prompts"):
+        check_prompt_lengths([], context=16, response_length=6)

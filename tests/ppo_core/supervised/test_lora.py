@@ -1,0 +1,148 @@
+"""LoRA in supervised training: what it moves, what it leaves, what is saved and refused."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PromptTuningConfig
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from ppo_core.errors import ConfigError, ModelError
+from ppo_core.models.loading import load_policy
+from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.lora import adapted, require_plain
+from ppo_core.supervised.training import make_classifier, train_reward_model, train_sft
+from tests.helpers.chat import make_chat_tokenizer
+from tests.helpers.tiny import make_policy
+
+EXAMPLES = [{"prompt": "w0 w1", "completion": "w2"}, {"prompt": "w3", "completion": "w4 w5"}]
+PAIRS = [{"prompt": "w0", "chosen": "w1", "rejected": "w2"}]
+CONFIG = SupervisedConfig(learning_rate=1e-2, num_epochs=3, batch_size=2, max_length=64)
+IDS = torch.tensor([[3, 4, 5, 6, 1]])
+
+
+def lora(**changes) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **changes})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    make_policy().save_pretrained(folder)
+    make_chat_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sft(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft")
+    train_sft(base, EXAMPLES, CONFIG, folder, peft_config=lora())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reward(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reward")
+    train_reward_model(base, PAIRS, CONFIG, folder, peft_config=lora())
+    return folder
+
+
+def moved(before: torch.nn.Module, after: torch.nn.Module) -> set[str]:
+    """Names of the weights that differ."""
+    now = after.state_dict()
+    assert before.state_dict().keys() == now.keys()
+    return {name for name, weight in before.state_dict().items() if not weight.equal(now[name])}
+
+
+ADAPTED = {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)}
+
+
+def test_sft_moves_the_adapted_weights_alone(base, sft):
+    assert moved(load_policy(base), load_policy(sft)) == ADAPTED
+
+
+def test_the_saved_policy_is_the_base_with_its_adapter(base, sft):
+    apart = PeftModel.from_pretrained(load_policy(base), sft / "adapter").eval()
+    merged = AutoModelForCausalLM.from_pretrained(sft).eval()
+    assert_close(merged(IDS).logits, apart(IDS).logits, rtol=0, atol=1e-5)
+    assert (merged(IDS).logits - load_policy(base)(IDS).logits).abs().max() > 1e-3
+
+
+def test_the_reward_model_moves_the_adapted_weights_and_its_head(base, reward):
+    torch.manual_seed(CONFIG.seed)
+    before = make_classifier(load_policy(base), pad_token_id=0)
+    after = AutoModelForSequenceClassification.from_pretrained(reward)
+    assert moved(before, after) == ADAPTED | {"score.weight"}
+    assert after.config.num_labels == 1
+
+
+def test_the_head_is_trained_and_does_not_stay_as_it_was_drawn(base, tmp_path):
+    still = SupervisedConfig(learning_rate=1e-12, batch_size=2, max_length=64)
+    heads = []
+    for name, config in {"still": still, "trained": CONFIG}.items():
+        train_reward_model(base, PAIRS, config, tmp_path / name, peft_config=lora())
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
+        heads.append(model.score.weight)
+    assert (heads[0] - heads[1]).abs().max() > 1e-3
+
+
+def test_the_saved_reward_model_is_the_base_with_its_adapter_and_head(base, reward):
+    plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
+    apart = PeftModel.from_pretrained(plain, reward / "adapter").eval()
+    merged = AutoModelForSequenceClassification.from_pretrained(reward).eval()
+    assert_close(merged(IDS).logits, apart(IDS).logits, rtol=0, atol=1e-5)
+
+
+def test_checkpointing_and_bf16_train_adapters_too(base, tmp_path):
+    config = SupervisedConfig(
+        learning_rate=1e-2, num_epochs=2, max_length=64, gradient_checkpointing=True, bf16=True
+    )
+    train_sft(base, EXAMPLES, config, tmp_path / "sft", peft_config=lora())
+    assert moved(load_policy(base), load_policy(tmp_path / "sft")) == ADAPTED
+
+
+def test_the_peft_config_is_left_as_it_was():
+    config = lora()
+    adapted(make_policy(), config, "CAUSAL_LM")
+    assert config.task_type is None
+    assert config.base_model_name_or_path is None
+
+
+# --- What is refused -------------------------------------------------------------
+
+
+def test_a_peft_model_together_with_a_peft_config_is_refused():
+    once = adapted(make_policy(), lora(), "CAUSAL_LM")
+    with pytest.raises(ModelError, match="adapter already"):
+        adapted(once, lora(), "CAUSAL_LM")
+
+
+def test_a_model_that_is_loaded_with_an_adapter_is_refused_by_its_path(sft):
+    model = make_policy()
+    model.load_adapter(str(sft / "adapter"))
+    with pytest.raises(ModelError, match=r"'FOLDER' is a PEFT model.* Merge it first"):
+        require_plain(model, "FOLDER")
+
+
+@pytest.mark.parametrize("peft_config", [None, lora()])
+def test_a_folder_of_an_adapter_is_refused_with_and_without_a_peft_config(sft, peft_config):
+    for train, rows in ((train_sft, EXAMPLES), (train_reward_model, PAIRS)):
+        with pytest.raises(ModelError, match=r"adapter' is a PEFT model.* Merge it first"):
+            train(sft / "adapter", rows, CONFIG, sft / "again", peft_config=peft_config)
+
+
+def test_adapters_for_another_task_are_refused(base, tmp_path):
+    with pytest.raises(ConfigError, match=r"CAUSAL_LM.* must be 'SEQ_CLS'"):
+        train_reward_model(
+            base, PAIRS, CONFIG, tmp_path / "rm", peft_config=lora(task_type="CAUSAL_LM")
+        )
+
+
+@pytest.mark.parametrize(
+    "config", [PromptTuningConfig(num_virtual_tokens=2), lora(target_modules=["no_such_layer"])]
+)
+def test_adapters_that_cannot_be_put_on_or_merged_are_refused_before_training(
+    base, tmp_path, config
+):
+    with pytest.raises(ModelError):
+        train_sft(base, EXAMPLES, CONFIG, tmp_path / "sft", peft_config=config)
+    assert not (tmp_path / "sft").exists()

@@ -1,0 +1,312 @@
+"""SFT and reward-model training: what counts in the losses, what is refused, and determinism."""
+
+import math
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.testing import assert_close
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+)
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from pipeline.demo.task import write_base_model
+from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
+from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.data import collate_pairs, encode_pair
+from ppo_core.supervised.training import (
+    PairRanker,
+    centring_loss,
+    preference_loss,
+    train_reward_model,
+    train_sft,
+)
+from tests.helpers.tiny import make_classifier
+
+EXAMPLES = [
+    {"prompt": "i lost the ring . tl;dr :", "completion": "lost ring"},
+    {"prompt": "it cost ten dollars . i felt sad . tl;dr :", "completion": "cost ten felt sad"},
+]
+PAIRS = [
+    {"prompt": "i lost the ring . tl;dr :", "chosen": "lost ring", "rejected": "lost tent"},
+    {"prompt": "i felt sad . tl;dr :", "chosen": "felt sad", "rejected": ""},
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    write_base_model(folder, seed=1)
+    return folder
+
+
+def settings(**changes) -> SupervisedConfig:
+    return SupervisedConfig(**{"learning_rate": 1e-3, "batch_size": 2, "max_length": 64, **changes})
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+# --- The losses ------------------------------------------------------------------
+
+
+def test_preference_loss_matches_the_numbers_done_by_hand():
+    # differences 0 and ln 3: -log(1/2) = ln 2, -log(3/4) = ln(4/3); their mean is ln(8/3) / 2
+    loss = preference_loss(torch.tensor([1.0, 2.0 + math.log(3)]), torch.tensor([1.0, 2.0]))
+    assert_close(loss, torch.tensor(math.log(8 / 3) / 2))
+
+
+def test_a_margin_is_taken_off_the_difference_before_the_sigmoid():
+    # differences ln 3 and 0, margins ln 3 and -ln 3: -log(1/2) = ln 2, -log(3/4) = ln(4/3)
+    ln3 = math.log(3)
+    loss = preference_loss(
+        torch.tensor([ln3, 1.0]), torch.tensor([0.0, 1.0]), torch.tensor([ln3, -ln3])
+    )
+    assert_close(loss, torch.tensor(math.log(8 / 3) / 2))
+
+
+def test_centring_loss_matches_the_numbers_done_by_hand():
+    # (1 + 2)^2 = 9 and (0 - 1)^2 = 1; their mean is 5
+    loss = centring_loss(torch.tensor([1.0, 0.0]), torch.tensor([2.0, -1.0]))
+    assert loss.item() == 5
+
+
+def test_the_loss_of_a_batch_of_pairs_has_its_margins_and_its_centring():
+    ranker = PairRanker(make_classifier(), centre_rewards_coefficient=0.1).double().eval()
+    rows = [
+        {"chosen": [3, 4, 1], "rejected": [3, 5], "margin": 0.5},
+        {"chosen": [6, 1], "rejected": [6, 7, 8, 1], "margin": 0.0},
+    ]
+    scores = [
+        [ranker.classifier(torch.tensor([row[side]])).logits.item() for row in rows]
+        for side in ("chosen", "rejected")
+    ]
+    pairs = list(zip(*scores, (0.5, 0.0), strict=True))
+    expected = sum(
+        -math.log(1 / (1 + math.exp(rejected + margin - chosen))) + 0.1 * (chosen + rejected) ** 2
+        for chosen, rejected, margin in pairs
+    )
+    loss = ranker(**collate_pairs(rows))["loss"]
+    assert loss.item() == pytest.approx(expected / 2, abs=1e-6)
+
+
+def test_scores_do_not_depend_on_padding_neighbours_or_pad_tokens_in_the_text(base):
+    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    ranker = PairRanker(classifier).eval().double()
+    # The first row ends with the token that also fills up the second.
+    ids = torch.tensor([[4, 9, 0, 0], [7, 8, 0, 0]])
+    both = ranker.score(ids, torch.tensor([4, 2]))
+    first = ranker.score(ids[:1], torch.tensor([4]))
+    second = ranker.score(ids[1:, :2], torch.tensor([2]))
+    assert_close(both, torch.cat([first, second]), rtol=0, atol=1e-6)
+
+
+def test_the_head_starts_at_the_published_scale(base):
+    torch.manual_seed(0)
+    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    head = PairRanker(classifier).classifier.score.weight
+    # 128 draws of standard deviation 1/sqrt(129) = 0.0880; four standard errors are 0.022.
+    assert head.std().item() == pytest.approx(0.088, abs=0.022)
+
+
+# --- The trainings ---------------------------------------------------------------
+
+
+def test_sft_learns_its_examples(base, tmp_path):
+    metrics = train_sft(base, EXAMPLES, settings(num_epochs=30), tmp_path / "sft")
+    assert metrics["steps"] == 30
+    assert metrics["rows"] == 2
+    assert metrics["loss"] < 0.1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "sft")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "sft")
+    prompt = tokenizer(EXAMPLES[0]["prompt"], return_tensors="pt")["input_ids"]
+    answer = model.generate(prompt, max_new_tokens=5, do_sample=False)[0, prompt.shape[1] :]
+    assert tokenizer.decode(answer) == "lost ring <eos>"
+
+
+def test_reward_model_learns_its_pairs_and_loads_as_a_classifier_with_one_label(base, tmp_path):
+    metrics = train_reward_model(base, PAIRS, settings(num_epochs=30), tmp_path / "rm")
+    assert metrics["loss"] < 0.1
+    assert (tmp_path / "rm" / "model.safetensors").exists()
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
+    assert saved.config.num_labels == 1
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rm")
+    ids = [encode_pair(tokenizer, pair, 0, settings()) for pair in PAIRS]
+    chosen, rejected = (
+        [saved(torch.tensor([pair[name]])).logits.item() for pair in ids]
+        for name in ("chosen", "rejected")
+    )
+    assert chosen[0] > rejected[0]
+    assert chosen[1] > rejected[1]
+
+
+def test_the_same_seed_gives_the_same_weights_bit_for_bit_and_another_does_not(base, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        config = settings(batch_size=1, seed=seed)
+        # More than 50 batches: fewer are all sorted by length, whatever the seed.
+        train_sft(base, EXAMPLES * 30, config, tmp_path / name)
+        train_reward_model(tmp_path / name, PAIRS * 30, config, tmp_path / f"rm-{name}")
+    for kind in ("", "rm-"):
+        a, b, c = (
+            (tmp_path / f"{kind}{name}" / "model.safetensors").read_bytes() for name in "abc"
+        )
+        assert a == b
+        assert a != c
+
+
+def test_the_model_that_training_starts_from_is_left_as_it_was(base, tmp_path):
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    train_sft(base, EXAMPLES, settings(), tmp_path / "sft")
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+
+
+def test_two_batches_of_one_row_are_one_step_of_a_batch_of_two(base, tmp_path):
+    rows = [EXAMPLES[0], {"prompt": "sad", "completion": "lost ring " * 20}]
+    for name, changes in {
+        "whole": {"batch_size": 2},
+        "parts": {"batch_size": 1, "gradient_accumulation_steps": 2},
+    }.items():
+        config = settings(num_epochs=3, **changes)
+        metrics = train_sft(base, rows, config, tmp_path / name)
+        assert metrics["steps"] == 3
+    # Adam divides by the size of the gradient, which makes much of rounding where it is near 0.
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert_close(whole, parts, rtol=0, atol=1e-4)
+
+
+def test_bf16_changes_the_arithmetic_and_not_the_kind_of_the_weights(base, tmp_path):
+    for bf16 in (False, True):
+        config = settings(bf16=bf16, warmup_ratio=0.0)
+        train_sft(base, EXAMPLES, config, tmp_path / f"sft-{bf16}")
+        train_reward_model(base, PAIRS, config, tmp_path / f"rm-{bf16}")
+    for kind in ("sft", "rm"):
+        full, half = (
+            load_file(tmp_path / f"{kind}-{bf16}" / "model.safetensors") for bf16 in (False, True)
+        )
+        assert {tensor.dtype for tensor in half.values()} == {torch.float32}
+        assert any(not torch.equal(full[name], half[name]) for name in full)
+
+
+def test_gradient_checkpointing_computes_layers_again_and_changes_no_weight(base, tmp_path):
+    for train, rows in ((train_sft, EXAMPLES), (train_reward_model, PAIRS)):
+        calls = {}
+        for on in (False, True):
+            folder = tmp_path / f"{train.__name__}-{on}"
+            config = settings(gradient_checkpointing=on, warmup_ratio=0.0)
+            with counting_calls(LlamaMLP) as count:
+                train(base, rows, config, folder)
+            calls[on] = count[0]
+        # one optimizer step through 3 layers
+        assert calls == {False: 3, True: 6}
+        plain, again = (
+            load_file(tmp_path / f"{train.__name__}-{on}" / "model.safetensors")
+            for on in (False, True)
+        )
+        assert_close(plain, again, rtol=0, atol=1e-7)
+
+
+@contextmanager
+def counting_calls(kind):
+    count = [0]
+
+    def count_one(module, *_):
+        count[0] += isinstance(module, kind)
+
+    hook = register_module_forward_pre_hook(count_one)
+    yield count
+    hook.remove()
+
+
+# --- What is refused -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        ([], "no rows"),
+        ([{"prompt": "sad", "text": "sad"}], "no column 'completion'; it has: prompt, text"),
+        ([{"prompt": None, "completion": "sad"}], "Row 0: 'prompt' is NoneType, not text"),
+        (
+            [EXAMPLES[0], {"prompt": "sad " * 62, "completion": "sad"}],
+            "1 of 2 rows .* row 1 with 65",
+        ),
+    ],
+)
+def test_unusable_examples_are_refused_before_training(base, tmp_path, examples, message):
+    with pytest.raises(DataError, match=message):
+        train_sft(base, examples, settings(), tmp_path / "sft")
+    assert not (tmp_path / "sft").exists()
+
+
+def test_rows_beyond_the_models_context_are_refused_whatever_the_settings_say(base, tmp_path):
+    rows = [{"chosen": "sad " * 200, "rejected": "sad"}]
+    with pytest.raises(DataError, match="longer than 128 tokens"):
+        train_reward_model(base, rows, settings(max_length=1000), tmp_path / "rm")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(base, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.model.norm.weight.data.fill_(math.nan)
+    model.save_pretrained(tmp_path / "broken")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "broken")
+    with pytest.raises(TrainingError, match="loss is nan at step 1"):
+        train_sft(tmp_path / "broken", EXAMPLES, settings(), tmp_path / "sft")
+    assert not (tmp_path / "sft" / "model.safetensors").exists()
+
+
+def test_a_classifier_that_does_not_read_the_last_token_is_refused():
+    tiny = BertConfig(
+        vocab_size=8,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        num_labels=1,
+    )
+    with pytest.raises(ModelError, match="no last-token classifier"):
+        PairRanker(BertForSequenceClassification(tiny))
+
+
+@pytest.mark.parametrize(
+    ("train", "rows", "changes"),
+    [
+        (train_sft, EXAMPLES, {"centre_rewards_coefficient": 0.01}),
+        (train_reward_model, PAIRS, {"completion_only_loss": False}),
+    ],
+)
+def test_a_setting_of_the_other_training_is_refused_by_name(base, tmp_path, train, rows, changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        train(base, rows, settings(**changes), tmp_path / "out")
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused_before_training(base, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"output_dir=.* cannot be made"):
+        train_sft(base, EXAMPLES, settings(), tmp_path / "file" / "sft")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", 0.0),
+        ("num_epochs", 0),
+        ("batch_size", 0),
+        ("max_length", 0),
+        ("warmup_ratio", 1.0),
+        ("weight_decay", -0.1),
+        ("gradient_accumulation_steps", 0),
+        ("centre_rewards_coefficient", -0.1),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"{name}={value}"):
+        SupervisedConfig(**{name: value})

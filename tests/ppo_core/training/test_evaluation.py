@@ -1,0 +1,65 @@
+"""Answers of a policy: the training's own sampler, and the distance from a reference."""
+
+import pytest
+import torch
+
+from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.training.evaluation import answer_prompts
+from tests.helpers.tiny import make_policy, make_tokenizer
+
+PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w10"]
+SAMPLING = {"response_length": 12, "temperature": 0.7, "seed": 3, "stop_token_id": 9}
+
+
+def answer(model, **changes):
+    return answer_prompts(model, make_tokenizer(), PROMPTS, **{**SAMPLING, **changes})
+
+
+def test_the_same_seed_gives_the_same_texts_in_batches_of_any_size():
+    texts = answer(make_policy()).texts
+    assert texts == answer(make_policy(), batch_size=1).texts
+    assert texts != answer(make_policy(), seed=4).texts
+    assert len(set(texts)) == len(PROMPTS)
+
+
+def test_no_prompts_have_no_answers():
+    answers = answer_prompts(make_policy(), make_tokenizer(), [], **SAMPLING)
+    assert (answers.texts, answers.kl) == ([], None)
+
+
+def test_greedy_texts_depend_on_no_seed():
+    greedy = answer(make_policy(), temperature=0)
+    assert greedy.texts == answer(make_policy(), temperature=0, seed=9).texts
+    assert greedy.kl is None
+
+
+def test_the_distance_from_itself_is_nothing_and_from_another_it_is_the_exact_divergence():
+    policy, other = make_policy(), make_policy(seed=5)
+    assert answer(policy, reference=policy).kl == pytest.approx(0, abs=1e-5)
+    # At one token an answer the estimate's expectation is the divergence of two distributions.
+    many = answer_prompts(
+        policy,
+        make_tokenizer(),
+        ["w1 w2"] * 4000,
+        **{**SAMPLING, "response_length": 1},
+        batch_size=4000,
+        reference=other,
+    )
+    ids = torch.tensor([[4, 5]])
+    p, q = (
+        torch.log_softmax(LanguageModel(model).model(ids).logits[0, -1] / 0.7, -1).detach()
+        for model in (policy, other)
+    )
+    exact = (p.exp() * (p - q)).sum().item()
+    deviation = (p.exp() * (p - q) ** 2).sum().sqrt().item()
+    assert many.kl == pytest.approx(exact, abs=4 * deviation / 4000**0.5)
+
+
+def test_restricted_sampling_takes_likely_tokens_only_and_measures_no_divergence():
+    policy = make_policy()
+    greedy = answer(policy, temperature=0).texts
+    likeliest = answer(policy, top_k=1, reference=make_policy(seed=5))
+    assert likeliest.texts == greedy
+    assert likeliest.kl is None
+    assert answer(policy, top_p=1e-6).texts == greedy
+    assert answer(policy).texts != greedy

@@ -1,0 +1,114 @@
+"""What a run leaves behind: checkpoints it goes on from to the bit, and a policy that loads."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from ppo_core.errors import TrainingError
+from ppo_core.models.loading import load_policy
+from tests.helpers.tiny import make_policy
+from tests.ppo_core.training.test_trainer import CLOCKS, CONFIG, make_trainer, weights
+
+LONG = dataclasses.replace(
+    CONFIG,
+    total_episodes=64,
+    save_strategy="steps",
+    save_steps=2,
+    use_score_scaling=True,
+    kl_target=1.0,
+    ema_decay=0.5,
+    reference_refresh_updates=2,
+    critic_learning_rate=2e-3,
+)
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, updates):
+        self.updates = updates
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step >= self.updates
+
+
+def without_clocks(history):
+    return [{k: v for k, v in metrics.items() if k not in CLOCKS} for metrics in history]
+
+
+def everything(trainer):
+    moments = trainer._trainee.optimizer.state_dict()["state"]
+    return [
+        *weights(trainer).values(),
+        *trainer.critic.parameters(),
+        *trainer.reference.parameters(),
+        *trainer._average.tensors().values(),
+        *(moments[number][name] for number in sorted(moments) for name in sorted(moments[number])),
+    ]
+
+
+def test_a_run_that_was_interrupted_goes_on_to_the_bit(tmp_path):
+    whole = make_trainer(dataclasses.replace(LONG, output_dir=str(tmp_path / "whole")))
+    expected = whole.train()
+
+    config = dataclasses.replace(LONG, output_dir=str(tmp_path / "parts"))
+    make_trainer(config, callbacks=[StopAfter(2)]).train()
+    torch.manual_seed(99)
+    second = make_trainer(config)
+    rest = second.train(resume_from_checkpoint=True)
+
+    assert without_clocks(rest) == without_clocks(expected[2:])
+    for a, b in zip(everything(second), everything(whole), strict=True):
+        assert torch.equal(a, b)
+    assert [entry["step"] for entry in second.state.log_history] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_of_other_settings_is_refused_by_the_name_of_the_difference(tmp_path):
+    config = dataclasses.replace(LONG, output_dir=str(tmp_path))
+    make_trainer(config, callbacks=[StopAfter(2)]).train()
+    other = dataclasses.replace(config, cliprange=0.3)
+    with pytest.raises(TrainingError, match=r"written with cliprange=0\.2, and now it is 0\.3"):
+        make_trainer(other).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+
+
+def test_the_number_of_checkpoints_is_limited_and_a_checkpoint_is_a_plain_model(tmp_path):
+    config = dataclasses.replace(LONG, output_dir=str(tmp_path), save_steps=1, save_total_limit=2)
+    trainer = make_trainer(config)
+    trainer.train()
+    folders = sorted(folder.name for folder in tmp_path.glob("checkpoint-*"))
+    assert folders == ["checkpoint-3", "checkpoint-4"]
+    loaded = load_policy(tmp_path / "checkpoint-4").state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in weights(trainer).items())
+
+
+def test_with_a_running_mean_it_is_the_mean_that_is_saved(tmp_path):
+    trainer = make_trainer(dataclasses.replace(LONG, output_dir=str(tmp_path)))
+    trainer.train()
+    before = weights(trainer)
+    trainer.save_model(tmp_path / "policy")
+    saved = load_policy(tmp_path / "policy").state_dict()
+    mean = trainer._average.tensors()
+    name = "model.embed_tokens.weight"
+    assert torch.equal(saved[name], mean[f"model.{name}"])
+    assert not torch.equal(saved[name], before[name])
+    assert all(torch.equal(weight, before[n]) for n, weight in weights(trainer).items())
+
+
+def test_the_model_card_names_settings_and_last_metrics(tmp_path):
+    trainer = make_trainer(dataclasses.replace(CONFIG, output_dir=str(tmp_path)))
+    last = trainer.train()[-1]
+    trainer.create_model_card("tiny", "posts", ["short"])
+    card = (tmp_path / "README.md").read_text().replace("\\", "")
+    assert "kl_coef" in card
+    assert "objective/scores" in card
+    assert "- short" in card
+    assert f"{last['objective/scores']:.4g}"[:5] in card
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path):
+    config = dataclasses.replace(LONG, output_dir=str(tmp_path))
+    make_trainer(config).train()
+    assert json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["step"] == 4
+    again = make_trainer(config, model=make_policy(seed=3))
+    assert again.train(resume_from_checkpoint=True) == []

@@ -1,0 +1,50 @@
+"""Which precision a training takes by itself."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.training import precision
+from ppo_core.training.precision import trains_in_bf16
+from tests.helpers.tiny import make_policy
+
+
+def policy_of_width(width: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=width,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+@pytest.mark.parametrize("width", [192, 128])
+def test_bfloat16_is_taken_where_the_machine_has_it_and_the_policy_is_wide(
+    width, has_units, monkeypatch
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_units})
+    policy = policy_of_width(width)
+    assert trains_in_bf16(None, policy, use_cpu=True) == (has_units and width == 192)
+    for asked in (True, False):
+        assert trains_in_bf16(asked, policy, use_cpu=True) == asked
+
+
+def test_weights_of_another_precision_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(precision, "SMALLEST_WIDTH", 8)
+    assert trains_in_bf16(None, make_policy(), use_cpu=True)
+    assert not trains_in_bf16(None, make_policy().double(), use_cpu=True)
+
+
+def test_the_products_of_a_bfloat16_policy_are_of_log_probabilities_in_fp32():
+    policy = LanguageModel(make_policy())
+    states = torch.randn(5, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.equal(policy.head(states).float(), policy.logits(states))
+        inside = policy.logits(states)
+    assert torch.equal(inside, policy.logits(states))
