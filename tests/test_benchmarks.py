@@ -44,11 +44,11 @@ def make_run(side: str, *seconds: float) -> Run:
 
 
 def test_the_arithmetic_of_an_episode_is_that_done_by_hand():
-    # One epoch. Trunk of 10 weights, 5 tokens: 4 forward passes (policy, reference, critic,
+    # One epoch. Backbone of 10 weights, 5 tokens: 4 forward passes (policy, reference, critic,
     # reward) and 2 training passes (policy, critic) that count 3 each: 10 x 10 x 5 = 500.
     # Head of 6 weights, 2 tokens: 2 forward passes and 1 training pass: 5 x 6 x 2 = 60.
     # 2 operations a weight and token.
-    actual = episode_flops(trunk=10, head=6, prompt_tokens=3, response_tokens=2, epochs=1)
+    actual = episode_flops(backbone=10, head=6, prompt_tokens=3, response_tokens=2, epochs=1)
     assert actual == 2 * (500 + 60)
 
 

@@ -1,9 +1,7 @@
 """Everything about a run that can be refused before anything is trained."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pipeline.evaluation.canaries import require_references
 from pipeline.inputs import data_sets
@@ -41,32 +39,6 @@ def check_inputs(settings: Settings) -> None:
         _report(data_sets.sft_rows(settings), "sft", output)
     # Last, since asking a server may cost something.
     check_judge(settings.judge, settings.reward_model, settings.judging)
-
-
-def check_champion(settings: Settings, champion: Mapping[str, Any]) -> None:
-    """Refuse a champion that could not answer, while nothing is lost by that.
-
-    Args:
-        settings: of the run.
-        champion: its `version`, `model` and `tokenizer`.
-
-    Raises:
-        DataError: it cannot read a prompt, or leaves no room for the answer.
-        ModelError: its configuration or its tokenizer cannot be loaded.
-    """
-    tokenizer = load_tokenizer(champion["tokenizer"])
-    rows = data_sets.examples(settings.eval_prompts, settings.evaluation)
-    try:
-        check_prompt_lengths(
-            [encode_prompt(tokenizer, row["prompt"]) for row in rows],
-            context=context_length(load_config(champion["model"])),
-            response_length=settings.ppo.response_length,
-        )
-    except DataError as error:
-        raise DataError(
-            f"eval_prompts={settings.eval_prompts}, which the champion, version "
-            f"{champion['version']} of '{settings.registered_model}', has to answer too: {error}"
-        ) from error
 
 
 def check_outputs(output_dir: str, summary_json: str) -> None:

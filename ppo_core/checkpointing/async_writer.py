@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 
-class Saver:
+class AsyncWriter:
     """Writes one checkpoint at a time.
 
     In the background `save` returns at once, and what goes wrong is raised by the next `save` or

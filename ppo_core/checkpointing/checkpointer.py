@@ -4,8 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ppo_core.checkpointing.async_writer import Saver
-from ppo_core.checkpointing.contents import RunContents
+from ppo_core.checkpointing.async_writer import AsyncWriter
+from ppo_core.checkpointing.contents import CheckpointContents
 from ppo_core.checkpointing.files import (
     latest_checkpoint,
     read_checkpoint,
@@ -13,20 +13,20 @@ from ppo_core.checkpointing.files import (
     save_checkpoint,
 )
 from ppo_core.checkpointing.lease import Lease
-from ppo_core.distributed.process_group import Peers
+from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import ConfigError
 
 
-class RunCheckpoints:
+class Checkpointer:
     """Writes and resumes the checkpoints of one run; all processes call, and each writes a part."""
 
-    def __init__(self, contents: RunContents) -> None:
+    def __init__(self, contents: CheckpointContents) -> None:
         """Write nothing yet."""
         self._contents = contents
         self._config, self._run = contents.config, contents.run
-        self._peers = self._writers = Peers()
+        self._peers = self._writers = ProcessGroup()
         self._lease: Lease | None = None
-        self._saver = Saver(in_background=self._config.async_save)
+        self._saver = AsyncWriter(in_background=self._config.async_save)
 
     def start(self, resume: str | Path | bool | None, *, anyway: bool = False) -> None:
         """Become the writer of `output_dir`, and go on from a checkpoint if that is asked for.
@@ -43,9 +43,9 @@ class RunCheckpoints:
         if not resume and self._run.updates:
             return  # the same trainer goes on
         patience = self._config.ddp_timeout
-        self._peers = Peers.meet(patience)
+        self._peers = ProcessGroup.meet(patience)
         # What is written meanwhile must not mix with what the training says.
-        self._writers = Peers.meet(patience) if self._config.async_save else self._peers
+        self._writers = ProcessGroup.meet(patience) if self._config.async_save else self._peers
         if not resume:
             self._peers.together(self._refuse_earlier)
         if self._config.save_strategy != "no":

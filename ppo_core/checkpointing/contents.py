@@ -13,12 +13,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.checkpointing.files import STATE, Checkpoint, Part
-from ppo_core.checkpointing.fingerprint import Identity
-from ppo_core.checkpointing.optimizer_and_rng import (
+from ppo_core.checkpointing.fingerprint import Fingerprint
+from ppo_core.checkpointing.optimizer_options import (
     check_optimizer_fits,
-    global_rng_state,
     optimizer_options,
-    restore_global_rng_state,
     restore_options,
     set_course,
 )
@@ -27,11 +25,12 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.errors import TrainingError
 from ppo_core.models.adapters import adapter_parameters, save_adapter
 from ppo_core.ppo.ema import WeightAverage
+from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.optimizer import critic_parameters
+from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state
 from ppo_core.ppo.run_state import RunState
-from ppo_core.ppo.update import Trainee
+from ppo_core.ppo.update import TrainState
 from ppo_core.reporting.callbacks import Reporter
-from ppo_core.training.model_setup import Parts
 
 CRITIC, OPTIMIZER, PROCESS, AVERAGE, REFERENCE = (
     "critic optimizer process average reference".split()
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunContents:
+class CheckpointContents:
     """The state of one run, taken apart for a checkpoint and put back; all processes call.
 
     What is sharded is written whole, by the names of the parameters, so a checkpoint fits any
@@ -51,13 +50,13 @@ class RunContents:
 
     config: PPOConfig
     tokenizer: PreTrainedTokenizerBase
-    parts: Parts
+    parts: ModelBundle
     engine: Engine
-    trainee: Trainee
+    train_state: TrainState
     run: RunState
     reporter: Reporter
     average: WeightAverage | None
-    identity: Identity
+    identity: Fingerprint
 
     def part(self) -> Part:
         """This process's part, all of it copied."""
@@ -85,8 +84,8 @@ class RunContents:
         loads = [0] * self.engine.num_processes
         share: dict[str, Tensor] = {}
         kept = {}
-        trainee = self.trainee
-        for name, state in self.engine.optimizer_states(trainee.module, trainee.optimizer):
+        train_state = self.train_state
+        for name, state in self.engine.optimizer_states(train_state.module, train_state.optimizer):
             kept[name] = list(state)
             rank = loads.index(min(loads))
             loads[rank] += sum(tensor.nbytes for tensor in state.values())
@@ -129,18 +128,18 @@ class RunContents:
 
     def _state(self, kept: dict[str, list[str]]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The run's own groups of tensors, and all that JSON can hold."""
-        trainee = self.trainee
+        train_state = self.train_state
         groups, run = self.run.as_checkpoint()
         return groups, {
             "step": self.run.updates,
             "processes": self.engine.num_processes,
             "identity": self.identity.as_json(),
-            "optimizer": optimizer_options(trainee.optimizer),
+            "optimizer": optimizer_options(train_state.optimizer),
             "kept": kept,
-            "scheduler": trainee.scheduler.state_dict(),
-            "skipped_steps": trainee.skipped_steps,
-            "skipped_in_a_row": trainee.skipped_in_a_row,
-            "pretraining": trainee.pretraining and trainee.pretraining.state_dict(),
+            "scheduler": train_state.scheduler.state_dict(),
+            "skipped_steps": train_state.skipped_steps,
+            "skipped_in_a_row": train_state.skipped_in_a_row,
+            "pretraining": train_state.pretraining and train_state.pretraining.state_dict(),
             "groups": list(groups),
             "run": run,
             "reporter": self.reporter.state_dict(),
@@ -148,7 +147,7 @@ class RunContents:
 
     def _names(self) -> dict[int, str]:
         """The name of each parameter that is trained or lies below, by its identity."""
-        whole = self.engine.unwrap(self.trainee.module)
+        whole = self.engine.unwrap(self.train_state.module)
         return {id(parameter): name for name, parameter in whole.named_parameters()}
 
     def _critic(self) -> dict[str, nn.Parameter]:
@@ -165,27 +164,27 @@ class RunContents:
             TrainingError: it is of another run or of other models. With `anyway`, another run's
                 is taken, and what is different is a warning.
         """
-        state, trainee = checkpoint.state, self.trainee
+        state, train_state = checkpoint.state, self.train_state
         is_same = self._check_same_run(checkpoint, anyway=anyway)
-        check_optimizer_fits(trainee.optimizer, state["optimizer"])
+        check_optimizer_fits(train_state.optimizer, state["optimizer"])
         # An error may have broken off a step of this trainer.
-        self.engine.discard(trainee.module, trainee.optimizer)
-        self.engine.load_weights(trainee.module, self._weights(checkpoint).get)
+        self.engine.discard(train_state.module, train_state.optimizer)
+        self.engine.load_weights(train_state.module, self._weights(checkpoint).get)
         if self.config.reference_refresh_updates:
             reference = checkpoint.tensors(REFERENCE)
             self.engine.load_weights(self.parts.reference, reference.get)
         if self.average is not None:
             self.average.load(checkpoint.tensors(AVERAGE))
         self._restore_optimizer(checkpoint)
-        if is_same or not isinstance(trainee.scheduler, LambdaLR):
-            restore_options(trainee.optimizer, state["optimizer"])
-            trainee.scheduler.load_state_dict(state["scheduler"])
+        if is_same or not isinstance(train_state.scheduler, LambdaLR):
+            restore_options(train_state.optimizer, state["optimizer"])
+            train_state.scheduler.load_state_dict(state["scheduler"])
         else:  # other settings were asked for, so rates and options are theirs from here on
-            set_course(trainee.scheduler, state["scheduler"]["last_epoch"])
-        trainee.skipped_steps = state["skipped_steps"]
-        trainee.skipped_in_a_row = state["skipped_in_a_row"]
-        if trainee.pretraining is not None and state["pretraining"] is not None:
-            trainee.pretraining.load_state_dict(state["pretraining"])
+            set_course(train_state.scheduler, state["scheduler"]["last_epoch"])
+        train_state.skipped_steps = state["skipped_steps"]
+        train_state.skipped_in_a_row = state["skipped_in_a_row"]
+        if train_state.pretraining is not None and state["pretraining"] is not None:
+            train_state.pretraining.load_state_dict(state["pretraining"])
         self.run.restore({g: dict(checkpoint.tensors(g)) for g in state["groups"]}, state["run"])
         self.reporter.load_state_dict(state["reporter"])
         process = f"{PROCESS}-{self.engine.rank % state['processes']}"
@@ -244,8 +243,8 @@ class RunContents:
             wanted.add(name)
             return {key: saved[f"{name}/{key}"] for key in kept.get(name, ())}
 
-        trainee = self.trainee
-        self.engine.load_optimizer_states(trainee.module, trainee.optimizer, state_of)
+        train_state = self.train_state
+        self.engine.load_optimizer_states(train_state.module, train_state.optimizer, state_of)
         if strange := wanted ^ kept.keys():
             raise TrainingError(
                 f"The optimizer state of '{checkpoint.folder}' is of other parameters, for example "

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ppo_core.distributed.process_group import Peers
+from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 
 JSON = Any
@@ -41,7 +41,7 @@ FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
 SUPERSEDED = ".superseded"
 """Ending of the names of checkpoints that a run was resumed from before."""
 
-ALONE = Peers()
+ALONE = ProcessGroup()
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def save_checkpoint(
     folder: Path,
     part: Part,
     *,
-    peers: Peers = ALONE,
+    peers: ProcessGroup = ALONE,
     writer: str = "0",
     held: Callable[[], AbstractContextManager[None]] = nullcontext,
     keep: int | None = None,
@@ -266,7 +266,7 @@ class Checkpoint:
         return json.loads((self.folder / name).read_text())
 
 
-def read_checkpoint(folder: Path, peers: Peers = ALONE) -> Checkpoint:
+def read_checkpoint(folder: Path, peers: ProcessGroup = ALONE) -> Checkpoint:
     """Hold every file of a checkpoint against its manifest, shared out over the processes.
 
     Raises:
@@ -282,7 +282,7 @@ def read_checkpoint(folder: Path, peers: Peers = ALONE) -> Checkpoint:
     return Checkpoint(folder, json.loads((folder / STATE).read_text()))
 
 
-def read_newest(output_dir: str | Path, peers: Peers = ALONE) -> Checkpoint | None:
+def read_newest(output_dir: str | Path, peers: ProcessGroup = ALONE) -> Checkpoint | None:
     """The newest checkpoint whose files are as they were written; None where there is none.
 
     Warns of newer ones that are damaged.

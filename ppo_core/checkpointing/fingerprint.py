@@ -32,7 +32,7 @@ Layout = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
+class Fingerprint:
     """What must be the same where a run is resumed, as JSON can hold it."""
 
     settings: dict[str, Any]
@@ -48,7 +48,7 @@ class Identity:
         schedule: Schedule,
         prompts_digest: str,
         models: Mapping[str, Layout],
-    ) -> "Identity":
+    ) -> "Fingerprint":
         """That of a run."""
         settings = {k: v for k, v in vars(config).items() if not AROUND.fullmatch(k)}
         settings |= vars(schedule) | {"prompts": prompts_digest}

@@ -34,12 +34,12 @@ from ppo_core.ppo.optimizer import check_optimizer, check_sharding
 from ppo_core.ppo.reward_functions import RewardMix
 from ppo_core.ppo.run_state import make_adaptive_kl
 from ppo_core.ppo.scoring import critic_values, full_kl, reference_logprobs
-from ppo_core.ppo.update import Trainee, UpdateProgress, update_policy
+from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
 from ppo_core.reporting.callbacks import Reporter
 from ppo_core.reporting.health import HealthMonitor
 from ppo_core.reporting.sample_table import log_table
 from ppo_core.training.model_card import push_folder, write_model_card
-from ppo_core.training.model_setup import make_parts
+from ppo_core.training.model_setup import make_models
 
 logger = logging.getLogger(__name__)
 
@@ -96,13 +96,13 @@ class PPOTrainer:
         if ref_model is None and num_shared_layers is not None:
             ref_model = create_reference_model(model, num_shared_layers=num_shared_layers)
         no_rewards = RewardMix({}, None)
-        parts = make_parts(
+        parts = make_models(
             self._settings, tokenizer, model, ref_model, no_rewards, None, None, self.engine
         )
         self.policy, self.reference, self.critic = parts.policy, parts.reference, parts.critic
         self.ref_model = ref_model or self.reference.model
         self.lr_scheduler = lr_scheduler
-        self._trainee = self._make_trainee(optimizer)
+        self._train_state = self._make_train_state(optimizer)
         self._adaptive_kl = make_adaptive_kl(
             self._settings, self.config.batch_size * self.engine.num_processes
         )
@@ -115,8 +115,8 @@ class PPOTrainer:
             callbacks=[],
             model=model,
             tokenizer=tokenizer,
-            optimizer=self._trainee.optimizer,
-            scheduler=self._trainee.scheduler,
+            optimizer=self._train_state.optimizer,
+            scheduler=self._train_state.scheduler,
             num_updates=self.config.total_ppo_epochs,
             is_main=self.engine.is_main,
         )
@@ -138,7 +138,7 @@ class PPOTrainer:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """What moves policy and value head."""
-        return self._trainee.optimizer
+        return self._train_state.optimizer
 
     def prepare_dataloader(
         self, dataset: Any, data_collator: Collator | None = None
@@ -244,7 +244,7 @@ class PPOTrainer:
             vf_coef=self._settings.vf_coef,
         )
         stats["ppo/learning_rate"] = learning_rate
-        stats["ppo/skipped_steps"] = float(self._trainee.skipped_steps)
+        stats["ppo/skipped_steps"] = float(self._train_state.skipped_steps)
         stats["time/ppo/forward_pass"] = scored - started
         stats["time/ppo/total"] = time.monotonic() - started
         self._follow(stats)
@@ -336,7 +336,7 @@ class PPOTrainer:
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Inside, the policy is whole in every process, and computes in training's precision."""
-        with self.engine.gathered(self._trainee.module), self.engine.autocast():
+        with self.engine.gathered(self._train_state.module), self.engine.autocast():
             yield
 
     def _rollout(
@@ -382,13 +382,13 @@ class PPOTrainer:
         Raises:
             TrainingError: too many optimizer steps in a row were skipped.
         """
-        trainee = self._trainee
+        train_state = self._train_state
         # transformers recomputes activations in training mode alone; dropout is off anyway.
-        trainee.module.train(self.config.gradient_checkpointing)
+        train_state.module.train(self.config.gradient_checkpointing)
         progress = UpdateProgress.at_start(self._settings, len(experience.rollout), self._shuffling)
-        update_policy(trainee, experience, self._settings, self.engine, progress)
-        trainee.module.eval()
-        self._health.check_skipped(trainee.skipped_in_a_row)
+        update_policy(train_state, experience, self._settings, self.engine, progress)
+        train_state.module.eval()
+        self._health.check_skipped(train_state.skipped_in_a_row)
         return progress.sums
 
     def _follow(self, stats: Stats) -> None:
@@ -403,7 +403,7 @@ class PPOTrainer:
             for warning in self._health.check(guarded(stats)):
                 logger.warning("%s", warning)
 
-    def _make_trainee(self, optimizer: torch.optim.Optimizer | None) -> Trainee:
+    def _make_train_state(self, optimizer: torch.optim.Optimizer | None) -> TrainState:
         module = ActorCritic(self.policy, self.critic)
         if optimizer is None:
             trained = [p for p in module.parameters() if p.requires_grad]
@@ -413,7 +413,7 @@ class PPOTrainer:
         prepared, optimizer = self.engine.prepare(module, optimizer)
         # Leaves the learning rate alone: the script's own schedule counts calls of step().
         steady = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 1.0)
-        return Trainee(module=prepared, optimizer=optimizer, scheduler=steady)
+        return TrainState(module=prepared, optimizer=optimizer, scheduler=steady)
 
 
 def _check_arguments(

@@ -18,7 +18,7 @@ def _alone(item: Any) -> list[Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peers:
+class ProcessGroup:
     """The processes of a run, as one of them sees the others; without arguments it is alone."""
 
     rank: int = 0
@@ -31,7 +31,7 @@ class Peers:
     """The items of all processes, in the order of their ranks; all must call it."""
 
     @classmethod
-    def meet(cls, timeout: float) -> "Peers":
+    def meet(cls, timeout: float) -> "ProcessGroup":
         """All processes of the run, over connections of their own; all must call it.
 
         So they can talk from a thread while the training talks over its own, and on the CPU. A

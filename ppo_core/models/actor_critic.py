@@ -15,11 +15,11 @@ from ppo_core.algorithm.masking import at_least_fp32
 from ppo_core.data.types import TokenRows
 from ppo_core.errors import ModelError
 from ppo_core.models.adapters import check_adapter, plain_model, using_adapter
-from ppo_core.models.backbones import DecoderTrunk, EncoderDecoderTrunk, Trunk, Within
+from ppo_core.models.backbones import Backbone, DecoderBackbone, EncoderDecoderBackbone, Within
 from ppo_core.models.kernels.fused_linear_loss import TokenLoss
 from ppo_core.models.kernels.matmul_backend import products_with
 from ppo_core.models.kernels.packed_linear import packed
-from ppo_core.models.lm_head import TokenHead
+from ppo_core.models.lm_head import ChunkedLMHead
 from ppo_core.models.reward_model import RewardModel
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class _LogitRule:
 
 
 class LanguageModel(nn.Module):
-    """A language model, split into its trunk and its head.
+    """A language model, split into its backbone and its head.
 
     The head (D x V, often the largest matrix) is applied to counted response positions alone
     and in chunks, so that no (tokens, V) tensor outlives its chunk.
@@ -64,16 +64,16 @@ class LanguageModel(nn.Module):
         """Wrap a `...ForCausalLM` or `...ForConditionalGeneration`; it runs inside `within()`.
 
         Raises:
-            ModelError: its logits are not what trunk and head give, so a log-probability
+            ModelError: its logits are not what backbone and head give, so a log-probability
                 computed from them would belong to another model.
         """
         super().__init__()
         self.model = model
         self.within = within
-        self.trunk: Trunk = (
-            EncoderDecoderTrunk(model, within)
+        self.backbone: Backbone = (
+            EncoderDecoderBackbone(model, within)
             if model.config.is_encoder_decoder
-            else DecoderTrunk(model.base_model, within)
+            else DecoderBackbone(model.base_model, within)
         )
         self._rule = _LogitRule.of(model)
         with within():
@@ -102,13 +102,13 @@ class LanguageModel(nn.Module):
             state=torch.arange(1, 3, device=self.device),
             targets=ids[0, 2:],
         )
-        if isinstance(self.trunk, EncoderDecoderTrunk):
+        if isinstance(self.backbone, EncoderDecoderBackbone):
             start = torch.full_like(ids[:, :1], self.model.config.decoder_start_token_id)
             decoder_ids = torch.cat([start, ids[:, 2:3]], dim=1)
             expected = self.model(input_ids=ids[:, :2], decoder_input_ids=decoder_ids).logits[0]
         else:
             expected = self.model(input_ids=ids, use_cache=False).logits[0, 1:3]
-        actual = self.logits(self.trunk.states(rows))
+        actual = self.logits(self.backbone.states(rows))
         difference = (actual - expected).float().abs().max().item()
         if not difference <= 1e-3 * max(1.0, expected.float().abs().max().item()):
             raise ModelError(
@@ -146,9 +146,9 @@ class LanguageModel(nn.Module):
         with self.within(), whole, products_with(head.in_features * head.out_features):
             return cast(Tensor, head(states))
 
-    def token_head(self, temperature: float) -> TokenHead:
+    def lm_head(self, temperature: float) -> ChunkedLMHead:
         """The head as it makes distributions at a temperature, a chunk of states at a time."""
-        return TokenHead(
+        return ChunkedLMHead(
             module=self.head,
             product=self._product,
             rule=None if self._rule.is_identity else self._rule.apply,
@@ -160,7 +160,7 @@ class LanguageModel(nn.Module):
 
         The entropy carries no gradient.
         """
-        return self.token_head(temperature).logprobs(self.trunk.states(rows), rows.targets)
+        return self.lm_head(temperature).logprobs(self.backbone.states(rows), rows.targets)
 
     def full_kl(
         self, states: Tensor, reference: "LanguageModel", rows: TokenRows, temperature: float
@@ -170,22 +170,22 @@ class LanguageModel(nn.Module):
         `states` (N, D) are the policy's; the gradient flows into the policy alone.
         """
         with torch.no_grad():
-            ref_states = reference.trunk.states(rows)
-        heads = self.token_head(temperature), reference.token_head(temperature)
+            ref_states = reference.backbone.states(rows)
+        heads = self.lm_head(temperature), reference.lm_head(temperature)
         return heads[0].divergence(states, heads[1], ref_states)
 
 
 class Critic(nn.Module):
-    """A trunk and a linear head: the expected return of the state before each token."""
+    """A backbone and a linear head: the expected return of the state before each token."""
 
-    def __init__(self, trunk: Trunk, head: nn.Linear, *, adapter: str | None = None) -> None:
-        """Take the trunk, its own or the policy's, and the head; both are trained in place.
+    def __init__(self, backbone: Backbone, head: nn.Linear, *, adapter: str | None = None) -> None:
+        """Take the backbone, its own or the policy's, and the head; both are trained in place.
 
         `adapter` names the adapter of its own that it has on the policy's base, if it has one.
         """
         super().__init__()
-        self.trunk = trunk
-        self.backbone = trunk.backbone
+        self.backbone = backbone
+        self.model = backbone.module
         self.head = head
         self.adapter = adapter
 
@@ -203,7 +203,7 @@ class Critic(nn.Module):
                 "must. Use a decoder-only ...ForSequenceClassification with num_labels=1, or "
                 "value_model=None."
             )
-        return cls(DecoderTrunk(cast(nn.Module, model.base_model)), score)
+        return cls(DecoderBackbone(cast(nn.Module, model.base_model)), score)
 
     @classmethod
     def from_reward_model(cls, reward_model: RewardModel) -> "Critic":
@@ -222,13 +222,13 @@ class Critic(nn.Module):
     @classmethod
     def from_policy(cls, policy: PreTrainedModel) -> "Critic":
         """A copy of the policy's backbone with a head of zeros: it starts by expecting 0."""
-        trunk = DecoderTrunk(copy.deepcopy(policy.base_model).requires_grad_(True))
-        return cls(trunk, _zero_head(policy))
+        backbone = DecoderBackbone(copy.deepcopy(policy.base_model).requires_grad_(True))
+        return cls(backbone, _zero_head(policy))
 
     @classmethod
     def on_policy(cls, policy: LanguageModel, head: nn.Linear | None = None) -> "Critic":
-        """A value head on the policy's own trunk; without one, it starts by expecting 0."""
-        return cls(policy.trunk, _zero_head(policy.model) if head is None else head)
+        """A value head on the policy's own backbone; without one, it starts by expecting 0."""
+        return cls(policy.backbone, _zero_head(policy.model) if head is None else head)
 
     @classmethod
     def on_adapter(cls, model: "PeftModel", name: str = "critic") -> "Critic":
@@ -239,12 +239,12 @@ class Critic(nn.Module):
         """
         check_adapter(model, name)
         base = plain_model(model)
-        trunk = DecoderTrunk(base.base_model, within=partial(using_adapter, model, name))
-        return cls(trunk, _zero_head(base), adapter=name)
+        backbone = DecoderBackbone(base.base_model, within=partial(using_adapter, model, name))
+        return cls(backbone, _zero_head(base), adapter=name)
 
     def forward(self, rows: TokenRows) -> Tensor:
         """Values (N,) of the states in which the counted tokens were sampled."""
-        return self.values(self.trunk.states(rows))
+        return self.values(self.backbone.states(rows))
 
     def values(self, states: Tensor) -> Tensor:
         """Values (N,) of hidden states (N, D)."""
@@ -280,15 +280,15 @@ class ActorCritic(nn.Module):
     """Policy and critic as one module, so that one engine can shard and train both."""
 
     def __init__(self, policy: LanguageModel, critic: Critic) -> None:
-        """Take both, which are trained in place; they may share their trunk."""
+        """Take both, which are trained in place; they may share their backbone."""
         super().__init__()
         self.policy = policy
         self.critic = critic
 
     @property
-    def shares_trunk(self) -> bool:
+    def shares_backbone(self) -> bool:
         """Whether the critic is a head on the policy's states."""
-        return self.critic.trunk is self.policy.trunk
+        return self.critic.backbone is self.policy.backbone
 
     @property
     def shares_nothing(self) -> bool:
@@ -306,9 +306,9 @@ class ActorCritic(nn.Module):
 
         With a `reference`, the exact divergence too.
         """
-        states = self.policy.trunk.states(rows)
+        states = self.policy.backbone.states(rows)
         predicted = self._of_states(states, rows, temperature, token_loss, reference)
-        return predicted, self.critic.values(states) if self.shares_trunk else self.critic(rows)
+        return predicted, self.critic.values(states) if self.shares_backbone else self.critic(rows)
 
     def of_policy(
         self,
@@ -318,7 +318,7 @@ class ActorCritic(nn.Module):
         reference: LanguageModel | None = None,
     ) -> Predictions:
         """What the policy says alone: with `critic`, the two halves of a whole pass."""
-        states = self.policy.trunk.states(rows)
+        states = self.policy.backbone.states(rows)
         return self._of_states(states, rows, temperature, token_loss, reference)
 
     def _of_states(
@@ -329,7 +329,7 @@ class ActorCritic(nn.Module):
         token_loss: TokenLoss,
         reference: LanguageModel | None,
     ) -> Predictions:
-        head = self.policy.token_head(temperature)
+        head = self.policy.lm_head(temperature)
         loss, logprobs, entropies = head.loss(states, rows.targets, token_loss)
         full_kl = None
         if reference is not None:

@@ -163,11 +163,11 @@ def merged_copy(
     state, where the model itself holds a part of it only; the copy is good to be saved then.
 
     Raises:
-        ModelError: there is no such adapter, or the base is quantised.
+        ModelError: there is no such adapter, or the base is quantized.
     """
     if is_quantised(model):
         raise ModelError(
-            "An adapter merged into quantised weights is rounded to their few bits: another "
+            "An adapter merged into quantized weights is rounded to their few bits: another "
             "policy than the one trained. Save the adapter, and merge it into the base loaded in "
             "full precision."
         )

@@ -20,15 +20,15 @@ Within = Callable[[], AbstractContextManager[Any]]
 """Makes the context of a forward pass, such as the adapter that it uses."""
 
 
-class DecoderTrunk:
+class DecoderBackbone:
     """A decoder-only backbone."""
 
-    def __init__(self, backbone: nn.Module, within: Within = nullcontext) -> None:
+    def __init__(self, module: nn.Module, within: Within = nullcontext) -> None:
         """Take a backbone of transformers; it runs inside `within()`."""
-        self.backbone = backbone
+        self.module = module
         self.within = within
         # The few families without (Bloom, MPT) derive the places from the mask.
-        self._takes_position_ids = "position_ids" in inspect.signature(backbone.forward).parameters
+        self._takes_position_ids = "position_ids" in inspect.signature(module.forward).parameters
 
     def places(self, position_ids: Tensor) -> dict[str, Tensor]:
         """The places (B, S) of tokens, as `hidden_states` takes them."""
@@ -40,7 +40,7 @@ class DecoderTrunk:
         A causal row never sees what follows it, so fillers on the right need no mask.
         """
         with self.within():
-            output = self.backbone(input_ids=ids, **{"use_cache": False, **inputs})
+            output = self.module(input_ids=ids, **{"use_cache": False, **inputs})
         states: Tensor = output.last_hidden_state
         return states
 
@@ -49,7 +49,7 @@ class DecoderTrunk:
 
         `row` and `place` (N,) say where, row by row.
         """
-        parts = plain_layers(self.backbone)
+        parts = plain_layers(self.module)
         if parts is None:
             return self.hidden_states(ids)[row, place]
         with self.within(), _products_of(parts, ids):
@@ -62,7 +62,7 @@ class DecoderTrunk:
         once more. Where attention is not our own nothing changes: it is multiplied by the same
         library, and the backward pass of PyTorch's takes five times as long by oneDNN.
         """
-        return _products_of(plain_layers(self.backbone), ids)
+        return _products_of(plain_layers(self.module), ids)
 
     def states(self, rows: TokenRows) -> Tensor:
         """Hidden states (N, D) in which the counted tokens were sampled."""
@@ -75,12 +75,12 @@ def _products_of(parts: Layers | None, ids: Tensor) -> AbstractContextManager[No
     return products_with(max(weight.numel() for weight in parts.layers[0].mlp.parameters()))
 
 
-class EncoderDecoderTrunk:
+class EncoderDecoderBackbone:
     """Encoder and decoder of a sequence-to-sequence model: the prompt is what is encoded."""
 
     def __init__(self, model: PreTrainedModel, within: Within = nullcontext) -> None:
         """Take a `...ForConditionalGeneration`; it runs inside `within()`."""
-        self.backbone = model
+        self.module = model
         self._within = within
         config = model.config
         self._start = config.decoder_start_token_id
@@ -93,7 +93,7 @@ class EncoderDecoderTrunk:
         lengths = rows.prompt_lengths
         encoded = rows.ids[:, : int(lengths.max())]
         visible = length_mask(lengths, encoded.shape[1])
-        encoder, decoder = self.backbone.get_encoder(), self.backbone.get_decoder()
+        encoder, decoder = self.module.get_encoder(), self.module.get_decoder()
         with self._within():
             encoded_states = encoder(
                 input_ids=torch.where(visible, encoded, 0), attention_mask=visible.long()
@@ -120,4 +120,4 @@ class EncoderDecoderTrunk:
         return nullcontext()
 
 
-Trunk = DecoderTrunk | EncoderDecoderTrunk
+Backbone = DecoderBackbone | EncoderDecoderBackbone

@@ -18,7 +18,7 @@ ToLogits = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenHead:
+class ChunkedLMHead:
     """What makes distributions over the next token out of hidden states, a chunk at a time."""
 
     module: nn.Module
@@ -76,7 +76,7 @@ class TokenHead:
             return token_loss(logprobs, slice(None)).sum(), logprobs.detach(), entropies
         return fused_loss(self, hidden, targets, token_loss)
 
-    def divergence(self, hidden: Tensor, reference: "TokenHead", ref_hidden: Tensor) -> Tensor:
+    def divergence(self, hidden: Tensor, reference: "ChunkedLMHead", ref_hidden: Tensor) -> Tensor:
         """KL(policy || reference) (N,) over the whole vocabulary, for states (N, D) of each.
 
         The gradient flows into the policy alone, by logits that are computed again.

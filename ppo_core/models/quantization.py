@@ -18,7 +18,7 @@ def quantisation_config(
     bnb_4bit_quant_type: str = "nf4",
     use_bnb_nested_quant: bool = False,
 ) -> BitsAndBytesConfig | None:
-    """What `from_pretrained(quantization_config=...)` takes, or None where nothing is quantised.
+    """What `from_pretrained(quantization_config=...)` takes, or None where nothing is quantized.
 
     Products of 4-bit weights are computed in bfloat16, or in float16 where the GPU has no
     bfloat16 (QLoRA, arXiv:2305.14314).
@@ -69,22 +69,22 @@ def is_quantised(model: nn.Module) -> bool:
 
 
 def check_quantised_trainable(model: nn.Module) -> None:
-    """Refuse to train quantised weights, which have no gradient: only an adapter on them learns.
+    """Refuse to train quantized weights, which have no gradient: only an adapter on them learns.
 
     Raises:
-        ModelError: the model is quantised, and no trainable adapter is on it.
+        ModelError: the model is quantized, and no trainable adapter is on it.
     """
     if not is_quantised(model):
         return
-    # Its norms and embeddings are not quantised and may ask for gradients: they are no adapter.
+    # Its norms and embeddings are not quantized and may ask for gradients: they are no adapter.
     if not getattr(model, "peft_config", None):
         raise ModelError(
-            f"{type(model).__name__} is quantised and has no adapter: its weights cannot be "
+            f"{type(model).__name__} is quantized and has no adapter: its weights cannot be "
             "trained. Hand over a peft_config (--use_peft), or load it without load_in_4bit and "
             "load_in_8bit."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
-            "The adapters on this quantised model are all frozen: nothing would learn. Load the "
+            "The adapters on this quantized model are all frozen: nothing would learn. Load the "
             "one to train with PeftModel.from_pretrained(..., is_trainable=True)."
         )

@@ -17,7 +17,7 @@ from ppo_core.errors import ModelError
 if TYPE_CHECKING:
     from peft import PeftModel
 from ppo_core.models.adapters import add_beside, fill_adapter, load_peft, plain_model, using_adapter
-from ppo_core.models.backbones import DecoderTrunk
+from ppo_core.models.backbones import DecoderBackbone
 
 _CLASSIFIER_HEADS = ("score", "classifier")
 
@@ -42,7 +42,7 @@ class AdapterClassifier(nn.Module):
         within = partial(using_adapter, model, name)
         # Neither is a module, so the base does not become one of this module's parts.
         self.base_model = partial(_run, base.base_model, within)
-        self.trunk = DecoderTrunk(base.base_model, within)
+        self.backbone = DecoderBackbone(base.base_model, within)
 
     @property
     def device(self) -> torch.device:

@@ -12,7 +12,7 @@ from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length, encode_dialogue
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.adapters import is_peft
-from ppo_core.models.backbones import DecoderTrunk
+from ppo_core.models.backbones import DecoderBackbone
 
 
 class RewardModel:
@@ -62,16 +62,16 @@ class RewardModel:
             )
 
     @property
-    def token_head(self) -> nn.Linear | None:
+    def lm_head(self) -> nn.Linear | None:
         """The head of a decoder-only classifier, which can score any position; else None."""
         head = getattr(self.model, "score", None)
         return head if isinstance(head, nn.Linear) else None
 
     @property
-    def trunk(self) -> DecoderTrunk:
+    def backbone(self) -> DecoderBackbone:
         """What is below the head; an adapter on the policy's base brings its own."""
-        own: DecoderTrunk | None = getattr(self.model, "trunk", None)
-        return DecoderTrunk(self.model.base_model) if own is None else own
+        own: DecoderBackbone | None = getattr(self.model, "backbone", None)
+        return DecoderBackbone(self.model.base_model) if own is None else own
 
     def reads_tokens_of(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether a token id means the same to both; if not, only texts can be handed over.
@@ -97,9 +97,9 @@ class RewardModel:
                 f"A prompt with its response has {int(lengths.max())} tokens for the reward model, "
                 f"whose context is {context}. Shorten the prompts or lower response_length."
             )
-        if self.token_head is not None:
+        if self.lm_head is not None:
             rows = torch.arange(len(ids), device=ids.device)
-            scores = self.token_head(self.trunk.states_at(ids, rows, lengths - 1))[:, 0]
+            scores = self.lm_head(self.backbone.states_at(ids, rows, lengths - 1))[:, 0]
         else:
             mask = length_mask(lengths, ids.shape[1])
             scores = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]

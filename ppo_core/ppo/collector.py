@@ -18,15 +18,14 @@ from ppo_core.data.prompts import Prompt, prompt_text, response_texts
 from ppo_core.data.types import Record, Rollout, Scores, map_tensors
 from ppo_core.distributed.engine import Engine
 from ppo_core.ppo.experience import divergence, make_experience, shaped_scores
-from ppo_core.ppo.pending import PendingUpdate
-from ppo_core.ppo.run_state import RunState
+from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
+from ppo_core.ppo.run_state import PendingUpdate, RunState
 from ppo_core.ppo.schedule import Schedule
 from ppo_core.ppo.scoring import critic_values, full_kl, reference_logprobs
 from ppo_core.ppo.update import UpdateProgress
 from ppo_core.reporting.metrics import Metrics, objective_metrics, sampler_metrics
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
-from ppo_core.training.model_setup import Parts, reward_holders
 
 if TYPE_CHECKING:
     from ppo_core.rollout.vllm_sampler import VLLMSampler
@@ -43,7 +42,7 @@ class Collector:
 
     config: PPOConfig
     tokenizer: PreTrainedTokenizerBase
-    parts: Parts
+    parts: ModelBundle
     module: nn.Module
     """Policy and critic as the engine prepared them."""
 

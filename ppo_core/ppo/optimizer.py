@@ -13,10 +13,10 @@ from ppo_core.errors import ConfigError
 from ppo_core.models.actor_critic import ActorCritic, Critic, LanguageModel
 from ppo_core.ppo.ptx import PretrainingTexts
 from ppo_core.ppo.schedule import CRITIC, POLICY, Schedule, make_scheduler
-from ppo_core.ppo.update import Trainee
+from ppo_core.ppo.update import TrainState
 
 
-def make_trainee(
+def make_train_state(
     config: PPOConfig,
     module: ActorCritic,
     reference: LanguageModel,
@@ -26,7 +26,7 @@ def make_trainee(
     scheduler: LRScheduler | None,
     *,
     pretraining: PretrainingTexts | None,
-) -> Trainee:
+) -> TrainState:
     """Policy and critic with AdamW and its schedule, or with a script's own.
 
     Raises:
@@ -59,7 +59,7 @@ def make_trainee(
     check_sharding(config, engine, module)
     prepared, optimizer = engine.prepare(module, optimizer)
     exact_in_loss = config.kl_in_loss and config.kl_estimator == "full"
-    return Trainee(
+    return TrainState(
         module=prepared,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -73,7 +73,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """What the optimizer moves, by name; matrices decay, norms and biases do not.
 
-    A trunk that policy and critic share belongs to the policy. Groups without a parameter, which
+    A backbone that policy and critic share belongs to the policy. Groups without a parameter, which
     DeepSpeed would drop unknown to the schedule, are left out.
     """
     of_policy = policy_parameters(policy, critic)
@@ -101,7 +101,7 @@ def policy_parameters(policy: LanguageModel, critic: Critic) -> list[nn.Paramete
 
 
 def critic_parameters(policy: LanguageModel, critic: Critic) -> dict[str, nn.Parameter]:
-    """The critic's own parameters, by their names in it: not those of a trunk that it shares.
+    """The critic's own parameters, by their names in it: not those of a backbone that it shares.
 
     Of an adapter on the policy's base they are the adapter's.
     """
@@ -145,6 +145,6 @@ def check_sharding(config: PPOConfig, engine: Engine, module: nn.Module) -> None
     frozen_bytes = [name for name, p in module.named_parameters() if not p.is_floating_point()]
     if frozen_bytes and engine.shards_weights:
         raise ConfigError(
-            f"The policy is quantised ({frozen_bytes[0]}), and sharding={engine.sharding!r} cannot "
+            f"The policy is quantized ({frozen_bytes[0]}), and sharding={engine.sharding!r} cannot "
             "cut its weights. Set sharding='ddp' or 'zero2', or load it unquantised."
         )

@@ -54,7 +54,7 @@ def full_kl(
     divergences = torch.zeros_like(rollout.logprobs)
     for rows in token_batches(rollout.row_lengths, batch_size):
         tokens = rollout.token_rows(rows)
-        states = policy.trunk.states(tokens)
+        states = policy.backbone.states(tokens)
         counted = policy.full_kl(states, reference, tokens, rollout.temperature)
         divergences[rows] = _spread(counted, rollout.response_mask[rows])
     return divergences

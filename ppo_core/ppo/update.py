@@ -24,7 +24,7 @@ from ppo_core.ppo.side_by_side import Both, one_after_the_other, side_by_side
 
 
 @dataclass(kw_only=True)
-class Trainee:
+class TrainState:
     """What an update moves: the module of policy and critic, and how it steps."""
 
     module: nn.Module
@@ -80,7 +80,7 @@ class UpdateProgress:
 
 
 def update_policy(
-    trainee: Trainee,
+    train_state: TrainState,
     experience: Experience,
     config: PPOConfig,
     engine: Engine,
@@ -98,15 +98,15 @@ def update_policy(
     `pause` is called, in all processes alike, before each microbatch. It may raise: the step that
     was begun is then undone, and the update can go on later where `progress` says.
     """
-    with _passes(trainee, config, engine) as both:
+    with _passes(train_state, config, engine) as both:
         step = _OptimizerStep(
-            trainee, experience, config, engine, critic_only=critic_only, pause=pause, both=both
+            train_state, experience, config, engine, critic_only=critic_only, pause=pause, both=both
         )
         _take_steps(step, progress)
 
 
 def _take_steps(step: "_OptimizerStep", progress: UpdateProgress) -> None:
-    trainee, config = step.trainee, step.config
+    train_state, config = step.train_state, step.config
     minibatches = progress.minibatches(config)
     due = len(minibatches)
     for minibatch in minibatches:
@@ -117,23 +117,29 @@ def _take_steps(step: "_OptimizerStep", progress: UpdateProgress) -> None:
         progress.sums.add_all(of_step)
         progress.steps_done += 1
         due -= 1
-        is_hopeless = trainee.skipped_in_a_row >= config.max_skipped_steps
+        is_hopeless = train_state.skipped_in_a_row >= config.max_skipped_steps
         if is_hopeless or _has_moved_too_far(of_step, config):
             break
     # The schedule counts the steps that were due, so that it ends with the run.
     progress.steps_done += due
     for _ in range(due):
-        trainee.scheduler.step()
+        train_state.scheduler.step()
 
 
-def _passes(trainee: Trainee, config: PPOConfig, engine: Engine) -> AbstractContextManager[Both]:
+def _passes(
+    train_state: TrainState, config: PPOConfig, engine: Engine
+) -> AbstractContextManager[Both]:
     """How policy and critic make their passes where these are two: both at once if they are small.
 
     What is global in PyTorch is left alone then: the precision of large products, which a
     reference of its own size may have, and the random numbers that whole passes set back where
     they are made again.
     """
-    models = [trainee.module] if trainee.reference is None else [trainee.module, trainee.reference]
+    models = (
+        [train_state.module]
+        if train_state.reference is None
+        else [train_state.module, train_state.reference]
+    )
     weights = [weight for model in models for weight in model.parameters()]
     is_small = all(weight.numel() < LEAST_NUMBERS for weight in weights)
     at_once = (
@@ -143,7 +149,7 @@ def _passes(trainee: Trainee, config: PPOConfig, engine: Engine) -> AbstractCont
         and not are_by_onednn()
         and is_small
         and not config.gradient_checkpointing
-        and cast(ActorCritic, trainee.module).shares_nothing
+        and cast(ActorCritic, train_state.module).shares_nothing
     )
     return side_by_side() if at_once else nullcontext(one_after_the_other)
 
@@ -159,7 +165,7 @@ class _OptimizerStep:
 
     def __init__(
         self,
-        trainee: Trainee,
+        train_state: TrainState,
         experience: Experience,
         config: PPOConfig,
         engine: Engine,
@@ -168,7 +174,7 @@ class _OptimizerStep:
         pause: Callable[[], None],
         both: Both,
     ) -> None:
-        self.trainee = trainee
+        self.train_state = train_state
         self.experience = experience
         self.config = config
         self.engine = engine
@@ -178,14 +184,14 @@ class _OptimizerStep:
 
     def take(self, minibatch: Tensor) -> TokenSums:
         """Step, or skip the step; returns the sums over all processes."""
-        texts = self.trainee.pretraining
+        texts = self.train_state.pretraining
         before = texts.state_dict() if texts is not None else {}
         rows = minibatch.to(self.experience.rollout.row_lengths.device)
         try:
-            with self.engine.learning(self.trainee.module):
+            with self.engine.learning(self.train_state.module):
                 own = self._add_gradients(rows)
         except RunInterruptedError:
-            self.engine.discard(self.trainee.module, self.trainee.optimizer)
+            self.engine.discard(self.train_state.module, self.train_state.optimizer)
             if texts is not None:
                 texts.load_state_dict(before)
             raise
@@ -202,7 +208,7 @@ class _OptimizerStep:
         for number, places in enumerate(batches):
             self.pause()
             more = number < len(batches) - 1
-            with self.engine.accumulate_only(self.trainee.module, more):
+            with self.engine.accumulate_only(self.train_state.module, more):
                 self._learn(minibatch[places], weights[places], sums)
         return sums
 
@@ -244,23 +250,23 @@ class _OptimizerStep:
         tokens = CountedTokens.of(self.experience, rows, weights)
         objective = Objective(self.config, tokens)
         engine = self.engine
-        module = cast(ActorCritic, self.trainee.module)
-        rollout, reference = self.experience.rollout, self.trainee.reference
+        module = cast(ActorCritic, self.train_state.module)
+        rollout, reference = self.experience.rollout, self.train_state.reference
         joined = rollout.token_rows(rows)
         inputs = joined, rollout.temperature, objective.of_policy, reference
         # Times 0 and not left out: every process must have a gradient for every parameter.
         policy_weight = 0.0 if self.critic_only else 1.0
-        if engine.is_plain and not module.shares_trunk:
+        if engine.is_plain and not module.shares_backbone:
 
             def learn_policy() -> Predictions:
-                with module.policy.trunk.products(joined.ids):
+                with module.policy.backbone.products(joined.ids):
                     with engine.autocast():
                         predicted = module.of_policy(*inputs)
                     engine.backward(policy_weight * objective.of_predictions(predicted))
                 return predicted
 
             def learn_critic() -> Tensor:
-                with module.critic.trunk.products(joined.ids):
+                with module.critic.backbone.products(joined.ids):
                     with engine.autocast():
                         values = module.critic(joined)
                     engine.backward(objective.of_critic(values))
@@ -276,12 +282,12 @@ class _OptimizerStep:
 
     def _products(self, rows: TokenRows) -> AbstractContextManager[None]:
         """By what the layers are multiplied in a pass of policy and critic, there and back."""
-        trained = cast(ActorCritic, self.engine.unwrap(self.trainee.module))
-        return trained.policy.trunk.products(rows.ids)
+        trained = cast(ActorCritic, self.engine.unwrap(self.train_state.module))
+        return trained.policy.backbone.products(rows.ids)
 
     def _learn_pretraining_texts(self, num_rows: int) -> None:
         """Add the gradient of the language-modelling loss on as many texts as responses."""
-        texts, engine = self.trainee.pretraining, self.engine
+        texts, engine = self.train_state.pretraining, self.engine
         if texts is None or self.critic_only:
             return
         size = self.config.per_device_train_batch_size * engine.num_processes
@@ -291,26 +297,26 @@ class _OptimizerStep:
             self.pause()
             own = batch[engine.rank :: engine.num_processes]
             rows = joined_texts(own or batch[:1]).to(engine.device)
-            more = engine.accumulate_only(self.trainee.module, True)
+            more = engine.accumulate_only(self.train_state.module, True)
             with more, self._products(rows):
                 weight = self.config.ptx_coef / total if own else 0.0
-                predicted, values = self.trainee.module(rows, 1.0, pretraining_loss(weight))
+                predicted, values = self.train_state.module(rows, 1.0, pretraining_loss(weight))
                 # ZeRO-3 adds to the gradient of the step before where the first pass of a step
                 # has none: so the critic's is 0 here, and not missing.
                 engine.backward(predicted.loss + 0.0 * values.sum())
 
     def _step(self, sums: TokenSums) -> None:
         """Take the step, unless a loss, a gradient or the ratio forbids it, in any process."""
-        trainee, engine = self.trainee, self.engine
+        train_state, engine = self.train_state, self.engine
         if self._ratio_is_too_large(sums):
-            engine.discard(trainee.module, trainee.optimizer)
-            trainee.skipped_steps += 1
+            engine.discard(train_state.module, train_state.optimizer)
+            train_state.skipped_steps += 1
         else:
-            norm = engine.step(trainee.module, trainee.optimizer, self.config.max_grad_norm)
+            norm = engine.step(train_state.module, train_state.optimizer, self.config.max_grad_norm)
             finite = bool(norm.isfinite())
-            trainee.skipped_steps += not finite
-            trainee.skipped_in_a_row = 0 if finite else trainee.skipped_in_a_row + 1
-        trainee.scheduler.step()
+            train_state.skipped_steps += not finite
+            train_state.skipped_in_a_row = 0 if finite else train_state.skipped_in_a_row + 1
+        train_state.scheduler.step()
 
     def _ratio_is_too_large(self, sums: TokenSums) -> bool:
         if self.config.ratio_threshold is None:

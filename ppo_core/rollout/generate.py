@@ -11,7 +11,7 @@ from ppo_core.data.prompts import Tokens
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ModelError
 from ppo_core.models.actor_critic import LanguageModel
-from ppo_core.models.backbones import DecoderTrunk
+from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.rollout.continuous_batching import Decoded, Growing, Waiting
 from ppo_core.rollout.sampler import SamplingSettings, sample_tokens
 from ppo_core.rollout.transformers_decoder import begin_decoding, takes_more
@@ -22,18 +22,18 @@ tokens that it may, and prompts that wait take their places: to move the others 
 much as a few passes."""
 
 
-def decoder_of(policy: LanguageModel) -> DecoderTrunk:
-    """The trunk of a policy that can be sampled from.
+def decoder_of(policy: LanguageModel) -> DecoderBackbone:
+    """The backbone of a policy that can be sampled from.
 
     Raises:
         ModelError: it has an encoder.
     """
-    if not isinstance(policy.trunk, DecoderTrunk):
+    if not isinstance(policy.backbone, DecoderBackbone):
         raise ModelError(
             f"{type(policy.model).__name__} has an encoder, and only decoder-only models are "
             "sampled from here. Train it with ppo_core.classic, which generates by transformers."
         )
-    return policy.trunk
+    return policy.backbone
 
 
 @torch.no_grad()
@@ -63,17 +63,17 @@ def sample_responses(
     Raises:
         ModelError: the policy has an encoder, or does not keep keys and values by rows.
     """
-    trunk = decoder_of(policy)
+    backbone = decoder_of(policy)
     device = policy.device
     prompt_ids, prompt_lengths = pad_rows(prompts)
     decoded = Decoded.empty(len(prompts), uniforms.shape[1], device)
     batches = length_sorted_batches(prompt_lengths, batch_size)
-    if any_left is None and takes_more(policy, trunk):
+    if any_left is None and takes_more(policy, backbone):
         batches = [torch.cat(batches)]
     for batch in batches:
         part = _decode(
             policy,
-            trunk,
+            backbone,
             [prompts[i] for i in batch.tolist()],
             uniforms[batch].to(device),
             settings,
@@ -98,7 +98,7 @@ def sample_responses(
 
 def _decode(
     policy: LanguageModel,
-    trunk: DecoderTrunk,
+    backbone: DecoderBackbone,
     prompts: Sequence[Tokens],
     uniforms: Tensor,
     settings: SamplingSettings,
@@ -113,7 +113,7 @@ def _decode(
     decoded = Decoded.empty(len(prompts), most, device)
     waiting = Waiting(prompts, batch_size, pause)
     first = waiting.take(batch_size)
-    decoding = begin_decoding(policy, trunk, first, most, apart=any_left is None)
+    decoding = begin_decoding(policy, backbone, first, most, apart=any_left is None)
     next_logits = policy.logits_of_rows(len(first), passes=most)
     growing, left = Growing.new(0, len(first), device), len(first)
     while True:

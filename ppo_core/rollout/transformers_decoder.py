@@ -12,7 +12,7 @@ from ppo_core.data.batching import token_batches
 from ppo_core.data.prompts import Tokens
 from ppo_core.errors import ModelError
 from ppo_core.models.actor_critic import LanguageModel
-from ppo_core.models.backbones import DecoderTrunk
+from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.kernels.decoder_families import plain_layers
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.rollout.fast_decoder import PlainDecoding
@@ -38,14 +38,14 @@ class Decoding(Protocol):
         """
 
 
-def takes_more(policy: LanguageModel, trunk: DecoderTrunk) -> bool:
+def takes_more(policy: LanguageModel, backbone: DecoderBackbone) -> bool:
     """Whether prompts can follow while others are decoded.
 
     Not where layers keep other things than the keys and values of all places, nor where the angles
     of a row depend on the longest beside it.
     """
     config = policy.model.config
-    keeps = plain_layers(trunk.backbone) is not None or keeps_all(empty_cache(config))
+    keeps = plain_layers(backbone.module) is not None or keeps_all(empty_cache(config))
     return keeps and _rotary_kinds(config).isdisjoint({"dynamic", "longrope"})
 
 
@@ -58,7 +58,7 @@ def _rotary_kinds(config: PreTrainedConfig) -> set[str]:
 
 def begin_decoding(
     policy: LanguageModel,
-    trunk: DecoderTrunk,
+    backbone: DecoderBackbone,
     prompts: Sequence[Tokens],
     room: int,
     *,
@@ -69,11 +69,11 @@ def begin_decoding(
     A row that has so many is left out by `keep`. With `apart`, prompts of other lengths may be read
     in passes of their own: fewer fillers.
     """
-    if plain_layers(trunk.backbone) is None:
-        return _TransformersDecoding(policy, trunk, prompts, room, apart=apart)
-    parts = plain_layers(packed(trunk.backbone, len(prompts), passes=room))
+    if plain_layers(backbone.module) is None:
+        return _TransformersDecoding(policy, backbone, prompts, room, apart=apart)
+    parts = plain_layers(packed(backbone.module, len(prompts), passes=room))
     assert parts is not None, "The packed copy is of the same family."
-    return PlainDecoding(parts, prompts, room, within=trunk.within, device=policy.device)
+    return PlainDecoding(parts, prompts, room, within=backbone.within, device=policy.device)
 
 
 class _TransformersDecoding:
@@ -87,14 +87,14 @@ class _TransformersDecoding:
     def __init__(
         self,
         policy: LanguageModel,
-        trunk: DecoderTrunk,
+        backbone: DecoderBackbone,
         prompts: Sequence[Tokens],
         room: int,
         *,
         apart: bool,
     ) -> None:
         self._policy = policy
-        self._trunk = trunk
+        self._backbone = backbone
         self._room = room
         self._most_rows = len(prompts)
         self._longest = self._filled = max(map(len, prompts))
@@ -120,12 +120,12 @@ class _TransformersDecoding:
         # A column is visible to its row from the first real token on.
         columns = torch.arange(1, self._filled + 1, device=tokens.device)
         visible = columns >= (self._filled - self._lengths)[:, None]
-        self.states = self._trunk.hidden_states(
+        self.states = self._backbone.hidden_states(
             tokens[:, None],
             attention_mask=visible.long(),
             past_key_values=self._cache,
             use_cache=True,
-            **self._trunk.places(self._lengths[:, None]),
+            **self._backbone.places(self._lengths[:, None]),
         )[:, -1]
         self._lengths = self._lengths + 1
 
@@ -151,12 +151,12 @@ class _TransformersDecoding:
         ids, lengths = pad_rows(prompts, side="left")
         places = torch.arange(ids.shape[1]) - (ids.shape[1] - lengths)[:, None]
         cache: Cache = empty_cache(self._policy.model.config)
-        hidden = self._trunk.hidden_states(
+        hidden = self._backbone.hidden_states(
             ids.to(device),
             attention_mask=(places >= 0).long().to(device),
             past_key_values=cache,
             use_cache=True,
-            **self._trunk.places(places.clamp(min=0).to(device)),
+            **self._backbone.places(places.clamp(min=0).to(device)),
         )
         self._take(cache, rows)
         return hidden[:, -1]

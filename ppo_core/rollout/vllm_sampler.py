@@ -18,7 +18,7 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
-from ppo_core.distributed.process_group import Peers
+from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 from ppo_core.models.actor_critic import LanguageModel
 from ppo_core.models.adapters import merged_copy
@@ -57,7 +57,7 @@ class VLLMSampler:
         self._policy = policy
         self._adapted = adapted
         self._engine = engine
-        self._peers = Peers(
+        self._peers = ProcessGroup(
             rank=engine.rank,
             number=engine.num_processes,
             exchange=lambda item: engine.gather_objects([item]),
@@ -77,7 +77,7 @@ class VLLMSampler:
 
         Raises:
             TrainingError: they cannot be written, or the server does not load them.
-            ModelError: they are an adapter's on a quantised base.
+            ModelError: they are an adapter's on a quantized base.
         """
         engine, adapted = self._engine, self._adapted
         if adapted is None:

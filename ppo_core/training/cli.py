@@ -87,9 +87,9 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
     """The policy as training begins.
 
     Raises:
-        ConfigError: the settings of quantised weights contradict each other.
+        ConfigError: the settings of quantized weights contradict each other.
         ModelError: there is no causal language model at this folder or hub id, or what
-            quantised weights need is not there.
+            quantized weights need is not there.
     """
     options = {
         "revision": model.model_revision,

@@ -14,13 +14,13 @@ from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
 from ppo_core.models.actor_critic import LanguageModel
 from ppo_core.models.kernels.prepared_products import keep_few_prepared_products
+from ppo_core.ppo.model_bundle import reward_holders
 from ppo_core.ppo.reward_functions import RewardMix
 from ppo_core.ppo.scoring import reference_logprobs
 from ppo_core.reporting.progress_bar import progress
 from ppo_core.reporting.sample_table import Completions
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings, stop_token
-from ppo_core.training.model_setup import reward_holders
 
 
 @dataclass(frozen=True, kw_only=True)

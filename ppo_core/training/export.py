@@ -14,10 +14,10 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.models.adapters import merged_copy, save_adapter
 from ppo_core.models.quantization import is_quantised
 from ppo_core.ppo.ema import WeightAverage
-from ppo_core.ppo.update import Trainee
+from ppo_core.ppo.model_bundle import ModelBundle
+from ppo_core.ppo.update import TrainState
 from ppo_core.reporting.callbacks import Reporter
 from ppo_core.training.model_card import push_folder, write_model_card
-from ppo_core.training.model_setup import Parts
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFiles:
+class PolicyExporter:
     """Writes the policy of a run; all processes call, the main one writes."""
 
     config: PPOConfig
     tokenizer: PreTrainedTokenizerBase
-    parts: Parts
+    parts: ModelBundle
     engine: Engine
-    trainee: Trainee
+    train_state: TrainState
     reporter: Reporter
     average: WeightAverage | None
 
@@ -96,6 +96,6 @@ def _write_adapted(model: "PeftModel", folder: Path, weights: dict[str, Tensor] 
     """The adapter, and the policy it makes, unless merging would round it to a few bits."""
     save_adapter(model, folder / ADAPTER, weights=weights)
     if is_quantised(model):
-        logger.warning("The base is quantised: '%s' holds the adapter alone.", folder / ADAPTER)
+        logger.warning("The base is quantized: '%s' holds the adapter alone.", folder / ADAPTER)
     else:
         merged_copy(model, weights=weights).save_pretrained(folder)

@@ -1,6 +1,5 @@
 """What scripts hand over to the trainer, made into what its loop works with."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from ppo_core.models.adapters import (
 from ppo_core.models.quantization import check_quantised_trainable
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.value_head import ModelWithValueHead
+from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 from ppo_core.ppo.optimizer import policy_parameters
 from ppo_core.ppo.reward_functions import RewardMix
 
@@ -31,27 +31,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """The models of a run, in evaluation mode and on the device."""
-
-    policy: LanguageModel
-    """Trained in place."""
-
-    adapted: "PeftModel | None"
-    """The PeftModel that the policy's weights are in, if it is one."""
-
-    reference: LanguageModel
-    critic: Critic
-    rewards: RewardMix
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether the reference is the policy with other adapters, and no model of its own."""
-        return self.reference.model is self.policy.model
-
-
-def make_parts(
+def make_models(
     config: PPOConfig,
     tokenizer: PreTrainedTokenizerBase,
     model: nn.Module,
@@ -60,7 +40,7 @@ def make_parts(
     value_model: nn.Module | None,
     peft_config: Any,
     engine: Engine,
-) -> Parts:
+) -> ModelBundle:
     """The models of a run, from a script's.
 
     `model` is a causal language model, one with a value head, or a PeftModel. Without a
@@ -107,22 +87,13 @@ def make_parts(
     # Last: a critic may have been copied from a reward model, which is in shards from now on.
     for one in frozen:
         engine.prepare_frozen(one)
-    return Parts(
+    return ModelBundle(
         policy=policy,
         adapted=adapted,
         reference=reference,
         critic=engine.place(critic.eval()),
         rewards=rewards,
     )
-
-
-def reward_holders(rewards: RewardMix, module: nn.Module) -> list[nn.Module]:
-    """The modules whose weights the rewards read, each once.
-
-    `module` is the policy's, or what it was prepared in: a reward adapter is on its base.
-    """
-    own = [scorer.model for scorer in rewards.models()]
-    return list(dict.fromkeys(one if isinstance(one, PreTrainedModel) else module for one in own))
 
 
 def require_loaded(model: object, **others: object) -> None:
@@ -159,9 +130,9 @@ def _train_in_fp32(model: nn.Module, critic: Critic) -> None:
 
     The base of an adapter keeps its precision; transformers loads a checkpoint in its own.
     """
-    own_trunk = not is_peft(model) or (critic.adapter is None and not _shares(model, critic))
+    own_backbone = not is_peft(model) or (critic.adapter is None and not _shares(model, critic))
     wholes = [] if is_peft(model) else [model]
-    wholes += [critic] if own_trunk else [critic.head]
+    wholes += [critic] if own_backbone else [critic.head]
     for whole in wholes:
         trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
         if any(parameter.itemsize < 4 for parameter in trained):
@@ -294,7 +265,7 @@ def _make_critic(
         return Critic.on_policy(policy, value_head)
     for reward_model in rewards.models():
         has_its_own_base = isinstance(reward_model.model, PreTrainedModel)
-        reads_along = reward_model.token_head is not None and has_its_own_base
+        reads_along = reward_model.lm_head is not None and has_its_own_base
         if reads_along and reward_model.reads_tokens_of(tokenizer):
             return Critic.from_reward_model(reward_model)
     return Critic.from_policy(policy.model if adapted is None else merged_copy(adapted))
@@ -304,10 +275,10 @@ def _checkpoint_activations(model: nn.Module, critic: Critic) -> None:
     """Of policy and critic; it acts in training mode, which the update switches on."""
     if is_peft(model):
         checkpoint_activations(model)
-    trunks = [plain_model(model), critic.backbone]
-    for trunk in trunks[is_peft(model) :]:
-        if isinstance(trunk, PreTrainedModel) and not trunk.is_activation_checkpointing:
-            trunk.activation_checkpointing_enable({"use_reentrant": False})
+    backbones = [plain_model(model), critic.model]
+    for backbone in backbones[is_peft(model) :]:
+        if isinstance(backbone, PreTrainedModel) and not backbone.is_activation_checkpointing:
+            backbone.activation_checkpointing_enable({"use_reentrant": False})
 
 
 def _transformers_model(model: nn.Module, part: str) -> PreTrainedModel:

@@ -11,12 +11,12 @@ from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import context_length
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.reward_model import RewardModel
+from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.rollout.generate import decoder_of
-from ppo_core.training.model_setup import Parts
 
 
-def check_parts(
-    parts: Parts, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
+def check_models(
+    parts: ModelBundle, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
 ) -> None:
     """Refuse a run that would start, and break off at the first response that shows why.
 
@@ -35,12 +35,12 @@ def check_parts(
         _check_template(scorer, prompts)
     for name, model in (
         ("reference", parts.reference.model),
-        ("critic", parts.critic.backbone),
+        ("critic", parts.critic.model),
     ):
         _check_reader(name, model, known, longest)
 
 
-def _check_policy(parts: Parts) -> None:
+def _check_policy(parts: ModelBundle) -> None:
     model = parts.policy.model
     decoder_of(parts.policy)
     settings = model.generation_config
@@ -55,7 +55,7 @@ def _check_policy(parts: Parts) -> None:
             ) from error
 
 
-def _check_stop_token(parts: Parts, config: PPOConfig) -> None:
+def _check_stop_token(parts: ModelBundle, config: PPOConfig) -> None:
     size = _vocabulary(parts.policy.model)
     if config.stop_token_id is not None and not 0 <= config.stop_token_id < size:
         raise ModelError(

@@ -11,10 +11,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
-from ppo_core.checkpointing.checkpointer import RunCheckpoints
-from ppo_core.checkpointing.contents import RunContents
-from ppo_core.checkpointing.fingerprint import Identity, given_models, layout
-from ppo_core.checkpointing.optimizer_and_rng import global_rng_state, restore_global_rng_state
+from ppo_core.checkpointing.checkpointer import Checkpointer
+from ppo_core.checkpointing.contents import CheckpointContents
+from ppo_core.checkpointing.fingerprint import Fingerprint, given_models, layout
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.prompt_set import Collator, PromptSet, make_prompt_set
 from ppo_core.data.types import map_tensors
@@ -27,11 +26,11 @@ from ppo_core.models.kernels.cpu_memory import keep_freed_memory
 from ppo_core.models.kernels.prepared_products import keep_few_prepared_products
 from ppo_core.ppo.collector import Collector
 from ppo_core.ppo.ema import WeightAverage
-from ppo_core.ppo.optimizer import make_trainee
-from ppo_core.ppo.pending import PendingUpdate
+from ppo_core.ppo.optimizer import make_train_state
 from ppo_core.ppo.ptx import make_pretraining_texts
+from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state
 from ppo_core.ppo.reward_functions import make_rewards
-from ppo_core.ppo.run_state import RunState
+from ppo_core.ppo.run_state import PendingUpdate, RunState
 from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.update import update_policy
 from ppo_core.reporting.callbacks import CallbackOrType, Reporter
@@ -40,10 +39,10 @@ from ppo_core.reporting.progress_bar import progress
 from ppo_core.reporting.sample_table import Completions, log_table, print_table
 from ppo_core.rollout.sampler import SamplingSettings, stop_token
 from ppo_core.training.evaluation import greedy_completions
-from ppo_core.training.export import RunFiles
-from ppo_core.training.model_setup import make_parts, require_loaded
+from ppo_core.training.export import PolicyExporter
+from ppo_core.training.model_setup import make_models, require_loaded
 from ppo_core.training.precision import trains_in_bf16
-from ppo_core.training.preflight import check_parts
+from ppo_core.training.preflight import check_models
 
 ROWS_SHOWN = 5
 """Rows of a table of samples that are printed; its file has all."""
@@ -125,7 +124,7 @@ class PPOTrainer:
         if self.engine.device.type == "cpu":
             keep_freed_memory()
             keep_few_prepared_products()
-        parts = make_parts(
+        parts = make_models(
             args,
             processing_class,
             model,
@@ -147,7 +146,7 @@ class PPOTrainer:
             )
         for prompts in (self._train_set, self._eval_set):
             if prompts is not None:
-                check_parts(parts, prompts, processing_class, args)
+                check_models(parts, prompts, processing_class, args)
         self.schedule = make_schedule(
             args, num_prompts=len(self._train_set), num_processes=self.engine.num_processes
         )
@@ -156,7 +155,7 @@ class PPOTrainer:
         models["policy or critic"] = layout(trained)
         if parts.adapted is not None:
             models["adapter"] = adapter_settings(parts.adapted)
-        self._trainee = make_trainee(
+        self._train_state = make_train_state(
             args,
             trained,
             self.reference,
@@ -171,34 +170,34 @@ class PPOTrainer:
         self._reporter = Reporter(
             args,
             callbacks=callbacks or [],
-            model=self._trainee.module,
+            model=self._train_state.module,
             tokenizer=processing_class,
-            optimizer=self._trainee.optimizer,
-            scheduler=self._trainee.scheduler,
+            optimizer=self._train_state.optimizer,
+            scheduler=self._train_state.scheduler,
             num_updates=self.schedule.num_updates,
             is_main=self.engine.is_main,
         )
-        self._files = RunFiles(
+        self._files = PolicyExporter(
             config=args,
             tokenizer=processing_class,
             parts=parts,
             engine=self.engine,
-            trainee=self._trainee,
+            train_state=self._train_state,
             reporter=self._reporter,
             average=self._average,
         )
-        contents = RunContents(
+        contents = CheckpointContents(
             config=args,
             tokenizer=processing_class,
             parts=parts,
             engine=self.engine,
-            trainee=self._trainee,
+            train_state=self._train_state,
             run=self._run,
             reporter=self._reporter,
             average=self._average,
-            identity=Identity.of(args, self.schedule, self._train_set.digest(), models),
+            identity=Fingerprint.of(args, self.schedule, self._train_set.digest(), models),
         )
-        self._checkpoints = RunCheckpoints(contents)
+        self._checkpoints = Checkpointer(contents)
         self._sampling = SamplingSettings(
             stop_token_id=stop_token(processing_class, args.stop_token, args.stop_token_id),
             temperature=args.temperature,
@@ -209,7 +208,7 @@ class PPOTrainer:
             config=args,
             tokenizer=processing_class,
             parts=parts,
-            module=self._trainee.module,
+            module=self._train_state.module,
             engine=self.engine,
             prompts=self._train_set,
             schedule=self.schedule,
@@ -379,22 +378,22 @@ class PPOTrainer:
             run.restore(*before)
             restore_global_rng_state(*randomness)
             raise
-        pending.metrics["lr"] = float(self._trainee.scheduler.get_last_lr()[0])
+        pending.metrics["lr"] = float(self._train_state.scheduler.get_last_lr()[0])
         return pending
 
     def _learn(self, pending: PendingUpdate) -> Metrics:
         """Move policy and critic, unless nothing can be learned from the batch."""
-        trainee, experience = self._trainee, pending.experience
+        train_state, experience = self._train_state, pending.experience
         metrics: Metrics = {}
         if experience is None:
-            trainee.skip(self.schedule.steps_per_update)
+            train_state.skip(self.schedule.steps_per_update)
         else:
             started = time.monotonic()
             experience = map_tensors(experience, lambda tensor: tensor.to(self.engine.device))
             # transformers recomputes activations in training mode alone; dropout is off anyway.
-            trainee.module.train(self.args.gradient_checkpointing)
+            train_state.module.train(self.args.gradient_checkpointing)
             update_policy(
-                trainee,
+                train_state,
                 experience,
                 self.args,
                 self.engine,
@@ -402,13 +401,13 @@ class PPOTrainer:
                 critic_only=self._run.updates < self.args.critic_warmup_updates,
                 pause=self._pause,
             )
-            trainee.module.eval()
+            train_state.module.eval()
             metrics = update_metrics(pending.progress.sums) | {
                 "val/explained_variance": explained_variance(experience),
                 "time/updating": time.monotonic() - started,
             }
-        self._run.health.check_skipped(trainee.skipped_in_a_row)
-        return metrics | {"val/skipped_steps": float(trainee.skipped_steps)}
+        self._run.health.check_skipped(train_state.skipped_in_a_row)
+        return metrics | {"val/skipped_steps": float(train_state.skipped_steps)}
 
     def _pause(self) -> None:
         """Go on, or stop here in all processes together if one of them was told to.
@@ -469,7 +468,7 @@ class PPOTrainer:
         with averaged, self.engine.autocast():
             return greedy_completions(
                 self.policy,
-                self._trainee.module,
+                self._train_state.module,
                 self.processing_class,
                 prompts,
                 self.rewards,

@@ -52,10 +52,10 @@ class Comparison:
     def episode_flops(self, run: Run) -> float:
         """Floating-point operations of the linear layers in an episode of a run's mean length."""
         workload = self.case.workload
-        trunk, head = linear_parameters(workload.shape)
+        backbone, head = linear_parameters(workload.shape)
         prompts = make_prompts(workload)
         return episode_flops(
-            trunk=trunk,
+            backbone=backbone,
             head=head,
             prompt_tokens=statistics.mean(map(len, prompts)),
             response_tokens=run.mean_tokens,

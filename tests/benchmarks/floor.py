@@ -20,7 +20,7 @@ class Passes:
     epochs: int
 
     @property
-    def trunk(self) -> int:
+    def backbone(self) -> int:
         """Policy, reference, critic and reward once; policy and critic in each epoch."""
         return 4 + 2 * 3 * self.epochs
 
@@ -31,17 +31,17 @@ class Passes:
 
 
 def episode_flops(
-    *, trunk: int, head: int, prompt_tokens: float, response_tokens: float, epochs: int
+    *, backbone: int, head: int, prompt_tokens: float, response_tokens: float, epochs: int
 ) -> float:
     """Floating-point operations of the linear layers in one episode of PPO.
 
-    2 a weight and token. `trunk` and `head` are weights; the head is counted at the tokens of
+    2 a weight and token. `backbone` and `head` are weights; the head is counted at the tokens of
     the response alone. Attention, norms and the optimizer are not counted.
     """
     passes = Passes(epochs=epochs)
-    through_trunk = passes.trunk * trunk * (prompt_tokens + response_tokens)
+    through_backbone = passes.backbone * backbone * (prompt_tokens + response_tokens)
     through_head = passes.head * head * response_tokens
-    return 2 * (through_trunk + through_head)
+    return 2 * (through_backbone + through_head)
 
 
 def matmul_rate(precision: str, device: str, dtype: torch.dtype) -> float:

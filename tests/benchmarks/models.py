@@ -142,13 +142,13 @@ def set_stop_probability(policy: PreTrainedModel, rows: Tensor, stop: float | No
 
 
 def linear_parameters(shape: Shape) -> tuple[int, int]:
-    """Weights of the linear layers of the trunk, and of the head; no memory is taken."""
+    """Weights of the linear layers of the backbone, and of the head; no memory is taken."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(shape))
-    trunk = sum(
+    backbone = sum(
         layer.weight.numel() for layer in model.base_model.modules() if isinstance(layer, nn.Linear)
     )
-    return trunk, model.get_output_embeddings().weight.numel()
+    return backbone, model.get_output_embeddings().weight.numel()
 
 
 def all_parameters(shape: Shape) -> tuple[int, int]:

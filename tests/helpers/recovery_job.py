@@ -55,10 +55,10 @@ def trainer_of(folder: Path, sharding: str, **changes):
 
 def weights_and_moments(trainer) -> dict[str, Tensor]:
     """Whole ones; the weights in the main process alone."""
-    engine, trainee = trainer.engine, trainer._trainee
-    states = engine.optimizer_states(trainee.module, trainee.optimizer)
+    engine, train_state = trainer.engine, trainer._train_state
+    states = engine.optimizer_states(train_state.module, train_state.optimizer)
     moments = {f"{name}/{k}": v.clone() for name, state in states for k, v in state.items()}
-    return moments | (engine.whole_state_dict(trainee.module) or {})
+    return moments | (engine.whole_state_dict(train_state.module) or {})
 
 
 def main(folder: Path, sharding: str) -> None:

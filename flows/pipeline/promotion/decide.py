@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.evaluation.promotion_gate import reasons_against, reasons_for
+from pipeline.inputs import data_sets
 from pipeline.inputs.cache import make_once
 from pipeline.inputs.flow_run import JUDGEMENTS, SAMPLES
-from pipeline.preflight import check_champion
 from pipeline.registry import champions
 from pipeline.registry.aliases import read_version
 from pipeline.registry.champion_history import Champions
 from pipeline.registry.ledger import Decision
 from pipeline.registry.versions import find_policy
 from pipeline.settings.settings import Settings
+from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
 from ppo_core.distributed.large_imports import large_imports
+from ppo_core.errors import DataError
+from ppo_core.models.loading import load_config, load_tokenizer
 from serving.champion import MANIFEST_TAG, fetch_champion
 
 Result = dict[str, Any]
@@ -140,3 +143,29 @@ def _fetch(settings: Settings, version: int | None) -> Result:
     champion = {"version": version, "model": str(model), "tokenizer": str(tokenizer)}
     check_champion(settings, champion)
     return champion
+
+
+def check_champion(settings: Settings, champion: Mapping[str, Any]) -> None:
+    """Refuse a champion that could not answer, while nothing is lost by that.
+
+    Args:
+        settings: of the run.
+        champion: its `version`, `model` and `tokenizer`.
+
+    Raises:
+        DataError: it cannot read a prompt, or leaves no room for the answer.
+        ModelError: its configuration or its tokenizer cannot be loaded.
+    """
+    tokenizer = load_tokenizer(champion["tokenizer"])
+    rows = data_sets.examples(settings.eval_prompts, settings.evaluation)
+    try:
+        check_prompt_lengths(
+            [encode_prompt(tokenizer, row["prompt"]) for row in rows],
+            context=context_length(load_config(champion["model"])),
+            response_length=settings.ppo.response_length,
+        )
+    except DataError as error:
+        raise DataError(
+            f"eval_prompts={settings.eval_prompts}, which the champion, version "
+            f"{champion['version']} of '{settings.registered_model}', has to answer too: {error}"
+        ) from error

@@ -60,7 +60,7 @@ def score_filled_left(model: RewardModel, rows: Sequence[list[int]]) -> Array | 
     None where the model takes no places, which would count the fillers in; and for an encoder,
     which is read at its first place.
     """
-    head, inner = model.token_head, model.model.base_model
+    head, inner = model.lm_head, model.model.base_model
     takes_places = "position_ids" in inspect.signature(inner.forward).parameters
     if head is None or not takes_places:
         return None

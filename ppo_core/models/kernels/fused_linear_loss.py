@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from ppo_core.models.kernels.matmul_backend import products_with
 
 if TYPE_CHECKING:
-    from ppo_core.models.lm_head import TokenHead
+    from ppo_core.models.lm_head import ChunkedLMHead
 
 LOGITS_AT_A_TIME = 2**20
 """Logits that a pass over them takes together: 4 MiB in fp32."""
@@ -60,7 +60,7 @@ def distribution(logits: Tensor, chosen: Tensor) -> Distribution:
 
 
 def fused_loss(
-    head: "TokenHead", hidden: Tensor, targets: Tensor, token_loss: TokenLoss
+    head: "ChunkedLMHead", hidden: Tensor, targets: Tensor, token_loss: TokenLoss
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss of the targets' log-probabilities, these, and entropies: (), (N,), (N,).
 
@@ -83,7 +83,7 @@ class _FusedLoss(torch.autograd.Function):
         hidden: Tensor,
         targets: Tensor,
         token_loss: TokenLoss,
-        head: "TokenHead",
+        head: "ChunkedLMHead",
         *parameters: nn.Parameter,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Summed loss, log-probabilities (N,) and entropies (N,)."""
@@ -133,7 +133,7 @@ class _PlainMatrix:
     """
 
     @staticmethod
-    def fits(head: "TokenHead", hidden: Tensor) -> bool:
+    def fits(head: "ChunkedLMHead", hidden: Tensor) -> bool:
         """Whether a head is that, for states of this precision."""
         module = head.module
         return (
@@ -146,7 +146,7 @@ class _PlainMatrix:
             and (hidden.device.type == "cpu" or not torch.is_autocast_enabled(hidden.device.type))
         )
 
-    def __init__(self, head: "TokenHead", parameters: tuple[nn.Parameter, ...]) -> None:
+    def __init__(self, head: "ChunkedLMHead", parameters: tuple[nn.Parameter, ...]) -> None:
         (self._weight,) = parameters
         self._temperature = head.temperature
         self.of_trained = [torch.empty_like(p) for p in parameters if p.requires_grad]
@@ -184,7 +184,7 @@ class _PlainMatrix:
 class _AnyHead:
     """A head of any kind, by autograd: with a rule, a bias, an adapter, in half precision."""
 
-    def __init__(self, head: "TokenHead", parameters: tuple[nn.Parameter, ...]) -> None:
+    def __init__(self, head: "ChunkedLMHead", parameters: tuple[nn.Parameter, ...]) -> None:
         self._head = head
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.of_trained = [torch.zeros_like(parameter) for parameter in self._trained]

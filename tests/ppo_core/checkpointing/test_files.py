@@ -25,18 +25,20 @@ from ppo_core.checkpointing.files import (
     read_newest,
     save_checkpoint,
 )
-from ppo_core.checkpointing.optimizer_and_rng import (
+from ppo_core.checkpointing.optimizer_options import (
     check_optimizer_fits,
-    generator_tensors,
-    global_rng_state,
     optimizer_options,
-    restore_generators,
-    restore_global_rng_state,
     restore_options,
     set_course,
 )
-from ppo_core.distributed.process_group import Peers
+from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
+from ppo_core.ppo.random_state import (
+    generator_tensors,
+    global_rng_state,
+    restore_generators,
+    restore_global_rng_state,
+)
 from tests.helpers.paths import ROOT
 
 
@@ -481,7 +483,7 @@ def in_threads(number: int, work) -> list:
             return everything
 
         try:
-            return work(Peers(rank=rank, number=number, exchange=exchange))
+            return work(ProcessGroup(rank=rank, number=number, exchange=exchange))
         except TrainingError as error:
             return error
 
@@ -492,7 +494,7 @@ def in_threads(number: int, work) -> list:
 def test_each_process_writes_its_own_files_and_one_manifest_vouches_for_all(tmp_path):
     folder = tmp_path / "checkpoint-1"
 
-    def write(peers: Peers) -> None:
+    def write(peers: ProcessGroup) -> None:
         groups = {f"optimizer-{peers.rank}": {f"{peers.rank}": tensor(peers.rank)}}
         documents = {STATE: "{}"} if peers.is_main else {}
         save_checkpoint(folder, Part(groups=groups, documents=documents), peers=peers)
@@ -511,7 +513,7 @@ def test_each_process_writes_its_own_files_and_one_manifest_vouches_for_all(tmp_
 
 
 def test_where_one_process_cannot_write_no_process_takes_the_checkpoint_for_written(tmp_path):
-    def write(peers: Peers) -> None:
+    def write(peers: ProcessGroup) -> None:
         def fill_up(folder: Path) -> None:
             if peers.rank == 1:
                 raise OSError(errno.ENOSPC, "No space left on device")

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
-from ppo_core.checkpointing.async_writer import Saver
-from ppo_core.checkpointing.contents import RunContents
+from ppo_core.checkpointing.async_writer import AsyncWriter
+from ppo_core.checkpointing.contents import CheckpointContents
 from ppo_core.checkpointing.files import STATE, read_newest
 from ppo_core.checkpointing.lease import Lease
 from ppo_core.errors import ConfigError, TrainingError
@@ -62,11 +62,16 @@ def seed_everything(seed: int) -> None:
 
 def outcome(trainer) -> str:
     """A digest of weights, moments, means, the updates made and the sequence of metrics."""
-    trainee = trainer._trainee
-    state = trainee.optimizer.state
+    train_state = trainer._train_state
+    state = train_state.optimizer.state
     tensors = [
-        *trainee.module.state_dict().values(),
-        *(state[p][k] for p in trainee.module.parameters() if p in state for k in sorted(state[p])),
+        *train_state.module.state_dict().values(),
+        *(
+            state[p][k]
+            for p in train_state.module.parameters()
+            if p in state
+            for k in sorted(state[p])
+        ),
         *trainer.reference.parameters(),
         *(trainer._average.tensors().values() if trainer._average else ()),
         torch.get_rng_state(),
@@ -87,7 +92,7 @@ def runs(tmp_path_factory) -> SimpleNamespace:
     def start(name, **changes):
         seed_everything(5)
         trainer = trainer_in(folders[name], **changes)
-        trainer._trainee.skipped_steps = 1
+        trainer._train_state.skipped_steps = 1
         return trainer
 
     whole = start("whole")
@@ -341,7 +346,7 @@ def test_checkpoints_written_in_the_background_are_the_same(runs, tmp_path):
     background = dataclasses.replace(ALL_OF_IT, async_save=True)
     seed_everything(5)
     trainer = trainer_in(tmp_path, background)
-    trainer._trainee.skipped_steps = 1
+    trainer._train_state.skipped_steps = 1
     trainer.train()
     assert outcome(trainer) == runs.outcome
     for step in (2, 4):
@@ -351,7 +356,7 @@ def test_checkpoints_written_in_the_background_are_the_same(runs, tmp_path):
 
 
 def test_the_training_does_not_wait_for_the_disk_but_for_the_checkpoint_before():
-    saver, may_write, written = Saver(in_background=True), threading.Event(), []
+    saver, may_write, written = AsyncWriter(in_background=True), threading.Event(), []
 
     def write() -> None:
         may_write.wait(60)
@@ -373,7 +378,7 @@ def test_what_goes_wrong_in_the_background_is_said_once_and_at_the_end_at_the_la
         raise OSError(errno.ENOSPC, "No space left on device")
 
     trainer = trainer_in(tmp_path, dataclasses.replace(ALL_OF_IT, async_save=True))
-    monkeypatch.setattr(RunContents, "_policy_writer", lambda _: fill_up)
+    monkeypatch.setattr(CheckpointContents, "_policy_writer", lambda _: fill_up)
     with pytest.raises(TrainingError, match=r"step 2 could not be written.*No space left"):
         trainer.train()
     trainer._checkpoints.finish()

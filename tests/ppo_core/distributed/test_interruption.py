@@ -45,7 +45,7 @@ def noisy_reward(prompts: list[str], responses: list[str]) -> list[float]:
 def everything(trainer: PPOTrainer) -> str:
     """A digest of all weights and of the optimizer's state."""
     digest = hashlib.sha256()
-    module, optimizer = trainer._trainee.module, trainer._trainee.optimizer
+    module, optimizer = trainer._train_state.module, trainer._train_state.optimizer
     for parameter in module.parameters():
         digest.update(parameter.detach().numpy().tobytes())
         for _, value in sorted(optimizer.state[parameter].items()):
@@ -129,7 +129,7 @@ class TerminateAfterAnUpdate(TrainerCallback):
 @pytest.mark.parametrize("moment", ["in a batch of the sampling", "between two updates"])
 def test_nothing_is_sampled_that_would_be_thrown_away(moment, tmp_path):
     trainer = trainer_in(tmp_path)
-    backbone = trainer.policy.trunk.backbone
+    backbone = trainer.policy.backbone.module
     if moment == "between two updates":
         trainer.add_callback(TerminateAfterAnUpdate())
     else:

@@ -135,7 +135,7 @@ def test_a_loss_of_each_token_has_the_gradient_of_its_log_probabilities(case, mo
     def of_tokens(logprobs: Tensor, part: slice) -> Tensor:
         return (logprobs - targets[part]) ** 2
 
-    head, states = model.token_head(TEMPERATURE), model.trunk.states(rows)
+    head, states = model.lm_head(TEMPERATURE), model.backbone.states(rows)
     loss, logprobs, entropies = head.loss(states, rows.targets, of_tokens)
     fused = gradients_of(policy, 3 * loss)
     expected, expected_entropies = model(rows, TEMPERATURE)
@@ -160,7 +160,7 @@ def test_a_head_that_caps_its_logits_is_followed():
     model = Gemma2ForCausalLM(CAPPED).eval()
     ids = torch.tensor([[5, 6, 7]])
     policy = LanguageModel(model)
-    assert_close(policy.logits(policy.trunk.hidden_states(ids)[0]), model(ids).logits[0])
+    assert_close(policy.logits(policy.backbone.hidden_states(ids)[0]), model(ids).logits[0])
 
 
 def test_a_head_of_unknown_kind_is_refused_before_it_lies():

@@ -72,7 +72,7 @@ def test_8_bits_are_asked_for_as_such(gpu, monkeypatch):
 
 def test_a_quantised_base_is_trained_with_an_adapter_or_not_at_all():
     policy = quantised_policy()
-    with pytest.raises(ModelError, match="quantised and has no adapter"):
+    with pytest.raises(ModelError, match="quantized and has no adapter"):
         check_quantised_trainable(policy)
     adapted = add_adapter(policy, peft.LoraConfig(r=2))
     check_quantised_trainable(adapted)

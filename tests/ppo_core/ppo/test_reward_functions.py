@@ -52,8 +52,8 @@ def test_a_plain_function_is_a_reward():
     metrics = trainer.train()[0]
     assert metrics["rewards/count_words"] > 0
     # No reward model is there to copy: the critic starts from the policy and expects nothing.
-    assert type(trainer.critic.backbone) is type(trainer.policy.model.base_model)
-    assert trainer.critic.trunk is not trainer.policy.trunk
+    assert type(trainer.critic.model) is type(trainer.policy.model.base_model)
+    assert trainer.critic.backbone is not trainer.policy.backbone
     scores, parts, rollout = scores_of(count_words)
     texts = response_texts(make_tokenizer(), rollout)
     assert scores.tolist() == [len(text.split()) for text in texts]

@@ -14,8 +14,8 @@ from tests.helpers.tiny import make_policy
 from tests.ppo_core.ppo.test_update import (
     make_config,
     make_experience,
-    make_shared_trainee,
-    make_trainee,
+    make_shared_train_state,
+    make_train_state,
     weights_after,
 )
 
@@ -54,37 +54,37 @@ def test_an_error_of_either_is_raised_and_the_threads_come_back(which):
     assert torch.get_num_threads() == 2
 
 
-def threads_of_an_update(trainee, **changes: object) -> set[int]:
+def threads_of_an_update(train_state, **changes: object) -> set[int]:
     """The threads in which policy and critic make their forward passes."""
     seen = set()
-    for part in (trainee.module.policy, trainee.module.critic):
-        norm = part.trunk.backbone.norm
+    for part in (train_state.module.policy, train_state.module.critic):
+        norm = part.backbone.module.norm
         norm.register_forward_hook(lambda *_: seen.add(threading.get_ident()))
-    weights_after(make_config(**changes), make_experience(), trainee)
+    weights_after(make_config(**changes), make_experience(), train_state)
     return seen
 
 
 def test_small_models_learn_at_the_same_time_and_large_ones_do_not(monkeypatch):
-    assert len(threads_of_an_update(make_trainee())) == 2
-    assert len(threads_of_an_update(make_trainee(), gradient_checkpointing=True)) == 1
-    assert len(threads_of_an_update(make_shared_trainee())) == 1
-    trainee = make_trainee()
-    embeddings = [part.trunk.backbone.embed_tokens for part in trainee.module.children()]
+    assert len(threads_of_an_update(make_train_state())) == 2
+    assert len(threads_of_an_update(make_train_state(), gradient_checkpointing=True)) == 1
+    assert len(threads_of_an_update(make_shared_train_state())) == 1
+    train_state = make_train_state()
+    embeddings = [part.backbone.module.embed_tokens for part in train_state.module.children()]
     embeddings[1].weight = embeddings[0].weight
-    assert len(threads_of_an_update(trainee)) == 1
+    assert len(threads_of_an_update(train_state)) == 1
     torch.set_num_threads(1)
-    assert len(threads_of_an_update(make_trainee())) == 1
+    assert len(threads_of_an_update(make_train_state())) == 1
     torch.set_num_threads(2)
-    trainee = make_trainee()
-    most = max(weight.numel() for weight in trainee.module.parameters())
+    train_state = make_train_state()
+    most = max(weight.numel() for weight in train_state.module.parameters())
     monkeypatch.setattr(update, "LEAST_NUMBERS", most + 1)
-    assert len(threads_of_an_update(trainee)) == 2
-    trainee = make_trainee()
-    trainee.reference = LanguageModel(make_policy())
-    trainee.reference.register_parameter("large", torch.nn.Parameter(torch.ones(most + 1)))
-    assert len(threads_of_an_update(trainee)) == 1
+    assert len(threads_of_an_update(train_state)) == 2
+    train_state = make_train_state()
+    train_state.reference = LanguageModel(make_policy())
+    train_state.reference.register_parameter("large", torch.nn.Parameter(torch.ones(most + 1)))
+    assert len(threads_of_an_update(train_state)) == 1
     monkeypatch.setattr(update, "LEAST_NUMBERS", most)
-    assert len(threads_of_an_update(make_trainee())) == 1
+    assert len(threads_of_an_update(make_train_state())) == 1
 
 
 def test_both_ways_end_at_the_same_weights(monkeypatch):

@@ -20,7 +20,7 @@ from ppo_core.ppo import update
 from ppo_core.ppo.optimizer import parameter_groups
 from ppo_core.ppo.ptx import PretrainingTexts, joined_texts
 from ppo_core.ppo.schedule import make_schedule, make_scheduler
-from ppo_core.ppo.update import Trainee, UpdateProgress, update_policy
+from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
 from tests.helpers.tiny import VOCABULARY, make_policy, make_prompts
 from tests.ppo_core.models.test_actor_critic import make_rollout, row_of
 
@@ -57,21 +57,21 @@ def make_experience(*, seed=0) -> Experience:
     )
 
 
-def make_trainee(learning_rate=0.1) -> Trainee:
+def make_train_state(learning_rate=0.1) -> TrainState:
     critic = Critic.from_policy(make_policy(seed=5))
     torch.manual_seed(1)
     torch.nn.init.normal_(critic.head.weight, std=0.1)
     module = ActorCritic(LanguageModel(make_policy()), critic)
     optimizer = torch.optim.SGD(module.parameters(), lr=learning_rate)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    return Trainee(module=module, optimizer=optimizer, scheduler=scheduler)
+    return TrainState(module=module, optimizer=optimizer, scheduler=scheduler)
 
 
-def weights_after(config: PPOConfig, experience: Experience, trainee: Trainee | None = None):
-    trainee = trainee or make_trainee()
+def weights_after(config: PPOConfig, experience: Experience, train_state: TrainState | None = None):
+    train_state = train_state or make_train_state()
     progress = make_progress(config, experience)
-    update_policy(trainee, experience, config, Engine(), progress)
-    return {name: p.detach() for name, p in trainee.module.named_parameters()}, progress.sums
+    update_policy(train_state, experience, config, Engine(), progress)
+    return {name: p.detach() for name, p in train_state.module.named_parameters()}, progress.sums
 
 
 def make_progress(config: PPOConfig, experience: Experience) -> UpdateProgress:
@@ -88,7 +88,7 @@ def plain_rows(module: ActorCritic, experience: Experience) -> list[SimpleNamesp
     for b in range(8):
         ids, start = torch.tensor(row_of(rollout, b)), int(rollout.prompt_lengths[b])
         logits = module.policy.model(ids[None]).logits[0, start - 1 : -1] / rollout.temperature
-        hidden = module.critic.backbone(ids[None]).last_hidden_state[0, start - 1 : -1]
+        hidden = module.critic.model(ids[None]).last_hidden_state[0, start - 1 : -1]
         own = slice(0, int(rollout.response_lengths[b]))
         behaviour = rollout.behaviour_logprobs
         rows.append(
@@ -136,16 +136,16 @@ def assert_one_step_is(
     plain: Callable[[ActorCritic, list[SimpleNamespace]], Tensor],
     config: PPOConfig,
     experience: Experience,
-    make: Callable[[], Trainee] | None = None,
+    make: Callable[[], TrainState] | None = None,
 ) -> None:
     """A step of the update, in microbatches, has the gradient of the plain loss."""
-    make = make or make_trainee
+    make = make or make_train_state
     config = dataclasses.replace(config, per_device_train_batch_size=3)
     actual, _ = weights_after(config, experience, make())
-    module = (trainee := make()).module
+    module = (train_state := make()).module
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     plain(module, plain_rows(module, experience)).backward()
-    trainee.optimizer.step()
+    train_state.optimizer.step()
     assert any((actual[name] - weight).abs().max() > 1e-3 for name, weight in before.items())
     for name, parameter in module.named_parameters():
         assert_close(actual[name], parameter.detach(), rtol=0, atol=1e-6, msg=name)
@@ -156,7 +156,7 @@ def test_one_step_is_plain_autograd_on_the_mean_over_all_counted_tokens():
     assert_one_step_is(lambda _, rows: plain_loss(rows), config, experience)
 
     _, sums = weights_after(config, experience)
-    rows = plain_rows(make_trainee().module, experience)
+    rows = plain_rows(make_train_state().module, experience)
     assert sums.tokens == sum(LENGTHS)
     of_policy = torch.cat([surrogate(row) for row in rows]).mean().item()
     of_critic = torch.cat([value_error(row) for row in rows]).mean().item()
@@ -212,7 +212,7 @@ def test_one_step_with_the_exact_divergence_in_the_loss_is_plain_autograd():
         return plain_loss(rows) + 0.3 * torch.cat(divergences).mean()
 
     def make():
-        return dataclasses.replace(make_trainee(), reference=LanguageModel(reference))
+        return dataclasses.replace(make_train_state(), reference=LanguageModel(reference))
 
     experience = dataclasses.replace(make_experience(), kl_loss_coef=0.3)
     config = make_config(kl_in_loss=True, kl_estimator="full")
@@ -235,20 +235,20 @@ def test_one_step_with_pretraining_texts_is_plain_autograd():
         return plain_loss(rows) - 0.6 * torch.cat(likelihoods).mean()
 
     def make():
-        return dataclasses.replace(make_trainee(), pretraining=PretrainingTexts(texts, seed=3))
+        return dataclasses.replace(make_train_state(), pretraining=PretrainingTexts(texts, seed=3))
 
     assert_one_step_is(plain, make_config(ptx_coef=0.6), make_experience(), make)
 
 
 def test_pretraining_texts_are_learned_no_more_at_a_time_than_responses():
-    trainee = make_trainee()
-    trainee.pretraining = PretrainingTexts(make_prompts([4, 2, 6, 3, 5, 7, 2, 4]), seed=3)
+    train_state = make_train_state()
+    train_state.pretraining = PretrainingTexts(make_prompts([4, 2, 6, 3, 5, 7, 2, 4]), seed=3)
     widths = []
-    trainee.module.policy.model.model.layers[0].register_forward_pre_hook(
+    train_state.module.policy.model.model.layers[0].register_forward_pre_hook(
         lambda _, inputs: widths.append(len(inputs[0]))
     )
     weights_after(
-        make_config(per_device_train_batch_size=3, ptx_coef=0.6), make_experience(), trainee
+        make_config(per_device_train_batch_size=3, ptx_coef=0.6), make_experience(), train_state
     )
     assert widths == [3, 3, 2, 3, 3, 2]
 
@@ -271,32 +271,32 @@ def test_tokens_from_a_part_of_the_policy_weigh_by_its_share():
     assert_one_step_is(plain, make_config(), restricted)
 
 
-def make_shared_trainee() -> Trainee:
+def make_shared_train_state() -> TrainState:
     policy = LanguageModel(make_policy())
     torch.manual_seed(1)
     module = ActorCritic(policy, Critic.on_policy(policy))
     torch.nn.init.normal_(module.critic.head.weight, std=0.1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    return Trainee(module=module, optimizer=optimizer, scheduler=scheduler)
+    return TrainState(module=module, optimizer=optimizer, scheduler=scheduler)
 
 
-def test_one_step_of_a_critic_on_the_policys_trunk_is_plain_autograd():
+def test_one_step_of_a_critic_on_the_policys_backbone_is_plain_autograd():
     assert_one_step_is(
-        lambda _, rows: plain_loss(rows), make_config(), make_experience(), make_shared_trainee
+        lambda _, rows: plain_loss(rows), make_config(), make_experience(), make_shared_train_state
     )
 
 
-def test_a_shared_trunk_is_computed_once_a_microbatch():
+def test_a_shared_backbone_is_computed_once_a_microbatch():
     calls = []
-    for trainee in (make_shared_trainee(), make_trainee()):
-        layer = trainee.module.policy.model.model.layers[0]
-        others = trainee.module.critic.backbone.layers[0]
+    for train_state in (make_shared_train_state(), make_train_state()):
+        layer = train_state.module.policy.model.model.layers[0]
+        others = train_state.module.critic.model.layers[0]
         count = []
         handles = [
             each.register_forward_hook(lambda *_, n=count: n.append(1)) for each in {layer, others}
         ]
-        weights_after(make_config(per_device_train_batch_size=4), make_experience(), trainee)
+        weights_after(make_config(per_device_train_batch_size=4), make_experience(), train_state)
         assert handles
         calls.append(len(count))
     assert calls == [2, 4]
@@ -318,7 +318,9 @@ class WatchedEngine(Engine):
 
 
 @pytest.mark.parametrize(
-    ("make", "ways_back"), [(make_trainee, 2), (make_shared_trainee, 1)], ids=["two", "shared"]
+    ("make", "ways_back"),
+    [(make_train_state, 2), (make_shared_train_state, 1)],
+    ids=["two", "shared"],
 )
 @pytest.mark.parametrize("is_large", [True, False])
 @pytest.mark.usefixtures("onednn_tried_anew")
@@ -350,17 +352,17 @@ def test_the_microbatch_size_changes_nothing(per_device_train_batch_size, how):
 
 
 def test_every_pass_steps_once_a_minibatch_and_sees_every_response_once(monkeypatch):
-    trainee, steps = make_trainee(), []
-    plain = trainee.optimizer.step
-    monkeypatch.setattr(trainee.optimizer, "step", lambda: steps.append(1) or plain())
+    train_state, steps = make_train_state(), []
+    plain = train_state.optimizer.step
+    monkeypatch.setattr(train_state.optimizer, "step", lambda: steps.append(1) or plain())
     _, sums = weights_after(
         make_config(num_ppo_epochs=3, num_mini_batches=4, per_device_train_batch_size=1),
         make_experience(),
-        trainee,
+        train_state,
     )
     assert len(steps) == 12
     assert sums.tokens == 3 * sum(LENGTHS)
-    assert trainee.scheduler.last_epoch == 12
+    assert train_state.scheduler.last_epoch == 12
 
 
 def test_the_order_is_new_in_every_pass(monkeypatch):
@@ -378,15 +380,19 @@ def test_the_order_is_new_in_every_pass(monkeypatch):
 
 
 def test_the_critic_learns_and_so_does_the_policy():
-    before = {name: p.detach().clone() for name, p in make_trainee().module.named_parameters()}
+    before = {name: p.detach().clone() for name, p in make_train_state().module.named_parameters()}
     after, _ = weights_after(make_config(), make_experience())
     moved = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
     assert moved == {"policy", "critic"}
 
 
 def test_gradients_are_scaled_down_to_the_norm_that_is_set():
-    before = {name: p.detach().clone() for name, p in make_trainee(1.0).module.named_parameters()}
-    after, _ = weights_after(make_config(max_grad_norm=0.01), make_experience(), make_trainee(1.0))
+    before = {
+        name: p.detach().clone() for name, p in make_train_state(1.0).module.named_parameters()
+    }
+    after, _ = weights_after(
+        make_config(max_grad_norm=0.01), make_experience(), make_train_state(1.0)
+    )
     squares = sum(((after[name] - before[name]) ** 2).sum() for name in before)
     # At a learning rate of 1, SGD moves by exactly the gradient.
     assert squares.sqrt().item() == pytest.approx(0.01, rel=1e-3)
@@ -394,13 +400,13 @@ def test_gradients_are_scaled_down_to_the_norm_that_is_set():
 
 def test_the_ratio_is_one_before_the_policy_moves():
     experience = make_experience()
-    trainee = make_trainee()
+    train_state = make_train_state()
     rollout = experience.rollout
     with torch.no_grad():
-        logprobs, _ = trainee.module.policy(rollout.token_rows(torch.arange(8)), 0.7)
+        logprobs, _ = train_state.module.policy(rollout.token_rows(torch.arange(8)), 0.7)
     old = torch.zeros(rollout.logprobs.shape).masked_scatter(rollout.response_mask, logprobs)
     fresh = dataclasses.replace(experience, rollout=dataclasses.replace(rollout, logprobs=old))
-    _, sums = weights_after(make_config(num_ppo_epochs=3), fresh, trainee)
+    _, sums = weights_after(make_config(num_ppo_epochs=3), fresh, train_state)
     assert sums.first_tokens == sum(LENGTHS)
     assert sums.first_ratio_error / sums.first_tokens < 1e-5
     assert abs(sums.ratio_error) > 1e-3
@@ -409,11 +415,11 @@ def test_the_ratio_is_one_before_the_policy_moves():
 def test_a_gradient_that_is_not_finite_moves_nothing():
     experience = make_experience()
     experience.advantages[0, 0] = torch.inf
-    trainee = make_trainee()
-    before = {name: p.detach().clone() for name, p in trainee.module.named_parameters()}
-    weights_after(make_config(), experience, trainee)
-    assert (trainee.skipped_steps, trainee.skipped_in_a_row) == (1, 1)
-    for name, parameter in trainee.module.named_parameters():
+    train_state = make_train_state()
+    before = {name: p.detach().clone() for name, p in train_state.module.named_parameters()}
+    weights_after(make_config(), experience, train_state)
+    assert (train_state.skipped_steps, train_state.skipped_in_a_row) == (1, 1)
+    for name, parameter in train_state.module.named_parameters():
         assert torch.equal(parameter, before[name])
 
 
@@ -442,23 +448,23 @@ def test_a_critic_that_warms_up_leaves_the_policy_as_it_is_to_the_bit():
         learning_rate=1e-2,
         total_episodes=16,
     )
-    module = make_trainee().module
+    module = make_train_state().module
     optimizer = torch.optim.AdamW(parameter_groups(module.policy, module.critic, config))
     schedule = make_schedule(config, num_prompts=8, num_processes=1)
-    trainee = Trainee(
+    train_state = TrainState(
         module=module, optimizer=optimizer, scheduler=make_scheduler(optimizer, config, schedule)
     )
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     experience = make_experience()
     progress = make_progress(config, experience)
-    update_policy(trainee, experience, config, Engine(), progress, critic_only=True)
+    update_policy(train_state, experience, config, Engine(), progress, critic_only=True)
     moved = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if name.startswith("critic.")}
 
 
 def divergence_and_ratio() -> tuple[float, float]:
     """Of the policy from the one that sampled: the mean k3 estimate, and the mean ratio."""
-    rows = plain_rows(make_trainee().module, make_experience())
+    rows = plain_rows(make_train_state().module, make_experience())
     moved = torch.cat([row.logprobs - row.old for row in rows])
     return (moved.exp() - 1 - moved).mean().item(), moved.exp().mean().item()
 
@@ -466,41 +472,41 @@ def divergence_and_ratio() -> tuple[float, float]:
 @pytest.mark.parametrize(("share", "steps"), [(0.999, 1), (1.001, 5)])
 def test_passes_end_where_the_policy_has_moved_too_far(share, steps):
     target = share * divergence_and_ratio()[0] / 1.5
-    trainee = make_trainee(learning_rate=0.0)
+    train_state = make_train_state(learning_rate=0.0)
     config = make_config(num_ppo_epochs=5, target_kl=target)
-    _, sums = weights_after(config, make_experience(), trainee)
+    _, sums = weights_after(config, make_experience(), train_state)
     assert sums.tokens == steps * sum(LENGTHS)
     # Steps that are left out count for the schedule, which ends with the run.
-    assert trainee.scheduler.last_epoch == 5
+    assert train_state.scheduler.last_epoch == 5
 
 
 @pytest.mark.parametrize(("share", "skipped"), [(0.999, 1), (1.001, 0)])
 def test_a_step_of_too_large_a_ratio_is_skipped_and_counted(share, skipped):
-    trainee = make_trainee()
-    before = {name: p.detach().clone() for name, p in trainee.module.named_parameters()}
+    train_state = make_train_state()
+    before = {name: p.detach().clone() for name, p in train_state.module.named_parameters()}
     config = make_config(ratio_threshold=share * divergence_and_ratio()[1])
-    after, _ = weights_after(config, make_experience(), trainee)
-    assert trainee.skipped_steps == skipped
-    assert trainee.skipped_in_a_row == 0
+    after, _ = weights_after(config, make_experience(), train_state)
+    assert train_state.skipped_steps == skipped
+    assert train_state.skipped_in_a_row == 0
     assert all(torch.equal(before[name], after[name]) for name in before) == bool(skipped)
-    assert all(parameter.grad is None for parameter in trainee.module.parameters())
+    assert all(parameter.grad is None for parameter in train_state.module.parameters())
 
 
 def test_too_many_steps_in_a_row_that_are_not_finite_end_the_update_there():
     experience = make_experience()
     experience.advantages[0, 0] = torch.inf
-    trainee = make_trainee()
-    weights_after(make_config(num_ppo_epochs=5, max_skipped_steps=3), experience, trainee)
-    assert (trainee.skipped_steps, trainee.skipped_in_a_row) == (3, 3)
+    train_state = make_train_state()
+    weights_after(make_config(num_ppo_epochs=5, max_skipped_steps=3), experience, train_state)
+    assert (train_state.skipped_steps, train_state.skipped_in_a_row) == (3, 3)
 
 
 def test_a_good_step_ends_the_row_of_bad_ones():
-    trainee, broken = make_trainee(), make_experience()
+    train_state, broken = make_train_state(), make_experience()
     broken.advantages[0, 0] = torch.nan
-    weights_after(make_config(num_ppo_epochs=2), broken, trainee)
-    assert (trainee.skipped_steps, trainee.skipped_in_a_row) == (2, 2)
-    weights_after(make_config(), make_experience(), trainee)
-    assert (trainee.skipped_steps, trainee.skipped_in_a_row) == (2, 0)
+    weights_after(make_config(num_ppo_epochs=2), broken, train_state)
+    assert (train_state.skipped_steps, train_state.skipped_in_a_row) == (2, 2)
+    weights_after(make_config(), make_experience(), train_state)
+    assert (train_state.skipped_steps, train_state.skipped_in_a_row) == (2, 0)
 
 
 # --- Half precision ---
@@ -512,9 +518,9 @@ def half_precision_gradients(monkeypatch, of_ours: bool, **head) -> dict[str, Te
     policy, reference = LanguageModel(make_policy()), LanguageModel(make_policy(seed=7))
     rows = make_experience().rollout.token_rows(torch.arange(8))
     with torch.autocast("cpu", torch.bfloat16):
-        states = policy.trunk.states(rows)
+        states = policy.backbone.states(rows)
         if of_ours:
-            of_logprobs, *_ = policy.token_head(0.7).loss(
+            of_logprobs, *_ = policy.lm_head(0.7).loss(
                 states, rows.targets, lambda logprobs, _: logprobs
             )
             divergence = policy.full_kl(states, reference, rows, 0.7)
@@ -522,7 +528,7 @@ def half_precision_gradients(monkeypatch, of_ours: bool, **head) -> dict[str, Te
             plain = (policy.logits(states).float() / 0.7).log_softmax(-1)
             of_logprobs = plain.gather(1, rows.targets[:, None]).sum()
             with torch.no_grad():
-                theirs = reference.logits(reference.trunk.states(rows)).float() / 0.7
+                theirs = reference.logits(reference.backbone.states(rows)).float() / 0.7
             divergence = (plain.exp() * (plain - theirs.log_softmax(-1))).sum(-1)
     loss = head["of_logprobs"] * of_logprobs + head["of_divergence"] * divergence.sum()
     loss.backward()

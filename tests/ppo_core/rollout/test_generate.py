@@ -307,7 +307,7 @@ def test_memory_is_reserved_once():
         if isinstance(cache := output.past_key_values, ReservedCache):
             reserved.update(layer.keys.untyped_storage().data_ptr() for layer in cache.layers)
 
-    policy.trunk.backbone.register_forward_hook(remember)
+    policy.backbone.module.register_forward_hook(remember)
     sample(policy, make_prompts([12] * 4 + [5] * 12), stop=15, length=20, any_left=None)
     assert len(reserved) == 2  # the keys of each layer
 
@@ -323,7 +323,7 @@ def test_prompts_follow_where_the_angles_of_a_row_are_its_own(changes, expected)
     like = CONFIGS["llama"].to_dict()
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{**like, **changes})).eval()
     policy = LanguageModel(model)
-    assert takes_more(policy, policy.trunk) == expected
+    assert takes_more(policy, policy.backbone) == expected
 
 
 def test_a_model_without_keys_and_values_by_rows_is_refused_by_name():
@@ -361,7 +361,7 @@ def test_a_pause_may_end_it_all_before_more_prompts_are_read():
 def test_passes_go_on_until_no_process_has_a_response_left_and_change_nothing(passes):
     policy, prompts = LanguageModel(make_policy()), make_prompts([4, 2])
     made, told = [], []
-    policy.trunk.backbone.register_forward_hook(lambda *call: made.append(1))
+    policy.backbone.module.register_forward_hook(lambda *call: made.append(1))
     alone = sample(policy, prompts, stop=9, length=20, seed=17)
     assert alone.response_lengths.tolist() == [4, 9]
     made.clear()

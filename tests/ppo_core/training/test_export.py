@@ -38,7 +38,7 @@ def without_clocks(history):
 
 
 def everything(trainer):
-    moments = trainer._trainee.optimizer.state_dict()["state"]
+    moments = trainer._train_state.optimizer.state_dict()["state"]
     return [
         *weights(trainer).values(),
         *trainer.critic.parameters(),

@@ -42,7 +42,12 @@ from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import tiny_table
 from tests.helpers.tiny import EOS, make_classifier, make_policy, make_prompts, make_tokenizer
 from tests.ppo_core.models.test_actor_critic import make_rollout, row_of
-from tests.ppo_core.ppo.test_update import make_config, make_experience, make_trainee, weights_after
+from tests.ppo_core.ppo.test_update import (
+    make_config,
+    make_experience,
+    make_train_state,
+    weights_after,
+)
 from tests.ppo_core.rollout.test_generate import sample
 from tests.ppo_core.training.test_trainer import CLOCKS, CONFIG, PROMPTS, LogRecorder, make_trainer
 
@@ -178,7 +183,7 @@ def first_greedy_token(*prompt: int) -> int:
 def test_padding_adds_nothing_to_the_entropies():
     experience = make_experience()
     config = make_config(per_device_train_batch_size=3, num_mini_batches=2)
-    _, sums = weights_after(config, experience, make_trainee(0.0))
+    _, sums = weights_after(config, experience, make_train_state(0.0))
     entropies = [
         torch.distributions.Categorical(logits=plain_logits(experience.rollout, b)).entropy()
         for b in range(8)
@@ -202,7 +207,7 @@ def test_ratio_and_divergence_are_means_over_counted_tokens():
     experience = make_experience()
     rollout = experience.rollout
     config = make_config(per_device_train_batch_size=3, num_mini_batches=2)
-    _, sums = weights_after(config, experience, make_trainee(0.0))
+    _, sums = weights_after(config, experience, make_train_state(0.0))
     new = torch.cat([plain_logprobs(rollout, b) for b in range(8)])
     ratio = torch.exp(new - rollout.logprobs[rollout.response_mask])
     metrics = update_metrics(sums)
@@ -368,13 +373,13 @@ def test_the_trainers_optimizer_moves_the_whole_critic():
 
 # row 21 (#1918)
 def test_the_first_step_is_taken_at_the_first_learning_rate():
-    trainee = make_trainee()
+    train_state = make_train_state()
     only_the_first = torch.optim.lr_scheduler.LambdaLR(
-        trainee.optimizer, lambda done: float(done == 0)
+        train_state.optimizer, lambda done: float(done == 0)
     )
-    trainee = dataclasses.replace(trainee, scheduler=only_the_first)
-    before = {name: p.detach().clone() for name, p in trainee.module.named_parameters()}
-    after, _ = weights_after(make_config(), make_experience(), trainee)
+    train_state = dataclasses.replace(train_state, scheduler=only_the_first)
+    before = {name: p.detach().clone() for name, p in train_state.module.named_parameters()}
+    after, _ = weights_after(make_config(), make_experience(), train_state)
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
@@ -412,19 +417,19 @@ def test_a_ratio_that_explodes_is_held_by_the_clipping_or_stops_with_the_next_mo
     spike = make_experience()
     spike.advantages[0, 0] = -1.0
     spike.rollout.logprobs[0, 0] = -25.0
-    trainee = make_trainee(1.0)
-    before = {name: p.detach().clone() for name, p in trainee.module.named_parameters()}
-    after, sums = weights_after(make_config(max_grad_norm=0.01), spike, trainee)
+    train_state = make_train_state(1.0)
+    before = {name: p.detach().clone() for name, p in train_state.module.named_parameters()}
+    after, sums = weights_after(make_config(max_grad_norm=0.01), spike, train_state)
     assert sums.ratio_error > 1e4
     distance = sum(((after[name] - before[name]) ** 2).sum() for name in before).sqrt()
     assert distance.item() == pytest.approx(0.01, rel=1e-2)
 
     spike.rollout.logprobs[0, 0] = -1e4
-    weights_after(make_config(max_grad_norm=0.01), spike, trainee)
-    assert trainee.skipped_in_a_row == 1
+    weights_after(make_config(max_grad_norm=0.01), spike, train_state)
+    assert train_state.skipped_in_a_row == 1
     with pytest.raises(TrainingError, match=r"the weights are as after the last good step\."):
         HealthMonitor(make_config(max_skipped_steps=1)).check_skipped(1)
-    assert all(torch.equal(p, after[name]) for name, p in trainee.module.named_parameters())
+    assert all(torch.equal(p, after[name]) for name, p in train_state.module.named_parameters())
 
 
 # --- Models ------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_a_model_with_a_value_head_brings_its_own_critic_which_is_trained_in_pla
     before, of_reference = values_of(model), values_of(reference)
     trainer = make_trainer(model=model, ref_model=reference)
     assert trainer.critic.head is model.v_head.summary
-    assert trainer.critic.trunk is trainer.policy.trunk
+    assert trainer.critic.backbone is trainer.policy.backbone
     history = trainer.train()
     assert abs(history[0]["objective/kl"]) < 1e-4
     assert {"v_head.summary.weight", "pretrained_model.lm_head.weight"} <= moved(model, before)
@@ -89,7 +89,7 @@ def test_a_value_model_takes_the_place_of_the_policys_own_head():
     trainer = make_trainer(
         model=AutoModelForCausalLMWithValueHead(make_policy()), value_model=classifier
     )
-    assert trainer.critic.backbone is classifier.model
+    assert trainer.critic.model is classifier.model
 
 
 def test_a_classifier_as_value_model_is_trained_in_place_with_its_head():
@@ -99,9 +99,9 @@ def test_a_classifier_as_value_model_is_trained_in_place_with_its_head():
     assert {"score.weight", "model.layers.0.self_attn.q_proj.weight"} <= moved(classifier, before)
 
 
-def test_a_shared_critic_is_a_new_head_on_the_policys_trunk():
+def test_a_shared_critic_is_a_new_head_on_the_policys_backbone():
     trainer = make_trainer(dataclasses.replace(CONFIG, shared_critic=True))
-    assert trainer.critic.trunk is trainer.policy.trunk
+    assert trainer.critic.backbone is trainer.policy.backbone
     assert (trainer.critic.head.weight == 0).all()
     trainer.step()
     assert (trainer.critic.head.weight != 0).any()
@@ -151,7 +151,7 @@ def test_adapters_by_name_are_policy_and_reference(tmp_path):
     for part, name in ((trainer.policy, "new"), (trainer.reference, "old")):
         with torch.no_grad(), using_adapter(model, name):
             expected = model.get_base_model()(ids).logits
-            assert_close(part.logits(part.trunk.hidden_states(ids)[0]), expected[0])
+            assert_close(part.logits(part.backbone.hidden_states(ids)[0]), expected[0])
 
     trainer.save_model(tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -195,7 +195,7 @@ def test_a_critic_adapter_has_the_critics_learning_rate(tmp_path):
     trainer = make_trainer(
         config, model=model, ref_model=None, value_model=critic, reward_model=reward
     )
-    names = {id(p): name for name, p in trainer._trainee.module.named_parameters()}
+    names = {id(p): name for name, p in trainer._train_state.module.named_parameters()}
     for group in parameter_groups(trainer.policy, trainer.critic, config):
         own = {names[id(p)] for p in group["params"]}
         assert group["lr"] == (0.5 if group["name"] == "critic" else CONFIG.learning_rate)

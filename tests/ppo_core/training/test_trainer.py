@@ -194,7 +194,7 @@ def test_a_reward_model_with_other_tokens_reads_texts():
 def test_a_critic_of_other_tokens_is_never_copied():
     reward_model = RewardModel(make_classifier("gpt2"), make_tokenizer(prefix="v"))
     trainer = make_trainer(reward_model=reward_model)
-    assert type(trainer.critic.backbone) is type(trainer.policy.model.base_model)
+    assert type(trainer.critic.model) is type(trainer.policy.model.base_model)
     assert (trainer.critic.head.weight == 0).all()
 
 
@@ -228,7 +228,7 @@ def test_nothing_is_learned_from_a_batch_with_a_score_that_is_not_finite(caplog)
     assert second["objective/scores"] == 3.75
     assert any(not torch.equal(before[name], weight) for name, weight in weights(trainer).items())
     # The schedule ends with the run all the same.
-    assert trainer._trainee.scheduler.last_epoch == 8
+    assert trainer._train_state.scheduler.last_epoch == 8
 
 
 def test_too_many_batches_in_a_row_with_scores_that_are_not_finite_end_the_run():

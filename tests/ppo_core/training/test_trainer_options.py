@@ -79,7 +79,7 @@ def test_bf16_trains_in_bf16_and_keeps_the_weights_in_fp32():
         dtypes[bf16] = seen
         # Sampling and training round alike, up to the order of their sums.
         assert metrics["val/first_ratio_error"] < (0.05 if bf16 else 1e-5)
-        assert {p.dtype for p in trainer._trainee.module.parameters()} == {torch.float32}
+        assert {p.dtype for p in trainer._train_state.module.parameters()} == {torch.float32}
         assert any(not torch.equal(before[name], value) for name, value in weights(trainer).items())
     # The first is whether it was the update: sampling and training see the same policy.
     assert dtypes[True] == {(False, torch.bfloat16), (True, torch.bfloat16)}
@@ -214,7 +214,7 @@ def test_three_steps_in_a_row_that_are_not_finite_end_the_run_with_the_weights_i
     before = weights(trainer)
     with pytest.raises(TrainingError, match=r"^3 steps in a row.*weights are as after"):
         trainer.train()
-    assert trainer._trainee.skipped_steps == 3
+    assert trainer._train_state.skipped_steps == 3
     assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
 
 

@@ -22,7 +22,7 @@ from transformers import (
 
 from ppo_core.algorithm.masking import pad_rows
 from ppo_core.models.adapters import add_adapter
-from ppo_core.models.backbones import DecoderTrunk
+from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.kernels import attention, matmul_backend
 from ppo_core.models.kernels.decoder_families import plain_layers
 from ppo_core.models.kernels.decoder_forward import states_at
@@ -132,10 +132,10 @@ def test_a_response_grows_by_the_states_of_the_whole_row(family):
     prompts, answers = make_prompts(LENGTHS), make_prompts([4, 4, 4], seed=1)
     parts = plain_layers(backbone)
     assert parts is not None
-    trunk = DecoderTrunk(backbone)
+    backbone = DecoderBackbone(backbone)
     kept = torch.tensor([2, 0])
     with torch.no_grad():
-        decoding = PlainDecoding(parts, prompts, 4, within=trunk.within, device=ROW.device)
+        decoding = PlainDecoding(parts, prompts, 4, within=backbone.within, device=ROW.device)
         for t in range(5):
             rows = range(3) if t < 3 else kept.tolist()
             whole = [torch.tensor([prompts[n] + answers[n][:t]]) for n in rows]
@@ -155,7 +155,7 @@ def test_prompts_that_follow_see_nothing_of_the_rows_before(family):
     answers = make_prompts([6] * 3, seed=1)
     parts = plain_layers(backbone)
     assert parts is not None
-    within = DecoderTrunk(backbone).within
+    within = DecoderBackbone(backbone).within
     with torch.no_grad():
         decoding = PlainDecoding(parts, first, 6, within=within, device=ROW.device)
         for t in range(2):
@@ -218,17 +218,17 @@ def test_other_models_are_called_as_a_whole(config: PreTrainedConfig):
     backbone = make_backbone(config)
     assert plain_layers(backbone) is None
     ids, _ = pad_rows(make_prompts(LENGTHS))
-    states = DecoderTrunk(backbone).states_at(ids, ROW, PLACE)
+    states = DecoderBackbone(backbone).states_at(ids, ROW, PLACE)
     assert_close(states, backbone(ids).last_hidden_state[ROW, PLACE])
 
 
 def test_half_precision_differs_by_its_rounding_alone():
     backbone = make_backbone(PLAIN["gpt_neox"]).float()
     ids, _ = pad_rows(make_prompts(LENGTHS))
-    trunk = DecoderTrunk(backbone)
-    exact = trunk.states_at(ids, ROW, PLACE)
+    backbone = DecoderBackbone(backbone)
+    exact = backbone.states_at(ids, ROW, PLACE)
     with torch.autocast("cpu", torch.bfloat16):
-        rounded, gradients = with_gradients(backbone, trunk.states_at(ids, ROW, PLACE))
+        rounded, gradients = with_gradients(backbone, backbone.states_at(ids, ROW, PLACE))
         other = backbone(ids).last_hidden_state[ROW, PLACE]
     assert_close(rounded.float(), exact, rtol=0, atol=0.1)
     assert (rounded - exact).norm() < 1.2 * (other - exact).norm()
@@ -253,6 +253,6 @@ def test_large_layers_are_multiplied_by_onednn_where_attention_is_not(
     monkeypatch.setattr(matmul_backend, "MOST_ERROR", 1.0)  # also on a processor that rounds
     backbone = make_backbone(PLAIN["llama"])
     change(backbone)
-    with DecoderTrunk(backbone).products(torch.zeros(2, 20)):
+    with DecoderBackbone(backbone).products(torch.zeros(2, 20)):
         assert are_by_onednn() == by_onednn
     assert not are_by_onednn()

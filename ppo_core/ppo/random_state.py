@@ -1,0 +1,67 @@
+"""The states of random generators as tensors and JSON, and back to the bit."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ppo_core.errors import TrainingError
+
+Tensors = Mapping[str, Tensor]
+JSON = dict[str, Any]
+
+
+def generator_tensors(generators: Mapping[str, torch.Generator]) -> dict[str, Tensor]:
+    """The states of named generators, as bytes."""
+    return {name: generator.get_state() for name, generator in generators.items()}
+
+
+def restore_generators(generators: Mapping[str, torch.Generator], tensors: Tensors) -> None:
+    """Put back what `generator_tensors` gave.
+
+    Raises:
+        TrainingError: there are other generators, or generators of another kind of device.
+    """
+    here = {name: state.shape for name, state in generator_tensors(generators).items()}
+    there = {name: state.shape for name, state in tensors.items()}
+    if here != there:
+        raise TrainingError(
+            f"The random generators of the checkpoint, {sorted(there)}, are not those of this run, "
+            f"{sorted(here)}, or were on another kind of device: its samples would be others. "
+            "Resume with the version and on the kind of device that wrote it."
+        )
+    for name, generator in generators.items():
+        generator.set_state(tensors[name])
+
+
+def global_rng_state() -> tuple[dict[str, Tensor], JSON]:
+    """The states of Python's, NumPy's and torch's own generators.
+
+    With a GPU also that of the current one; it is put back where there is a GPU again.
+    """
+    version, words, python_gauss = random.getstate()
+    kind, keys, position, has_gauss, numpy_gauss = np.random.get_state()
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+    }
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    return tensors, {
+        "python": [version, list(words), python_gauss],
+        "numpy": [kind, int(position), int(has_gauss), float(numpy_gauss)],
+    }
+
+
+def restore_global_rng_state(tensors: Tensors, state: JSON) -> None:
+    """Put back what `global_rng_state` gave."""
+    version, words, python_gauss = state["python"]
+    random.setstate((version, tuple(words), python_gauss))
+    kind, *rest = state["numpy"]
+    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
