@@ -225,26 +225,40 @@ def _step(folder: Path) -> int:
 # --- Reading -------------------------------------------------------------------
 
 
+def current_name(name: str) -> str:
+    """Return a parameter's name of today; earlier versions wrote `critic.backbone.*`."""
+    return re.sub(r"^critic\.backbone\.", "critic.model.", name)
+
+
+def _with_current_names(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    return {current_name(name): value for name, value in pairs}
+
+
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of some files, by their names; each is read when it is asked for."""
+    """The tensors of several safetensors files by their names, read one at a time on access."""
 
     def __init__(self, files: list[Path]) -> None:
         """Open the files."""
         opened: list[Any] = [safe_open(file, "pt") for file in files]
-        self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        self._stored = {
+            current_name(name): (file, name)
+            for file in opened
+            for name in file.keys()  # noqa: SIM118
+        }
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor, on the CPU."""
-        tensor: Tensor = self._file_of[name].get_tensor(name)
+        """Read a tensor, on the CPU."""
+        file, stored_name = self._stored[name]
+        tensor: Tensor = file.get_tensor(stored_name)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        """The names."""
-        return iter(self._file_of)
+        """Iterate over the names."""
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        """How many there are."""
-        return len(self._file_of)
+        """Return the number of tensors."""
+        return len(self._stored)
 
 
 @dataclass(frozen=True)
@@ -279,7 +293,8 @@ def read_checkpoint(folder: Path, peers: ProcessGroup = ALONE) -> Checkpoint:
                 f"{words}. Resume from an earlier checkpoint, or restore this one from a copy; "
                 "going on from it would not be the same run."
             )
-    return Checkpoint(folder, json.loads((folder / STATE).read_text()))
+    state = json.loads((folder / STATE).read_text(), object_pairs_hook=_with_current_names)
+    return Checkpoint(folder, state)
 
 
 def read_newest(output_dir: str | Path, peers: ProcessGroup = ALONE) -> Checkpoint | None:

@@ -198,6 +198,28 @@ def test_each_saved_state_is_needed(left_out, runs, tmp_path):
     assert outcome(resume(tmp_path)) != runs.outcome
 
 
+def as_an_earlier_version_wrote(folder: Path) -> None:
+    """Rename the critic's backbone in a checkpoint as it was named before: critic.backbone.*."""
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file(
+            {k.replace("critic.model.", "critic.backbone."): t for k, t in tensors.items()}, path
+        )
+    state = (folder / STATE).read_text()
+    assert '"critic.model.' in state
+    (folder / STATE).write_text(state.replace('"critic.model.', '"critic.backbone.'))
+    vouch_for(folder)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed_to_the_bit(runs, tmp_path):
+    shutil.copytree(runs.stopped, tmp_path, dirs_exist_ok=True)
+    as_an_earlier_version_wrote(tmp_path / "checkpoint-2")
+    assert any(
+        "critic.backbone." in n for n in load_file(tmp_path / "checkpoint-2" / "critic.safetensors")
+    )
+    assert outcome(resume(tmp_path)) == runs.outcome
+
+
 def test_nothing_in_a_checkpoint_is_a_pickle(runs):
     suffixes = {path.suffix for path in (runs.whole / "checkpoint-4").iterdir()}
     assert suffixes <= {".json", ".safetensors", ".jinja"}
