@@ -14,7 +14,6 @@ complete. A folder without a manifest is no checkpoint.
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ppo_core.data.atomic_files import sync_to_disk
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 
@@ -121,7 +121,7 @@ def _write_part(folder: Path, part: Part) -> dict[str, dict[str, int | str]]:
         _unused(folder / name).write_text(text)
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        _flush(path)
+        sync_to_disk(path)
         files[path.relative_to(folder).as_posix()] = _fingerprint(path)
     return files
 
@@ -162,7 +162,7 @@ def _finish(
     manifest = partial / MANIFEST
     manifest.write_text(json.dumps({"files": files}, indent=1))
     for path in (manifest, *(path for path in partial.rglob("*") if path.is_dir()), partial):
-        _flush(path)
+        sync_to_disk(path)
     with held():
         _move_into_place(partial, folder)
         _set_aside_later(folder)
@@ -178,7 +178,7 @@ def _move_into_place(partial: Path, folder: Path) -> None:
     else:
         _remove(folder)
     partial.rename(folder)
-    _flush(folder.parent)
+    sync_to_disk(folder.parent)
     _remove(aside)
 
 
@@ -385,15 +385,6 @@ def _fingerprint(path: Path) -> dict[str, int | str]:
             "bytes": path.stat().st_size,
             "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
         }
-
-
-def _flush(path: Path) -> None:
-    """Have the system write a file, or a folder's list of names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove(folder: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from ppo_core.data.atomic_files import write_atomically
 from ppo_core.errors import TrainingError
 
 LEASE = "lease.json"
@@ -95,12 +96,7 @@ class Lease:
     def _write(self) -> None:
         entries = asdict(self)
         del entries["folder"]
-        new = self.folder / f".{LEASE}.new"
-        with new.open("w") as file:
-            json.dump(entries, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self.folder / LEASE)
+        write_atomically(self.folder / LEASE, json.dumps(entries))
 
 
 def _read(folder: Path) -> Lease | None:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppo_core.data.atomic_files import write_atomically
+
 PARENT = "PPO_CORE_PARENT"
 """Environment variable: id of the process that this one was started by and ends with."""
 
@@ -99,6 +101,4 @@ def _write_report(path: Path, error: Exception) -> None:
             },
         }
     }
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(report), encoding="utf-8")
-    unfinished.replace(path)
+    write_atomically(path, json.dumps(report))

@@ -1,8 +1,6 @@
 """What the processes of a PPO training are given: a file of prompts and one of settings."""
 
 import json
-import os
-import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 from pipeline.inputs.rows import read_rows
 from pipeline.settings.settings import Settings
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.data.atomic_files import write_atomically
 
 SETTINGS_FILE = "settings.json"
 
@@ -37,7 +36,7 @@ def write_job(
     folder.mkdir(parents=True, exist_ok=True)
     prompts = read_rows(settings.prompts, ["prompt"], ["reference"]).column("prompt")
     rows = "".join(json.dumps({"prompt": text}) + "\n" for text in prompts)
-    _replace(folder / "prompts.jsonl", rows)
+    write_atomically(folder / "prompts.jsonl", rows)
     config = {
         **asdict(settings.ppo),
         "output_dir": str(folder),
@@ -64,12 +63,5 @@ def write_job(
         }
     path = folder / SETTINGS_FILE
     everything = config | asdict(script) | asdict(ModelArguments(**model))
-    _replace(path, json.dumps(everything, indent=2))
+    write_atomically(path, json.dumps(everything, indent=2))
     return path
-
-
-def _replace(path: Path, content: str) -> None:
-    """Write a file at once: several machines may write the same to a shared folder."""
-    unfinished = path.with_name(f".{path.name}-{socket.gethostname()}-{os.getpid()}")
-    unfinished.write_text(content, encoding="utf-8")
-    unfinished.replace(path)
