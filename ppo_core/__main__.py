@@ -7,8 +7,7 @@ from ppo_core.config.argument_parser import parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.distributed.interruption import EXIT_CODE
-from ppo_core.distributed.large_imports import large_imports
-from ppo_core.distributed.processes import end_with_parent, reported_errors
+from ppo_core.distributed.process import end_with_parent, large_imports, reported_errors
 from ppo_core.errors import PPOError, RunInterruptedError
 
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 
-from ppo_core.distributed.processes import PARENT
+from ppo_core.distributed.process import PARENT
 from tests import dying_process
 
 PATIENCE = 20.0

@@ -58,7 +58,7 @@ def weights_and_moments(trainer) -> dict[str, Tensor]:
     engine, train_state = trainer.engine, trainer._train_state
     states = engine.optimizer_states(train_state.module, train_state.optimizer)
     moments = {f"{name}/{k}": v.clone() for name, state in states for k, v in state.items()}
-    return moments | (engine.whole_state_dict(train_state.module) or {})
+    return moments | (engine.full_state_dict(train_state.module) or {})
 
 
 def main(folder: Path, sharding: str) -> None:

@@ -6,13 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -27,8 +24,8 @@ from pipeline.launch.process_tree import (
     tree,
 )
 from ppo_core import errors
-from ppo_core.distributed.interruption import EXIT_CODE
-from ppo_core.distributed.processes import (
+from ppo_core.distributed.interruption import EXIT_CODE, Interruption
+from ppo_core.distributed.process import (
     ERROR_FILE,
     PARENT,
     ErrorReport,
@@ -125,12 +122,13 @@ def train(
     processes = processes or gpus() or 1
     reason = folder / f"failure-{machines.index}.json"
     reason.unlink(missing_ok=True)
-    with _passed_on() as told_to_stop:
+    interruption = Interruption()
+    with interruption:
         child = subprocess.Popen(
             command(job, processes, machines), env=_environment(processes, machines, reason)
         )
         try:
-            frozen = _follow(child, told_to_stop, _Follower(folder / METRICS_FILE, on_metrics))
+            frozen = _follow(child, interruption, _Follower(folder / METRICS_FILE, on_metrics))
         finally:
             end_tree(child.pid)
             code = child.wait()
@@ -206,7 +204,7 @@ def _environment(processes: int, machines: Machines, reason: Path) -> dict[str, 
 
 
 def _follow(
-    child: subprocess.Popen[bytes], told_to_stop: threading.Event, follower: "_Follower"
+    child: subprocess.Popen[bytes], interruption: Interruption, follower: "_Follower"
 ) -> list[str]:
     """Watch a child until it ends; returns what was found frozen, in words, and killed."""
     watch, frozen, next_look, passed_on = FrozenProcesses(child.pid), [], 0.0, False
@@ -215,7 +213,7 @@ def _follow(
         follower.look()
         if ended:
             return frozen
-        if told_to_stop.is_set() and not passed_on:
+        if interruption.requested and not passed_on:
             passed_on = _tell_to_stop(child.pid)
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + LOOK_SECONDS
@@ -260,21 +258,6 @@ class _Follower:
                 self._position += len(line)
                 metrics: dict[str, Any] = json.loads(line)
                 self._on_metrics(metrics.pop("update"), metrics)
-
-
-@contextmanager
-def _passed_on() -> Iterator[threading.Event]:
-    """Inside, SIGTERM does not end this process but sets the event."""
-    told = threading.Event()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        told.set()
-
-    before = signal.signal(signal.SIGTERM, note)
-    try:
-        yield told
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _alone(pid: int, code: int, reason: Path) -> Ended:

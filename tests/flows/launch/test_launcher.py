@@ -18,7 +18,7 @@ import pytest
 from pipeline.launch import process_tree
 from pipeline.launch.launcher import THIS_MACHINE, Ended, Machines, as_error, command, train
 from pipeline.launch.process_tree import FrozenProcesses, take_over
-from ppo_core.distributed.processes import ErrorReport
+from ppo_core.distributed.process import ErrorReport
 from ppo_core.distributed.torchrun import Failure, first_failure
 from ppo_core.errors import ConfigError, ProcessError, RunInterruptedError
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
@@ -312,7 +312,7 @@ def test_the_traceback_of_the_process_that_failed_first_is_on_top(tmp_path: Path
     package.mkdir(parents=True)
     (package / "__main__.py").write_text(
         "import os, pathlib, sys, time\n"
-        "from ppo_core.distributed.processes import end_with_parent, reported_errors\n"
+        "from ppo_core.distributed.process import end_with_parent, reported_errors\n"
         "end_with_parent()\n"
         "reason = pathlib.Path(sys.argv[1]).parent / 'reason'\n"
         "if os.environ['RANK'] == '1':\n"

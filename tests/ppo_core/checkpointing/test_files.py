@@ -29,7 +29,7 @@ from ppo_core.checkpointing.optimizer_options import (
     check_optimizer_fits,
     optimizer_options,
     restore_options,
-    set_course,
+    set_schedule_step,
 )
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
@@ -566,7 +566,7 @@ def test_a_schedule_is_set_to_where_it_would_be_after_so_many_steps():
     for _ in range(4):
         stepped.optimizer.step(), stepped.step()
     set_there.optimizer.step()
-    set_course(set_there, 4)
+    set_schedule_step(set_there, 4)
     assert set_there.get_last_lr() == stepped.get_last_lr() == [pytest.approx(0.1 / 5)]
     stepped.step(), set_there.step()
     assert set_there.get_last_lr() == stepped.get_last_lr() == [pytest.approx(0.1 / 6)]

@@ -1,4 +1,4 @@
-"""What an engine does with one process, and what it refuses; `test_sharding` has several."""
+"""What an engine does with one process, and what it refuses; `test_strategy` has several."""
 
 import pytest
 import torch
@@ -55,9 +55,9 @@ def test_bf16_computes_in_bfloat16_and_keeps_the_weights_in_fp32():
     assert seen[-1] == torch.float32
 
 
-def test_a_whole_state_dict_is_a_copy_in_which_tied_weights_stay_tied():
+def test_a_full_state_dict_is_a_copy_in_which_tied_weights_stay_tied():
     model = make_policy("gpt2")
-    weights = Engine().whole_state_dict(model)
+    weights = Engine().full_state_dict(model)
     embeddings = weights["transformer.wte.weight"]
     assert weights["lm_head.weight"] is embeddings
     assert embeddings.data_ptr() != model.transformer.wte.weight.data_ptr()

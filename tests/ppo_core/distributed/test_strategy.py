@@ -90,14 +90,14 @@ class Run:
 
     def disturb(self, microbatch_size: int) -> None:
         """What leaves no trace: a spoiled gradient, a step given up, a rollout broken off."""
-        before = in_every_process(self.engine.whole_state_dict(self.module))
+        before = in_every_process(self.engine.full_state_dict(self.module))
         assert not math.isfinite(self.step(microbatch_size, factor=math.nan)[1])
         for unfinished in (True, False):
             self.add_gradients(microbatch_size, unfinished=unfinished)
             self.engine.discard(self.module, self.optimizer)
         with pytest.raises(RunInterruptedError), self.engine.gathered(self.module):
             raise RunInterruptedError("SIGTERM")
-        assert_same(in_every_process(self.engine.whole_state_dict(self.module)), before)
+        assert_same(in_every_process(self.engine.full_state_dict(self.module)), before)
 
     def say(self) -> dict[str, Tensor]:
         """Samples, log-probabilities of the reference and values, of the whole batch."""
@@ -149,8 +149,8 @@ def run_in_a_process(folder: str, settings: dict[str, Any], expected: str | None
     run = Run(engine)
     learned = run.learn(disturbed=True)
     said, states = run.say(), run.states()
-    weights = in_every_process(engine.whole_state_dict(run.module))
-    reference, policy = (engine.whole_state_dict(part) for part in (run.reference, run.policy))
+    weights = in_every_process(engine.full_state_dict(run.module))
+    reference, policy = (engine.full_state_dict(part) for part in (run.reference, run.policy))
     if engine.shards_weights and engine.num_processes > 1:
         assert sum(size_here(p) for p in run.module.parameters()) < 0.6 * sum(
             weight.numel() for weight in weights.values()
@@ -159,17 +159,17 @@ def run_in_a_process(folder: str, settings: dict[str, Any], expected: str | None
     again = []
     for _ in range(2):
         found = run.step(2)
-        again.append((found, in_every_process(engine.whole_state_dict(run.module)), run.states()))
+        again.append((found, in_every_process(engine.full_state_dict(run.module)), run.states()))
         run.go_back(weights, states)
         assert_same(run.states(), states)
-        assert_same(in_every_process(engine.whole_state_dict(run.module)), weights)
+        assert_same(in_every_process(engine.full_state_dict(run.module)), weights)
     assert again[0][0] == again[1][0]
     assert_same(again[0][1], again[1][1])
     assert_same(again[0][2], again[1][2])
     assert not torch.equal(again[0][1]["critic.head.weight"], weights["critic.head.weight"])
     # A reference that follows the policy.
     engine.copy_weights(run.policy, run.reference)
-    followed = engine.whole_state_dict(run.reference)
+    followed = engine.full_state_dict(run.reference)
     if engine.is_main:
         assert_same(followed, {name: weights[f"policy.{name}"] for name in followed})
         assert_same(followed, policy)
@@ -215,7 +215,7 @@ def run_python(folder: Path, call: str, launcher: list[str]) -> None:
     """Call a function of a test's file in the processes of a launcher."""
     script = folder / "job.py"
     script.write_text(
-        "from ppo_core.distributed.processes import end_with_parent\n"
+        "from ppo_core.distributed.process import end_with_parent\n"
         "end_with_parent()\n"
         f"from tests import {call.partition('.')[0]}\n{call}\n"
     )
@@ -280,7 +280,7 @@ SHARD_WISE = {"offload": True, "gather_for_generation": False}
 )
 def test_two_processes_find_what_one_finds(tmp_path, one, settings):
     run_python(
-        tmp_path, f"test_sharding.run_in_a_process({str(tmp_path)!r}, {settings!r})", TORCHRUN
+        tmp_path, f"test_strategy.run_in_a_process({str(tmp_path)!r}, {settings!r})", TORCHRUN
     )
     check_against_one_process(tmp_path, one)
 
@@ -298,7 +298,7 @@ LAUNCHES = {
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_accelerate_launch_does_what_it_is_told(tmp_path, one, name):
     launcher = f"-m accelerate.commands.launch {LAUNCHES[name]} --main_process_port 0"
-    call = f"test_sharding.run_in_a_process({str(tmp_path)!r}, {{}}, expected={name.split()[-1]!r})"
+    call = f"test_strategy.run_in_a_process({str(tmp_path)!r}, {{}}, expected={name.split()[-1]!r})"
     run_python(tmp_path, call, launcher.split())
     check_against_one_process(tmp_path, one)
 
@@ -321,7 +321,7 @@ def test_settings_in_a_file_as_transformers_has_them(tmp_path, one, launcher):
         json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}} | automatic)
     )
     settings = {"deepspeed": str(path), "gather_for_generation": bool(launcher)}
-    call = f"test_sharding.run_in_a_process({str(tmp_path)!r}, {settings!r}, expected='zero3')"
+    call = f"test_strategy.run_in_a_process({str(tmp_path)!r}, {settings!r}, expected='zero3')"
     run_python(tmp_path, call, launcher)
     check_against_one_process(tmp_path, one)
 

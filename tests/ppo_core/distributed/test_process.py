@@ -11,7 +11,7 @@ LATE = """
 import sys, time
 import torch
 import torch.distributed as dist
-from ppo_core.distributed.gloo_exit import let_gloo_finish_at_exit
+from ppo_core.distributed.process import let_gloo_finish_at_exit
 
 folder, mended = sys.argv[1:]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -36,5 +36,5 @@ def test_a_thread_of_gloo_that_waits_for_python_gets_its_turn_before_the_end(
         text=True,
         timeout=60,
     )
-    # The day it ends well without, torch has mended it and `gloo_exit` can go.
+    # The day it ends well without, torch has mended it and `let_gloo_finish_at_exit` can go.
     assert end.returncode == (0 if mended else -signal.SIGABRT), end.stderr
