@@ -167,7 +167,7 @@ def partition(module: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) 
         buffer.data = buffer.data.to(device)
 
 
-def shard_frozen(model: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> Any:
+def initialize_frozen(model: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> Any:
     """Shard the parameters of a frozen model; return DeepSpeed's engine around it."""
     import deepspeed
 
@@ -220,7 +220,7 @@ def discard(module: Any) -> None:
 
 
 @contextmanager
-def gathered(module: Any) -> Iterator[None]:
+def gathered_module(module: Any) -> Iterator[None]:
     """Unshard a module under ZeRO-3 inside the context, where forward passes communicate nothing.
 
     So the processes may make different numbers of passes. Nothing may be changed inside.

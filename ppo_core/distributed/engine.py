@@ -164,7 +164,7 @@ class Engine:
         model.eval().requires_grad_(False)
         if self.sharding == "zero3":
             plugin = self._accelerator.deepspeed_plugin
-            self._frozen[model] = deepspeed_engine.shard_frozen(model, plugin, self.device)
+            self._frozen[model] = deepspeed_engine.initialize_frozen(model, plugin, self.device)
         elif self.sharding == "fsdp2":
             fsdp_engine.shard_frozen(model, self.device, offload=self._offload)
         return self.place(model)
@@ -242,7 +242,7 @@ class Engine:
         sharder = self._frozen.get(module, module)
         if deepspeed_engine.zero_stage(sharder) == 3:
             if self._gather_for_generation:
-                return deepspeed_engine.gathered(sharder)
+                return deepspeed_engine.gathered_module(sharder)
             deepspeed_engine.forget_order(sharder)
         return nullcontext()
 

@@ -14,7 +14,7 @@ import sys
 import time
 
 from ppo_core.distributed.process import PARENT
-from tests import dying_process
+from tests.helpers import dying_process
 
 PATIENCE = 20.0
 """Seconds for the other process to end by itself after SIGTERM."""

@@ -88,7 +88,7 @@ def train(case: str, folder: str, settings: dict[str, Any]) -> None:
 
 
 def call_of(case: str, folder: Path, settings: dict[str, Any]) -> str:
-    return f"test_sharded_training.train{(case, str(folder), settings)}"
+    return f"tests.ppo_core.distributed.test_sharded_training.train{(case, str(folder), settings)}"
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +102,7 @@ def alone(tmp_path_factory) -> Any:
             folders[case].mkdir()
             if case == "reward adapter":
                 save_classifier(make_policy("qwen2"), folders[case].parent)
-            run_python(
-                folders[case], f"test_sharded_training.train{(case, str(folders[case]), {})}", []
-            )
+            run_python(folders[case], call_of(case, folders[case], {}), [])
         return folders[case]
 
     return of_case

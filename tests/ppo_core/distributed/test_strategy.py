@@ -212,12 +212,13 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def run_python(folder: Path, call: str, launcher: list[str]) -> None:
-    """Call a function of a test's file in the processes of a launcher."""
+    """Run the expression `<module>.<function>(...)` in the processes of a launcher."""
     script = folder / "job.py"
+    module = call.partition("(")[0].rpartition(".")[0]
     script.write_text(
         "from ppo_core.distributed.process import end_with_parent\n"
         "end_with_parent()\n"
-        f"from tests import {call.partition('.')[0]}\n{call}\n"
+        f"import {module}\n{call}\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
     job = subprocess.run(
@@ -229,6 +230,8 @@ def run_python(folder: Path, call: str, launcher: list[str]) -> None:
     )
     assert job.returncode == 0, job.stderr[-6000:]
 
+
+MODULE = "tests.ppo_core.distributed.test_strategy"
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -279,9 +282,7 @@ SHARD_WISE = {"offload": True, "gather_for_generation": False}
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_two_processes_find_what_one_finds(tmp_path, one, settings):
-    run_python(
-        tmp_path, f"test_strategy.run_in_a_process({str(tmp_path)!r}, {settings!r})", TORCHRUN
-    )
+    run_python(tmp_path, f"{MODULE}.run_in_a_process({str(tmp_path)!r}, {settings!r})", TORCHRUN)
     check_against_one_process(tmp_path, one)
 
 
@@ -298,7 +299,7 @@ LAUNCHES = {
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_accelerate_launch_does_what_it_is_told(tmp_path, one, name):
     launcher = f"-m accelerate.commands.launch {LAUNCHES[name]} --main_process_port 0"
-    call = f"test_strategy.run_in_a_process({str(tmp_path)!r}, {{}}, expected={name.split()[-1]!r})"
+    call = f"{MODULE}.run_in_a_process({str(tmp_path)!r}, {{}}, expected={name.split()[-1]!r})"
     run_python(tmp_path, call, launcher.split())
     check_against_one_process(tmp_path, one)
 
@@ -321,7 +322,7 @@ def test_settings_in_a_file_as_transformers_has_them(tmp_path, one, launcher):
         json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}} | automatic)
     )
     settings = {"deepspeed": str(path), "gather_for_generation": bool(launcher)}
-    call = f"test_strategy.run_in_a_process({str(tmp_path)!r}, {settings!r}, expected='zero3')"
+    call = f"{MODULE}.run_in_a_process({str(tmp_path)!r}, {settings!r}, expected='zero3')"
     run_python(tmp_path, call, launcher)
     check_against_one_process(tmp_path, one)
 
