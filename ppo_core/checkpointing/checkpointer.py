@@ -104,7 +104,7 @@ class Checkpointer:
         earlier = latest_checkpoint(self._config.output_dir)
         if earlier is not None and self._config.save_strategy != "no":
             raise ConfigError(
-                f"'{earlier}' belongs to an earlier run: the checkpoints of both would mix, and "
+                f"'{earlier}' is of an earlier run: the checkpoints of both would mix, and "
                 "resuming would take the wrong one. Resume with resume_from_checkpoint, choose "
                 "another output_dir, or remove the old checkpoints."
             )

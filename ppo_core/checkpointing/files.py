@@ -130,7 +130,7 @@ def _unused(path: Path) -> Path:
     if path.exists():
         raise TrainingError(
             f"Two files of a checkpoint have the name '{path.name}': one would overwrite the "
-            "other. Rename the group of tensors."
+            "other. Give the group of tensors another name."
         )
     return path
 

@@ -547,8 +547,11 @@ def test_the_options_of_an_optimizer_are_restored():
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (two_groups(), "it has 1 groups of parameters, here are 2"),
-        (optimizer_of((2, 3), (4,), kind=torch.optim.SGD, steps=0), "of AdamW, here is SGD"),
+        (two_groups(), "it has 1 groups of parameters, and this run has 2"),
+        (
+            optimizer_of((2, 3), (4,), kind=torch.optim.SGD, steps=0),
+            "belongs to AdamW, and this run uses SGD",
+        ),
     ],
     ids=["count", "kind"],
 )
