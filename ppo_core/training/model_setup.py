@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.actor_critic import Critic, LanguageModel
+from ppo_core.models.actor_critic import Critic
 from ppo_core.models.adapters import (
     add_adapter,
     check_adapter,
@@ -20,6 +20,7 @@ from ppo_core.models.adapters import (
     plain_model,
     using_adapter,
 )
+from ppo_core.models.policy import LanguageModel
 from ppo_core.models.quantization import check_quantised_trainable
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.value_head import ModelWithValueHead

@@ -19,7 +19,8 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.strategy import choose_sharding
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.models import lm_head
-from ppo_core.models.actor_critic import ActorCritic, Critic, LanguageModel
+from ppo_core.models.actor_critic import ActorCritic, Critic
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import critic_values, reference_logprobs
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings

@@ -18,7 +18,7 @@ from ppo_core.algorithm.masking import length_mask
 from ppo_core.data.types import Rollout
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models import lm_head
-from ppo_core.models.actor_critic import ActorCritic, Critic, LanguageModel
+from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.adapters import add_adapter, plain_model
 from ppo_core.models.loading import (
     check_reward_config,
@@ -26,6 +26,7 @@ from ppo_core.models.loading import (
     load_reward_model,
     load_tokenizer,
 )
+from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from tests.helpers.tiny import (
     CONFIGS,

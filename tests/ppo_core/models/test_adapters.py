@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
 from ppo_core.errors import ModelError
-from ppo_core.models.actor_critic import Critic, LanguageModel
+from ppo_core.models.actor_critic import Critic
 from ppo_core.models.adapters import (
     add_adapter,
     add_critic_adapter,
@@ -24,6 +24,7 @@ from ppo_core.models.adapters import (
     save_adapter,
     using_adapter,
 )
+from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_adapter import AdapterClassifier, load_reward_adapter
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.rollout.generate import sample_responses

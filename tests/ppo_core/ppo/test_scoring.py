@@ -7,7 +7,8 @@ import torch
 from torch.testing import assert_close
 
 from ppo_core.data.prompts import response_texts
-from ppo_core.models.actor_critic import Critic, LanguageModel
+from ppo_core.models.actor_critic import Critic
+from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.reward_functions import ModelReward
 from ppo_core.ppo.scoring import critic_values, full_kl, reference_logprobs, score_tokens

@@ -13,9 +13,10 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.types import Experience
 from ppo_core.distributed.engine import Engine
 from ppo_core.models import lm_head
-from ppo_core.models.actor_critic import ActorCritic, Critic, LanguageModel
+from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.kernels import matmul_backend
 from ppo_core.models.kernels.matmul_backend import are_by_onednn
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo import update
 from ppo_core.ppo.optimizer import parameter_groups
 from ppo_core.ppo.ptx import PretrainingTexts, joined_texts

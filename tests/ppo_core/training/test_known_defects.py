@@ -29,7 +29,8 @@ from ppo_core.algorithm.token_rewards import token_rewards
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.types import Rollout, Scores
 from ppo_core.errors import ConfigError, JudgeError, TrainingError
-from ppo_core.models.actor_critic import Critic, LanguageModel
+from ppo_core.models.actor_critic import Critic
+from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import critic_values
