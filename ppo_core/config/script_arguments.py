@@ -42,8 +42,47 @@ class ScriptArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelArguments:
-    """The policy, its precision and its adapters."""
+class LoraArguments:
+    """LoRA settings that PPO and supervised training share.
+
+    Raises:
+        ConfigError: a LoRA setting is given without `use_peft`.
+    """
+
+    use_peft: bool = False
+    """Train LoRA adapters (arXiv:2106.09685) on a frozen model. In PPO the frozen model is the
+    reference; after supervised training the adapters are merged into the saved model."""
+
+    lora_r: int = 16
+    """Rank of the adapters."""
+
+    lora_alpha: int = 32
+    """Adapters are scaled by lora_alpha / lora_r."""
+
+    lora_target_modules: list[str] | None = None
+    """Modules that get adapters, or `all-linear`; None takes PEFT's default for the model."""
+
+    def __post_init__(self) -> None:
+        """Check the values before anything is loaded."""
+        lora = [
+            name for name in self.changed() if name.startswith(("lora_", "use_rslora", "use_dora"))
+        ]
+        if lora and not self.use_peft:
+            raise ConfigError(f"{lora[0]} takes effect only with --use_peft. Give both.")
+
+    def changed(self) -> list[str]:
+        """Return the names of the settings that differ from their defaults."""
+        return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments(LoraArguments):
+    """The policy, its precision and its adapters.
+
+    Raises:
+        ConfigError: a setting would have no effect, or the trained weights would be in half
+            precision.
+    """
 
     model_name_or_path: str | None = None
     """Folder or hub id of the tokenizer, and of the policy where no sft_model_path is given."""
@@ -56,18 +95,6 @@ class ModelArguments:
 
     attn_implementation: str | None = None
     """Attention of the policy, such as sdpa, eager or flash_attention_2; None lets it choose."""
-
-    use_peft: bool = False
-    """Train LoRA adapters (arXiv:2106.09685) on a frozen policy, which is then the reference."""
-
-    lora_r: int = 16
-    """Rank of the adapters."""
-
-    lora_alpha: int = 32
-    """The adapters are scaled by lora_alpha / lora_r."""
-
-    lora_target_modules: list[str] | None = None
-    """Modules that get adapters, or `all-linear`; None takes PEFT's choice for the model."""
 
     lora_target_parameters: list[str] | None = None
     """Parameters that get adapters without being a module's weight, such as those of experts."""
@@ -94,11 +121,9 @@ class ModelArguments:
     """Quantise the constants of the 4-bit quantisation as well."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, before anything is loaded."""
-        changed = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
-        lora = [name for name in changed if name.startswith(("lora_", "use_rslora", "use_dora"))]
-        if lora and not self.use_peft:
-            raise ConfigError(f"{lora[0]} takes effect only with --use_peft. Give both.")
+        """Check the values before anything is loaded."""
+        super().__post_init__()
+        changed = self.changed()
         four_bit = [name for name in changed if "bnb" in name]
         if four_bit and not self.load_in_4bit:
             raise ConfigError(f"{four_bit[0]} takes effect only with --load_in_4bit. Give both.")

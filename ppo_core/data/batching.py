@@ -1,6 +1,7 @@
-"""Rows of unequal lengths, cut into batches."""
+"""Sequences of unequal lengths: padded to one tensor, and split into batches."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -8,6 +9,20 @@ from torch import Tensor
 
 PASS_COST = 128
 """What a pass costs beside its tokens, in tokens: few small passes, or a few more fillers."""
+
+
+def pad_rows(rows: Sequence[Sequence[int]], *, side: str = "right") -> tuple[Tensor, Tensor]:
+    """Return lists of token ids as one zero-padded tensor (B, longest), and their lengths (B,).
+
+    Padding is known by the lengths only, so 0 may also be a token.
+    """
+    lengths = torch.tensor([len(row) for row in rows])
+    width = int(lengths.max())
+    padded = torch.zeros(len(rows), width, dtype=torch.long)
+    for b, row in enumerate(rows):
+        start = width - len(row) if side == "left" else 0
+        padded[b, start : start + len(row)] = torch.as_tensor(row, dtype=torch.long)
+    return padded, lengths
 
 
 def length_sorted_batches(lengths: Tensor, batch_size: int) -> list[Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ppo_core.algorithm.advantages import gae_advantages
 from ppo_core.algorithm.kl import kl_per_token
-from ppo_core.algorithm.masking import standardise
+from ppo_core.algorithm.masking import standardize
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.algorithm.token_rewards import (
     clip_scores,
@@ -61,7 +61,7 @@ def make_experience(
     rollout: Rollout, scores: Scores, kl: Tensor, config: PPOConfig, *, kl_coef: float
 ) -> Experience:
     """What the update learns from; kl is (B, T), and kl_coef its weight at this moment."""
-    whiten = partial(standardise, mask=rollout.response_mask)
+    whiten = partial(standardize, mask=rollout.response_mask)
     in_reward = 0.0 if config.kl_in_loss else kl_coef
     rewards = token_rewards(scores.scores, kl, rollout.response_mask, kl_coef=in_reward)
     if config.whiten_rewards:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ppo_core.algorithm.masking import length_mask, pad_rows
-from ppo_core.data.batching import length_sorted_batches
+from ppo_core.algorithm.masking import length_mask
+from ppo_core.data.batching import length_sorted_batches, pad_rows
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ModelError

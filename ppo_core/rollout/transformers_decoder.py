@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
-from ppo_core.algorithm.masking import pad_rows
-from ppo_core.data.batching import token_batches
+from ppo_core.data.batching import pad_rows, token_batches
 from ppo_core.data.prompts import Tokens
 from ppo_core.errors import ModelError
 from ppo_core.models.backbones import DecoderBackbone

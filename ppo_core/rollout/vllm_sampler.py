@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ppo_core.algorithm.masking import length_mask, pad_rows
+from ppo_core.algorithm.masking import length_mask
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
