@@ -21,7 +21,7 @@ from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
-from ppo_core.models.adapters import merged_copy
+from ppo_core.models.adapter_weights import merged_copy
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.sampler import SamplingSettings
 from ppo_core.rollout.vllm_client import Answer, VLLMServer

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
-from ppo_core.models.adapters import merged_copy, save_adapter
+from ppo_core.models.adapter_weights import merged_copy, save_adapter
 from ppo_core.models.quantization import is_quantised
 from ppo_core.ppo.ema import WeightAverage
 from ppo_core.ppo.model_bundle import ModelBundle

@@ -11,12 +11,12 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.actor_critic import Critic
+from ppo_core.models.adapter_weights import merged_copy
 from ppo_core.models.adapters import (
     add_adapter,
     check_adapter,
     checkpoint_activations,
     is_peft,
-    merged_copy,
     plain_model,
     using_adapter,
 )
