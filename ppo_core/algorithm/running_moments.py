@@ -43,9 +43,9 @@ class RunningMoments:
         self.mean += distance * count / together
         self.count = together
 
-    def scale(self, scores: Tensor, *, centre: bool) -> Tensor:
-        """Scores (B,) over the standard deviation; with `centre` less the mean first."""
-        return (scores - self.mean) / self.std if centre else scores / self.std
+    def scale(self, scores: Tensor, *, center: bool) -> Tensor:
+        """Scores (B,) over the standard deviation; with `center` less the mean first."""
+        return (scores - self.mean) / self.std if center else scores / self.std
 
     def state_dict(self) -> dict[str, float]:
         """What a resumed run needs, as plain numbers."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def penalise_missing_stop(scores: Tensor, has_stop: Tensor, penalty: float) -> Tensor:
+def penalize_missing_stop(scores: Tensor, has_stop: Tensor, penalty: float) -> Tensor:
     """Scores (B,), less the penalty where a response does not end in its stop token (B,).
 
     Subtracted from the score, which stays visible (TRL #2012, #2033; in arXiv:1909.08593 a

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ppo_core.errors import ModelError
 from ppo_core.models.adapters import check_adapter, load_peft, plain_model, using_adapter
-from ppo_core.models.quantization import is_quantised
+from ppo_core.models.quantization import is_quantized
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -32,7 +32,7 @@ def merged_copy(
     Raises:
         ModelError: there is no such adapter, or the base is quantized.
     """
-    if is_quantised(model):
+    if is_quantized(model):
         raise ModelError(
             "An adapter merged into quantized weights is rounded to their few bits: another "
             "policy than the one trained. Save the adapter, and merge it into the base loaded in "

@@ -11,7 +11,7 @@ from ppo_core.errors import ConfigError, ModelError
 QUANT_TYPES = ("nf4", "fp4")
 
 
-def quantisation_config(
+def bitsandbytes_config(
     *,
     load_in_4bit: bool,
     load_in_8bit: bool,
@@ -62,19 +62,19 @@ def _check_machine(setting: str) -> None:
         )
 
 
-def is_quantised(model: nn.Module) -> bool:
+def is_quantized(model: nn.Module) -> bool:
     """Whether bitsandbytes holds the weights of a model, or of the base of a PeftModel."""
     # Set by the quantizers of transformers; a PeftModel hands on what its base has.
     return any(getattr(model, flag, False) for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"))
 
 
-def check_quantised_trainable(model: nn.Module) -> None:
+def check_quantized_trainable(model: nn.Module) -> None:
     """Refuse to train quantized weights, which have no gradient: only an adapter on them learns.
 
     Raises:
         ModelError: the model is quantized, and no trainable adapter is on it.
     """
-    if not is_quantised(model):
+    if not is_quantized(model):
         return
     # Its norms and embeddings are not quantized and may ask for gradients: they are no adapter.
     if not getattr(model, "peft_config", None):

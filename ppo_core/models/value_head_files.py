@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.quantization import quantisation_config
+from ppo_core.models.quantization import bitsandbytes_config
 
 HEAD_FILE = "value_head.safetensors"
 PREFIX = "v_head."
@@ -106,7 +106,7 @@ def _refuse_code(arguments: Mapping[str, Any]) -> None:
 def _quantised(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with `load_in_4bit` and `load_in_8bit` as a quantization_config."""
     others = dict(arguments)
-    config = quantisation_config(
+    config = bitsandbytes_config(
         load_in_4bit=others.pop("load_in_4bit", False),
         load_in_8bit=others.pop("load_in_8bit", False),
     )

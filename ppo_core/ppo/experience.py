@@ -13,7 +13,7 @@ from ppo_core.algorithm.token_rewards import (
     clip_scores,
     length_penalty,
     overlong_penalty,
-    penalise_missing_stop,
+    penalize_missing_stop,
     token_rewards,
 )
 from ppo_core.config.ppo_config import PPOConfig
@@ -32,11 +32,11 @@ def shaped_scores(
     """
     if config.use_score_scaling:
         moments.update(scores)
-        scores = moments.scale(scores, centre=config.use_score_norm)
+        scores = moments.scale(scores, center=config.use_score_norm)
     if config.score_clip is not None:
         scores = clip_scores(scores, config.score_clip)
     if config.missing_eos_penalty:
-        scores = penalise_missing_stop(scores, rollout.has_stop, config.missing_eos_penalty)
+        scores = penalize_missing_stop(scores, rollout.has_stop, config.missing_eos_penalty)
     if config.length_penalty:
         scores = length_penalty(scores, rollout.response_lengths, config.length_penalty)
     if config.overlong_buffer:

@@ -23,7 +23,7 @@ from ppo_core.algorithm.token_rewards import (
     clip_scores,
     length_penalty,
     overlong_penalty,
-    penalise_missing_stop,
+    penalize_missing_stop,
     token_rewards,
 )
 from ppo_core.algorithm.top_k_top_p import truncated
@@ -157,7 +157,7 @@ def test_a_resumed_controller_goes_on_where_the_first_one_stopped():
 
 
 def test_a_missing_stop_costs_the_penalty_and_a_present_one_nothing():
-    actual = penalise_missing_stop(tensor([2.0, -1.0]), tensor([True, False]), 1.5)
+    actual = penalize_missing_stop(tensor([2.0, -1.0]), tensor([True, False]), 1.5)
     assert_close(actual, tensor([2.0, -2.5]))
 
 
@@ -211,8 +211,8 @@ def test_moments_by_hand():
     assert (moments.mean, moments.std) == pytest.approx((1.5, math.sqrt(0.5)))
     moments.update(tensor([6.0]))
     assert (moments.mean, moments.std) == pytest.approx((3.0, math.sqrt(7)))
-    assert_close(moments.scale(tensor([7.0]), centre=False), tensor([7 / math.sqrt(7)]))
-    assert_close(moments.scale(tensor([7.0]), centre=True), tensor([4 / math.sqrt(7)]))
+    assert_close(moments.scale(tensor([7.0]), center=False), tensor([7 / math.sqrt(7)]))
+    assert_close(moments.scale(tensor([7.0]), center=True), tensor([4 / math.sqrt(7)]))
 
 
 @settings(max_examples=50, deadline=None)
@@ -260,7 +260,7 @@ def test_scores_that_tell_no_deviation_are_divided_by_one(seen):
         if batch:
             moments.update(tensor(batch, dtype=torch.float64))
     assert moments.std == 1.0
-    assert_close(moments.scale(tensor([3.0]), centre=False), tensor([3.0]))
+    assert_close(moments.scale(tensor([3.0]), center=False), tensor([3.0]))
 
 
 def test_resumed_moments_go_on_where_the_first_ones_stopped():

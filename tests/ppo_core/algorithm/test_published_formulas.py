@@ -26,7 +26,7 @@ from ppo_core.algorithm.token_rewards import (
     clip_scores,
     length_penalty,
     overlong_penalty,
-    penalise_missing_stop,
+    penalize_missing_stop,
     token_rewards,
 )
 from ppo_core.algorithm.top_k_top_p import truncated
@@ -136,7 +136,7 @@ def test_penalties_and_bounds_of_scores_are_what_they_say():
     scores, lengths = floats(SCORES), tensor(LENGTHS)
     stops = [True, False, True, False]
     less = [score - (0 if stop else 1.5) for score, stop in zip(SCORES, stops, strict=True)]
-    assert_same(penalise_missing_stop(scores, tensor(stops), 1.5), less)
+    assert_same(penalize_missing_stop(scores, tensor(stops), 1.5), less)
     shorter = [score - 0.25 * n for score, n in zip(SCORES, LENGTHS, strict=True)]
     assert_same(length_penalty(scores, lengths, 0.25), shorter)
     assert_same(clip_scores(scores, 1.0), [min(max(score, -1.0), 1.0) for score in SCORES])
@@ -167,9 +167,9 @@ def test_running_moments_are_those_of_all_scores_so_far():
             assert math.isclose(moments.std, deviation, rel_tol=1e-12)
     mean = statistics.fmean(seen)
     assert_same(
-        moments.scale(floats(SCORES), centre=True), [(x - mean) / deviation for x in SCORES]
+        moments.scale(floats(SCORES), center=True), [(x - mean) / deviation for x in SCORES]
     )
-    assert_same(moments.scale(floats(SCORES), centre=False), [x / deviation for x in SCORES])
+    assert_same(moments.scale(floats(SCORES), center=False), [x / deviation for x in SCORES])
 
 
 # --- Rewards and advantages ---
