@@ -1,7 +1,7 @@
-"""Masks, masked statistics and log-probabilities of tokens.
+"""Masks, and statistics under them.
 
-Legend, here and everywhere: B responses, P prompt tokens, T response tokens, S = P + T
-tokens of a joined row, N counted tokens, D hidden size, V vocabulary.
+Dimensions, here and everywhere: B responses, P prompt tokens, T response tokens, S = P + T tokens
+of prompt and response joined, N counted tokens, D hidden size, V vocabulary size.
 """
 
 import torch
@@ -9,27 +9,28 @@ from torch import Tensor
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
-    """True for the first `lengths[b]` of `width` places: (B,) -> (B, width)."""
+    """Return a mask (B, width) that is True at the first `lengths[b]` positions."""
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the values where the mask holds; what the mask hides may even be NaN."""
+    """Return the sum of the values where the mask is True; masked values may be NaN."""
     return torch.where(mask, values, 0).sum()
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the values where the mask holds; 0 where it never holds."""
+    """Return the mean of the values where the mask is True, or 0 if it is True nowhere."""
     return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
 def standardize(values: Tensor, mask: Tensor, *, keep_mean: bool, epsilon: float = 1e-8) -> Tensor:
-    """Values (B, T) scaled to standard deviation 1 under the mask, and 0 outside of it.
+    """Return values (B, T) scaled to standard deviation 1 under the mask, and 0 outside.
 
         out = (values - mean) / sqrt(variance + epsilon)  [+ mean, if keep_mean]
 
-    Mean and variance (with Bessel's correction) are those of the counted tokens. Advantages
-    lose their mean, rewards keep it (arXiv:1909.08593; arXiv:2403.17031, detail 18).
+    Mean and variance (with Bessel's correction) are taken over the counted tokens. Use
+    keep_mean=False for advantages, True for rewards (arXiv:1909.08593; arXiv:2403.17031,
+    detail 18).
     """
     mean = masked_mean(values, mask)
     deviations = torch.where(mask, values - mean, 0)

@@ -223,7 +223,7 @@ class _OptimizerStep:
         lengths = self.experience.rollout.row_lengths[minibatch]
         most = config.max_tokens_per_microbatch
         batches = token_batches(
-            lengths, config.per_device_train_batch_size * number, most=most and most * number
+            lengths, config.per_device_train_batch_size * number, max_tokens=most and most * number
         )
         return [places[self.engine.rank :: number] for places in batches]
 

@@ -567,7 +567,7 @@ def test_rows_are_padded_on_the_side_that_is_asked_for():
     ],
 )
 def test_batches_of_tokens_are_cut_where_passes_cost_least(lengths, size, most, expected):
-    batches = token_batches(tensor(lengths), size, most=most)
+    batches = token_batches(tensor(lengths), size, max_tokens=most)
     assert [batch.tolist() for batch in batches] == expected
 
 
@@ -577,7 +577,7 @@ def test_batches_of_tokens_are_cut_where_passes_cost_least(lengths, size, most, 
     most=st.none() | st.integers(50, 1000),
 )
 def test_no_other_cut_of_the_sorted_rows_costs_less(lengths, size, most):
-    batches = token_batches(tensor(lengths), size, most=most)
+    batches = token_batches(tensor(lengths), size, max_tokens=most)
     ordered = sorted(lengths, reverse=True)
     assert sorted(torch.cat(batches).tolist()) == list(range(len(lengths)))
     assert [lengths[n] for batch in batches for n in batch] == ordered

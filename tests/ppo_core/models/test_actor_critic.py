@@ -174,7 +174,7 @@ def test_a_head_of_unknown_kind_is_refused_before_it_lies():
         return output
 
     model.forward = forward
-    with pytest.raises(ModelError, match="LlamaForCausalLM changes its logits"):
+    with pytest.raises(ModelError, match="LlamaForCausalLM transforms its logits"):
         LanguageModel(model)
 
 
