@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Critic(nn.Module):
-    """A backbone and a linear head: the expected return of the state before each token."""
+    """A backbone and a linear head that predict the return from the state before each token."""
 
     def __init__(self, backbone: Backbone, head: nn.Linear, *, adapter: str | None = None) -> None:
-        """Take the backbone, its own or the policy's, and the head; both are trained in place.
+        """Wrap a backbone, which may be the policy's, and a head; both are trained in place.
 
-        `adapter` names the adapter of its own that it has on the policy's base, if it has one.
+        `adapter` names the critic's own adapter on the policy's base, if there is one.
         """
         super().__init__()
         self.backbone = backbone
@@ -37,10 +37,10 @@ class Critic(nn.Module):
 
     @classmethod
     def from_classifier(cls, model: nn.Module) -> "Critic":
-        """A `...ForSequenceClassification` with one label, trained in place: value = score.
+        """Return a `...ForSequenceClassification` as a critic, trained in place: value = score.
 
         Raises:
-            ModelError: it scores whole texts only, or has several labels.
+            ModelError: the model scores only full texts, or has several labels.
         """
         score = getattr(model, "score", None)
         if not isinstance(score, nn.Linear) or score.out_features != 1:
@@ -53,7 +53,7 @@ class Critic(nn.Module):
 
     @classmethod
     def from_reward_model(cls, reward_model: RewardModel) -> "Critic":
-        """A copy of the reward model: it starts as the score of the response so far."""
+        """Return a copy of the reward model: its initial value is the score of the prefix."""
         critic = cls.from_classifier(copy.deepcopy(reward_model.model).requires_grad_(True))
         score = critic.head
         critic.head = nn.Linear(score.in_features, 1).to(score.weight)
@@ -67,18 +67,18 @@ class Critic(nn.Module):
 
     @classmethod
     def from_policy(cls, policy: PreTrainedModel) -> "Critic":
-        """A copy of the policy's backbone with a head of zeros: it starts by expecting 0."""
+        """Return a copy of the policy's backbone with a zero head: its initial value is 0."""
         backbone = DecoderBackbone(copy.deepcopy(policy.base_model).requires_grad_(True))
         return cls(backbone, _zero_head(policy))
 
     @classmethod
     def on_policy(cls, policy: LanguageModel, head: nn.Linear | None = None) -> "Critic":
-        """A value head on the policy's own backbone; without one, it starts by expecting 0."""
+        """Return a critic on the policy's backbone, with the given head or a zero head."""
         return cls(policy.backbone, _zero_head(policy.model) if head is None else head)
 
     @classmethod
     def on_adapter(cls, model: "PeftModel", name: str = "critic") -> "Critic":
-        """A value head on the base of a PeftModel under an adapter of the critic's own.
+        """Return a critic with a zero head on a PeftModel's base, under the adapter `name`.
 
         Raises:
             ModelError: there is no adapter of this name.
@@ -89,13 +89,13 @@ class Critic(nn.Module):
         return cls(backbone, _zero_head(base), adapter=name)
 
     def forward(self, rows: TokenRows) -> Tensor:
-        """Values (N,) of the states in which the counted tokens were sampled."""
+        """Return values (N,) of the states in which the counted tokens were sampled."""
         return self.values(self.backbone.states(rows))
 
     def values(self, states: Tensor) -> Tensor:
-        """Values (N,) of hidden states (N, D)."""
+        """Return values (N,) of hidden states (N, D)."""
         values: Tensor = self.head(states.to(self.head.weight.dtype))
-        # A copy: FSDP2 hooks itself to what a module returns, and cannot where that is a view.
+        # FSDP2 registers hooks on a module's output, which must not be a view.
         return at_least_fp32(values[:, 0]).clone()
 
 
@@ -107,38 +107,38 @@ def _zero_head(policy: PreTrainedModel) -> nn.Linear:
 
 
 class Predictions(NamedTuple):
-    """What the policy says about the N counted tokens of some rows."""
+    """Outputs of the policy for the N counted tokens of a batch."""
 
     loss: Tensor
-    """() summed loss of its log-probabilities."""
+    """() summed loss of the tokens."""
 
     logprobs: Tensor
-    """(N,) log-probabilities, without a gradient."""
+    """(N,) log-probabilities of the tokens, without a gradient."""
 
     entropies: Tensor
-    """(N,) its entropy, without a gradient."""
+    """(N,) entropies of the policy, without a gradient."""
 
     full_kl: Tensor | None
-    """(N,) exact divergence from the reference, if one was handed in."""
+    """(N,) exact KL divergence from the reference, if one was given."""
 
 
 class ActorCritic(nn.Module):
-    """Policy and critic as one module, so that one engine can shard and train both."""
+    """Policy and critic as one module, so that one engine shards and trains both."""
 
     def __init__(self, policy: LanguageModel, critic: Critic) -> None:
-        """Take both, which are trained in place; they may share their backbone."""
+        """Wrap policy and critic, trained in place; they may share their backbone."""
         super().__init__()
         self.policy = policy
         self.critic = critic
 
     @property
     def shares_backbone(self) -> bool:
-        """Whether the critic is a head on the policy's states."""
+        """Return whether the critic is a head on the policy's backbone."""
         return self.critic.backbone is self.policy.backbone
 
     @property
     def shares_nothing(self) -> bool:
-        """Whether policy and critic have no weight in common, trained or not."""
+        """Return whether policy and critic have no parameter in common, trained or frozen."""
         return set(self.policy.parameters()).isdisjoint(self.critic.parameters())
 
     def forward(
@@ -148,12 +148,12 @@ class ActorCritic(nn.Module):
         token_loss: TokenLoss,
         reference: LanguageModel | None = None,
     ) -> tuple[Predictions, Tensor]:
-        """Of the counted tokens: what the policy says, and the critic's values (N,).
+        """Return the policy's predictions for the counted tokens, and the critic's values (N,).
 
-        With a `reference`, the exact divergence too.
+        With a `reference`, predictions include the exact KL divergence from it.
         """
         states = self.policy.backbone.states(rows)
-        predicted = self._of_states(states, rows, temperature, token_loss, reference)
+        predicted = self._predict(states, rows, temperature, token_loss, reference)
         return predicted, self.critic.values(states) if self.shares_backbone else self.critic(rows)
 
     def of_policy(
@@ -163,11 +163,11 @@ class ActorCritic(nn.Module):
         token_loss: TokenLoss,
         reference: LanguageModel | None = None,
     ) -> Predictions:
-        """What the policy says alone: with `critic`, the two halves of a whole pass."""
+        """Return the policy's predictions only; `critic` computes the rest of `forward`."""
         states = self.policy.backbone.states(rows)
-        return self._of_states(states, rows, temperature, token_loss, reference)
+        return self._predict(states, rows, temperature, token_loss, reference)
 
-    def _of_states(
+    def _predict(
         self,
         states: Tensor,
         rows: TokenRows,

@@ -24,19 +24,19 @@ def merged_copy(
     *,
     weights: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
-    """A plain model with one adapter merged into its weights, the active one unless named.
+    """Return a plain copy of the model with one adapter (default: the active one) merged.
 
-    It is saved and loaded without peft. The PeftModel is left as it is. `weights` are all of its
-    state, where the model itself holds a part of it only; the copy is good to be saved then.
+    The copy is saved and loaded without peft; the PeftModel is unchanged. `weights` is the full
+    state dict if the model itself is sharded; then use the copy only for saving.
 
     Raises:
         ModelError: there is no such adapter, or the base is quantized.
     """
     if is_quantized(model):
         raise ModelError(
-            "An adapter merged into quantized weights is rounded to their few bits: another "
-            "policy than the one trained. Save the adapter, and merge it into the base loaded in "
-            "full precision."
+            "An adapter merged into quantized weights is rounded to their few bits, which gives "
+            "another policy than the trained one. Save the adapter, and merge it into the base "
+            "loaded in full precision."
         )
     name = name or model.active_adapter
     if weights is not None:
@@ -47,11 +47,11 @@ def merged_copy(
 
 
 def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "PeftModel":
-    """The same model with one adapter, made anew: the parts of a sharded one cannot be copied."""
+    """Return a new model with one adapter and full weights; a sharded one cannot be copied."""
     from torch.distributed.fsdp import FSDPModule
 
     base = plain_model(model)
-    # FSDP2 puts classes of its own in front of a model's.
+    # FSDP2 prepends its own classes to the model's class.
     kind: Any = next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
     with torch.device("meta"):
         plain = kind(copy.deepcopy(base.config))
@@ -64,7 +64,7 @@ def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "P
 
 
 def _plain_or_wrapped(key: str, weights: Mapping[str, Tensor]) -> Tensor:
-    """The tensor of a plain layer, around which an adapter that is left out may have been."""
+    """Return the weight `key`, which another adapter may have wrapped as `base_layer`."""
     layer, _, name = key.rpartition(".")
     return weights[key] if key in weights else weights[f"{layer}.base_layer.{name}"]
 
@@ -76,22 +76,22 @@ def save_adapter(
     *,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Save one adapter, the active one unless named, for `PeftModel.from_pretrained(base, folder)`.
+    """Save one adapter (default: the active one) for `PeftModel.from_pretrained(base, folder)`.
 
-    `weights` are the model's by the names of its parameters, at least those of the adapter, where
-    the model itself holds a part of them only.
+    `weights` maps parameter names to full tensors, at least those of the adapter, if the model
+    itself is sharded.
 
     Raises:
         ModelError: there is no such adapter.
     """
     name = name or model.active_adapter
     check_adapter(model, name)
-    # The base is not the adapter's, whatever PEFT would add of it by itself.
+    # save_embedding_layers=False, because PEFT would add embeddings of the base by itself.
     model.save_pretrained(
         str(folder), selected_adapters=[name], save_embedding_layers=False, state_dict=weights
     )
     own = Path(folder) / name
-    if name != "default":  # PEFT puts every other name into a folder of its own
+    if name != "default":  # PEFT saves an adapter of any other name in a subfolder
         for file in own.iterdir():
             file.replace(Path(folder) / file.name)
         own.rmdir()
@@ -99,7 +99,7 @@ def save_adapter(
 
 
 def adapter_parameters(model: "PeftModel", name: str | None = None) -> dict[str, nn.Parameter]:
-    """The parameters of one adapter, the active one unless named, by their names in its file."""
+    """Return the parameters of an adapter (default: the active one), by their names in its file."""
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(
@@ -111,7 +111,7 @@ def adapter_parameters(model: "PeftModel", name: str | None = None) -> dict[str,
 
 
 def _sort_modules(path: Path) -> None:
-    """PEFT writes names of modules as a set has them, another order in each process."""
+    """Sort the names of modules, which PEFT writes in the order of a set."""
     config = json.loads(path.read_text(encoding="utf-8"))
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         if isinstance(config.get(key), list):
@@ -122,10 +122,10 @@ def _sort_modules(path: Path) -> None:
 def fill_adapter(
     model: "PeftModel", name: str, weights: dict[str, Tensor], path: str | Path
 ) -> None:
-    """Load weights that were saved in `path` into an adapter, all of them and nothing else.
+    """Load the weights saved in `path` into an adapter; names and shapes must match exactly.
 
     Raises:
-        ModelError: they belong to an adapter on another base.
+        ModelError: the weights do not match, as they belong to an adapter on another base.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 

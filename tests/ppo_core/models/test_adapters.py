@@ -129,7 +129,7 @@ def test_what_is_no_peft_config_or_no_transformers_model_is_refused():
     [
         (peft.PromptTuningConfig(num_virtual_tokens=2), "cannot be switched by layer"),
         (peft.LNTuningConfig(), "cannot be switched by layer"),
-        (peft.LoraConfig(bias="all"), "the reference with them"),
+        (peft.LoraConfig(bias="all"), "so changes the reference"),
         (peft.LoraConfig(init_lora_weights="pissa"), "changes the base"),
         (peft.LoraConfig(init_lora_weights="olora"), "changes the base"),
         (peft.LoraConfig(alora_invocation_tokens=[5]), "invocation token"),
