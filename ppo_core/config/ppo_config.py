@@ -43,7 +43,7 @@ class PPOConfig(RunConfig):
     max_tokens_per_microbatch: int | None = None
     """Maximum tokens of prompts and responses in one forward and backward pass of one process,
     padding included. Memory grows with it. None: the tokens of the `per_device_train_batch_size`
-    longest sequences. Batches of pretraining texts are always counted in texts."""
+    longest sequences. Pretraining texts are always batched by their number."""
 
     local_rollout_forward_batch_size: int = 64
     """Prompts answered, or responses scored, in one batch per process. Memory grows with it;
@@ -123,7 +123,7 @@ class PPOConfig(RunConfig):
     KL(reference || policy) (`ppo_core.algorithm.kl`)."""
 
     kl_target: float | None = None
-    """Divergence, in nats per response, at which an adaptive kl_coef aims (arXiv:1909.08593,
+    """Target of the divergence, in nats per response, to which kl_coef adapts (arXiv:1909.08593,
     section 2.2); None keeps kl_coef fixed."""
 
     kl_horizon: int = 10_000
@@ -155,7 +155,8 @@ class PPOConfig(RunConfig):
     """Clip the probability ratio to [1 - cliprange, 1 + cliprange] (arXiv:1707.06347, eq. 7)."""
 
     cliprange_high: float | None = None
-    """Clip range above 1 (clip-higher, arXiv:2503.14476); None: `cliprange`."""
+    """Upper bound of the ratio is 1 + cliprange_high (clip-higher, arXiv:2503.14476); None:
+    `cliprange`."""
 
     dual_clip: float | None = None
     """Bound the loss of a token with negative advantage by dual_clip x |advantage|
@@ -182,11 +183,11 @@ class PPOConfig(RunConfig):
     """Use a value head on the policy's backbone as the critic."""
 
     ptx_coef: float = 0.0
-    """Weight of the language-modelling loss on pretraining texts (PPO-ptx, arXiv:2203.02155)."""
+    """Weight of the language-modeling loss on pretraining texts (PPO-ptx, arXiv:2203.02155)."""
 
     ema_decay: float | None = None
     """Decay per update of an exponential moving average of the policy's weights. If set, the
-    average is evaluated and saved in place of the trained weights."""
+    average is evaluated and saved instead of the trained weights. None keeps no average."""
 
     # --- When to stop, and when to warn ---
 

@@ -1,4 +1,4 @@
-"""The pure functions of PPO against sums done by hand, and the properties they keep."""
+"""The formulas of PPO against results computed by hand, and their properties."""
 
 import itertools
 import json
@@ -72,7 +72,7 @@ def test_k3_is_never_negative():
 
 
 def loss_gradient(logits, ref_logits, loss):
-    """Gradient of a loss per sampled token, in expectation over the V tokens: exactly."""
+    """Return the exact expectation over V tokens of the gradient of a loss per sampled token."""
     logits = logits.clone().requires_grad_()
     logprobs = logits.log_softmax(0)
     (logprobs.detach().exp() * loss(logprobs, ref_logits.log_softmax(0))).sum().backward()
@@ -556,7 +556,7 @@ def test_rows_are_padded_on_the_side_that_is_asked_for():
 @pytest.mark.parametrize(
     ("lengths", "size", "most", "expected"),
     [
-        # A pass costs as much as 128 tokens: fillers of 4 rows are cheaper than a pass more.
+        # A forward pass costs as much as 128 tokens: padding 4 sequences is cheaper.
         ([30, 9, 50, 9], 4, None, [[2, 0, 1, 3]]),
         # 40 rows of 20 beside a row of 400 would be 40 x 400 tokens.
         ([20] * 40 + [400], 8, None, [[40], list(range(40))]),

@@ -42,7 +42,7 @@ TEMPERATURE = 0.7
 
 
 def make_rollout(prompt_lengths=(3, 7, 1), response_lengths=(5, 2, 4), *, seed=0) -> Rollout:
-    """Random prompts and responses of these lengths; what lies behind them is not zero."""
+    """Return random prompts and responses of these lengths, with nonzero padding."""
     torch.manual_seed(seed)
     prompts = torch.randint(2, VOCABULARY, (len(prompt_lengths), max(prompt_lengths)))
     responses = torch.randint(2, VOCABULARY, (len(response_lengths), max(response_lengths)))
@@ -259,16 +259,16 @@ def test_neighbours_and_padding_change_no_row():
     module.double()
 
     def of_rows(rows: Tensor) -> tuple[Tensor, ...]:
-        said, values = module(
+        predictions, values = module(
             rollout.token_rows(rows), TEMPERATURE, lambda logprobs, _: logprobs**2
         )
-        return said.loss, said.logprobs, said.entropies, values
+        return predictions.loss, predictions.logprobs, predictions.entropies, values
 
     together = of_rows(torch.arange(3))
     alone = [of_rows(torch.tensor([b])) for b in range(3)]
     assert_close(together[0], sum(one[0] for one in alone), rtol=1e-6, atol=0)
-    for whole, *parts in zip(together[1:], *(one[1:] for one in alone), strict=True):
-        assert_close(whole, torch.cat(parts), rtol=0, atol=1e-6)
+    for full, *parts in zip(together[1:], *(one[1:] for one in alone), strict=True):
+        assert_close(full, torch.cat(parts), rtol=0, atol=1e-6)
 
 
 def test_models_survive_the_way_to_a_folder_and_back(tmp_path):

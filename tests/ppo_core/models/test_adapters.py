@@ -1,4 +1,4 @@
-"""Adapters on one base: which of them a forward pass uses, and what learns from it."""
+"""Adapters on one base: which adapter a forward pass uses, and which parameters are trained."""
 
 import os
 import subprocess
@@ -49,7 +49,7 @@ METHODS = {
 
 
 def spread(model, name: str, seed: int) -> None:
-    """Move an adapter away from its start, at which it does nothing."""
+    """Add noise to an adapter, which initially has no effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -58,7 +58,7 @@ def spread(model, name: str, seed: int) -> None:
 
 
 def make_adapted(method: str = "lora", *, family: str = "qwen2"):
-    """A policy and a critic adapter on one base, each with an effect of its own."""
+    """Return a base with a policy adapter and a critic adapter, both random."""
     model = add_adapter(make_policy(family), METHODS[method], "policy")
     add_critic_adapter(model, METHODS[method])
     spread(model, "policy", 1)
@@ -324,7 +324,7 @@ def test_a_critic_adapter_that_cannot_be_added_is_refused(config, name: str, wor
 
 
 def save_classifier(base, folder, *, labels: int = 1, **settings):
-    """A classifier by LoRA on the base, with random adapter and head, as PEFT saves it."""
+    """Save a LoRA classifier on the base, with random adapter and head, by PEFT."""
     base.save_pretrained(folder / "base")
     classifier = AutoModelForSequenceClassification.from_pretrained(
         folder / "base", num_labels=labels
@@ -363,7 +363,7 @@ def test_a_reward_adapter_loads_onto_other_families_too(tmp_path):
     model = add_adapter(base, peft.LoraConfig(target_modules=["c_attn"]))
     reward = RewardModel(load_reward_adapter(model, tmp_path / "reward"), make_tokenizer())
     expected = classifier(input_ids=IDS).logits[:, 0]
-    # The last place is each row's last token: no filler, and pad is not among the tokens.
+    # The last position is each sequence's last token: no padding, and no pad token in the ids.
     assert_close(reward.score_rows(IDS, torch.tensor([5, 5])), expected, atol=1e-5, rtol=0)
 
 

@@ -1,4 +1,4 @@
-"""4-bit and 8-bit bases: what is refused, and in which words, where they cannot work."""
+"""4-bit and 8-bit bases: which combinations raise, and with which message."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quantised_policy():
-    """A tiny policy that carries the flag which the 4-bit quantizer of transformers sets."""
+    """Return a tiny policy with the flag that transformers' 4-bit quantizer sets."""
     policy = make_policy("qwen2")
     policy.is_loaded_in_4bit = True
     return policy
