@@ -24,8 +24,8 @@ from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import critic_values, reference_logprobs
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
+from tests.helpers.rollouts import make_rollout
 from tests.helpers.tiny import EOS, VOCABULARY, make_policy
-from tests.ppo_core.models.test_actor_critic import make_rollout
 
 # The first process has the long responses, the other the short ones.
 ROLLOUT = make_rollout((3, 7, 1, 2, 6, 4, 5, 2), (9, 1, 8, 1, 9, 2, 7, 1))

@@ -41,8 +41,8 @@ from ppo_core.supervised.data import encode_pair
 from tests.helpers.fault_server import fault_server, say
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import tiny_table
+from tests.helpers.rollouts import make_rollout, row_of
 from tests.helpers.tiny import EOS, make_classifier, make_policy, make_prompts, make_tokenizer
-from tests.ppo_core.models.test_actor_critic import make_rollout, row_of
 from tests.ppo_core.ppo.test_update import (
     make_config,
     make_experience,
