@@ -412,4 +412,4 @@ def test_bad_input_is_one_message_and_exit_code_1():
 
 def test_help_shows_the_docstrings():
     ran = run("ppo_core", "--help")
-    assert "Most tokens of a response, the stop token included." in " ".join(ran.stdout.split())
+    assert "Maximum tokens of a response, the stop token included." in " ".join(ran.stdout.split())
