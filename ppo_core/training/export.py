@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.saving import gather_weights, save_plain
-from ppo_core.models.adapters import save_adapter
-from ppo_core.models.quantization import is_quantised
+from ppo_core.models.adapter_weights import save_adapter
+from ppo_core.models.quantization import is_quantized
 from ppo_core.ppo.ema import WeightAverage
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.update import TrainState
@@ -59,7 +59,7 @@ class PolicyExporter:
             return
         if adapted is not None:
             save_adapter(adapted, folder / ADAPTER, weights=weights)
-        if adapted is not None and is_quantised(adapted):
+        if adapted is not None and is_quantized(adapted):
             # Merging would round the adapter to the few bits of the base.
             logger.warning("The base is quantized: '%s' holds the adapter alone.", folder / ADAPTER)
         else:
