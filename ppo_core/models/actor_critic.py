@@ -17,7 +17,7 @@ from ppo_core.errors import ModelError
 from ppo_core.models.adapters import check_adapter, plain_model, using_adapter
 from ppo_core.models.backbones import Backbone, DecoderBackbone, EncoderDecoderBackbone, Within
 from ppo_core.models.kernels.fused_linear_loss import TokenLoss
-from ppo_core.models.kernels.matmul_backend import products_with
+from ppo_core.models.kernels.matmul_backend import large_matmuls
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.lm_head import ChunkedLMHead
 from ppo_core.models.reward_model import RewardModel
@@ -143,14 +143,14 @@ class LanguageModel(nn.Module):
         # In the precision of the weights also under autocast: half of it gains little here, and
         # costs the log-probabilities digits (MiniMax-M1, arXiv:2506.13585, 3.2).
         whole = torch.autocast("cpu", enabled=False)
-        with self.within(), whole, products_with(head.in_features * head.out_features):
+        with self.within(), whole, large_matmuls(head.in_features * head.out_features):
             return cast(Tensor, head(states))
 
     def lm_head(self, temperature: float) -> ChunkedLMHead:
         """The head as it makes distributions at a temperature, a chunk of states at a time."""
         return ChunkedLMHead(
             module=self.head,
-            product=self._product,
+            matmul=self._product,
             rule=None if self._rule.is_identity else self._rule.apply,
             temperature=temperature,
         )

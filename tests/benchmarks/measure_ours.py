@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ppo_core import PPOConfig, PPOTrainer, RewardModel
+from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 from tests.benchmarks.tasks import Task
 from tests.benchmarks.worker import Pace, begin, load, load_tokenizer
 
@@ -56,4 +57,7 @@ def measure(pace: Pace) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    measure(begin())
+    pace = begin()
+    if pace.task.device == "cpu":
+        prepare_cpu_process()
+    measure(pace)
