@@ -23,6 +23,7 @@ from pipeline.inputs import data_sets
 from pipeline.launch.job import write_job
 from pipeline.settings.settings import Settings, make_settings, read_preset
 from pipeline.settings.settings_file import settings_text
+from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
 from ppo_core.supervised.training import train_reward_model, train_sft
 
 SETTINGS = "settings.toml"
@@ -95,7 +96,8 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
 
 
 def run(folder: Path) -> dict[str, float]:
-    """Do all the work; returns the seconds of each step."""
+    """Do all the work; return the seconds of each step."""
+    keep_few_compiled_matmuls()
     settings = make_settings(tomllib.loads((folder / SETTINGS).read_text(encoding="utf-8")), {})
     script = folder / "script"
     script.mkdir()

@@ -47,7 +47,7 @@ def _packed(module: nn.Module, rows: int) -> nn.Module:
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children, or none for an adapter: it may change the weights of the layer inside."""
+    """Return the children; none for an adapter, which may change the weights of its layer."""
     is_known = type(module).__module__.startswith(("torch.nn.", "transformers."))
     return dict(module.named_children()) if is_known else {}
 
