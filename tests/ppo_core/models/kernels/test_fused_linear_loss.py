@@ -41,15 +41,13 @@ def double(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
 
 def make_head(kind: str) -> Head:
     torch.manual_seed(0)
-    head = Head(
-        nn.Linear(WIDTH, VOCABULARY, bias=kind == "bias"), bound if kind == "rule" else None
-    )
+    module = nn.Linear(WIDTH, VOCABULARY, bias=kind == "bias")
     if kind == "hook":
         module.register_forward_hook(double)
     if kind == "replaced forward":
         forward = module.forward
         module.forward = lambda hidden: 2 * forward(hidden)
-    return head
+    return Head(module, bound if kind == "rule" else None)
 
 
 def token_loss(logprobs: Tensor, part: slice) -> Tensor:
