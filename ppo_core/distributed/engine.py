@@ -21,7 +21,7 @@ from ppo_core.distributed.optimizer_shards import check_shape, read_state, write
 from ppo_core.distributed.process import let_gloo_finish_at_exit
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.distributed.strategy import Sharding, choose_sharding, fsdp_offloads
-from ppo_core.models.kernels.sparse_embedding_grads import gradients_of_read_rows
+from ppo_core.models.kernels.sparse_embedding_grads import sparse_embedding_grads
 
 Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item")
@@ -194,7 +194,7 @@ class Engine:
         on a GPU, where the order of sums would differ from run to run.
         """
         can = self.is_plain and self.device.type == "cpu"
-        return gradients_of_read_rows(module) if can else nullcontext()
+        return sparse_embedding_grads(module) if can else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss whose sum over processes and microbatches is minimized.
