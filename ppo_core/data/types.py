@@ -1,16 +1,13 @@
 """What one phase of a PPO step hands to the next. Shapes as in `tensors`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ppo_core.algorithm.masking import length_mask
-
-SumOverProcesses = Callable[[Tensor], Tensor]
-"""Adds a tensor up over all processes; the identity where there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,20 +167,10 @@ class TokenSums:
     first_ratio_error: float = 0.0
     """|ratio - 1| in the first optimizer step, before the policy has moved: rounding alone."""
 
-    def add(self, **sums: Tensor | float) -> None:
-        """Add what one microbatch saw."""
-        for name, value in sums.items():
-            setattr(self, name, getattr(self, name) + float(value))
-
-    def add_all(self, other: "TokenSums") -> None:
-        """Add the sums of one optimizer step."""
-        self.add(**vars(other))
-
-    def summed(self, sum_over_processes: SumOverProcesses) -> "TokenSums":
-        """The sums over all processes."""
-        names = [entry.name for entry in fields(self)]
-        own = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64)
-        return TokenSums(**dict(zip(names, sum_over_processes(own).tolist(), strict=True)))
+    def add(self, other: "TokenSums") -> None:
+        """Add the sums of one more optimizer step."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 Record = TypeVar("Record", Rollout, Scores, Experience)

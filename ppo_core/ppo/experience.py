@@ -1,9 +1,11 @@
 """A scored rollout in; rewards per token, advantages and returns out."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ppo_core.algorithm.advantages import gae_advantages
 from ppo_core.algorithm.kl import kl_per_token
@@ -17,6 +19,7 @@ from ppo_core.algorithm.token_rewards import (
     token_rewards,
 )
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.prompts import Prompt, prompt_text, response_texts
 from ppo_core.data.types import Experience, Rollout, Scores
 
 
@@ -58,9 +61,10 @@ def divergence(rollout: Rollout, scores: Scores, estimator: str) -> Tensor:
 
 
 def make_experience(
-    rollout: Rollout, scores: Scores, kl: Tensor, config: PPOConfig, *, kl_coef: float
+    rollout: Rollout, scores: Scores, config: PPOConfig, *, kl_coef: float
 ) -> Experience:
-    """What the update learns from; kl is (B, T), and kl_coef its weight at this moment."""
+    """Return rewards per token as advantages and returns; `kl_coef` weighs the KL divergence."""
+    kl = divergence(rollout, scores, config.kl_estimator)
     whiten = partial(standardise, mask=rollout.response_mask)
     in_reward = 0.0 if config.kl_in_loss else kl_coef
     rewards = token_rewards(scores.scores, kl, rollout.response_mask, kl_coef=in_reward)
@@ -95,3 +99,22 @@ def _advantages(
         rewards.gather(1, order), values.gather(1, order), gamma=gamma, gae_lambda=gae_lambda
     )
     return torch.zeros_like(together).scatter(1, order, together)
+
+
+def describe_broken(
+    scores: Tensor,
+    prompts: Sequence[Prompt],
+    rollout: Rollout,
+    tokenizer: PreTrainedTokenizerBase,
+) -> str:
+    """Return a warning about the scores (B,) that are not finite, with the first such response."""
+    broken = (~scores.isfinite()).nonzero()[:, 0].tolist()
+    first = broken[0]
+    prompt = prompt_text(tokenizer, prompts[first])
+    response = response_texts(tokenizer, rollout)[first]
+    return (
+        f"{len(broken)} of {len(scores)} scores are not finite, the first of them "
+        f"{scores[first].item()} for the prompt {prompt!r} with the response {response!r}. "
+        "Nothing is learned from this batch, in any process. Remove the prompt, or correct the "
+        "reward."
+    )

@@ -1,6 +1,6 @@
 """The objective of an update: what the losses of counted tokens add up to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 import torch
@@ -9,10 +9,13 @@ from torch import Tensor
 from ppo_core.algorithm.kl import kl_per_token
 from ppo_core.algorithm.losses import importance_weights, policy_loss, value_loss
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.data.types import Experience
+from ppo_core.data.types import Experience, TokenSums
 from ppo_core.models.actor_critic import Predictions
 
 ALL = slice(None)
+
+SUMS = [entry.name for entry in fields(TokenSums) if not entry.name.startswith("first_")]
+"""Fields of `TokenSums` that an optimizer step adds to, in the order of `Objective.sums`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,29 +89,35 @@ class Objective:
         return self.config.vf_coef * (self.tokens.weights * losses).sum()
 
     @torch.no_grad()
-    def sums(self, predicted: Predictions, values: Tensor) -> dict[str, Tensor]:
-        """What `TokenSums` counts."""
+    def sums(self, predicted: Predictions, values: Tensor) -> Tensor:
+        """Return the sums over the N tokens (len(SUMS),), in the order of SUMS, in float64.
+
+        They stay on the device: reading one of them on the host would wait for the device.
+        """
         policy_losses, clipped = self._policy_losses(predicted.logprobs, ALL)
         value_losses, value_clipped = self._value_losses(values)
         divergences = predicted.full_kl
         if divergences is None and self._estimates_divergence:
             divergences = self._divergences(predicted.logprobs, ALL)
+        if divergences is None:
+            divergences = torch.zeros_like(policy_losses)
         moved = predicted.logprobs - self.tokens.old_logprobs
         ratio_error = torch.expm1(moved)
-        return {
-            "tokens": torch.tensor(len(moved)),
-            "policy_loss": policy_losses.sum(),
-            "value_loss": value_losses.sum(),
-            "kl_loss": torch.zeros(()) if divergences is None else divergences.sum(),
-            "entropy": predicted.entropies.sum(),
-            "approxkl": 0.5 * (moved**2).sum(),
-            "kl_from_old": (ratio_error - moved).sum(),
-            "clipped": clipped.sum(),
-            "value_clipped": value_clipped.sum(),
-            "ratio_error": ratio_error.sum(),
-            "abs_ratio_error": ratio_error.abs().sum(),
-            "ratio_error_squared": (ratio_error**2).sum(),
+        per_token = {
+            "tokens": torch.ones_like(moved),
+            "policy_loss": policy_losses,
+            "value_loss": value_losses,
+            "kl_loss": divergences,
+            "entropy": predicted.entropies,
+            "approxkl": 0.5 * moved**2,
+            "kl_from_old": ratio_error - moved,
+            "clipped": clipped,
+            "value_clipped": value_clipped,
+            "ratio_error": ratio_error,
+            "abs_ratio_error": ratio_error.abs(),
+            "ratio_error_squared": ratio_error**2,
         }
+        return torch.stack([per_token[name].sum().double() for name in SUMS])
 
     @property
     def _estimates_divergence(self) -> bool:

@@ -63,6 +63,7 @@ def make_train_state(
         module=prepared,
         optimizer=optimizer,
         scheduler=scheduler,
+        engine=engine,
         reference=reference if exact_in_loss else None,
         pretraining=pretraining,
     )

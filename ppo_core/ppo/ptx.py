@@ -7,9 +7,10 @@ not depend on the length of the texts.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.algorithm.masking import length_mask, pad_rows
@@ -17,7 +18,9 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.chat_template import encode_chat, is_messages
 from ppo_core.data.prompts import Tokens, context_length, encode_prompt
 from ppo_core.data.types import TokenRows
+from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, DataError, TrainingError
+from ppo_core.models.actor_critic import ActorCritic
 from ppo_core.models.kernels.fused_linear_loss import TokenLoss
 
 
@@ -122,6 +125,33 @@ def joined_texts(texts: Sequence[Tokens]) -> TokenRows:
         state=state,
         targets=ids[row, state + 1],
     )
+
+
+def add_pretraining_gradients(
+    texts: PretrainingTexts,
+    module: nn.Module,
+    engine: Engine,
+    config: PPOConfig,
+    *,
+    num_texts: int,
+) -> None:
+    """Add the gradients of the language-modelling loss of the next texts to a minibatch's.
+
+    `module` is the ActorCritic, as the engine prepared it. `num_texts` are those of all processes.
+    """
+    backbone = cast(ActorCritic, engine.unwrap(module)).policy.backbone
+    size = config.per_device_train_batch_size * engine.num_processes
+    drawn = [texts.next_texts(min(size, num_texts - n)) for n in range(0, num_texts, size)]
+    num_tokens = sum(len(text) - 1 for batch in drawn for text in batch)
+    for batch in drawn:
+        own = batch[engine.rank :: engine.num_processes]
+        rows = joined_texts(own or batch[:1]).to(engine.device)
+        with engine.accumulate_only(module, True), backbone.products(rows.ids):
+            weight = config.ptx_coef / num_tokens if own else 0.0
+            predicted, values = module(rows, 1.0, pretraining_loss(weight))
+            # Where the first pass of a step gives no gradient, ZeRO-3 adds to that of the step
+            # before: so the critic's is 0 here, and not missing.
+            engine.backward(predicted.loss + 0.0 * values.sum())
 
 
 def pretraining_loss(weight: float) -> TokenLoss:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from ppo_core.data.batching import token_batches
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.prompts import Prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.ppo.scoring import score_tokens
 
 RewardFunction = Callable[[list[str], list[str]], Sequence[float]]
 """Takes the prompts and the responses as texts, gives one number for each response."""
@@ -53,6 +53,24 @@ class ModelReward:
         responses = response_texts(self.tokenizer, rollout)
         scores = self.reward_model.score_texts(readable, responses, self.batch_size)
         return scores.to(rollout.logprobs)
+
+
+def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -> Tensor:
+    """Return scores (B,) of the sampled tokens themselves, for a reward model that reads them.
+
+    Replaces the stop token by the end-of-sequence token that the reward model was trained with.
+    """
+    scores = torch.empty(len(rollout), device=rollout.logprobs.device)
+    for batch in token_batches(rollout.row_lengths, batch_size):
+        ids = rollout.token_rows(batch).ids
+        lengths = rollout.row_lengths[batch] - rollout.has_stop[batch].long()
+        if reward_model.end_of_text:
+            ids = torch.nn.functional.pad(ids, (0, 1))
+            end = torch.full_like(lengths, int(reward_model.tokenizer.eos_token_id))
+            ids = ids.scatter(1, lengths[:, None], end[:, None])
+            lengths = lengths + 1
+        scores[batch] = reward_model.score_rows(ids, lengths)
+    return scores
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,9 @@
 """Records of a whole batch in, named numbers out: over counted tokens only."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -10,6 +14,26 @@ from ppo_core.algorithm.repetition import repeated_share
 from ppo_core.data.types import Experience, Rollout, Scores, TokenSums
 
 Metrics = dict[str, float]
+
+
+class PhaseTimer:
+    """Measures the phases of an update: `with timer("sampling")` gives "time/sampling"."""
+
+    def __init__(self) -> None:
+        """Start without a phase."""
+        self._seconds: Metrics = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Measure the seconds inside of the `with`."""
+        started = time.monotonic()
+        yield
+        self._seconds[f"time/{phase}"] = time.monotonic() - started
+
+    def pop(self) -> Metrics:
+        """Return the seconds of all phases since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
 
 def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: float) -> Metrics:

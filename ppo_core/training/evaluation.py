@@ -16,7 +16,7 @@ from ppo_core.models.actor_critic import LanguageModel
 from ppo_core.models.kernels.prepared_products import keep_few_prepared_products
 from ppo_core.ppo.model_bundle import reward_holders
 from ppo_core.ppo.reward_functions import RewardMix
-from ppo_core.ppo.scoring import reference_logprobs
+from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.reporting.progress_bar import progress
 from ppo_core.reporting.sample_table import Completions
 from ppo_core.rollout.generate import sample_responses
@@ -84,7 +84,7 @@ def answer_prompts(
 
 def _divergence(rollout: Rollout, reference: LanguageModel, batch_size: int) -> Tensor:
     """Nats (B,) between the policy that sampled a rollout and a reference."""
-    ref_logprobs = reference_logprobs(reference, rollout, batch_size)
+    ref_logprobs = response_logprobs(reference, rollout, batch_size)
     # Both are 0 where a token does not count.
     return kl_per_token(rollout.logprobs, ref_logprobs, "k1").sum(dim=1)
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ppo_core.checkpointing.contents import CheckpointContents
 from ppo_core.checkpointing.fingerprint import Fingerprint, given_models, layout
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.prompt_set import Collator, PromptSet, make_prompt_set
-from ppo_core.data.types import map_tensors
+from ppo_core.data.types import Record, Rollout, Scores, map_tensors
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import ConfigError, RunInterruptedError
@@ -24,17 +25,25 @@ from ppo_core.models.actor_critic import ActorCritic
 from ppo_core.models.adapters import adapter_settings
 from ppo_core.models.kernels.cpu_memory import keep_freed_memory
 from ppo_core.models.kernels.prepared_products import keep_few_prepared_products
-from ppo_core.ppo.collector import Collector
 from ppo_core.ppo.ema import WeightAverage
+from ppo_core.ppo.experience import describe_broken, divergence, make_experience, shaped_scores
 from ppo_core.ppo.optimizer import make_train_state
 from ppo_core.ppo.ptx import make_pretraining_texts
 from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state
 from ppo_core.ppo.reward_functions import make_rewards
 from ppo_core.ppo.run_state import PendingUpdate, RunState
+from ppo_core.ppo.sampling import PolicySampler, PromptBatch, draw_prompts
 from ppo_core.ppo.schedule import make_schedule
-from ppo_core.ppo.update import update_policy
+from ppo_core.ppo.scoring import score
+from ppo_core.ppo.update import UpdateProgress, update_policy
 from ppo_core.reporting.callbacks import CallbackOrType, Reporter
-from ppo_core.reporting.metrics import Metrics, explained_variance, update_metrics
+from ppo_core.reporting.metrics import (
+    Metrics,
+    PhaseTimer,
+    explained_variance,
+    objective_metrics,
+    update_metrics,
+)
 from ppo_core.reporting.progress_bar import progress
 from ppo_core.reporting.sample_table import Completions, log_table, print_table
 from ppo_core.rollout.sampler import SamplingSettings, stop_token
@@ -134,6 +143,7 @@ class PPOTrainer:
             peft_config,
             self.engine,
         )
+        self._models = parts
         self.policy, self.reference, self.critic = parts.policy, parts.reference, parts.critic
         self._train_set = self._read_prompts(train_dataset, data_collator)
         self._eval_set = None
@@ -204,15 +214,15 @@ class PPOTrainer:
             top_k=args.top_k,
             top_p=args.top_p,
         )
-        self._collector = Collector(
+        self._timer = PhaseTimer()
+        self._sampler = PolicySampler(
             config=args,
-            tokenizer=processing_class,
-            parts=parts,
+            models=parts,
             module=self._train_state.module,
             engine=self.engine,
+            settings=self._sampling,
             prompts=self._train_set,
-            schedule=self.schedule,
-            sampling=self._sampling,
+            timer=self._timer,
         )
         self._interruption = Interruption()
 
@@ -300,21 +310,21 @@ class PPOTrainer:
         return history
 
     def step(self) -> Metrics:
-        """One update: sample, score, learn; or what is left of one that was interrupted.
+        """Run one PPO update, or what is left of an interrupted one; return its metrics.
 
         Raises:
-            RunInterruptedError: SIGTERM came. The update can be gone on with.
-            TrainingError: too many steps in a row were skipped.
+            RunInterruptedError: SIGTERM came. Call step() again to continue this update.
+            TrainingError: too many optimizer steps in a row were skipped.
         """
         run = self._run
         if run.pending is None:
-            run.pending = self._collect()
-        metrics = run.pending.metrics | self._learn(run.pending)
-        run.pending = None
-        run.updates += 1
-        run.episodes += self.schedule.batch_size
-        self._follow(metrics["objective/kl"])
-        return metrics | {"episode": float(run.episodes)}
+            with self._undone_if_interrupted():
+                prompts = self._draw_prompts()
+                rollout = self._sample(prompts)
+                scores = self._score(rollout, prompts)
+                run.pending = self._make_experience(rollout, scores, prompts)
+        metrics = run.pending.metrics | self._update(run.pending)
+        return self._finish_update(metrics)
 
     def generate_completions(self, sampling: bool = False) -> Completions | None:
         """Answer the evaluation prompts greedily, score the answers, and show them as a table.
@@ -366,77 +376,124 @@ class PPOTrainer:
 
     # --- The phases of an update ---
 
-    def _collect(self) -> PendingUpdate:
-        """Sample and score the next batch."""
-        run = self._run
-        kl_coef = run.adaptive_kl.kl_coef if run.adaptive_kl else self.args.kl_coef
-        before, randomness = run.as_checkpoint(), global_rng_state()
-        try:
-            pending = self._collector.collect(run, kl_coef=kl_coef, pause=self._pause)
-        except RunInterruptedError:
-            # As if it had not been begun: what was drawn for it is drawn again.
-            run.restore(*before)
-            restore_global_rng_state(*randomness)
-            raise
-        pending.metrics["lr"] = float(self._train_state.scheduler.get_last_lr()[0])
-        return pending
+    def _draw_prompts(self) -> PromptBatch:
+        return draw_prompts(
+            self._run,
+            self._train_set,
+            self.engine,
+            size=self.schedule.batch_size,
+            response_length=self.args.response_length,
+        )
 
-    def _learn(self, pending: PendingUpdate) -> Metrics:
-        """Move policy and critic, unless nothing can be learned from the batch."""
-        train_state, experience = self._train_state, pending.experience
+    def _sample(self, prompts: PromptBatch) -> Rollout:
+        with self._timer("sampling"):
+            return self._sampler.sample(prompts, pause=self._stop_if_interrupted)
+
+    def _score(self, rollout: Rollout, prompts: PromptBatch) -> Scores:
+        self._stop_if_interrupted()
+        module = self._train_state.module
+        with self._timer("scoring"):
+            return score(rollout, prompts.prompts, self._models, module, self.engine, self.args)
+
+    def _make_experience(
+        self, rollout: Rollout, scores: Scores, prompts: PromptBatch
+    ) -> PendingUpdate:
+        """Bring the shares of all processes together, and compute advantages and metrics.
+
+        There is no experience where a score is not finite: all processes skip the batch.
+        """
+        run, args, kl_coef = self._run, self.args, self._kl_coef
+        rollout, scores = self._gathered(rollout), self._gathered(scores)
+        experience = None
+        if bool(scores.scores.isfinite().all()):
+            shaped = shaped_scores(scores.scores, rollout, args, run.moments)
+            scores = replace(scores, scores=shaped)
+            experience = make_experience(rollout, scores, args, kl_coef=kl_coef)
+        elif self.engine.is_main:
+            shown = [self._train_set.prompts[row] for row in prompts.rows]
+            logger.warning(describe_broken(scores.scores, shown, rollout, self.processing_class))
+        kl = divergence(rollout, scores, args.kl_estimator)
+        metrics = objective_metrics(rollout, scores, kl, kl_coef=kl_coef) | self._timer.pop()
+        metrics |= self._sampler.metrics(rollout)
+        metrics["lr"] = float(self._train_state.scheduler.get_last_lr()[0])
+        progress = UpdateProgress.at_start(args, len(rollout), run.generators["shuffling"])
+        return PendingUpdate(experience=experience, metrics=metrics, progress=progress)
+
+    def _update(self, pending: PendingUpdate) -> Metrics:
+        """Train policy and critic, unless the batch has no experience."""
+        state, experience = self._train_state, pending.experience
         metrics: Metrics = {}
         if experience is None:
-            train_state.skip(self.schedule.steps_per_update)
+            state.skip_batch(self.schedule.steps_per_update)
         else:
-            started = time.monotonic()
-            experience = map_tensors(experience, lambda tensor: tensor.to(self.engine.device))
-            # transformers recomputes activations in training mode alone; dropout is off anyway.
-            train_state.module.train(self.args.gradient_checkpointing)
-            update_policy(
-                train_state,
-                experience,
-                self.args,
-                self.engine,
-                pending.progress,
-                critic_only=self._run.updates < self.args.critic_warmup_updates,
-                pause=self._pause,
-            )
-            train_state.module.eval()
-            metrics = update_metrics(pending.progress.sums) | {
-                "val/explained_variance": explained_variance(experience),
-                "time/updating": time.monotonic() - started,
-            }
-        self._run.health.check_skipped(train_state.skipped_in_a_row)
-        return metrics | {"val/skipped_steps": float(train_state.skipped_steps)}
+            with self._timer("updating"):
+                sums = update_policy(
+                    state,
+                    experience,
+                    self.args,
+                    pending.progress,
+                    critic_only=self._run.updates < self.args.critic_warmup_updates,
+                    after_step=self._stop_if_interrupted,
+                )
+            metrics = update_metrics(sums) | self._timer.pop()
+            metrics["val/explained_variance"] = explained_variance(experience)
+        self._run.health.check_skipped(state.skipped_in_a_row)
+        return metrics | {"val/skipped_steps": float(state.skipped_steps)}
 
-    def _pause(self) -> None:
-        """Go on, or stop here in all processes together if one of them was told to.
+    def _finish_update(self, metrics: Metrics) -> Metrics:
+        """Count the update, and adapt what follows the policy: coefficient, average, reference."""
+        run, args = self._run, self.args
+        run.pending = None
+        run.updates += 1
+        run.episodes += self.schedule.batch_size
+        if run.adaptive_kl is not None:
+            run.adaptive_kl.update(metrics["objective/kl"], self.schedule.batch_size)
+        if self._average is not None:
+            self._average.update()
+        every = args.reference_refresh_updates
+        if every and run.updates % every == 0:
+            self.engine.copy_weights(self.policy, self.reference)
+        return metrics | {"episode": float(run.episodes)}
+
+    @property
+    def _kl_coef(self) -> float:
+        """The present weight of the KL divergence."""
+        adaptive = self._run.adaptive_kl
+        return adaptive.kl_coef if adaptive else self.args.kl_coef
+
+    def _gathered(self, record: Record) -> Record:
+        """Return the full batch, from the shares of all processes."""
+        return map_tensors(record, partial(self.engine.gather_rows, rows=self.schedule.batch_size))
+
+    @contextmanager
+    def _undone_if_interrupted(self) -> Iterator[None]:
+        """Restore counters and random states on SIGTERM, so that the batch is drawn again."""
+        before, randomness = self._run.as_checkpoint(), global_rng_state()
+        try:
+            yield
+        except RunInterruptedError:
+            self._run.restore(*before)
+            restore_global_rng_state(*randomness)
+            raise
+
+    def _stop_if_interrupted(self) -> None:
+        """Stop all processes together if one of them received SIGTERM.
 
         Raises:
-            RunInterruptedError: one was.
+            RunInterruptedError: one of them did.
         """
         if self.engine.any(self._interruption.requested):
-            further = "Nothing was saved, as save_strategy='no' says."
+            next_move = "Nothing was saved, as save_strategy='no' says."
             if self.args.save_strategy != "no":
-                further = (
+                next_move = (
                     "Start it again with --resume_from_checkpoint latest "
-                    "(resume_from_checkpoint=True) to go on from the checkpoint in "
+                    "(resume_from_checkpoint=True) to resume from the checkpoint in "
                     f"'{self.args.output_dir}'."
                 )
             raise RunInterruptedError(
                 f"SIGTERM: training stopped in update {self._run.updates + 1} of "
-                f"{self.schedule.num_updates}. {further}"
+                f"{self.schedule.num_updates}. {next_move}"
             )
-
-    def _follow(self, kl: float) -> None:
-        """What follows the policy after an update: coefficient, running mean, reference."""
-        if self._run.adaptive_kl is not None:
-            self._run.adaptive_kl.update(kl, self.schedule.batch_size)
-        if self._average is not None:
-            self._average.update()
-        every = self.args.reference_refresh_updates
-        if every and self._run.updates % every == 0:
-            self.engine.copy_weights(self.policy, self.reference)
 
     # --- What happens between updates ---
 

@@ -13,8 +13,7 @@ from ppo_core.data.types import Rollout
 from ppo_core.errors import ConfigError, DataError, ModelError
 from ppo_core.models.actor_critic import LanguageModel
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.ppo.reward_functions import RewardMix, make_rewards
-from ppo_core.ppo.scoring import score_tokens
+from ppo_core.ppo.reward_functions import RewardMix, make_rewards, score_tokens
 from tests.helpers.chat import ENDED, OPEN, make_chat_tokenizer, say
 from tests.helpers.tiny import EOS, make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.rollout.test_generate import sample
