@@ -191,7 +191,8 @@ class PPOConfig(RunConfig):
     """An optimizer step whose mean probability ratio is above it is skipped."""
 
     max_skipped_steps: int = 3
-    """Optimizer steps in a row skipped for a non-finite loss or gradient that end the run."""
+    """Optimizer steps in a row that end the run when all are skipped: for a non-finite score, loss
+    or gradient, or by `ratio_threshold`."""
 
     warn_kl: float = 50.0
     """Warn when a response is further than this many nats from the reference."""
@@ -200,7 +201,10 @@ class PPOConfig(RunConfig):
     """Warn when the mean ratio of an update is above this, or below a fifth of its inverse."""
 
     warn_entropy: float = 0.05
-    """Warn when the next token's entropy falls below this many nats."""
+    """Warn when the entropy of the next token falls below this share of the first update's.
+
+    A share, since a healthy number of nats depends on the texts: answers of a few likely tokens
+    have a hundredth of the entropy of a story."""
 
     warn_explained_variance: float = -0.5
     """Warn when the critic explains less than this share of the returns' variance."""
