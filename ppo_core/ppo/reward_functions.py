@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -44,7 +45,7 @@ class ModelReward:
         render, encodes the texts by its own tokenizer (TRL #1674, #3595).
         """
         chat = any(is_messages(prompt) for prompt in prompts)
-        if self.reward_model.reads_tokens_of(self.tokenizer) and not chat:
+        if self._reads_tokens and not chat:
             return score_tokens(self.reward_model, rollout, self.batch_size)
         readable = [
             prompt if is_messages(prompt) else prompt_text(self.tokenizer, prompt)
@@ -53,6 +54,11 @@ class ModelReward:
         responses = response_texts(self.tokenizer, rollout)
         scores = self.reward_model.score_texts(readable, responses, self.batch_size)
         return scores.to(rollout.logprobs)
+
+    @cached_property
+    def _reads_tokens(self) -> bool:
+        # Compares two full vocabularies: once, and not for every batch.
+        return self.reward_model.reads_tokens_of(self.tokenizer)
 
 
 def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -> Tensor:

@@ -186,6 +186,20 @@ def test_a_bare_classifier_reads_the_policys_tokens():
         assert_close(scores[b], model(torch.tensor([ids])).logits[0, 0].detach())
 
 
+def test_vocabularies_are_compared_once_and_not_for_every_batch(monkeypatch):
+    compared = []
+    plain = RewardModel.reads_tokens_of
+    monkeypatch.setattr(
+        RewardModel, "reads_tokens_of", lambda *args: compared.append(1) or plain(*args)
+    )
+    tokenizer = make_tokenizer()
+    rewards = make_rewards(make_classifier(), tokenizer, batch_size=2)
+    rollout = make_rollout(tokenizer, PROMPTS)
+    first, second = (rewards(PROMPTS, rollout)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert len(compared) == 1
+
+
 def test_a_language_model_or_another_module_is_no_reward():
     for module in (make_policy(), torch.nn.Linear(2, 2)):
         with pytest.raises(ModelError, match="has no head that scores"):
