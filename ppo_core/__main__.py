@@ -23,9 +23,9 @@ def main(argv: Sequence[str]) -> int:
             arguments = parse_arguments([PPOConfig, ScriptArguments, ModelArguments], argv)
             # Only now: loading torch takes seconds, and a wrong flag is answered at once.
             with large_imports():
-                from ppo_core.training.cli import train
+                from ppo_core.training.cli import train_ppo
 
-            train(*arguments)
+            train_ppo(*arguments)
     except RunInterruptedError as error:
         print(f"ppo_core: {error}", file=sys.stderr)
         return EXIT_CODE

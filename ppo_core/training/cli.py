@@ -22,7 +22,7 @@ MANY_PROMPTS, HELD_OUT = 1000, 100
 """Of more prompts than the first, that many of the last are kept to show samples from."""
 
 
-def train(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> None:
+def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> None:
     """Train the policy, and save it with its tokenizer in `policy_dir` or `output_dir`.
 
     Raises:
