@@ -39,7 +39,7 @@ from ppo_core.reporting.callbacks import Reporter
 from ppo_core.reporting.health import HealthMonitor
 from ppo_core.reporting.sample_table import log_table
 from ppo_core.training.model_card import push_folder, write_model_card
-from ppo_core.training.model_setup import make_models
+from ppo_core.training.model_setup import ScriptModels, make_models
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +96,8 @@ class PPOTrainer:
         if ref_model is None and num_shared_layers is not None:
             ref_model = create_reference_model(model, num_shared_layers=num_shared_layers)
         no_rewards = RewardMix({}, None)
-        parts = make_models(
-            self._settings, tokenizer, model, ref_model, no_rewards, None, None, self.engine
-        )
+        given = ScriptModels(model, ref_model, None, no_rewards)
+        parts = make_models(self._settings, tokenizer, given, self.engine)
         self.policy, self.reference, self.critic = parts.policy, parts.reference, parts.critic
         self.ref_model = ref_model or self.reference.model
         self.lr_scheduler = lr_scheduler

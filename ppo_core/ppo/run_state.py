@@ -6,16 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ppo_core.algorithm.kl_controller import LARGEST_ERROR, AdaptiveKL
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.prompts import PromptStream
 from ppo_core.data.types import Experience, Rollout, TokenSums
+from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError
+from ppo_core.ppo.ema import WeightAverage
+from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.random_state import generator_tensors, restore_generators
 from ppo_core.ppo.schedule import Schedule
-from ppo_core.ppo.update import UpdateProgress
+from ppo_core.ppo.update import TrainState, UpdateProgress
+from ppo_core.reporting.callbacks import Reporter
 from ppo_core.reporting.health import HealthMonitor
 from ppo_core.reporting.metrics import Metrics
 
@@ -146,6 +151,21 @@ class RunState:
         # The order of the prompts follows from the seed: what was drawn is drawn again.
         self.stream.restart()
         self.stream.next_batch(drawn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """The parts of a run that its checkpoints and its exported policy are made of."""
+
+    config: PPOConfig
+    tokenizer: PreTrainedTokenizerBase
+    parts: ModelBundle
+    engine: Engine
+    train_state: TrainState
+    run: RunState
+    reporter: Reporter
+    average: WeightAverage | None
+    """The running mean of the policy's weights, with `ema_decay`."""
 
 
 def make_adaptive_kl(config: PPOConfig, batch_size: int) -> AdaptiveKL | None:

@@ -1,22 +1,15 @@
-"""What a run leaves behind: the policy and its card."""
+"""The trained policy on disk and on the hub, with its model card."""
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
-from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.distributed.engine import Engine
 from ppo_core.models.adapters import merged_copy, save_adapter
 from ppo_core.models.quantization import is_quantised
-from ppo_core.ppo.ema import WeightAverage
-from ppo_core.ppo.model_bundle import ModelBundle
-from ppo_core.ppo.update import TrainState
-from ppo_core.reporting.callbacks import Reporter
+from ppo_core.ppo.run_state import RunParts
 from ppo_core.training.model_card import push_folder, write_model_card
 
 if TYPE_CHECKING:
@@ -28,17 +21,8 @@ ADAPTER = "adapter"
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyExporter:
+class PolicyExporter(RunParts):
     """Writes the policy of a run; all processes call, the main one writes."""
-
-    config: PPOConfig
-    tokenizer: PreTrainedTokenizerBase
-    parts: ModelBundle
-    engine: Engine
-    train_state: TrainState
-    reporter: Reporter
-    average: WeightAverage | None
 
     @property
     def trained_model(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The loop of PPO, nothing else."""
+"""The training loop of PPO, with the public methods of TRL's PPOTrainer."""
 
 import logging
 import time
@@ -14,15 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from ppo_core.checkpointing.checkpointer import Checkpointer
 from ppo_core.checkpointing.contents import CheckpointContents
-from ppo_core.checkpointing.fingerprint import Fingerprint, given_models, layout
+from ppo_core.checkpointing.fingerprint import Fingerprint
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.prompt_set import Collator, PromptSet, make_prompt_set
 from ppo_core.data.types import Record, Rollout, Scores, map_tensors
-from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.models.actor_critic import ActorCritic
-from ppo_core.models.adapters import adapter_settings
 from ppo_core.models.kernels.cpu_memory import keep_freed_memory
 from ppo_core.models.kernels.prepared_products import keep_few_prepared_products
 from ppo_core.ppo.ema import WeightAverage
@@ -31,11 +29,11 @@ from ppo_core.ppo.optimizer import make_train_state
 from ppo_core.ppo.ptx import make_pretraining_texts
 from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state
 from ppo_core.ppo.reward_functions import make_rewards
-from ppo_core.ppo.run_state import PendingUpdate, RunState
+from ppo_core.ppo.run_state import PendingUpdate, RunParts, RunState
 from ppo_core.ppo.sampling import PolicySampler, PromptBatch, draw_prompts
 from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import score
-from ppo_core.ppo.update import UpdateProgress, update_policy
+from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
 from ppo_core.reporting.callbacks import CallbackOrType, Reporter
 from ppo_core.reporting.metrics import (
     Metrics,
@@ -49,7 +47,13 @@ from ppo_core.reporting.sample_table import Completions, log_table, print_table
 from ppo_core.rollout.sampler import SamplingSettings, stop_token
 from ppo_core.training.evaluation import greedy_completions
 from ppo_core.training.export import PolicyExporter
-from ppo_core.training.model_setup import make_models, require_loaded
+from ppo_core.training.model_setup import (
+    ScriptModels,
+    make_engine,
+    make_models,
+    require_loaded,
+    trained_layouts,
+)
 from ppo_core.training.precision import trains_in_bf16
 from ppo_core.training.preflight import check_models
 
@@ -60,7 +64,33 @@ logger = logging.getLogger(__name__)
 
 
 class PPOTrainer:
-    """Trains a policy against rewards, held near a reference by the KL divergence."""
+    """Trains a policy with PPO against rewards; a KL term holds it near a reference.
+
+    Args:
+        args: the settings.
+        processing_class: the policy's tokenizer. It needs no pad token.
+        model: the policy: a causal language model, one with a value head, or a PeftModel.
+            It is trained in place.
+        ref_model: the reference; None copies the policy, or turns its adapter off.
+        reward_model: a `RewardModel`, a `...ForSequenceClassification`, a function of prompts
+            and responses, or several of these as a list or a dict.
+        train_dataset: prompts: a list, or a data set with the column "prompt" (text or chat
+            messages), "messages" or "input_ids".
+        value_model: the critic, a `...ForSequenceClassification` or a `Critic`, trained in
+            place; None copies the reward model, or else the policy's backbone.
+        data_collator: returns a row's "input_ids", for rows without any of these columns.
+        eval_dataset: prompts for sample completions and evaluations.
+        optimizers: optimizer and learning-rate scheduler; (None, None) makes AdamW and its
+            schedule from the settings.
+        callbacks: transformers' callbacks; one of their steps is one PPO update.
+        peft_config: adds an adapter to `model`, and trains only the adapter.
+        pretrain_dataset: texts for `ptx_coef`.
+
+    Raises:
+        ConfigError: settings contradict each other, or the models and data sets.
+        ModelError: a model cannot be used as policy, reference, critic or reward.
+        DataError: a prompt cannot be used.
+    """
 
     def __init__(
         self,
@@ -79,151 +109,43 @@ class PPOTrainer:
         *,
         pretrain_dataset: Any = None,
     ) -> None:
-        """Take the models; `model` and `value_model` are trained in place.
-
-        Args:
-            args: the settings.
-            processing_class: the policy's tokenizer. It needs no pad token.
-            model: the policy: a causal language model, one with a value head, or a PeftModel.
-            ref_model: the reference; None copies the policy, or turns its adapter off.
-            reward_model: a `RewardModel`, a `...ForSequenceClassification`, a function of
-                prompts and responses, or several as a list or a dict.
-            train_dataset: prompts: a list, or a data set with the column "prompt" (text or
-                chat messages), "messages" or "input_ids".
-            value_model: the critic, a `...ForSequenceClassification` or a `Critic`; None
-                starts it from the reward model, else from the policy.
-            data_collator: gives a row's "input_ids", for rows that are none of the above.
-            eval_dataset: prompts that sample completions and evaluations answer.
-            optimizers: optimizer and learning-rate scheduler in the place of AdamW's.
-            callbacks: transformers' callbacks; one of their steps is one PPO update.
-            peft_config: makes an adapter of `model` what is trained.
-            pretrain_dataset: texts for `ptx_coef`.
-
-        Raises:
-            ConfigError: settings contradict each other or what was handed over.
-            ModelError: a model cannot play its part.
-            DataError: a prompt cannot be used.
-        """
+        """Check models, prompts and settings, and set up the run."""
         require_loaded(model, ref_model=ref_model, value_model=value_model)
-        # Settled first: a run that goes on elsewhere is of the same precision, or is refused.
+        # Resolve bf16 first: it is part of the run's fingerprint.
         in_bf16 = trains_in_bf16(args.bf16, model, use_cpu=args.use_cpu)
         self.args = args = replace(args, bf16=in_bf16)
         self.processing_class = processing_class
-        self.engine = Engine(
-            bf16=in_bf16,
-            use_cpu=args.use_cpu,
-            sharding=args.sharding,
-            offload=args.offload,
-            deepspeed=args.deepspeed,
-            gather_for_generation=args.ds3_gather_for_generation,
-            timeout=args.ddp_timeout,
-        )
+        self.engine = make_engine(args)
         self.rewards = make_rewards(
             reward_model,
             processing_class,
             batch_size=args.local_rollout_forward_batch_size,
             weights=args.reward_weights,
         )
-        models = given_models(
-            model,
-            ref_model,
-            self.rewards.models(),
-            adds_adapter=peft_config is not None,
-        )
+        given = ScriptModels(model, ref_model, value_model, self.rewards, peft_config)
+        prints = given.fingerprints()
         if self.engine.device.type == "cpu":
             keep_freed_memory()
             keep_few_prepared_products()
-        parts = make_models(
-            args,
-            processing_class,
-            model,
-            ref_model,
-            self.rewards,
-            value_model,
-            peft_config,
-            self.engine,
-        )
-        self._models = parts
-        self.policy, self.reference, self.critic = parts.policy, parts.reference, parts.critic
+        self._models = models = make_models(args, processing_class, given, self.engine)
+        self.policy, self.reference, self.critic = models.policy, models.reference, models.critic
         self._train_set = self._read_prompts(train_dataset, data_collator)
-        self._eval_set = None
-        if eval_dataset is not None:
-            self._eval_set = self._read_prompts(eval_dataset, data_collator)
-        elif args.eval_strategy != "no":
-            raise ConfigError(
-                f"eval_strategy={args.eval_strategy!r} needs an eval_dataset. Hand one over, or "
-                "set eval_strategy='no'."
-            )
-        for prompts in (self._train_set, self._eval_set):
-            if prompts is not None:
-                check_models(parts, prompts, processing_class, args)
+        self._eval_set = self._read_eval_prompts(eval_dataset, data_collator)
+        self._check_models()
         self.schedule = make_schedule(
             args, num_prompts=len(self._train_set), num_processes=self.engine.num_processes
         )
         self._run = RunState.at_start(args, self.schedule, len(self._train_set))
-        trained = ActorCritic(self.policy, self.critic)
-        models["policy or critic"] = layout(trained)
-        if parts.adapted is not None:
-            models["adapter"] = adapter_settings(parts.adapted)
-        self._train_state = make_train_state(
-            args,
-            trained,
-            self.reference,
-            self.schedule,
-            self.engine,
-            *optimizers,
-            pretraining=make_pretraining_texts(
-                pretrain_dataset, processing_class, self.policy.model.config, args
-            ),
-        )
+        prints |= trained_layouts(models)
+        self._train_state = self._make_train_state(optimizers, pretrain_dataset)
         self._average = WeightAverage(self.policy, args.ema_decay) if args.ema_decay else None
-        self._reporter = Reporter(
-            args,
-            callbacks=callbacks or [],
-            model=self._train_state.module,
-            tokenizer=processing_class,
-            optimizer=self._train_state.optimizer,
-            scheduler=self._train_state.scheduler,
-            num_updates=self.schedule.num_updates,
-            is_main=self.engine.is_main,
-        )
-        self._files = PolicyExporter(
-            config=args,
-            tokenizer=processing_class,
-            parts=parts,
-            engine=self.engine,
-            train_state=self._train_state,
-            reporter=self._reporter,
-            average=self._average,
-        )
-        contents = CheckpointContents(
-            config=args,
-            tokenizer=processing_class,
-            parts=parts,
-            engine=self.engine,
-            train_state=self._train_state,
-            run=self._run,
-            reporter=self._reporter,
-            average=self._average,
-            identity=Fingerprint.of(args, self.schedule, self._train_set.digest(), models),
-        )
-        self._checkpoints = Checkpointer(contents)
-        self._sampling = SamplingSettings(
-            stop_token_id=stop_token(processing_class, args.stop_token, args.stop_token_id),
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-        )
+        self._reporter = self._make_reporter(callbacks or [])
+        parts = self._parts()
+        self._files = PolicyExporter(**vars(parts))
+        identity = Fingerprint.of(args, self.schedule, self._train_set.digest(), prints)
+        self._checkpoints = Checkpointer(CheckpointContents(**vars(parts), identity=identity))
         self._timer = PhaseTimer()
-        self._sampler = PolicySampler(
-            config=args,
-            models=parts,
-            module=self._train_state.module,
-            engine=self.engine,
-            settings=self._sampling,
-            prompts=self._train_set,
-            timer=self._timer,
-        )
+        self._sampler = self._make_sampler()
         self._interruption = Interruption()
 
     @property
@@ -524,14 +446,12 @@ class PPOTrainer:
         averaged = self._average.swapped_in() if self._average else nullcontext()
         with averaged, self.engine.autocast():
             return greedy_completions(
-                self.policy,
-                self._train_state.module,
+                self._models,
+                self._train_state,
                 self.processing_class,
                 prompts,
-                self.rewards,
-                self.engine,
                 response_length=self.args.response_length,
-                stop_token_id=self._sampling.stop_token_id,
+                stop_token_id=self._sampler.settings.stop_token_id,
                 batch_size=self.args.per_device_eval_batch_size,
             )
 
@@ -541,6 +461,79 @@ class PPOTrainer:
         return make_prompt_set(
             dataset, self.processing_class, self.policy.model, self.args, collator
         )
+
+    def _read_eval_prompts(self, dataset: Any, collator: Collator | None) -> PromptSet | None:
+        if dataset is not None:
+            return self._read_prompts(dataset, collator)
+        if self.args.eval_strategy != "no":
+            raise ConfigError(
+                f"eval_strategy={self.args.eval_strategy!r} needs an eval_dataset. Hand one over, "
+                "or set eval_strategy='no'."
+            )
+        return None
+
+    def _check_models(self) -> None:
+        for prompts in (self._train_set, self._eval_set):
+            if prompts is not None:
+                check_models(self._models, prompts, self.processing_class, self.args)
+
+    def _make_train_state(self, optimizers: tuple[Any, Any], pretrain_dataset: Any) -> TrainState:
+        texts = make_pretraining_texts(
+            pretrain_dataset, self.processing_class, self.policy.model.config, self.args
+        )
+        return make_train_state(
+            self.args,
+            ActorCritic(self.policy, self.critic),
+            self.reference,
+            self.schedule,
+            self.engine,
+            *optimizers,
+            pretraining=texts,
+        )
+
+    def _make_reporter(self, callbacks: Sequence[CallbackOrType]) -> Reporter:
+        return Reporter(
+            self.args,
+            callbacks=callbacks,
+            model=self._train_state.module,
+            tokenizer=self.processing_class,
+            optimizer=self._train_state.optimizer,
+            scheduler=self._train_state.scheduler,
+            num_updates=self.schedule.num_updates,
+            is_main=self.engine.is_main,
+        )
+
+    def _parts(self) -> RunParts:
+        return RunParts(
+            config=self.args,
+            tokenizer=self.processing_class,
+            parts=self._models,
+            engine=self.engine,
+            train_state=self._train_state,
+            run=self._run,
+            reporter=self._reporter,
+            average=self._average,
+        )
+
+    def _make_sampler(self) -> PolicySampler:
+        return PolicySampler(
+            config=self.args,
+            models=self._models,
+            module=self._train_state.module,
+            engine=self.engine,
+            settings=SamplingSettings(
+                stop_token_id=self._stop_token_id,
+                temperature=self.args.temperature,
+                top_k=self.args.top_k,
+                top_p=self.args.top_p,
+            ),
+            prompts=self._train_set,
+            timer=self._timer,
+        )
+
+    @property
+    def _stop_token_id(self) -> int:
+        return stop_token(self.processing_class, self.args.stop_token, self.args.stop_token_id)
 
     @contextmanager
     def _progress(self) -> Iterator[Any]:
