@@ -1,4 +1,4 @@
-"""What a policy answers, and how far it has moved from its reference."""
+"""Responses of a policy to prompts, and its KL divergence from a reference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ from ppo_core.rollout.sampler import SamplingSettings, stop_token
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """One answer to each prompt."""
+    """One response to each prompt."""
 
     texts: list[str]
-    """The answers, special tokens left out."""
+    """The responses, without special tokens."""
 
     kl: float | None
-    """Nats between policy and reference, summed over an answer, mean over the prompts (k1).
-    None without a reference, or where the answers are no sample of the whole policy: greedy ones,
-    or those cut to top_k or top_p."""
+    """KL divergence from the reference in nats: summed over a response, mean over prompts (k1).
+    None without a reference, and for greedy decoding, top_k or top_p, whose responses are no
+    samples of the full policy."""
 
 
 def answer_prompts(
@@ -50,9 +50,9 @@ def answer_prompts(
     stop_token_id: int | None = None,
     reference: PreTrainedModel | None = None,
 ) -> Answers:
-    """Answer each prompt by the sampler that training uses; temperature 0 decodes greedily.
+    """Sample a response to each prompt as training does; temperature 0 decodes greedily.
 
-    `stop` and `stop_token_id` end an answer as `stop_token` of PPOConfig and its id do.
+    `stop` and `stop_token_id` are the settings `stop_token` and `stop_token_id` of PPOConfig.
     """
     if not prompts:
         return Answers(texts=[], kl=None)
@@ -82,9 +82,9 @@ def answer_prompts(
 
 
 def _divergence(rollout: Rollout, reference: LanguageModel, batch_size: int) -> Tensor:
-    """Nats (B,) between the policy that sampled a rollout and a reference."""
+    """Return the k1 estimate (B,) of the KL divergence from the reference, in nats."""
     ref_logprobs = response_logprobs(reference, rollout, batch_size)
-    # Both are 0 where a token does not count.
+    # Both are 0 where a token is not counted.
     return kl_per_token(rollout.logprobs, ref_logprobs, "k1").sum(dim=1)
 
 

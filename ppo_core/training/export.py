@@ -26,11 +26,11 @@ class PolicyExporter(RunParts):
 
     @property
     def trained_model(self) -> nn.Module:
-        """The policy as transformers or peft knows it."""
+        """The policy as a model of transformers or PEFT."""
         return self.parts.adapted or self.parts.policy.model
 
     def save_policy(self, folder: Path) -> None:
-        """Policy and tokenizer, with the running mean of the weights if there is one."""
+        """Save policy and tokenizer; the weights are their running mean if there is one."""
         averaged = self.average.swapped_in() if self.average else nullcontext()
         with averaged:
             self._write_policy(folder)
@@ -49,7 +49,7 @@ class PolicyExporter(RunParts):
             self.tokenizer.save_pretrained(folder)
 
     def write_card(self, *, model_name: str | None = None, **details: Any) -> None:
-        """README.md with the settings and the last metrics."""
+        """Write README.md with the settings and the last metrics."""
         history = self.reporter.state.log_history
         if self.engine.is_main:
             write_model_card(
@@ -62,7 +62,7 @@ class PolicyExporter(RunParts):
             )
 
     def push(self, commit_message: str, **details: Any) -> str | None:
-        """Upload `output_dir` without its checkpoints, from the main process."""
+        """Upload `output_dir` without its checkpoints; return the address in the main process."""
         self.write_card(**details)
         if not self.engine.is_main:
             return None
@@ -77,7 +77,7 @@ class PolicyExporter(RunParts):
 
 
 def _write_adapted(model: "PeftModel", folder: Path, weights: dict[str, Tensor] | None) -> None:
-    """The adapter, and the policy it makes, unless merging would round it to a few bits."""
+    """Save the adapter, and the merged policy unless its base is quantized."""
     save_adapter(model, folder / ADAPTER, weights=weights)
     if is_quantised(model):
         logger.warning("The base is quantized: '%s' holds the adapter alone.", folder / ADAPTER)

@@ -161,10 +161,10 @@ def _prepare_frozen(
 
 
 def require_loaded(model: object, **others: object) -> None:
-    """Refuse what is no model at all, such as a name of one; the others may be None.
+    """Raise if an argument is not a loaded model; those of `others` may be None.
 
     Raises:
-        ModelError: one of them is something else.
+        ModelError: one of them is something else, such as the name of a model.
     """
     given = {"model": model, **{name: one for name, one in others.items() if one is not None}}
     for name, one in given.items():
@@ -176,11 +176,11 @@ def require_loaded(model: object, **others: object) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: what is learned must be the policy that sampled (detail 8)."""
+    """Set every dropout to 0: the update must see the policy that sampled (detail 8)."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        # Layers of transformers keep theirs as plain numbers, those of peft one by adapter.
+        # Layers of transformers have dropout as a float, PEFT's have one for each adapter.
         for name in [name for name in vars(module) if "drop" in name]:
             value = getattr(module, name)
             if isinstance(value, float):
@@ -190,9 +190,9 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def _train_in_fp32(model: nn.Module, critic: Critic) -> None:
-    """Weights that are trained are at least fp32: half precision loses nearly every step.
+    """Cast trained weights to at least fp32: half precision rounds most steps away.
 
-    The base of an adapter keeps its precision; transformers loads a checkpoint in its own.
+    The base of an adapter keeps its precision.
     """
     own_backbone = not is_peft(model) or (critic.adapter is None and not _shares(model, critic))
     wholes = [] if is_peft(model) else [model]
@@ -224,7 +224,7 @@ def _refuse_same(given: ScriptModels) -> None:
 
 
 def _trains(model: nn.Module, other: nn.Module) -> bool:
-    """Whether training the one moves the other; layers that both keep frozen may be shared."""
+    """Return whether training `model` changes `other`; frozen layers may be shared."""
     moving = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     return model is other or any(id(parameter) in moving for parameter in other.parameters())
 
@@ -263,7 +263,7 @@ def _make_policy(config: PPOConfig, model: nn.Module) -> LanguageModel:
 
 
 def _activate(model: "PeftModel", name: str) -> None:
-    """Make an adapter the one that is trained and saved."""
+    """Make an adapter the active one, which is trained and saved."""
     before = model.active_adapter
     others = [
         parameter
@@ -271,7 +271,7 @@ def _activate(model: "PeftModel", name: str) -> None:
         if parameter.requires_grad and f".{before}." not in where
     ]
     model.set_adapter(name)
-    # PEFT freezes all others with that, also the critic's.
+    # PEFT freezes all other adapters with that, also the critic's.
     for parameter in others:
         parameter.requires_grad_(True)
 
@@ -290,7 +290,7 @@ def _make_reference(
 
 
 def _check_refresh(config: PPOConfig, policy: LanguageModel, reference: LanguageModel) -> None:
-    """Refuse to copy the policy into a reference that cannot take it."""
+    """Raise if the reference cannot take copies of the policy's weights."""
     if not config.reference_refresh_updates:
         return
     shapes = [
@@ -333,7 +333,7 @@ def _make_critic(
 
 
 def _checkpoint_activations(model: nn.Module, critic: Critic) -> None:
-    """Of policy and critic; it acts in training mode, which the update switches on."""
+    """Recompute activations of policy and critic in the backward pass, in training mode."""
     if is_peft(model):
         checkpoint_activations(model)
     backbones = [plain_model(model), critic.model]

@@ -58,7 +58,7 @@ from ppo_core.training.precision import trains_in_bf16
 from ppo_core.training.preflight import check_models
 
 ROWS_SHOWN = 5
-"""Rows of a table of samples that are printed; its file has all."""
+"""Rows of a table of samples that are printed; the file has all of them."""
 
 logger = logging.getLogger(__name__)
 
@@ -150,29 +150,29 @@ class PPOTrainer:
 
     @property
     def model(self) -> nn.Module:
-        """The policy as transformers knows it."""
+        """The policy as a model of transformers or PEFT."""
         return self._files.trained_model
 
     @property
     def state(self) -> TrainerState:
-        """Transformers' state of the run: steps, and the history of what was logged."""
+        """Transformers' state of the run: steps, and the history of logged metrics."""
         return self._reporter.state
 
     @property
     def accelerator(self) -> Any:
-        """What accelerate knows of the processes: device, process_index, is_main_process, ..."""
+        """The Accelerator: device, process_index, is_main_process, ..."""
         return self.engine.accelerator
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the process that writes and talks."""
+        """Return whether this is the process that writes files and logs."""
         return self.engine.is_main
 
     def add_callback(self, callback: CallbackOrType) -> None:
-        """Call one more of transformers' callbacks."""
+        """Add a callback of transformers, or make one of this class."""
         self._reporter.add_callback(callback)
 
     def remove_callback(self, callback: CallbackOrType) -> None:
-        """Call it no longer."""
+        """Remove a callback, or the first of this class."""
         self._reporter.remove_callback(callback)
 
     def train(
@@ -181,11 +181,11 @@ class PPOTrainer:
         *,
         resume_anyway: bool = False,
     ) -> list[Metrics]:
-        """Run all updates that are left; returns the metrics of each.
+        """Run all updates that are left; return the metrics of each.
 
-        `resume_from_checkpoint` is a checkpoint's folder, or True for the newest in `output_dir`
-        whose files are as they were written, where there is one. With `resume_anyway` it may be
-        of other settings or models, which are then a warning.
+        `resume_from_checkpoint` is the folder of a checkpoint, or True for the newest undamaged
+        one in `output_dir`; where there is none, the run starts at the beginning. With
+        `resume_anyway` differences in settings or models only cause a warning.
 
         Raises:
             RunInterruptedError: SIGTERM came. A checkpoint was written, unless save_strategy is
@@ -214,7 +214,7 @@ class PPOTrainer:
             for _ in range(self._run.updates, self.schedule.num_updates):
                 self._reporter.step_begin()
                 metrics = self.step()
-                # Before anything is written: this process may have been frozen meanwhile.
+                # Before anything is written: another process may have taken over meanwhile.
                 self._checkpoints.check_writer()
                 seconds = time.monotonic() - started
                 metrics["eps"] = (self._run.episodes - episodes_before) / seconds
@@ -226,7 +226,7 @@ class PPOTrainer:
                     refresh=False,
                 )
                 bar.update(self.schedule.batch_size)
-                # A callback of one process may want to stop; all leave the loop together.
+                # If a callback of one process wants to stop, all processes leave the loop.
                 if self.engine.any(self._reporter.should_stop):
                     break
         return history
@@ -249,10 +249,10 @@ class PPOTrainer:
         return self._finish_update(metrics)
 
     def generate_completions(self, sampling: bool = False) -> Completions | None:
-        """Answer the evaluation prompts greedily, score the answers, and show them as a table.
+        """Decode responses to the evaluation prompts greedily, score them, and show a table.
 
-        All prompts are answered; with `sampling` the first `per_device_eval_batch_size` alone,
-        for a quick look. None without an evaluation set.
+        With `sampling` only the first `per_device_eval_batch_size` prompts are used. Returns None
+        without an evaluation set.
         """
         if self._eval_set is None:
             return None
@@ -272,11 +272,11 @@ class PPOTrainer:
         return completions
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write policy and tokenizer as transformers reads them, weights as safetensors.
+        """Save policy and tokenizer for transformers, the weights as safetensors.
 
-        An adapter is merged into its base, and kept beside it in the folder "adapter". With
-        `ema_decay` it is the running mean that is written. With the setting `push_to_hub` what
-        is written to the run's own `output_dir` is uploaded.
+        An adapter is merged into its base, and also saved by itself in the folder "adapter". With
+        `ema_decay` the running mean of the weights is saved. With `push_to_hub` the policy is
+        also uploaded, if it is saved to the run's own `output_dir`.
         """
         self._files.save_policy(Path(output_dir or self.args.output_dir))
         if self.args.push_to_hub and output_dir is None:
@@ -292,7 +292,7 @@ class PPOTrainer:
         self._files.write_card(model_name=model_name, dataset_name=dataset_name, tags=tags)
 
     def push_to_hub(self, commit_message: str = "PPO", **details: Any) -> str | None:
-        """Save the policy with its model card and upload it; the repository's address."""
+        """Save the policy with its model card and upload it; return the address of the commit."""
         self._files.save_policy(Path(self.args.output_dir))
         return self._files.push(commit_message, **details)
 
@@ -320,9 +320,9 @@ class PPOTrainer:
     def _make_experience(
         self, rollout: Rollout, scores: Scores, prompts: PromptBatch
     ) -> PendingUpdate:
-        """Bring the shares of all processes together, and compute advantages and metrics.
+        """Gather the shares of all processes, and compute advantages and metrics.
 
-        There is no experience where a score is not finite: all processes skip the batch.
+        The experience is None if a score is not finite: all processes skip such a batch.
         """
         run, args, kl_coef = self._run, self.args, self._kl_coef
         rollout, scores = self._gathered(rollout), self._gathered(scores)
@@ -363,7 +363,7 @@ class PPOTrainer:
         return metrics | {"val/skipped_steps": float(state.skipped_steps)}
 
     def _finish_update(self, metrics: Metrics) -> Metrics:
-        """Count the update, and adapt what follows the policy: coefficient, average, reference."""
+        """Count the update; adapt the KL coefficient, the averaged weights and the reference."""
         run, args = self._run, self.args
         run.pending = None
         run.updates += 1
@@ -417,21 +417,21 @@ class PPOTrainer:
                 f"{self.schedule.num_updates}. {next_move}"
             )
 
-    # --- What happens between updates ---
+    # --- Between updates ---
 
     def _after_update(self, metrics: Metrics) -> None:
-        """Warn, log, evaluate, show samples and save, each when it is due."""
+        """Warn, log, evaluate, show samples and save, each if it is due."""
         if self.engine.is_main:
             for warning in self._run.health.check(metrics):
                 logger.warning("Update %d. %s", self._run.updates, warning)
         self._reporter.step_end(metrics, epoch=self._run.episodes / len(self._train_set))
         if self.engine.any(self._reporter.should_evaluate) and self._eval_set is not None:
             self._evaluate(self._eval_set)
-        # Evenly spread, the first update's among them, and never more often than asked for.
+        # Evenly spaced, the first update included, and at most `num_sample_generations` times.
         due = (self._run.updates - 1) * self.args.num_sample_generations
         if due % self.schedule.num_updates < self.args.num_sample_generations:
             self.generate_completions()
-        # Last: a reward that draws random numbers has drawn all of this update's.
+        # Last: a reward function may have drawn random numbers for the samples above.
         if self.engine.any(self._reporter.should_save):
             self._checkpoints.save()
             self._reporter.saved()
