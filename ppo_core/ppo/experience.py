@@ -29,9 +29,9 @@ def shaped_scores(
     config: PPOConfig,
     moments: RunningMoments,
 ) -> Tensor:
-    """Scores (B,) scaled and clipped, less the penalties for how a response ends.
+    """Return scores (B,) scaled and clipped, minus the penalties for length and end.
 
-    The running moments learn from the scores first, where they are used.
+    With `use_score_scaling` the running moments are updated with the scores first.
     """
     if config.use_score_scaling:
         moments.update(scores)
@@ -53,7 +53,7 @@ def shaped_scores(
 
 
 def divergence(rollout: Rollout, scores: Scores, estimator: str) -> Tensor:
-    """KL from the reference at each token (B, T), 0 where not counted."""
+    """Return the KL divergence from the reference at each token (B, T), 0 where not counted."""
     if scores.full_kl is not None:
         return scores.full_kl
     kl = kl_per_token(rollout.logprobs, scores.ref_logprobs, estimator)
@@ -63,7 +63,7 @@ def divergence(rollout: Rollout, scores: Scores, estimator: str) -> Tensor:
 def make_experience(
     rollout: Rollout, scores: Scores, config: PPOConfig, *, kl_coef: float
 ) -> Experience:
-    """Return rewards per token as advantages and returns; `kl_coef` weighs the KL divergence."""
+    """Compute advantages and returns from scores and KL, which `kl_coef` weighs."""
     kl = divergence(rollout, scores, config.kl_estimator)
     whiten = partial(standardise, mask=rollout.response_mask)
     in_reward = 0.0 if config.kl_in_loss else kl_coef
@@ -90,9 +90,9 @@ def make_experience(
 def _advantages(
     rewards: Tensor, values: Tensor, rollout: Rollout, gamma: float, gae_lambda: float
 ) -> Tensor:
-    """Advantages (B, T), as if each row's counted tokens followed one another.
+    """Return advantages (B, T), as if the counted tokens of each sequence were adjacent.
 
-    What lies between them, such as a tool's output, is no step of the policy.
+    Tokens between them, such as a tool's output, are no actions of the policy.
     """
     order = (~rollout.response_mask).long().argsort(dim=1, stable=True)
     together = gae_advantages(

@@ -1,4 +1,4 @@
-"""The objective of an update: what the losses of counted tokens add up to."""
+"""The objective of an update: weighted losses of policy and critic over counted tokens."""
 
 from dataclasses import dataclass, fields
 from typing import Self
@@ -20,7 +20,7 @@ SUMS = [entry.name for entry in fields(TokenSums) if not entry.name.startswith("
 
 @dataclass(frozen=True, kw_only=True)
 class CountedTokens:
-    """What is known of the N counted tokens of some rows before the update; (N,) each."""
+    """The N counted tokens of a microbatch, as they were before the update; fields are (N,)."""
 
     weights: Tensor
     """Weight in the loss."""
@@ -29,7 +29,7 @@ class CountedTokens:
     """Log-probability when it was sampled."""
 
     behaviour_logprobs: Tensor | None
-    """The same under what it was drawn from, where that is not the policy."""
+    """Log-probability under the distribution it was drawn from, if that is not the policy."""
 
     ref_logprobs: Tensor
     """Log-probability under the reference."""
@@ -38,11 +38,11 @@ class CountedTokens:
     old_values: Tensor
     returns: Tensor
     kl_coef: float
-    """Weight of the divergence in the loss."""
+    """Weight of the KL divergence in the loss."""
 
     @classmethod
     def of(cls, experience: Experience, rows: Tensor, weights: Tensor) -> Self:
-        """Those of `rows` (n,) of the batch; `weights` (n,) are of each token of a row."""
+        """Take the counted tokens of `rows` (n,); `weights` (n,) weigh each token of a row."""
         rollout = experience.rollout
         mask = rollout.response_mask[rows]
 
@@ -70,21 +70,21 @@ class Objective:
     tokens: CountedTokens
 
     def of_policy(self, logprobs: Tensor, part: slice) -> Tensor:
-        """Weighted losses (n,) of log-probabilities (n,), those of the tokens of a slice."""
+        """Return weighted losses (n,) of the log-probabilities (n,) of the tokens in `part`."""
         losses, _ = self._policy_losses(logprobs, part)
         if self._estimates_divergence:
             losses = losses + self.tokens.kl_coef * self._divergences(logprobs, part)
         return self.tokens.weights[part] * losses
 
     def of_predictions(self, predicted: Predictions) -> Tensor:
-        """Summed loss () of the policy, with that of the exact divergence where there is one."""
+        """Return the policy's summed loss (), including the exact KL divergence if predicted."""
         if predicted.full_kl is None:
             return predicted.loss
         divergence = (self.tokens.weights * predicted.full_kl).sum()
         return predicted.loss + self.tokens.kl_coef * divergence
 
     def of_critic(self, values: Tensor) -> Tensor:
-        """Summed loss () of the critic's values (N,)."""
+        """Return the summed loss () of the critic's values (N,), times `vf_coef`."""
         losses, _ = self._value_losses(values)
         return self.config.vf_coef * (self.tokens.weights * losses).sum()
 

@@ -25,12 +25,12 @@ from ppo_core.models.kernels.fused_linear_loss import TokenLoss
 
 
 class PretrainingTexts:
-    """Batches of texts without end: every pass over them in a new seeded order."""
+    """An endless stream of texts: each epoch in a new seeded order."""
 
     def __init__(
         self, token_rows: Sequence[Tokens], *, seed: int, max_length: int | None = None
     ) -> None:
-        """Take the texts as token ids; `max_length` is the most tokens the policy reads.
+        """Take the texts as token ids; `max_length` is the policy's context length.
 
         Raises:
             DataError: there are no texts, or one has fewer than 2 tokens or more than max_length.
@@ -41,11 +41,11 @@ class PretrainingTexts:
         self._start_pass()
 
     def next_texts(self, n: int) -> list[Tokens]:
-        """The next n texts, as token ids; they may span two passes."""
+        """Return the next n texts, as token ids; they may span two epochs."""
         return [self._texts[self._next_number()] for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on from here, as JSON takes it."""
+        """Return the state for `load_state_dict`, as JSON can hold it."""
         return {
             "texts": len(self._texts),
             "position": self._position,
@@ -53,10 +53,10 @@ class PretrainingTexts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called.
+        """Restore what `state_dict` returned.
 
         Raises:
-            TrainingError: it was called with another number of texts.
+            TrainingError: the state is of another number of texts.
         """
         if state["texts"] != len(self._texts):
             raise TrainingError(
@@ -82,7 +82,7 @@ class PretrainingTexts:
 def make_pretraining_texts(
     dataset: Any, tokenizer: PreTrainedTokenizerBase, model_config: Any, config: PPOConfig
 ) -> PretrainingTexts | None:
-    """The texts of a data set, None without one: rows of "text" or "messages", or just texts.
+    """Encode the rows of a data set ("text", "messages" or plain texts); None without one.
 
     Raises:
         ConfigError: there are texts and no ptx_coef, or the other way round.
@@ -100,7 +100,7 @@ def make_pretraining_texts(
 
 
 def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> Tokens:
-    """Token ids of a whole text or conversation, the assistant's last answer included."""
+    """Return the token ids of a full text or conversation, with the last assistant turn."""
     text = row.get("text") if isinstance(row, Mapping) else row
     if isinstance(text, str):
         return encode_prompt(tokenizer, text)
@@ -114,7 +114,7 @@ def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> To
 
 
 def joined_texts(texts: Sequence[Tokens]) -> TokenRows:
-    """Texts as rows in which the first token is the prompt, and all that follow are counted."""
+    """Return texts as rows: the first token is the prompt, all later tokens are counted."""
     ids, lengths = pad_rows(texts)
     row, state = length_mask(lengths - 1, ids.shape[1]).nonzero(as_tuple=True)
     return TokenRows(
@@ -155,9 +155,10 @@ def add_pretraining_gradients(
 
 
 def pretraining_loss(weight: float) -> TokenLoss:
-    """Negative log-likelihood of each counted token at temperature 1, times a weight.
+    """Return the loss of each counted token: its negative log-likelihood times a weight.
 
-    With ptx_coef / (counted tokens of the step) the sum is ptx_coef times their mean.
+    With the weight ptx_coef / (counted tokens of the step) the losses add up to ptx_coef times
+    their mean.
     """
     return lambda logprobs, _: -weight * logprobs
 
