@@ -20,7 +20,7 @@ from ppo_core.checkpointing.optimizer_options import (
     set_course,
 )
 from ppo_core.errors import TrainingError
-from ppo_core.models.adapters import adapter_parameters, save_adapter
+from ppo_core.models.adapter_weights import adapter_parameters, save_adapter
 from ppo_core.ppo.optimizer import critic_parameters
 from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state
 from ppo_core.ppo.run_state import RunParts

@@ -10,7 +10,8 @@ from ppo_core.data.batching import token_batches
 from ppo_core.data.prompts import Prompt
 from ppo_core.data.types import Rollout, Scores
 from ppo_core.distributed.engine import Engine
-from ppo_core.models.actor_critic import Critic, LanguageModel
+from ppo_core.models.actor_critic import Critic
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 
 

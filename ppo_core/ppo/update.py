@@ -14,7 +14,8 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import token_batches
 from ppo_core.data.types import Experience, TokenSums, map_tensors
 from ppo_core.distributed.engine import Engine
-from ppo_core.models.actor_critic import ActorCritic, LanguageModel, Predictions
+from ppo_core.models.actor_critic import ActorCritic, Predictions
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.objective import SUMS, CountedTokens, Objective
 from ppo_core.ppo.ptx import PretrainingTexts, add_pretraining_gradients
 from ppo_core.ppo.side_by_side import pays_concurrently, run_both
@@ -212,7 +213,7 @@ def _own_microbatches(update: _Update, minibatch: Tensor) -> list[Tensor]:
     batches = token_batches(
         lengths,
         config.per_device_train_batch_size * engine.num_processes,
-        most=max_tokens and max_tokens * engine.num_processes,
+        max_tokens=max_tokens and max_tokens * engine.num_processes,
     )
     return [positions[engine.rank :: engine.num_processes] for positions in batches]
 

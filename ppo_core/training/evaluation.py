@@ -11,8 +11,8 @@ from ppo_core.algorithm.kl import kl_per_token
 from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import Prompt, encode_prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
-from ppo_core.models.actor_critic import LanguageModel
 from ppo_core.models.kernels.prepared_products import keep_few_prepared_products
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.ppo.update import TrainState

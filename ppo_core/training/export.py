@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ppo_core.models.adapters import merged_copy, save_adapter
-from ppo_core.models.quantization import is_quantised
+from ppo_core.models.adapter_weights import merged_copy, save_adapter
+from ppo_core.models.quantization import is_quantized
 from ppo_core.ppo.run_state import RunParts
 from ppo_core.training.model_card import push_folder, write_model_card
 
@@ -79,7 +79,7 @@ class PolicyExporter(RunParts):
 def _write_adapted(model: "PeftModel", folder: Path, weights: dict[str, Tensor] | None) -> None:
     """Save the adapter, and the merged policy unless its base is quantized."""
     save_adapter(model, folder / ADAPTER, weights=weights)
-    if is_quantised(model):
+    if is_quantized(model):
         logger.warning("The base is quantized: '%s' holds the adapter alone.", folder / ADAPTER)
     else:
         merged_copy(model, weights=weights).save_pretrained(folder)

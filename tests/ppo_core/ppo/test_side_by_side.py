@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo import side_by_side
 from ppo_core.ppo.side_by_side import run_both
 from tests.helpers.tiny import make_policy
