@@ -27,11 +27,11 @@ def main(argv: Sequence[str]) -> int:
             with large_imports():
                 import torch
 
-                from ppo_core.training.cli import train
+                from ppo_core.training.cli import train_ppo
 
             if config.use_cpu or not torch.cuda.is_available():
                 prepare_cpu_process()
-            train(config, script, model)
+            train_ppo(config, script, model)
     except RunInterruptedError as error:
         print(f"ppo_core: {error}", file=sys.stderr)
         return EXIT_CODE

@@ -10,7 +10,6 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedTokenizerBase
 
 from ppo_core.checkpointing.files import STATE, Checkpoint, Part
 from ppo_core.checkpointing.fingerprint import Fingerprint
@@ -20,17 +19,11 @@ from ppo_core.checkpointing.optimizer_options import (
     restore_options,
     set_schedule_step,
 )
-from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.distributed.engine import Engine
 from ppo_core.errors import TrainingError
 from ppo_core.models.adapter_weights import adapter_parameters, save_adapter
-from ppo_core.ppo.ema import WeightAverage
-from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.optimizer import critic_parameters
 from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state
-from ppo_core.ppo.run_state import RunState
-from ppo_core.ppo.update import TrainState
-from ppo_core.reporting.callbacks import Reporter
+from ppo_core.ppo.run_state import RunParts
 
 CRITIC, OPTIMIZER, PROCESS, AVERAGE, REFERENCE = (
     "critic optimizer process average reference".split()
@@ -41,21 +34,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointContents:
+class CheckpointContents(RunParts):
     """Collects the state of one run for a checkpoint, and restores it; all processes call.
 
     Sharded tensors are written unsharded, by the names of the parameters, so a checkpoint fits
     any number of processes and any sharding.
     """
 
-    config: PPOConfig
-    tokenizer: PreTrainedTokenizerBase
-    parts: ModelBundle
-    engine: Engine
-    train_state: TrainState
-    run: RunState
-    reporter: Reporter
-    average: WeightAverage | None
     identity: Fingerprint
 
     def part(self) -> Part:

@@ -33,13 +33,13 @@ from ppo_core.ppo.experience import divergence, make_experience, shaped_scores
 from ppo_core.ppo.optimizer import check_optimizer, check_sharding
 from ppo_core.ppo.reward_functions import RewardMix
 from ppo_core.ppo.run_state import make_adaptive_kl
-from ppo_core.ppo.scoring import critic_values, full_kl, reference_logprobs
+from ppo_core.ppo.scoring import critic_values, exact_kl, response_logprobs
 from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
 from ppo_core.reporting.callbacks import Reporter
 from ppo_core.reporting.health import HealthMonitor
 from ppo_core.reporting.sample_table import log_table
 from ppo_core.training.model_card import push_folder, write_model_card
-from ppo_core.training.model_setup import make_models
+from ppo_core.training.model_setup import ScriptModels, make_models
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +96,8 @@ class PPOTrainer:
         if ref_model is None and num_shared_layers is not None:
             ref_model = create_reference_model(model, num_shared_layers=num_shared_layers)
         no_rewards = RewardMix({}, None)
-        parts = make_models(
-            self._settings, tokenizer, model, ref_model, no_rewards, None, None, self.engine
-        )
+        given = ScriptModels(model, ref_model, None, no_rewards)
+        parts = make_models(self._settings, tokenizer, given, self.engine)
         self.policy, self.reference, self.critic = parts.policy, parts.reference, parts.critic
         self.ref_model = ref_model or self.reference.model
         self.lr_scheduler = lr_scheduler
@@ -232,7 +231,7 @@ class PPOTrainer:
         scored = time.monotonic()
         kl_coef = self._adaptive_kl.kl_coef if self._adaptive_kl else self._settings.kl_coef
         kl = divergence(rollout, judged, self._settings.kl_estimator)
-        experience = make_experience(rollout, judged, kl, self._settings, kl_coef=kl_coef)
+        experience = make_experience(rollout, judged, self._settings, kl_coef=kl_coef)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         sums = self._learn(experience)
         stats = step_stats(
@@ -355,9 +354,8 @@ class PPOTrainer:
             device=self.engine.device,
         )
         # Under the policy as it is now: whatever generated them rounds in another way (TRL #2358).
-        rollout.logprobs.copy_(
-            reference_logprobs(self.policy, rollout, self.config.mini_batch_size)
-        )
+        logprobs = response_logprobs(self.policy, rollout, self.config.mini_batch_size)
+        rollout.logprobs.copy_(logprobs)
         return rollout
 
     def _judge(self, rollout: Rollout, given: Tensor) -> Scores:
@@ -366,9 +364,9 @@ class PPOTrainer:
         size, exact = self.config.mini_batch_size, self._settings.kl_estimator == "full"
         return Scores(
             scores=given,
-            ref_logprobs=reference_logprobs(self.reference, rollout, size),
+            ref_logprobs=response_logprobs(self.reference, rollout, size),
             values=critic_values(self.critic, rollout, size),
-            full_kl=full_kl(self.policy, self.reference, rollout, size) if exact else None,
+            full_kl=exact_kl(self.policy, self.reference, rollout, size) if exact else None,
         )
 
     def _everywhere(self, record: Record) -> Record:
@@ -383,13 +381,10 @@ class PPOTrainer:
             TrainingError: too many optimizer steps in a row were skipped.
         """
         train_state = self._train_state
-        # transformers recomputes activations in training mode alone; dropout is off anyway.
-        train_state.module.train(self.config.gradient_checkpointing)
         progress = UpdateProgress.at_start(self._settings, len(experience.rollout), self._shuffling)
-        update_policy(train_state, experience, self._settings, self.engine, progress)
-        train_state.module.eval()
+        sums = update_policy(train_state, experience, self._settings, progress)
         self._health.check_skipped(train_state.skipped_in_a_row)
-        return progress.sums
+        return sums
 
     def _follow(self, stats: Stats) -> None:
         """What follows a step: coefficient, learning rate, warnings."""
@@ -413,7 +408,9 @@ class PPOTrainer:
         prepared, optimizer = self.engine.prepare(module, optimizer)
         # Leaves the learning rate alone: the script's own schedule counts calls of step().
         steady = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 1.0)
-        return TrainState(module=prepared, optimizer=optimizer, scheduler=steady)
+        return TrainState(
+            module=prepared, optimizer=optimizer, scheduler=steady, engine=self.engine
+        )
 
 
 def _check_arguments(

@@ -199,8 +199,8 @@ class PPOConfig(RunConfig):
     """Skip an optimizer step whose mean probability ratio exceeds this; None skips none."""
 
     max_skipped_steps: int = 3
-    """Consecutive optimizer steps skipped for a non-finite loss or gradient after which the run
-    fails."""
+    """Consecutive optimizer steps skipped for a non-finite score, loss or gradient, or by
+    `ratio_threshold`, after which the run fails."""
 
     warn_kl: float = 50.0
     """Warn when the KL divergence from the reference exceeds this many nats per response."""
@@ -210,7 +210,9 @@ class PPOConfig(RunConfig):
     inverse."""
 
     warn_entropy: float = 0.05
-    """Warn when the mean entropy of the policy falls below this many nats per token."""
+    """Warn when the mean entropy of the policy per token falls below this share of the first
+    update's. A share, because a healthy number of nats per token depends on the task: short
+    answers of likely tokens start far lower than free text."""
 
     warn_explained_variance: float = -0.5
     """Warn when the critic explains less than this share of the variance of the returns."""

@@ -1,16 +1,13 @@
 """Records passed between the phases of a PPO step; dimensions as in `algorithm.masking`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ppo_core.algorithm.masking import length_mask
-
-SumOverProcesses = Callable[[Tensor], Tensor]
-"""Sums a tensor over all processes; the identity for a single process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,20 +168,10 @@ class TokenSums:
     first_ratio_error: float = 0.0
     """Sum of |ratio - 1| in the first optimizer step, where only rounding changes the ratio."""
 
-    def add(self, **sums: Tensor | float) -> None:
-        """Add the sums of one microbatch."""
-        for name, value in sums.items():
-            setattr(self, name, getattr(self, name) + float(value))
-
-    def add_all(self, other: "TokenSums") -> None:
-        """Add the sums of one optimizer step."""
-        self.add(**vars(other))
-
-    def summed(self, sum_over_processes: SumOverProcesses) -> "TokenSums":
-        """Return the sums over all processes."""
-        names = [entry.name for entry in fields(self)]
-        own = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64)
-        return TokenSums(**dict(zip(names, sum_over_processes(own).tolist(), strict=True)))
+    def add(self, other: "TokenSums") -> None:
+        """Add the sums of one more optimizer step."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 Record = TypeVar("Record", Rollout, Scores, Experience)

@@ -15,29 +15,29 @@ class WeightAverage:
 
         mean[0] = weights[0];   mean[k] = decay * mean[k-1] + (1 - decay) * weights[k]
 
-    Averaged weights vary less than the last ones do (Polyak & Juditsky 1992, "Acceleration of
-    Stochastic Approximation by Averaging"); OpenRLHF keeps such a mean of a policy. It takes the
-    memory of one fp32 copy of what is trained.
+    Averaged weights vary less than the last weights (Polyak & Juditsky 1992, "Acceleration of
+    Stochastic Approximation by Averaging"); OpenRLHF averages a policy in this way. Takes the
+    memory of one fp32 copy of the trained weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """Start the mean at the model's weights; whole ones, not a process's shard of them."""
+        """Start the mean at the model's weights, which must not be sharded."""
         self._decay = decay
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._means = {name: at_least_fp32(p.detach()).clone() for name, p in self._weights.items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are now; once after each PPO update."""
+        """Add the present weights to the mean; call once after each PPO update."""
         for name, mean in self._means.items():
             weights = at_least_fp32(self._weights[name].detach())
             mean.mul_(self._decay).add_(weights, alpha=1 - self._decay)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model has the mean for weights inside of the `with`, and its own ones afterwards.
+        """Inside of the `with` the model has the averaged weights; afterwards its own again.
 
-        Takes another copy of what is trained while it lasts.
+        Takes the memory of another copy of the trained weights.
         """
         own = {name: p.detach().clone() for name, p in self._weights.items()}
         self._set_weights(self._means)
@@ -47,14 +47,14 @@ class WeightAverage:
             self._set_weights(own)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The mean by the names of the parameters, not copied: for a checkpoint."""
+        """Return the averaged weights by parameter name, not copied: for a checkpoint."""
         return dict(self._means)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave.
+        """Restore what `tensors` returned.
 
         Raises:
-            TrainingError: it is the mean of other parameters.
+            TrainingError: the names or shapes of the parameters differ.
         """
         here = {name: tuple(mean.shape) for name, mean in self._means.items()}
         there = {name: tuple(mean.shape) for name, mean in tensors.items()}

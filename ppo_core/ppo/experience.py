@@ -1,9 +1,11 @@
 """A scored rollout in; rewards per token, advantages and returns out."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ppo_core.algorithm.advantages import gae_advantages
 from ppo_core.algorithm.kl import kl_per_token
@@ -17,6 +19,7 @@ from ppo_core.algorithm.token_rewards import (
     token_rewards,
 )
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.prompts import Prompt, prompt_text, response_texts
 from ppo_core.data.types import Experience, Rollout, Scores
 
 
@@ -26,9 +29,9 @@ def shaped_scores(
     config: PPOConfig,
     moments: RunningMoments,
 ) -> Tensor:
-    """Scores (B,) scaled and clipped, less the penalties for how a response ends.
+    """Return scores (B,) scaled and clipped, minus the penalties for length and end.
 
-    The running moments learn from the scores first, where they are used.
+    With `use_score_scaling` the running moments are updated with the scores first.
     """
     if config.use_score_scaling:
         moments.update(scores)
@@ -50,7 +53,7 @@ def shaped_scores(
 
 
 def divergence(rollout: Rollout, scores: Scores, estimator: str) -> Tensor:
-    """KL from the reference at each token (B, T), 0 where not counted."""
+    """Return the KL divergence from the reference at each token (B, T), 0 where not counted."""
     if scores.full_kl is not None:
         return scores.full_kl
     kl = kl_per_token(rollout.logprobs, scores.ref_logprobs, estimator)
@@ -58,9 +61,10 @@ def divergence(rollout: Rollout, scores: Scores, estimator: str) -> Tensor:
 
 
 def make_experience(
-    rollout: Rollout, scores: Scores, kl: Tensor, config: PPOConfig, *, kl_coef: float
+    rollout: Rollout, scores: Scores, config: PPOConfig, *, kl_coef: float
 ) -> Experience:
-    """What the update learns from; kl is (B, T), and kl_coef its weight at this moment."""
+    """Compute advantages and returns from scores and KL, which `kl_coef` weighs."""
+    kl = divergence(rollout, scores, config.kl_estimator)
     whiten = partial(standardize, mask=rollout.response_mask)
     in_reward = 0.0 if config.kl_in_loss else kl_coef
     rewards = token_rewards(scores.scores, kl, rollout.response_mask, kl_coef=in_reward)
@@ -86,12 +90,31 @@ def make_experience(
 def _advantages(
     rewards: Tensor, values: Tensor, rollout: Rollout, gamma: float, gae_lambda: float
 ) -> Tensor:
-    """Advantages (B, T), as if each row's counted tokens followed one another.
+    """Return advantages (B, T), as if the counted tokens of each sequence were adjacent.
 
-    What lies between them, such as a tool's output, is no step of the policy.
+    Tokens between them, such as a tool's output, are no actions of the policy.
     """
     order = (~rollout.response_mask).long().argsort(dim=1, stable=True)
     together = gae_advantages(
         rewards.gather(1, order), values.gather(1, order), gamma=gamma, gae_lambda=gae_lambda
     )
     return torch.zeros_like(together).scatter(1, order, together)
+
+
+def describe_broken(
+    scores: Tensor,
+    prompts: Sequence[Prompt],
+    rollout: Rollout,
+    tokenizer: PreTrainedTokenizerBase,
+) -> str:
+    """Return a warning about the scores (B,) that are not finite, with the first such response."""
+    broken = (~scores.isfinite()).nonzero()[:, 0].tolist()
+    first = broken[0]
+    prompt = prompt_text(tokenizer, prompts[first])
+    response = response_texts(tokenizer, rollout)[first]
+    return (
+        f"{len(broken)} of {len(scores)} scores are not finite, the first of them "
+        f"{scores[first].item()} for the prompt {prompt!r} with the response {response!r}. "
+        "Nothing is learned from this batch, in any process. Remove the prompt, or correct the "
+        "reward."
+    )

@@ -1,4 +1,4 @@
-"""The models of a run, as the phases of an update use them."""
+"""The models of a run."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ class ModelBundle:
     """Trained in place."""
 
     adapted: "PeftModel | None"
-    """The PeftModel that the policy's weights are in, if it is one."""
+    """The PeftModel around the policy, if there is one."""
 
     reference: LanguageModel
     critic: Critic
@@ -30,14 +30,14 @@ class ModelBundle:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the reference is the policy with other adapters, and no model of its own."""
+        """Whether the reference is the policy's base without its adapter or with another one."""
         return self.reference.model is self.policy.model
 
 
 def reward_holders(rewards: RewardMix, module: nn.Module) -> list[nn.Module]:
-    """The modules whose weights the rewards read, each once.
+    """Return the modules that hold the weights of the reward models, each once.
 
-    `module` is the policy's, or what it was prepared in: a reward adapter is on its base.
+    `module` holds the policy: a reward adapter is on the policy's base.
     """
     own = [scorer.model for scorer in rewards.models()]
     return list(dict.fromkeys(one if isinstance(one, PreTrainedModel) else module for one in own))

@@ -1,6 +1,6 @@
-"""The objective of an update: what the losses of counted tokens add up to."""
+"""The objective of an update: weighted losses of policy and critic over counted tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 import torch
@@ -9,15 +9,18 @@ from torch import Tensor
 from ppo_core.algorithm.kl import kl_per_token
 from ppo_core.algorithm.losses import importance_weights, policy_loss, value_loss
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.data.types import Experience
+from ppo_core.data.types import Experience, TokenSums
 from ppo_core.models.actor_critic import Predictions
 
 ALL = slice(None)
 
+SUMS = [entry.name for entry in fields(TokenSums) if not entry.name.startswith("first_")]
+"""Fields of `TokenSums` that an optimizer step adds to, in the order of `Objective.sums`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CountedTokens:
-    """What is known of the N counted tokens of some rows before the update; (N,) each."""
+    """The N counted tokens of a microbatch, as they were before the update; fields are (N,)."""
 
     weights: Tensor
     """Weight in the loss."""
@@ -26,7 +29,7 @@ class CountedTokens:
     """Log-probability when it was sampled."""
 
     behaviour_logprobs: Tensor | None
-    """The same under what it was drawn from, where that is not the policy."""
+    """Log-probability under the distribution it was drawn from, if that is not the policy."""
 
     ref_logprobs: Tensor
     """Log-probability under the reference."""
@@ -35,11 +38,11 @@ class CountedTokens:
     old_values: Tensor
     returns: Tensor
     kl_coef: float
-    """Weight of the divergence in the loss."""
+    """Weight of the KL divergence in the loss."""
 
     @classmethod
     def of(cls, experience: Experience, rows: Tensor, weights: Tensor) -> Self:
-        """Those of `rows` (n,) of the batch; `weights` (n,) are of each token of a row."""
+        """Take the counted tokens of `rows` (n,); `weights` (n,) weigh each token of a row."""
         rollout = experience.rollout
         mask = rollout.response_mask[rows]
 
@@ -67,48 +70,54 @@ class Objective:
     tokens: CountedTokens
 
     def of_policy(self, logprobs: Tensor, part: slice) -> Tensor:
-        """Weighted losses (n,) of log-probabilities (n,), those of the tokens of a slice."""
+        """Return weighted losses (n,) of the log-probabilities (n,) of the tokens in `part`."""
         losses, _ = self._policy_losses(logprobs, part)
         if self._estimates_divergence:
             losses = losses + self.tokens.kl_coef * self._divergences(logprobs, part)
         return self.tokens.weights[part] * losses
 
     def of_predictions(self, predicted: Predictions) -> Tensor:
-        """Summed loss () of the policy, with that of the exact divergence where there is one."""
+        """Return the policy's summed loss (), including the exact KL divergence if predicted."""
         if predicted.full_kl is None:
             return predicted.loss
         divergence = (self.tokens.weights * predicted.full_kl).sum()
         return predicted.loss + self.tokens.kl_coef * divergence
 
     def of_critic(self, values: Tensor) -> Tensor:
-        """Summed loss () of the critic's values (N,)."""
+        """Return the summed loss () of the critic's values (N,), times `vf_coef`."""
         losses, _ = self._value_losses(values)
         return self.config.vf_coef * (self.tokens.weights * losses).sum()
 
     @torch.no_grad()
-    def sums(self, predicted: Predictions, values: Tensor) -> dict[str, Tensor]:
-        """What `TokenSums` counts."""
+    def sums(self, predicted: Predictions, values: Tensor) -> Tensor:
+        """Return the sums over the N tokens (len(SUMS),), in the order of SUMS, in float64.
+
+        They stay on the device: reading one of them on the host would wait for the device.
+        """
         policy_losses, clipped = self._policy_losses(predicted.logprobs, ALL)
         value_losses, value_clipped = self._value_losses(values)
         divergences = predicted.full_kl
         if divergences is None and self._estimates_divergence:
             divergences = self._divergences(predicted.logprobs, ALL)
+        if divergences is None:
+            divergences = torch.zeros_like(policy_losses)
         moved = predicted.logprobs - self.tokens.old_logprobs
         ratio_error = torch.expm1(moved)
-        return {
-            "tokens": torch.tensor(len(moved)),
-            "policy_loss": policy_losses.sum(),
-            "value_loss": value_losses.sum(),
-            "kl_loss": torch.zeros(()) if divergences is None else divergences.sum(),
-            "entropy": predicted.entropies.sum(),
-            "approxkl": 0.5 * (moved**2).sum(),
-            "kl_from_old": (ratio_error - moved).sum(),
-            "clipped": clipped.sum(),
-            "value_clipped": value_clipped.sum(),
-            "ratio_error": ratio_error.sum(),
-            "abs_ratio_error": ratio_error.abs().sum(),
-            "ratio_error_squared": (ratio_error**2).sum(),
+        per_token = {
+            "tokens": torch.ones_like(moved),
+            "policy_loss": policy_losses,
+            "value_loss": value_losses,
+            "kl_loss": divergences,
+            "entropy": predicted.entropies,
+            "approxkl": 0.5 * moved**2,
+            "kl_from_old": ratio_error - moved,
+            "clipped": clipped,
+            "value_clipped": value_clipped,
+            "ratio_error": ratio_error,
+            "abs_ratio_error": ratio_error.abs(),
+            "ratio_error_squared": ratio_error**2,
         }
+        return torch.stack([per_token[name].sum().double() for name in SUMS])
 
     @property
     def _estimates_divergence(self) -> bool:

@@ -1,4 +1,4 @@
-"""What an update moves, and the optimizer that moves it."""
+"""The optimizer of policy and critic: its parameter groups, and checks of a script's own."""
 
 from typing import Any
 
@@ -28,11 +28,11 @@ def make_train_state(
     *,
     pretraining: PretrainingTexts | None,
 ) -> TrainState:
-    """Policy and critic with AdamW and its schedule, or with a script's own.
+    """Prepare policy and critic with AdamW and its schedule, or with a script's own.
 
     Raises:
-        ConfigError: the script's own leaves parameters out or undoes a setting, or a setting
-            cannot be had where weights are sharded.
+        ConfigError: the script's optimizer leaves parameters out, its scheduler contradicts a
+            setting, or a setting does not work with sharded weights.
     """
     if optimizer is None:
         optimizer = torch.optim.AdamW(
@@ -64,6 +64,7 @@ def make_train_state(
         module=prepared,
         optimizer=optimizer,
         scheduler=scheduler,
+        engine=engine,
         reference=reference if exact_in_loss else None,
         pretraining=pretraining,
     )
@@ -72,10 +73,10 @@ def make_train_state(
 def parameter_groups(
     policy: LanguageModel, critic: Critic, config: PPOConfig
 ) -> list[dict[str, Any]]:
-    """What the optimizer moves, by name; matrices decay, norms and biases do not.
+    """Return the named parameter groups; weight decay applies to matrices alone.
 
-    A backbone that policy and critic share belongs to the policy. Groups without a parameter, which
-    DeepSpeed would drop unknown to the schedule, are left out.
+    A backbone that policy and critic share belongs to the policy. Empty groups are left out:
+    DeepSpeed would drop them without telling the scheduler.
     """
     of_policy = policy_parameters(policy, critic)
     of_critic = critic_parameters(policy, critic)
@@ -96,15 +97,15 @@ def parameter_groups(
 
 
 def policy_parameters(policy: LanguageModel, critic: Critic) -> list[nn.Parameter]:
-    """All that the critic has not for itself."""
+    """Return the policy's parameters that the critic does not own."""
     of_critic = set(map(id, critic_parameters(policy, critic).values()))
     return [parameter for parameter in policy.parameters() if id(parameter) not in of_critic]
 
 
 def critic_parameters(policy: LanguageModel, critic: Critic) -> dict[str, nn.Parameter]:
-    """The critic's own parameters, by their names in it: not those of a backbone that it shares.
+    """Return the parameters that the critic owns, by name: without those of a shared backbone.
 
-    Of an adapter on the policy's base they are the adapter's.
+    A critic on an adapter of the policy's base owns the parameters of its adapter.
     """
     of_policy = set(map(id, policy.parameters()))
     return {
@@ -116,7 +117,7 @@ def critic_parameters(policy: LanguageModel, critic: Critic) -> dict[str, nn.Par
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    """Refuse an optimizer that leaves out what is to be trained (TRL #2463).
+    """Raise if the optimizer leaves out a trained parameter (TRL #2463).
 
     Raises:
         ConfigError: a trainable parameter of policy or critic is not in it.
@@ -132,7 +133,7 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
 
 
 def check_sharding(config: PPOConfig, engine: Engine, module: nn.Module) -> None:
-    """Refuse settings that need whole weights in every process where they are sharded.
+    """Raise if weights are sharded and a setting needs the full weights in every process.
 
     Raises:
         ConfigError: such a setting is set.

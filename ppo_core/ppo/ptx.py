@@ -7,9 +7,10 @@ not depend on the length of the texts.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.algorithm.masking import length_mask
@@ -18,17 +19,19 @@ from ppo_core.data.batching import pad_rows
 from ppo_core.data.chat_template import encode_chat, is_messages
 from ppo_core.data.prompts import Tokens, context_length, encode_prompt
 from ppo_core.data.types import TokenRows
+from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, DataError, TrainingError
+from ppo_core.models.actor_critic import ActorCritic
 from ppo_core.models.kernels.fused_linear_loss import TokenLoss
 
 
 class PretrainingTexts:
-    """Batches of texts without end: every pass over them in a new seeded order."""
+    """An endless stream of texts: each epoch in a new seeded order."""
 
     def __init__(
         self, token_rows: Sequence[Tokens], *, seed: int, max_length: int | None = None
     ) -> None:
-        """Take the texts as token ids; `max_length` is the most tokens the policy reads.
+        """Take the texts as token ids; `max_length` is the policy's context length.
 
         Raises:
             DataError: there are no texts, or one has fewer than 2 tokens or more than max_length.
@@ -39,11 +42,11 @@ class PretrainingTexts:
         self._start_pass()
 
     def next_texts(self, n: int) -> list[Tokens]:
-        """The next n texts, as token ids; they may span two passes."""
+        """Return the next n texts, as token ids; they may span two epochs."""
         return [self._texts[self._next_number()] for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on from here, as JSON takes it."""
+        """Return the state for `load_state_dict`, as JSON can hold it."""
         return {
             "texts": len(self._texts),
             "position": self._position,
@@ -51,10 +54,10 @@ class PretrainingTexts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called.
+        """Restore what `state_dict` returned.
 
         Raises:
-            TrainingError: it was called with another number of texts.
+            TrainingError: the state is of another number of texts.
         """
         if state["texts"] != len(self._texts):
             raise TrainingError(
@@ -80,7 +83,7 @@ class PretrainingTexts:
 def make_pretraining_texts(
     dataset: Any, tokenizer: PreTrainedTokenizerBase, model_config: Any, config: PPOConfig
 ) -> PretrainingTexts | None:
-    """The texts of a data set, None without one: rows of "text" or "messages", or just texts.
+    """Encode the rows of a data set ("text", "messages" or plain texts); None without one.
 
     Raises:
         ConfigError: there are texts and no ptx_coef, or the other way round.
@@ -98,7 +101,7 @@ def make_pretraining_texts(
 
 
 def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> Tokens:
-    """Token ids of a whole text or conversation, the assistant's last answer included."""
+    """Return the token ids of a full text or conversation, with the last assistant turn."""
     text = row.get("text") if isinstance(row, Mapping) else row
     if isinstance(text, str):
         return encode_prompt(tokenizer, text)
@@ -112,7 +115,7 @@ def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> To
 
 
 def joined_texts(texts: Sequence[Tokens]) -> TokenRows:
-    """Texts as rows in which the first token is the prompt, and all that follow are counted."""
+    """Return texts as rows: the first token is the prompt, all later tokens are counted."""
     ids, lengths = pad_rows(texts)
     row, state = length_mask(lengths - 1, ids.shape[1]).nonzero(as_tuple=True)
     return TokenRows(
@@ -125,10 +128,38 @@ def joined_texts(texts: Sequence[Tokens]) -> TokenRows:
     )
 
 
-def pretraining_loss(weight: float) -> TokenLoss:
-    """Negative log-likelihood of each counted token at temperature 1, times a weight.
+def add_pretraining_gradients(
+    texts: PretrainingTexts,
+    module: nn.Module,
+    engine: Engine,
+    config: PPOConfig,
+    *,
+    num_texts: int,
+) -> None:
+    """Add the gradients of the language-modelling loss of the next texts to a minibatch's.
 
-    With ptx_coef / (counted tokens of the step) the sum is ptx_coef times their mean.
+    `module` is the ActorCritic, as the engine prepared it. `num_texts` are those of all processes.
+    """
+    backbone = cast(ActorCritic, engine.unwrap(module)).policy.backbone
+    size = config.per_device_train_batch_size * engine.num_processes
+    drawn = [texts.next_texts(min(size, num_texts - n)) for n in range(0, num_texts, size)]
+    num_tokens = sum(len(text) - 1 for batch in drawn for text in batch)
+    for batch in drawn:
+        own = batch[engine.rank :: engine.num_processes]
+        rows = joined_texts(own or batch[:1]).to(engine.device)
+        with engine.accumulate_only(module, True), backbone.products(rows.ids):
+            weight = config.ptx_coef / num_tokens if own else 0.0
+            predicted, values = module(rows, 1.0, pretraining_loss(weight))
+            # Where the first pass of a step gives no gradient, ZeRO-3 adds to that of the step
+            # before: so the critic's is 0 here, and not missing.
+            engine.backward(predicted.loss + 0.0 * values.sum())
+
+
+def pretraining_loss(weight: float) -> TokenLoss:
+    """Return the loss of each counted token: its negative log-likelihood times a weight.
+
+    With the weight ptx_coef / (counted tokens of the step) the losses add up to ptx_coef times
+    their mean.
     """
     return lambda logprobs, _: -weight * logprobs
 

@@ -1,4 +1,4 @@
-"""The states of random generators as tensors and JSON, and back to the bit."""
+"""The states of random generators, saved as tensors and JSON and restored exactly."""
 
 import random
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ JSON = dict[str, Any]
 
 
 def generator_tensors(generators: Mapping[str, torch.Generator]) -> dict[str, Tensor]:
-    """The states of named generators, as bytes."""
+    """Return the states of named generators, as bytes."""
     return {name: generator.get_state() for name, generator in generators.items()}
 
 
 def restore_generators(generators: Mapping[str, torch.Generator], tensors: Tensors) -> None:
-    """Put back what `generator_tensors` gave.
+    """Restore what `generator_tensors` returned.
 
     Raises:
         TrainingError: there are other generators, or generators of another kind of device.
@@ -38,9 +38,9 @@ def restore_generators(generators: Mapping[str, torch.Generator], tensors: Tenso
 
 
 def global_rng_state() -> tuple[dict[str, Tensor], JSON]:
-    """The states of Python's, NumPy's and torch's own generators.
+    """Return the states of the global generators of Python, NumPy and torch.
 
-    With a GPU also that of the current one; it is put back where there is a GPU again.
+    With a GPU also the generator of the current GPU, which is restored only if there is a GPU.
     """
     version, words, python_gauss = random.getstate()
     kind, keys, position, has_gauss, numpy_gauss = np.random.get_state()
@@ -57,7 +57,7 @@ def global_rng_state() -> tuple[dict[str, Tensor], JSON]:
 
 
 def restore_global_rng_state(tensors: Tensors, state: JSON) -> None:
-    """Put back what `global_rng_state` gave."""
+    """Restore what `global_rng_state` returned."""
     version, words, python_gauss = state["python"]
     random.setstate((version, tuple(words), python_gauss))
     kind, *rest = state["numpy"]

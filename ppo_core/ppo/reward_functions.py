@@ -1,30 +1,31 @@
-"""What a response is worth: reward models and plain functions, weighted, each by its name."""
+"""The rewards of responses: a weighted sum of reward models and functions."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from ppo_core.data.batching import token_batches
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.prompts import Prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.ppo.scoring import score_tokens
 
 RewardFunction = Callable[[list[str], list[str]], Sequence[float]]
-"""Takes the prompts and the responses as texts, gives one number for each response."""
+"""Takes prompts and responses as texts; returns one number for each response."""
 
 
 class RewardSource(Protocol):
     """Scores a rollout."""
 
     def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
-        """Scores (B,), on the rollout's device."""
+        """Return scores (B,), on the rollout's device."""
         ...
 
 
@@ -38,13 +39,13 @@ class ModelReward:
     batch_size: int
 
     def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
-        """Scores (B,) of the very tokens that were sampled, or of their texts.
+        """Return scores (B,) of the sampled tokens, or of their texts.
 
-        A reward model that does not share the policy's tokens, or has a chat template to
-        render, encodes the texts by its own tokenizer (TRL #1674, #3595).
+        If the reward model has another vocabulary, or a prompt is a chat, its own tokenizer and
+        template encode the texts (TRL #1674, #3595).
         """
         chat = any(is_messages(prompt) for prompt in prompts)
-        if self.reward_model.reads_tokens_of(self.tokenizer) and not chat:
+        if self._reads_tokens and not chat:
             return score_tokens(self.reward_model, rollout, self.batch_size)
         readable = [
             prompt if is_messages(prompt) else prompt_text(self.tokenizer, prompt)
@@ -54,24 +55,47 @@ class ModelReward:
         scores = self.reward_model.score_texts(readable, responses, self.batch_size)
         return scores.to(rollout.logprobs)
 
+    @cached_property
+    def _reads_tokens(self) -> bool:
+        # Compares two full vocabularies: once, and not for every batch.
+        return self.reward_model.reads_tokens_of(self.tokenizer)
+
+
+def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -> Tensor:
+    """Return scores (B,) of the sampled tokens themselves, for a reward model that reads them.
+
+    Replaces the stop token by the end-of-sequence token that the reward model was trained with.
+    """
+    scores = torch.empty(len(rollout), device=rollout.logprobs.device)
+    for batch in token_batches(rollout.row_lengths, batch_size):
+        ids = rollout.token_rows(batch).ids
+        lengths = rollout.row_lengths[batch] - rollout.has_stop[batch].long()
+        if reward_model.end_of_text:
+            ids = torch.nn.functional.pad(ids, (0, 1))
+            end = torch.full_like(lengths, int(reward_model.tokenizer.eos_token_id))
+            ids = ids.scatter(1, lengths[:, None], end[:, None])
+            lengths = lengths + 1
+        scores[batch] = reward_model.score_rows(ids, lengths)
+    return scores
+
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """The numbers that a plain function gives."""
+    """The scores that a function returns."""
 
     name: str
     function: RewardFunction
     tokenizer: PreTrainedTokenizerBase
 
     def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
-        """Scores (B,) of the texts.
+        """Return scores (B,) of the texts.
 
         Raises:
-            ModelError: the function does not give one number for each response.
+            ModelError: the function does not return one number for each response.
         """
         texts = [prompt_text(self.tokenizer, prompt) for prompt in prompts]
         device = rollout.logprobs.device.type
-        with torch.autocast(device, enabled=False):  # its precision is its own
+        with torch.autocast(device, enabled=False):  # a function chooses its own precision
             given = self.function(texts, response_texts(self.tokenizer, rollout))
         try:
             scores = torch.as_tensor(given, dtype=torch.float32)
@@ -95,10 +119,10 @@ class RewardMix:
     def __init__(
         self, sources: Mapping[str, RewardSource], weights: Sequence[float] | None
     ) -> None:
-        """Take the rewards by their names, and a weight for each; None weighs all alike, 1.
+        """Take the rewards by name, and a weight for each; with None every weight is 1.
 
         Raises:
-            ConfigError: there is not one weight for each.
+            ConfigError: the numbers of rewards and weights differ.
         """
         self.sources = dict(sources)
         self.weights = [1.0] * len(sources) if weights is None else list(weights)
@@ -111,13 +135,13 @@ class RewardMix:
     def __call__(
         self, prompts: Sequence[Prompt], rollout: Rollout
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted sum (B,), and each reward's own scores (B,) by its name."""
+        """Return the weighted sum (B,), and the scores (B,) of each reward by its name."""
         parts = {name: source(prompts, rollout) for name, source in self.sources.items()}
         weighted = zip(self.weights, parts.values(), strict=True)
         return torch.stack([weight * scores for weight, scores in weighted]).sum(dim=0), parts
 
     def models(self) -> list[RewardModel]:
-        """The reward models among the rewards."""
+        """Return the reward models among the rewards."""
         kept = self.sources.values()
         return [source.reward_model for source in kept if isinstance(source, ModelReward)]
 
@@ -129,14 +153,14 @@ def make_rewards(
     batch_size: int,
     weights: Sequence[float] | None = None,
 ) -> RewardMix:
-    """Rewards as a script hands them over: one, a list of them, or a dict with their names.
+    """Make the rewards of a run from one, a list, or a dict by name.
 
     Each is a `RewardModel`, a `...ForSequenceClassification` that reads the policy's tokens, or
     a function of prompts and responses.
 
     Raises:
-        ModelError: one is nothing of these.
-        ConfigError: there is none, two have the same name, or there is not one weight for each.
+        ModelError: one of them is of another kind.
+        ConfigError: there is none, two have the same name, or the number of weights differs.
     """
     if isinstance(given, Mapping):
         named = dict(given)

@@ -1,4 +1,4 @@
-"""What a run carries from one update to the next, apart from the models and the optimizer."""
+"""The state of a run between updates, without models and optimizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,42 +6,47 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ppo_core.algorithm.kl_controller import LARGEST_ERROR, AdaptiveKL
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.prompts import PromptStream
 from ppo_core.data.types import Experience, Rollout, TokenSums
+from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError
+from ppo_core.ppo.ema import WeightAverage
+from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.random_state import generator_tensors, restore_generators
 from ppo_core.ppo.schedule import Schedule
-from ppo_core.ppo.update import UpdateProgress
+from ppo_core.ppo.update import TrainState, UpdateProgress
+from ppo_core.reporting.callbacks import Reporter
 from ppo_core.reporting.health import HealthMonitor
 from ppo_core.reporting.metrics import Metrics
 
 GENERATORS, EXPERIENCE = "generators", "experience"
 """Groups of tensors in a checkpoint."""
 
-
 ORDER = "order"
-"""Name of the order of the rows among the tensors; those of the rollout begin with ROLLOUT."""
+"""Name of the order of the sequences in a checkpoint's tensors."""
 ROLLOUT = "rollout."
+"""Prefix of the names of the tensors of the rollout."""
 
 
 @dataclass(kw_only=True)
 class PendingUpdate:
-    """A batch that was sampled and scored, and how far it was learned from."""
+    """A batch that was sampled and scored, and the progress of its update."""
 
     experience: Experience | None
-    """The whole batch, in every process; None where nothing can be learned from it."""
+    """The full batch, in every process; None if a score is not finite."""
 
     metrics: Metrics
-    """What is known of the update before it is learned from."""
+    """The metrics of sampling and scoring."""
 
     progress: UpdateProgress
 
     def as_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Its tensors, and all else as JSON takes it; only of one with an experience."""
+        """Return the tensors and the rest as JSON can hold it; needs an experience."""
         experience = dict(vars(self.experience))
         rollout = vars(experience.pop("rollout"))
         values = experience | {f"{ROLLOUT}{name}": value for name, value in rollout.items()}
@@ -57,7 +62,7 @@ class PendingUpdate:
     def from_checkpoint(
         cls, tensors: Mapping[str, Tensor], state: Mapping[str, Any]
     ) -> "PendingUpdate":
-        """Go on where `as_checkpoint` was called; the tensors stay where they are."""
+        """Restore what `as_checkpoint` returned; the tensors stay on their device."""
         values: dict[str, Any] = {**tensors, **state["values"]}
         order = values.pop(ORDER)
         of_rollout = {
@@ -84,23 +89,23 @@ class RunState:
     stream: PromptStream
     health: HealthMonitor
     adaptive_kl: AdaptiveKL | None
-    """None where the coefficient is fixed."""
+    """None without `kl_target`."""
 
     generators: dict[str, torch.Generator]
     """"sampling" draws the tokens, "shuffling" the order of the updates."""
 
     moments: RunningMoments = field(default_factory=RunningMoments)
-    """Of the scores, where they are scaled by them."""
+    """Mean and variance of the scores, for `use_score_scaling`."""
 
     updates: int = 0
     episodes: int = 0
 
     pending: PendingUpdate | None = None
-    """The update that was begun, if there is one."""
+    """The update that has begun and is not finished, if there is one."""
 
     @classmethod
     def at_start(cls, config: PPOConfig, schedule: Schedule, num_prompts: int) -> "RunState":
-        """The state before the first update.
+        """Return the state before the first update.
 
         Raises:
             ConfigError: kl_horizon is too short for updates of this size.
@@ -116,7 +121,7 @@ class RunState:
         )
 
     def as_checkpoint(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Groups of tensors by their names, and all else as JSON takes it."""
+        """Return groups of tensors by name, and the rest as JSON can hold it."""
         groups = {GENERATORS: generator_tensors(self.generators)}
         pending = None
         if self.pending is not None:
@@ -131,7 +136,7 @@ class RunState:
         }
 
     def restore(self, groups: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Go on where `as_checkpoint` was called."""
+        """Restore what `as_checkpoint` returned."""
         restore_generators(self.generators, groups[GENERATORS])
         self.updates, self.episodes = state["updates"], state["episodes"]
         self.moments.load_state_dict(state["moments"])
@@ -143,13 +148,28 @@ class RunState:
         if state["pending"] is not None:
             self.pending = PendingUpdate.from_checkpoint(groups[EXPERIENCE], state["pending"])
             drawn += len(self.pending.progress.order[0])
-        # The order of the prompts follows from the seed: what was drawn is drawn again.
+        # The order of the prompts follows from the seed: draw again as many as were drawn.
         self.stream.restart()
         self.stream.next_batch(drawn)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """The parts of a run that its checkpoints and its exported policy are made of."""
+
+    config: PPOConfig
+    tokenizer: PreTrainedTokenizerBase
+    parts: ModelBundle
+    engine: Engine
+    train_state: TrainState
+    run: RunState
+    reporter: Reporter
+    average: WeightAverage | None
+    """The running mean of the policy's weights, with `ema_decay`."""
+
+
 def make_adaptive_kl(config: PPOConfig, batch_size: int) -> AdaptiveKL | None:
-    """The coefficient's controller, None where it is fixed.
+    """Return the controller of kl_coef, None without kl_target.
 
     Raises:
         ConfigError: kl_horizon is too short for updates of this many episodes.

@@ -1,4 +1,4 @@
-"""How many episodes, updates and optimizer steps a run has, and its learning rates."""
+"""The numbers of episodes, updates and optimizer steps of a run, and its learning rates."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ POLICY, CRITIC = "policy", "critic"
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The sizes of a run, which follow from settings, prompts and processes."""
+    """The sizes of a run."""
 
     batch_size: int
     """Responses of one update, over all processes."""
@@ -30,7 +30,7 @@ class Schedule:
 
     @property
     def total_episodes(self) -> int:
-        """Responses of the run: whole updates."""
+        """Responses of the run: a multiple of `batch_size`."""
         return self.num_updates * self.batch_size
 
     @property
@@ -40,7 +40,7 @@ class Schedule:
 
 
 def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) -> Schedule:
-    """The sizes of a run.
+    """Compute the sizes of a run from settings, prompts and processes.
 
     Raises:
         ConfigError: a batch cannot be split evenly into minibatches, or is smaller than the
@@ -76,9 +76,9 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
 
 
 def make_scheduler(optimizer: Optimizer, config: PPOConfig, schedule: Schedule) -> LRScheduler:
-    """The learning rate of each optimizer step of the run.
+    """Return the scheduler of the learning rates of the run.
 
-    The policy's is 0 while the critic warms up: then AdamW leaves it as it is, to the bit.
+    The policy's rate is 0 while the critic warms up: AdamW then leaves the policy unchanged.
 
     Raises:
         ConfigError: the critic is to warm up, and the optimizer does not tell policy and critic

@@ -1,66 +1,85 @@
 """A rollout in; reference log-probabilities, values and reward scores out."""
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor, nn
+
+from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import token_batches
-from ppo_core.data.types import Rollout
+from ppo_core.data.prompts import Prompt
+from ppo_core.data.types import Rollout, Scores
+from ppo_core.distributed.engine import Engine
 from ppo_core.models.actor_critic import Critic
 from ppo_core.models.policy import LanguageModel
-from ppo_core.models.reward_model import RewardModel
+from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 
 
-def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -> Tensor:
-    """Scores (B,) of the very tokens that were sampled, for a reward model that reads them.
+def score(
+    rollout: Rollout,
+    prompts: Sequence[Prompt],
+    models: ModelBundle,
+    module: nn.Module,
+    engine: Engine,
+    config: PPOConfig,
+) -> Scores:
+    """Return what rewards, reference and critic say about a rollout.
 
-    The stop token gives way to the end that the reward model was trained with.
+    The scores are as the rewards gave them. `module` is what the engine prepared with policy and
+    critic in it. Models in shards are gathered one at a time.
     """
-    scores = torch.empty(len(rollout), device=rollout.logprobs.device)
-    for rows in token_batches(rollout.row_lengths, batch_size):
-        ids = rollout.token_rows(rows).ids
-        lengths = rollout.row_lengths[rows] - rollout.has_stop[rows].long()
-        if reward_model.end_of_text:
-            ids = torch.nn.functional.pad(ids, (0, 1))
-            end = torch.full_like(lengths, int(reward_model.tokenizer.eos_token_id))
-            ids = ids.scatter(1, lengths[:, None], end[:, None])
-            lengths = lengths + 1
-        scores[rows] = reward_model.score_rows(ids, lengths)
-    return scores
+    size = config.local_rollout_forward_batch_size
+    divergences = None
+    with engine.autocast():
+        with engine.all_gathered(reward_holders(models.rewards, module)):
+            scores, parts = models.rewards(prompts, rollout)
+        # The reference of an adapter is the policy's own base.
+        with engine.gathered(module if models.shares_weights else models.reference):
+            ref_logprobs = response_logprobs(models.reference, rollout, size)
+        with engine.gathered(module):
+            values = critic_values(models.critic, rollout, size)
+        if config.kl_estimator == "full":
+            with engine.all_gathered([module, models.reference]):
+                divergences = exact_kl(models.policy, models.reference, rollout, size)
+    return Scores(
+        scores=scores, parts=parts, ref_logprobs=ref_logprobs, values=values, full_kl=divergences
+    )
 
 
 @torch.no_grad()
-def reference_logprobs(reference: LanguageModel, rollout: Rollout, batch_size: int) -> Tensor:
-    """Log-probabilities (B, T) of the responses under the reference; 0 where not counted."""
+def response_logprobs(model: LanguageModel, rollout: Rollout, batch_size: int) -> Tensor:
+    """Return log-probabilities (B, T) of the responses under a model; 0 where not counted."""
     logprobs = torch.zeros_like(rollout.logprobs)
-    for rows in token_batches(rollout.row_lengths, batch_size):
-        counted, _ = reference(rollout.token_rows(rows), rollout.temperature)
-        logprobs[rows] = _spread(counted, rollout.response_mask[rows])
+    for batch in token_batches(rollout.row_lengths, batch_size):
+        counted, _ = model(rollout.token_rows(batch), rollout.temperature)
+        logprobs[batch] = _scattered(counted, rollout.response_mask[batch])
     return logprobs
 
 
 @torch.no_grad()
 def critic_values(critic: Critic, rollout: Rollout, batch_size: int) -> Tensor:
-    """Values (B, T) of the states before each response token; 0 where not counted."""
+    """Return values (B, T) of the states before each response token; 0 where not counted."""
     values = torch.zeros_like(rollout.logprobs)
-    for rows in token_batches(rollout.row_lengths, batch_size):
-        values[rows] = _spread(critic(rollout.token_rows(rows)), rollout.response_mask[rows])
+    for batch in token_batches(rollout.row_lengths, batch_size):
+        counted = critic(rollout.token_rows(batch))
+        values[batch] = _scattered(counted, rollout.response_mask[batch])
     return values
 
 
 @torch.no_grad()
-def full_kl(
+def exact_kl(
     policy: LanguageModel, reference: LanguageModel, rollout: Rollout, batch_size: int
 ) -> Tensor:
-    """Exact KL(policy || reference) (B, T) at each counted token; 0 where not counted."""
+    """Return the exact KL(policy || reference) (B, T) at each token; 0 where not counted."""
     divergences = torch.zeros_like(rollout.logprobs)
-    for rows in token_batches(rollout.row_lengths, batch_size):
-        tokens = rollout.token_rows(rows)
-        states = policy.backbone.states(tokens)
-        counted = policy.full_kl(states, reference, tokens, rollout.temperature)
-        divergences[rows] = _spread(counted, rollout.response_mask[rows])
+    for batch in token_batches(rollout.row_lengths, batch_size):
+        rows = rollout.token_rows(batch)
+        states = policy.backbone.states(rows)
+        counted = policy.full_kl(states, reference, rows, rollout.temperature)
+        divergences[batch] = _scattered(counted, rollout.response_mask[batch])
     return divergences
 
 
-def _spread(counted: Tensor, mask: Tensor) -> Tensor:
-    """N counted values to their places in (B, T)."""
+def _scattered(counted: Tensor, mask: Tensor) -> Tensor:
+    """Return N counted values at their positions in (B, T), 0 elsewhere."""
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, counted)

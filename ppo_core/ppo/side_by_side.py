@@ -1,51 +1,51 @@
-"""Two computations on the CPU, one after the other or at the same time.
+"""The passes of a small policy and a small critic on the CPU, in two threads at the same time.
 
-The products of a model of a million weights are too small for several cores. On two busy cores an
-update of policy and critic took 2.20 s one after the other with two threads, and 1.76 s side by
-side with one each (medians of 15), which do not wait for each other when another process takes a
-core for a moment.
+The matmuls of a model of a million weights are too small to keep several cores busy.
 """
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from typing import TypeVar
 
 import torch
+from torch import nn
+
+from ppo_core.models.kernels.matmul_backend import MIN_NUMEL, uses_onednn
 
 A = TypeVar("A")
 B = TypeVar("B")
 
 
-class Both(Protocol):
-    """Calls two functions that share nothing they write to; what they return."""
+def run_both(first: Callable[[], A], second: Callable[[], B], *, concurrently: bool) -> tuple[A, B]:
+    """Call two functions that write to nothing in common; return both results.
 
-    def __call__(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-        """Call them."""
-        ...
-
-
-def one_after_the_other(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-    """What needs less memory."""
-    return first(), second()
-
-
-@contextmanager
-def side_by_side() -> Iterator[Both]:
-    """What is faster where one cannot keep all cores busy: each has half of the threads inside.
-
-    Where both raise an error, that of the second is raised.
+    Concurrently each has half of PyTorch's threads. If both raise, the error of `second` is
+    raised.
     """
+    if not concurrently:
+        return first(), second()
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))
+    future = _second_thread().submit(first)
     try:
-        with ThreadPoolExecutor(1) as other_thread:
-
-            def both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-                begun = other_thread.submit(first)
-                of_second = second()
-                return begun.result(), of_second
-
-            yield both
+        result = second()
     finally:
+        wait([future])
         torch.set_num_threads(threads)
+    return future.result(), result
+
+
+def pays_concurrently(models: Sequence[nn.Module]) -> bool:
+    """Return whether all weight matrices are too small for one pass to keep all cores busy.
+
+    Also False where PyTorch has process-wide settings that two threads cannot share: the matmul
+    precision of oneDNN.
+    """
+    is_small = all(weight.numel() < MIN_NUMEL for one in models for weight in one.parameters())
+    return is_small and torch.get_num_threads() > 1 and not uses_onednn()
+
+
+@cache
+def _second_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1)

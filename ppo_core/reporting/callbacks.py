@@ -1,4 +1,4 @@
-"""The bridge to transformers' callbacks: what they are told, and what they may decide."""
+"""Calls to transformers' callbacks, and the decisions of these callbacks."""
 
 import math
 import warnings
@@ -28,8 +28,8 @@ from ppo_core.reporting.metrics_file import MetricsFile
 
 CallbackOrType: TypeAlias = TrainerCallback | type[TrainerCallback]
 
-# The trainer uploads to the hub itself; transformers renamed gradient_checkpointing, and reads
-# DeepSpeed's file when it is given one, which would change how models are built.
+# The trainer uploads to the hub itself. transformers renamed gradient_checkpointing, and would
+# read DeepSpeed's file, which changes how models are built.
 _NOT_HANDED_ON = {"push_to_hub", "gradient_checkpointing", "deepspeed"}
 
 
@@ -40,15 +40,15 @@ class PPOArguments(TrainingArguments):
     """The PPOConfig as it was given, without the token for the hub."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What integrations log as parameters: the settings as given, and transformers' own."""
+        """Return the parameters that integrations log: PPOConfig's and transformers' settings."""
         logged = super().to_dict() | self.ppo_settings  # type: ignore[no-untyped-call]
         return {name: value for name, value in logged.items() if name != "hub_token"}
 
 
 def training_arguments(config: PPOConfig, num_updates: int) -> PPOArguments:
-    """The settings under the names that callbacks know; a step is one of `num_updates` updates.
+    """Return the settings under transformers' names; a step is one of `num_updates` updates.
 
-    Call it when the processes have met: transformers joins them and starts none of its own.
+    Call it after the process group exists: transformers then uses that group.
 
     Raises:
         ConfigError: transformers refuses a value, and says why.
@@ -66,7 +66,7 @@ def training_arguments(config: PPOConfig, num_updates: int) -> PPOArguments:
         # A share where it is below 1, as transformers has it.
         "warmup_steps": config.warmup_steps or config.warmup_ratio,
         "use_cpu": config.use_cpu or not torch.cuda.is_available(),
-        # Without it transformers resets the processes that the engine has set up.
+        # Otherwise transformers resets the process group of the engine.
         "accelerator_config": {"use_configured_state": True},
     }
     try:
@@ -80,10 +80,10 @@ def training_arguments(config: PPOConfig, num_updates: int) -> PPOArguments:
 
 
 class Reporter:
-    """Calls transformers' callbacks at the usual points, in every process.
+    """Calls transformers' callbacks at the usual events, in every process.
 
-    One step of theirs is one PPO update. `should_evaluate`, `should_save` and `should_stop` are
-    what the callbacks of this process want; processes have to agree before they act on it.
+    One step of a callback is one PPO update. `should_evaluate`, `should_save` and `should_stop`
+    are decisions of this process; all processes must agree before acting on them.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class Reporter:
         num_updates: int,
         is_main: bool,
     ) -> None:
-        """Make the integrations of `report_to`, add `callbacks` behind them, call on_init_end.
+        """Make the integrations of `report_to`, add `callbacks` after them, call on_init_end.
 
         Raises:
-            ConfigError: `report_to` names what transformers does not know, or what needs a
-                package that is not installed.
+            ConfigError: `report_to` names an unknown integration, or one whose package is not
+                installed.
         """
         self.args = training_arguments(config, num_updates)
         self.state = TrainerState(
@@ -113,7 +113,7 @@ class Reporter:
             is_world_process_zero=is_main,
         )
         self.state.compute_steps(self.args, num_updates)
-        # It goes with the checkpoints: where a run keeps nothing, it makes no folder either.
+        # Without checkpoints the run creates no folder.
         kept = is_main and config.save_strategy != "no"
         self._metrics_file = MetricsFile(Path(config.output_dir)) if kept else None
         self.control = TrainerControl()
@@ -143,23 +143,23 @@ class Reporter:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run is over, because it is complete or because a callback wants it."""
+        """Whether the run is complete, or a callback ends it."""
         return self.control.should_training_stop
 
     def begin(self) -> None:
-        """The run begins, or goes on after `load_state_dict`."""
+        """Call on_train_begin, at the start or after `load_state_dict`."""
         if self._metrics_file is not None:
             self._metrics_file.cut_back(self.state.global_step)
         self._call("on_train_begin")
 
     def step_begin(self) -> None:
-        """An update begins."""
+        """Call on_step_begin before an update."""
         self._call("on_step_begin")
 
     def step_end(self, metrics: Metrics, *, epoch: float | None = None) -> None:
-        """An update has ended; its metrics are kept, and logged if that is due.
+        """Write the metrics of an update to the file, call on_step_end, and log if it is due.
 
-        `epoch` counts passes over the prompts, the fraction of the present one included.
+        `epoch` is the number of passes over the prompts, with a fraction.
         """
         self.state.global_step += 1
         if self._metrics_file is not None:
@@ -171,21 +171,21 @@ class Reporter:
             self.log(metrics)
 
     def log(self, metrics: Metrics) -> None:
-        """Send metrics of this step to where metrics go."""
+        """Add metrics to the history, and call on_log."""
         logs = metrics | {"epoch": self.state.epoch}
         self.state.log_history.append(logs | {"step": self.state.global_step})
         self._call("on_log", logs=logs)
 
     def evaluated(self, metrics: Metrics) -> None:
-        """The evaluation has given these metrics; `log` sends them on."""
+        """Call on_evaluate with the metrics of an evaluation, which `log` has logged."""
         self._call("on_evaluate", metrics=metrics)
 
     def saved(self) -> None:
-        """A checkpoint has been written."""
+        """Call on_save after a checkpoint was written."""
         self._call("on_save")
 
     def end(self) -> None:
-        """The run has ended."""
+        """Call on_train_end."""
         self._call("on_train_end")
 
     def add_callback(self, callback: CallbackOrType) -> None:
@@ -201,7 +201,7 @@ class Reporter:
         self._handler.remove_callback(callback)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON can hold it."""
+        """Return the state for `load_state_dict`, as JSON can hold it."""
         stateful: list[TrainerCallback] = [
             each for each in self.callbacks if isinstance(each, ExportableState)
         ]
@@ -215,10 +215,10 @@ class Reporter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`.
+        """Restore what `state_dict` returned.
 
-        A callback that keeps a state is made anew from it. Warns of a state whose callback this
-        run does not have.
+        Replaces each callback that has a state by one made from it. Warns if this run lacks the
+        callback of a state.
         """
         self.state.global_step = state["global_step"]
         self.state.epoch = state["epoch"]

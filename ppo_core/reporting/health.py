@@ -1,4 +1,4 @@
-"""Guards that tell a person what is going wrong in a run, and what to change."""
+"""Warnings about the metrics of a run: which limit one has crossed, and what to change."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ class Guard:
     metric: str
 
     side: Literal["above", "below"]
-    """On which side of the limit the metric is bad."""
+    """The side of the limit that the metric must not be on."""
 
     limit: Callable[[PPOConfig, float], float]
-    """The limit, by the settings and the response length of the first update."""
+    """Returns the limit from the settings and the metric's value in the first update."""
 
     rule: str
-    """Where the limit comes from: the setting's name, and what is made of it."""
+    """How the limit follows from a setting, for the message."""
 
     updates: int = 1
-    """Updates in a row that it must be bad in before it is worth a warning."""
+    """Consecutive updates in which the metric must be bad before the warning."""
 
     words: str
-    """What that probably means, and what to change."""
+    """The probable cause, and what to change."""
 
     def is_bad(self, value: float, limit: float) -> bool:
-        """Whether the value is on the wrong side; NaN is on neither."""
+        """Return whether the value is on the wrong side; NaN is on neither."""
         return value > limit if self.side == "above" else value < limit
 
 
@@ -74,11 +74,11 @@ GUARDS = {
     "entropy collapse": Guard(
         metric="policy/entropy_avg",
         side="below",
-        limit=lambda config, _: config.warn_entropy,
-        rule="warn_entropy",
-        words="The policy has nearly stopped choosing: it writes the same again and again and "
-        "explores nothing more. Go back to an earlier checkpoint with a lower learning_rate, a "
-        "higher kl_coef or a higher temperature.",
+        limit=lambda config, first: config.warn_entropy * first,
+        rule="warn_entropy x the first update's",
+        words="The policy has nearly become deterministic: it samples the same response to a "
+        "prompt again and again, and no longer explores. Go back to an earlier checkpoint with a "
+        "lower learning_rate, a higher kl_coef or a higher temperature.",
     ),
     "critic explains nothing": Guard(
         metric="val/explained_variance",
@@ -93,10 +93,10 @@ GUARDS = {
     "length growth": Guard(
         metric="val/response_length",
         side="above",
-        limit=lambda config, first_length: config.warn_length_growth * first_length,
+        limit=lambda config, first: config.warn_length_growth * first,
         rule="warn_length_growth x the first update's",
-        words="The reward model probably prefers long responses, whatever they say. Read some; "
-        "set length_penalty or overlong_buffer, or missing_eos_penalty if they do not end.",
+        words="The reward model probably prefers long responses, whatever their content. Read "
+        "some; set length_penalty or overlong_buffer, or missing_eos_penalty if they do not end.",
     ),
     "repetition": Guard(
         metric="val/repetition",
@@ -104,62 +104,71 @@ GUARDS = {
         limit=lambda config, _: config.warn_repetition,
         rule="warn_repetition",
         words="Responses repeat themselves, and the reward model lets them. Read some; raise "
-        "kl_coef, lower learning_rate, or mend the reward model.",
+        "kl_coef, lower learning_rate, or correct the reward model.",
     ),
 }
 
 
 class HealthMonitor:
-    """Warns once when a guard's condition begins, and again when it ended and came back."""
+    """Warns once in a run about each guard's metric."""
 
     def __init__(self, config: PPOConfig) -> None:
-        """Take the thresholds from the settings."""
+        """Take the limits from the settings."""
         self._config = config
-        self._first_length: float | None = None
+        self._first: dict[str, float] = {}
         self._in_a_row = dict.fromkeys(GUARDS, 0)
+        self._warned: set[str] = set()
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
-        """The warnings that begin with this update's metrics.
+        """Return the warnings that are due after an update with these metrics.
 
-        A metric that an update did not measure, as those of the policy while the critic warms
-        up, leaves its guards as they were.
+        The guards of a metric that the update did not measure keep their state.
         """
-        if self._first_length is None:
-            self._first_length = metrics.get("val/response_length")
         warnings = []
         for name, guard in GUARDS.items():
             if guard.metric not in metrics:
                 continue
             value = metrics[guard.metric]
-            limit = guard.limit(self._config, self._first_length or 0.0)
+            limit = guard.limit(self._config, self._first.setdefault(guard.metric, value))
             self._in_a_row[name] = self._in_a_row[name] + 1 if guard.is_bad(value, limit) else 0
-            if self._in_a_row[name] == guard.updates:
+            if self._in_a_row[name] >= guard.updates and name not in self._warned:
+                self._warned.add(name)
                 warnings.append(_message(name, guard, value, limit))
         return warnings
 
     def check_skipped(self, in_a_row: int) -> None:
-        """End the run after too many optimizer steps that were skipped one after the other.
+        """Raise if too many optimizer steps in a row were skipped.
 
         Raises:
-            TrainingError: there were `max_skipped_steps` or more.
+            TrainingError: `max_skipped_steps` or more were.
         """
         if in_a_row >= self._config.max_skipped_steps:
             raise TrainingError(
-                f"{in_a_row} steps in a row had a score, a loss or a gradient that is not finite "
-                f"(max_skipped_steps={self._config.max_skipped_steps}). None of them was taken: "
+                f"{in_a_row} steps in a row had a score, a loss or a gradient that is not finite, "
+                "or a mean ratio above ratio_threshold "
+                f"(max_skipped_steps={self._config.max_skipped_steps}). All of them were skipped: "
                 "the weights are as after the last good step. Look at the last scores, lower "
                 "learning_rate, or set bf16=False, and start a new run from the latest "
                 "checkpoint, which loads as a model."
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on from here, as JSON takes it."""
-        return {"first_length": self._first_length, "in_a_row": dict(self._in_a_row)}
+        """Return the state for `load_state_dict`, as JSON can hold it."""
+        return {
+            "first": dict(self._first),
+            "in_a_row": dict(self._in_a_row),
+            "warned": sorted(self._warned),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called."""
-        self._first_length = state["first_length"]
+        """Restore what `state_dict` returned, also the form without "first" and "warned"."""
         self._in_a_row.update(state["in_a_row"])
+        if "first" in state:
+            self._first, self._warned = dict(state["first"]), set(state["warned"])
+            return
+        length = state["first_length"]
+        self._first = {} if length is None else {"val/response_length": length}
+        self._warned = {n for n, guard in GUARDS.items() if self._in_a_row[n] >= guard.updates}
 
 
 def _message(name: str, guard: Guard, value: float, limit: float) -> str:

@@ -1,4 +1,8 @@
-"""Records of a whole batch in, named numbers out: over counted tokens only."""
+"""Named metrics of a full batch, over counted tokens only."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,8 +16,28 @@ from ppo_core.data.types import Experience, Rollout, Scores, TokenSums
 Metrics = dict[str, float]
 
 
+class PhaseTimer:
+    """Measures the phases of an update: `with timer("sampling")` gives "time/sampling"."""
+
+    def __init__(self) -> None:
+        """Start without a phase."""
+        self._seconds: Metrics = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Measure the seconds inside of the `with`."""
+        started = time.monotonic()
+        yield
+        self._seconds[f"time/{phase}"] = time.monotonic() - started
+
+    def pop(self) -> Metrics:
+        """Return the seconds of all phases since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
 def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: float) -> Metrics:
-    """Means over responses of what the policy is trained for; kl is (B, T), 0 if not counted."""
+    """Return means over responses: scores, KL, entropy, lengths; kl is (B, T), 0 if not counted."""
     response_kl = kl.sum(dim=1)
     sums = {
         "objective/kl": response_kl.sum(),
@@ -34,11 +58,11 @@ def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: 
 
 
 def sampler_metrics(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Metrics:
-    """How far the server that sampled was from the policy, over counted tokens (N,).
+    """Return how far the server that sampled is from the policy, over counted tokens (N,).
 
     "vllm/kl" is the k3 estimate of KL(server || policy) in nats a token: about 0 where the server
-    has the policy's weights. The weights are those of `importance_weights`: their mean, the
-    largest before the cap, and the share of tokens that the cap holds for.
+    has the policy's weights. "vllm/weight_..." are of `importance_weights`: mean, and maximum
+    before the cap; "vllm/capped" is the share of tokens above the cap.
     """
     ratio = torch.exp(logprobs - behaviour_logprobs)
     return {
@@ -50,9 +74,9 @@ def sampler_metrics(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float)
 
 
 def explained_variance(experience: Experience) -> float:
-    """1 - Var(returns - values) / Var(returns) over counted tokens; 0 where returns are equal.
+    """Return 1 - Var(returns - values) / Var(returns) over counted tokens; 0 if returns are equal.
 
-    1 is a critic that knows, 0 one that says the same of every state, below 0 is worse.
+    1 is a perfect critic, 0 a constant one, below 0 one that is worse than a constant.
     """
     mask = experience.rollout.response_mask
     returns = experience.returns[mask].double()
@@ -62,7 +86,7 @@ def explained_variance(experience: Experience) -> float:
 
 
 def update_metrics(sums: TokenSums) -> Metrics:
-    """Means over all counted tokens of all optimizer steps of one update."""
+    """Return means over the counted tokens of all optimizer steps of one update."""
     tokens = sums.tokens
     ratio_error = sums.ratio_error / tokens
     return {

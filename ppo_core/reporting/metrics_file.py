@@ -15,25 +15,25 @@ METRICS_FILE = "metrics.jsonl"
 class MetricsFile:
     """A line of JSON an update: its number as `update`, and its metrics by their names.
 
-    A line stays once it is written, until a run goes on from a checkpoint: what came after that is
-    computed again, and each update has one line, as in a run that was never interrupted.
+    A run that resumes from a checkpoint removes the lines of later updates, since these are
+    computed again: each update has one line, as in a run without an interruption.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Write `metrics.jsonl` in `folder`, which is made when it is needed."""
+        """Write `metrics.jsonl` in `folder`, which is created when needed."""
         self.path = folder / METRICS_FILE
 
     def cut_back(self, updates: int) -> None:
-        """Keep the lines of the first `updates` updates: here the run begins, or goes on.
+        """Keep the lines of the first `updates` updates; call when the run starts or resumes.
 
-        The file is replaced by another one. A reader that has it open sees that by its inode.
+        Replaces the file: a reader that has it open notices by its inode.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_metrics(self.path) if line["update"] <= updates]
         write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def append(self, update: int, metrics: Mapping[str, float]) -> None:
-        """Add the line of an update; it is on the disk before a checkpoint can follow it."""
+        """Append the line of an update, and sync it to disk before a checkpoint can follow."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"update": update, **metrics}) + "\n")
             file.flush()
@@ -41,9 +41,9 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a file of metrics; none where there is no file.
+    """Return all complete lines of a file of metrics; none if there is no file.
 
-    The last line lacks its end while it is written, and for good where that was interrupted.
+    The last line is incomplete while it is written, or if writing was interrupted.
     """
     if not path.exists():
         return []

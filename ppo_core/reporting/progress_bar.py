@@ -9,7 +9,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class _OneLineEach:
-    """A stream on which each refresh of a bar is a line: logs have no carriage return."""
+    """A stream that writes each refresh of a bar as a line: logs have no carriage return."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -24,10 +24,10 @@ class _OneLineEach:
 
 
 def progress(total: int, description: str, unit: str, *, hidden: bool = False) -> tqdm:
-    """A progress bar to use as a context manager; call its `update(n)`.
+    """Return a progress bar, a context manager with `update(n)`.
 
-    On a terminal it is redrawn in place; elsewhere (a Metaflow task, a log file) a line is
-    written every few seconds.
+    Redraws in place on a terminal; elsewhere (a Metaflow task, a log file) writes a line every
+    few seconds.
     """
     if sys.stderr.isatty():
         return tqdm(total=total, desc=description, unit=unit, disable=hidden)

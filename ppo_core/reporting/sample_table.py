@@ -1,4 +1,4 @@
-"""Sample responses as a table: on the terminal, in a file, and where the metrics go."""
+"""Tables of sample responses: on the terminal, in a file, and in MLflow, TensorBoard and W&B."""
 
 import json
 import unicodedata
@@ -38,10 +38,10 @@ class Completions:
     responses: list[str]
     scores: list[float]
     others: Mapping[str, list[Any]] = field(default_factory=dict)
-    """Further columns by name, each with a row for each response."""
+    """Further columns by name, each with one value for each response."""
 
     def __post_init__(self) -> None:
-        """Refuse lists that do not belong together."""
+        """Raise if the lists differ in length."""
         for name, column in self.others.items():
             if len(column) != len(self.scores) or name in COLUMNS:
                 raise DataError(
@@ -55,15 +55,15 @@ class Completions:
             )
 
     def __len__(self) -> int:
-        """Rows of the table."""
+        """Return the number of rows."""
         return len(self.queries)
 
     def __iter__(self) -> Iterator[tuple[str, str, float]]:
-        """Rows of the table: query, response, score."""
+        """Iterate over rows: query, response, score."""
         return iter(zip(self.queries, self.responses, self.scores, strict=True))
 
     def by_column(self) -> dict[str, list[Any]]:
-        """All columns, further ones last."""
+        """Return all columns by name, further ones last."""
         columns: dict[str, list[Any]] = {
             "query": self.queries,
             "response": self.responses,
@@ -72,12 +72,12 @@ class Completions:
         return columns | dict(self.others)
 
     def rows(self) -> list[tuple[Any, ...]]:
-        """All columns row by row."""
+        """Return the rows with all columns."""
         return list(zip(*self.by_column().values(), strict=True))
 
 
 def print_table(completions: Completions, title: str, *, limit: int) -> None:
-    """Print the first `limit` rows on the terminal, the texts letter by letter as they are."""
+    """Print the first `limit` rows on the terminal, the texts without interpreting markup."""
     caption = f"{limit} of {len(completions)}" if limit < len(completions) else None
     table = Table(title=Text(title), caption=caption, show_lines=True)
     for name in COLUMNS:
@@ -94,10 +94,10 @@ def log_table(
     callbacks: Iterable[TrainerCallback],
     output_dir: str | Path,
 ) -> None:
-    """Keep the table of one step; to be called in the main process alone.
+    """Save the table of one step; call it only in the main process.
 
-    It goes to `output_dir/completions/step-<step>.jsonl`, and to the MLflow run, the TensorBoard
-    log and the W&B run that are open in `callbacks`, as "completions".
+    Writes `output_dir/completions/step-<step>.jsonl`, and "completions" to the MLflow run, the
+    TensorBoard log and the W&B run that are open in `callbacks`.
     """
     _write_lines(completions, Path(output_dir) / "completions" / f"step-{step:06d}.jsonl")
     for callback in callbacks:
@@ -110,17 +110,17 @@ def log_table(
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which could move the cursor of a terminal."""
+    """Return the text without control characters, which could move a terminal's cursor."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def as_markdown(text: str) -> str:
-    """Markdown that shows the text as it is, on one line: no markup, no HTML, no cell border."""
+    """Return the text escaped for a cell of a markdown table, on one line."""
     return printable(text).translate(_MARKDOWN)
 
 
 def markdown_table(completions: Completions) -> str:
-    """The rows as a table in markdown."""
+    """Return the rows as a table in markdown."""
     names = completions.by_column()
     lines = [names, ["---"] * len(names), *completions.rows()]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
@@ -145,10 +145,11 @@ def _log_to_wandb(completions: Completions, step: int, callback: WandbCallback) 
 
 
 def _log_to_mlflow(completions: Completions, step: int, callback: MLflowCallback) -> None:
-    """Add rows to the one table of the run.
+    """Append the rows to one table of the run.
 
-    A table for each step would end the run at about the 130th: MLflow lists them in one tag. Where
-    it adds to a table it reads "007" as 7 if a whole column is numbers; the file keeps the text.
+    MLflow lists all tables in one tag, which is full after about 130: so there is no table for
+    each step. On appending, MLflow reads a column of digits as numbers ("007" as 7); the file
+    keeps the text.
     """
     table = {"step": [step] * len(completions)} | completions.by_column()
     callback._ml_flow.log_table(table, "completions.json")

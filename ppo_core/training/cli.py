@@ -1,4 +1,4 @@
-"""The run of `python -m ppo_core`: data and models loaded by name, then the trainer."""
+"""The command `python -m ppo_core`: loads data and models by name, and trains."""
 
 import warnings
 from typing import Any
@@ -19,19 +19,19 @@ from ppo_core.supervised.training import PairRanker, make_classifier
 from ppo_core.training.trainer import PPOTrainer
 
 MANY_PROMPTS, HELD_OUT = 1000, 100
-"""Of more prompts than the first, that many of the last are kept to show samples from."""
+"""With more than MANY_PROMPTS prompts, the last HELD_OUT are held out to show samples from."""
 
 
-def train(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> None:
+def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> None:
     """Train the policy, and save it with its tokenizer in `policy_dir` or `output_dir`.
 
     Raises:
         ConfigError: two settings contradict each other, or one needs what is not there.
         DataError: the prompts cannot be used.
         ModelError: a model or tokenizer cannot be loaded or used.
-        TrainingError: training reached a state that it must not continue from.
+        TrainingError: training cannot continue.
     """
-    # A reward may draw from the global generators: they begin the same in every run.
+    # A reward may draw from the global generators: seed them.
     set_seed(config.seed)
     start = config.sft_model_path or model.model_name_or_path
     if start is None:
@@ -63,9 +63,9 @@ def train(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> 
 
 
 def load_prompts(config: PPOConfig, script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
-    """The rows to train on, and those to evaluate on or show samples from, if any.
+    """Return the training prompts, and the prompts for evaluation or samples, if any.
 
-    Where no samples are asked for, none are kept for them.
+    Nothing is held out if no samples are to be shown.
 
     Raises:
         ConfigError: no data set is named.
@@ -84,12 +84,12 @@ def load_prompts(config: PPOConfig, script: ScriptArguments) -> tuple[Dataset, D
 
 
 def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
-    """The policy as training begins.
+    """Load the policy to start from.
 
     Raises:
         ConfigError: the settings of quantized weights contradict each other.
-        ModelError: there is no causal language model at this folder or hub id, or what
-            quantized weights need is not there.
+        ModelError: there is no causal language model at this folder or hub id, or a package for
+            quantized weights is missing.
     """
     options = {
         "revision": model.model_revision,
@@ -110,13 +110,13 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
 
 
 def load_reward(path: str | None, start: str, seed: int, **reading: Any) -> RewardModel:
-    """The reward model; one with a random head, and a warning, where none has been trained.
+    """Load the reward model; without a trained one, warn and use a random head.
 
     Args:
-        path: its folder or hub id.
-        start: the policy's, which lends its weights where there is no reward model.
-        seed: of the random head.
-        reading: how it is to be read: bias, gain and end_of_text of a `RewardModel`.
+        path: folder or hub id of the reward model.
+        start: folder or hub id of the policy, whose weights are used without a reward model.
+        seed: seed of the random head.
+        reading: bias, gain and end_of_text of a `RewardModel`.
 
     Raises:
         ModelError: there is no model at this folder or hub id, or it gives several scores.
@@ -140,7 +140,7 @@ def load_reward(path: str | None, start: str, seed: int, **reading: Any) -> Rewa
 
 
 def lora_of(model: ModelArguments) -> Any:
-    """The `peft.LoraConfig` of the policy's adapter."""
+    """Return the `peft.LoraConfig` of the policy's adapter."""
     return lora_config(
         task_type="CAUSAL_LM",
         r=model.lora_r,

@@ -1,21 +1,20 @@
-"""What a policy answers, and how far it has moved from its reference."""
+"""Responses of a policy to prompts, and its KL divergence from a reference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.algorithm.kl import kl_per_token
 from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import Prompt, encode_prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
-from ppo_core.distributed.engine import Engine
 from ppo_core.models.policy import LanguageModel
-from ppo_core.ppo.model_bundle import reward_holders
-from ppo_core.ppo.reward_functions import RewardMix
-from ppo_core.ppo.scoring import reference_logprobs
+from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
+from ppo_core.ppo.scoring import response_logprobs
+from ppo_core.ppo.update import TrainState
 from ppo_core.reporting.progress_bar import progress
 from ppo_core.reporting.sample_table import Completions
 from ppo_core.rollout.generate import sample_responses
@@ -24,15 +23,15 @@ from ppo_core.rollout.sampler import SamplingSettings, stop_token
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """One answer to each prompt."""
+    """One response to each prompt."""
 
     texts: list[str]
-    """The answers, special tokens left out."""
+    """The responses, without special tokens."""
 
     kl: float | None
-    """Nats between policy and reference, summed over an answer, mean over the prompts (k1).
-    None without a reference, or where the answers are no sample of the whole policy: greedy ones,
-    or those cut to top_k or top_p."""
+    """KL divergence from the reference in nats: summed over a response, mean over prompts (k1).
+    None without a reference, and for greedy decoding, top_k or top_p, whose responses are no
+    samples of the full policy."""
 
 
 def answer_prompts(
@@ -50,9 +49,9 @@ def answer_prompts(
     stop_token_id: int | None = None,
     reference: PreTrainedModel | None = None,
 ) -> Answers:
-    """Answer each prompt by the sampler that training uses; temperature 0 decodes greedily.
+    """Sample a response to each prompt as training does; temperature 0 decodes greedily.
 
-    `stop` and `stop_token_id` end an answer as `stop_token` of PPOConfig and its id do.
+    `stop` and `stop_token_id` are the settings `stop_token` and `stop_token_id` of PPOConfig.
     """
     if not prompts:
         return Answers(texts=[], kl=None)
@@ -81,33 +80,32 @@ def answer_prompts(
 
 
 def _divergence(rollout: Rollout, reference: LanguageModel, batch_size: int) -> Tensor:
-    """Nats (B,) between the policy that sampled a rollout and a reference."""
-    ref_logprobs = reference_logprobs(reference, rollout, batch_size)
-    # Both are 0 where a token does not count.
+    """Return the k1 estimate (B,) of the KL divergence from the reference, in nats."""
+    ref_logprobs = response_logprobs(reference, rollout, batch_size)
+    # Both are 0 where a token is not counted.
     return kl_per_token(rollout.logprobs, ref_logprobs, "k1").sum(dim=1)
 
 
 def greedy_completions(
-    policy: LanguageModel,
-    module: nn.Module,
+    models: ModelBundle,
+    state: TrainState,
     tokenizer: PreTrainedTokenizerBase,
     prompts: PromptSet,
-    rewards: RewardMix,
-    engine: Engine,
     *,
     response_length: int,
     stop_token_id: int,
     batch_size: int,
 ) -> Completions:
-    """The likeliest answer to each prompt and its score, of all processes, in every process.
+    """Return the greedy response to each prompt and its score, in every process.
 
-    module is what the engine prepared with the policy in it.
+    Each process answers its share of the prompts.
     """
+    engine, module = state.engine, state.module
     greedy = SamplingSettings(stop_token_id=stop_token_id, temperature=0)
     own = engine.share(len(prompts))
     with engine.gathered(module):
         rollout = sample_responses(
-            policy,
+            models.policy,
             [prompts.tokens[n] for n in own],
             torch.zeros(len(own), response_length),
             greedy,
@@ -115,12 +113,12 @@ def greedy_completions(
             any_left=engine.any if engine.passes_meet() else None,
         )
     asked = [prompts.prompts[n] for n in own]
-    with engine.all_gathered(reward_holders(rewards, module)):
-        given, _ = rewards(asked, rollout)
+    with engine.all_gathered(reward_holders(models.rewards, module)):
+        scores, _ = models.rewards(asked, rollout)
     texts = response_texts(tokenizer, rollout)
     shown = [prompt_text(tokenizer, prompt) for prompt in asked]
-    rows = list(zip(own, zip(shown, texts, given.tolist(), strict=True), strict=True))
-    # A prompt that fills up a share is answered twice.
-    of_prompt = dict(engine.gather_objects(rows))
-    queries, responses, scores = zip(*(of_prompt[n] for n in sorted(of_prompt)), strict=True)
-    return Completions(list(queries), list(responses), list(scores))
+    rows = list(zip(own, zip(shown, texts, scores.tolist(), strict=True), strict=True))
+    # A prompt that pads a share is answered by two processes.
+    by_prompt = dict(engine.gather_objects(rows))
+    queries, responses, values = zip(*(by_prompt[n] for n in sorted(by_prompt)), strict=True)
+    return Completions(list(queries), list(responses), list(values))

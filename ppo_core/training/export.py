@@ -1,23 +1,16 @@
-"""What a run leaves behind: the policy and its card."""
+"""The trained policy on disk and on the hub, with its model card."""
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
-from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.models.adapter_weights import save_adapter
 from ppo_core.models.quantization import is_quantized
-from ppo_core.ppo.ema import WeightAverage
-from ppo_core.ppo.model_bundle import ModelBundle
-from ppo_core.ppo.update import TrainState
-from ppo_core.reporting.callbacks import Reporter
+from ppo_core.ppo.run_state import RunParts
 from ppo_core.training.model_card import push_folder, write_model_card
 
 if TYPE_CHECKING:
@@ -29,25 +22,16 @@ ADAPTER = "adapter"
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyExporter:
+class PolicyExporter(RunParts):
     """Writes the policy of a run; all processes call, the main one writes."""
-
-    config: PPOConfig
-    tokenizer: PreTrainedTokenizerBase
-    parts: ModelBundle
-    engine: Engine
-    train_state: TrainState
-    reporter: Reporter
-    average: WeightAverage | None
 
     @property
     def trained_model(self) -> nn.Module:
-        """The policy as transformers or peft knows it."""
+        """The policy as a model of transformers or PEFT."""
         return self.parts.adapted or self.parts.policy.model
 
     def save_policy(self, folder: Path) -> None:
-        """Policy and tokenizer, with the running mean of the weights if there is one."""
+        """Save policy and tokenizer; the weights are their running mean if there is one."""
         averaged = self.average.swapped_in() if self.average else nullcontext()
         with averaged:
             self._write_policy(folder)
@@ -67,7 +51,7 @@ class PolicyExporter:
         self.tokenizer.save_pretrained(folder)
 
     def write_card(self, *, model_name: str | None = None, **details: Any) -> None:
-        """README.md with the settings and the last metrics."""
+        """Write README.md with the settings and the last metrics."""
         history = self.reporter.state.log_history
         if self.engine.is_main:
             write_model_card(
@@ -80,7 +64,7 @@ class PolicyExporter:
             )
 
     def push(self, commit_message: str, **details: Any) -> str | None:
-        """Upload `output_dir` without its checkpoints, from the main process."""
+        """Upload `output_dir` without its checkpoints; return the address in the main process."""
         self.write_card(**details)
         if not self.engine.is_main:
             return None

@@ -1,4 +1,4 @@
-"""The model card of a trained policy, and its way to the hub."""
+"""The model card of a trained policy, and its upload to the hub."""
 
 import json
 import platform
@@ -33,11 +33,11 @@ def write_model_card(
     tags: str | Sequence[str] | None = None,
     samples: Completions | None = None,
 ) -> Path:
-    """Write README.md beside a saved policy; returns its path.
+    """Write README.md into the folder of a saved policy; return its path.
 
-    `base_model` and `dataset_name` are names on the hub; of a path only the last part is
-    written, and of the settings everything but the token. `model_name` is the folder's name if it
-    is None. `metrics` are those of the last update; the first three `samples` are shown.
+    `base_model` and `dataset_name` are hub ids or paths, of which only the last part is written.
+    All settings are written except the hub token. `model_name` defaults to the folder's name,
+    `metrics` are from the last update, and the first three `samples` are shown.
     """
     folder = Path(folder)
     name = without_folders(model_name or config.hub_model_id or folder.resolve().name)
@@ -66,7 +66,7 @@ def push_folder(
     private: bool | None,
     commit_message: str,
 ) -> str:
-    """Upload a folder, checkpoints left out, to a repository that is made if needed.
+    """Upload a folder without its checkpoints, creating the repository if necessary.
 
     Returns the address of the commit.
 
@@ -95,7 +95,7 @@ def push_folder(
 
 
 def without_folders(name: str) -> str:
-    """The last part of a path that starts at a root or a home, and any other name as it is."""
+    """Return the last part of an absolute path or a path from ~; any other name unchanged."""
     for path in (PurePosixPath(name), PureWindowsPath(name)):
         if path.is_absolute() or name.startswith("~"):
             return path.name
@@ -120,8 +120,8 @@ def _purpose(config: PPOConfig, base_model: str | None, dataset_name: str | None
     base = as_markdown(without_folders(base_model)) if base_model else "a language model"
     text = (
         f"{base}, trained with proximal policy optimization (PPO, "
-        "[arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) to answer so that a reward model "
-        "scores it higher, and held near the model it started from by the KL divergence."
+        "[arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) to write responses that a reward "
+        "model scores higher. A KL term held it near the model that it started from."
     )
     if config.reward_model_path:
         text += f" The reward model: {as_markdown(without_folders(config.reward_model_path))}."
@@ -154,7 +154,7 @@ def _samples(samples: Completions) -> str:
 
 
 def _fenced(text: str) -> str:
-    """A block of code around any text: its fence is longer than all runs of backticks in it."""
+    """Return the text in a code block, whose fence is longer than any run of backticks in it."""
     runs = [len(run) for run in re.findall("`+", text)]
     fence = "`" * max(3, *(length + 1 for length in [0, *runs]))
     return f"{fence}text\n{printable(text)}\n{fence}"
@@ -183,7 +183,7 @@ def _versions() -> dict[str, str]:
 
 
 def _on_hub(name: str | None) -> bool:
-    """Whether it may be the name of a repository: of its form, and no file here."""
+    """Return whether a name can be a hub repository: a valid id, and no local path."""
     if name is None or Path(name).exists():
         return False
     try:

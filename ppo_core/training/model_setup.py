@@ -1,5 +1,6 @@
-"""What scripts hand over to the trainer, made into what its loop works with."""
+"""Policy, reference, critic and rewards of a run, made from the models that a script hands over."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -7,12 +8,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_core.checkpointing.fingerprint import Layout, given_models, layout
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.actor_critic import Critic
+from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.adapter_weights import merged_copy
 from ppo_core.models.adapters import (
+    adapter_settings,
     add_adapter,
     check_adapter,
     checkpoint_activations,
@@ -32,76 +35,137 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
-def make_models(
-    config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    model: nn.Module,
-    ref_model: nn.Module | None,
-    rewards: RewardMix,
-    value_model: nn.Module | None,
-    peft_config: Any,
-    engine: Engine,
-) -> ModelBundle:
-    """The models of a run, from a script's.
+@dataclass(frozen=True)
+class ScriptModels:
+    """The models of a run as a script hands them over."""
 
-    `model` is a causal language model, one with a value head, or a PeftModel. Without a
-    `ref_model` the reference is a copy of the policy, or the policy with its adapter off.
-    Without a `value_model` the critic is the policy's own value head if it has one or the
-    settings ask for it, else starts from the reward model if that reads the policy's tokens,
-    else from the policy.
+    policy: nn.Module
+    """A causal language model, one with a value head, or a PeftModel."""
+
+    reference: nn.Module | None
+    """None: a copy of the policy, or the policy with its adapter off."""
+
+    critic: nn.Module | None
+    """None: the policy's own value head if it has one or the settings ask for it; else a copy of
+    the reward model if that reads the policy's tokens; else a copy of the policy."""
+
+    rewards: RewardMix
+    peft_config: Any = None
+    """The adapter to add to the policy, if any."""
+
+    def fingerprints(self) -> dict[str, Layout]:
+        """Return the fingerprints of the weights that checkpoints do not hold."""
+        return given_models(
+            self.policy,
+            self.reference,
+            self.rewards.models(),
+            adds_adapter=self.peft_config is not None,
+        )
+
+
+def make_engine(config: PPOConfig) -> Engine:
+    """Join the processes of the run, with the precision and sharding of the settings."""
+    return Engine(
+        bf16=bool(config.bf16),
+        use_cpu=config.use_cpu,
+        sharding=config.sharding,
+        offload=config.offload,
+        deepspeed=config.deepspeed,
+        gather_for_generation=config.ds3_gather_for_generation,
+        timeout=config.ddp_timeout,
+    )
+
+
+def make_models(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, given: ScriptModels, engine: Engine
+) -> ModelBundle:
+    """Make policy, reference, critic and rewards of a run from a script's models.
 
     Raises:
-        ModelError: a model cannot play its part, or two parts are the same object.
+        ModelError: a model cannot be used as what it was handed over as, or one object was handed
+            over twice.
         ConfigError: the settings and the models contradict each other.
     """
-    _refuse_same(model, ref_model, rewards, value_model)
-    value_head = None
-    if isinstance(model, ModelWithValueHead):
-        value_head, model = model.v_head.summary, model.pretrained_model
-    if peft_config is not None:
-        with torch.random.fork_rng():
-            torch.manual_seed(config.seed)
-            model = add_adapter(model, peft_config)
-    _check_adapter_names(config, model, ref_model)
+    _refuse_same(given)
+    model, value_head = _prepared_policy(config, given)
     disable_dropout(model)
     engine.place(model.eval())
     policy = _make_policy(config, model)
     check_quantized_trainable(model)
     adapted = model if is_peft(model) else None
-    critic = _make_critic(config, tokenizer, policy, adapted, value_head, value_model, rewards)
-    if not any(parameter.requires_grad for parameter in policy_parameters(policy, critic)):
-        raise ModelError("No parameter of the policy requires a gradient: nothing would learn.")
-    if not any(parameter.requires_grad for parameter in critic.parameters()):
-        raise ModelError("No parameter of the critic requires a gradient: nothing would learn.")
+    critic = _make_critic(config, tokenizer, policy, adapted, value_head, given)
+    _require_trainable(policy, critic)
     _train_in_fp32(model, critic)
     disable_dropout(critic)
     if config.gradient_checkpointing:
         _checkpoint_activations(model, critic)
-    reference = _make_reference(config, model, ref_model)
+    reference = _make_reference(config, model, given.reference)
     _check_refresh(config, policy, reference)
+    # Last: a critic may have been copied from a reward model, which is sharded from here on.
+    _prepare_frozen(engine, model, policy, reference, given.rewards)
+    return ModelBundle(
+        policy=policy,
+        adapted=adapted,
+        reference=reference,
+        critic=engine.place(critic.eval()),
+        rewards=given.rewards,
+    )
+
+
+def trained_layouts(models: ModelBundle) -> dict[str, Layout]:
+    """Return the shapes of what is trained, and an adapter's settings, for the fingerprint.
+
+    Call it before the engine prepares policy and critic: afterwards a process may hold shards.
+    """
+    layouts = {"policy or critic": layout(ActorCritic(models.policy, models.critic))}
+    if models.adapted is not None:
+        layouts["adapter"] = adapter_settings(models.adapted)
+    return layouts
+
+
+def _prepared_policy(config: PPOConfig, given: ScriptModels) -> tuple[nn.Module, nn.Linear | None]:
+    """Return the policy with its new adapter, if any, and the value head that it came with."""
+    model, value_head = given.policy, None
+    if isinstance(model, ModelWithValueHead):
+        value_head, model = model.v_head.summary, model.pretrained_model
+    if given.peft_config is not None:
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            model = add_adapter(model, given.peft_config)
+    _check_adapter_names(config, model, given.reference)
+    return model, value_head
+
+
+def _require_trainable(policy: LanguageModel, critic: Critic) -> None:
+    if not any(parameter.requires_grad for parameter in policy_parameters(policy, critic)):
+        raise ModelError("No parameter of the policy requires a gradient: nothing would learn.")
+    if not any(parameter.requires_grad for parameter in critic.parameters()):
+        raise ModelError("No parameter of the critic requires a gradient: nothing would learn.")
+
+
+def _prepare_frozen(
+    engine: Engine,
+    model: nn.Module,
+    policy: LanguageModel,
+    reference: LanguageModel,
+    rewards: RewardMix,
+) -> None:
+    """Bring reference and reward models to the device, in shards where the policy will be."""
     frozen = [one for one in reward_holders(rewards, model) if one is not model]
     for scorer in rewards.models():
         if not isinstance(scorer.model, PreTrainedModel):
             scorer.model.eval().to(engine.device)  # a head on the policy's base
     if reference.model is not policy.model:
         frozen.append(reference)
-    # Last: a critic may have been copied from a reward model, which is in shards from now on.
     for one in frozen:
         engine.prepare_frozen(one)
-    return ModelBundle(
-        policy=policy,
-        adapted=adapted,
-        reference=reference,
-        critic=engine.place(critic.eval()),
-        rewards=rewards,
-    )
 
 
 def require_loaded(model: object, **others: object) -> None:
-    """Refuse what is no model at all, such as a name of one; the others may be None.
+    """Raise if an argument is not a loaded model; those of `others` may be None.
 
     Raises:
-        ModelError: one of them is something else.
+        ModelError: one of them is something else, such as the name of a model.
     """
     given = {"model": model, **{name: one for name, one in others.items() if one is not None}}
     for name, one in given.items():
@@ -113,11 +177,11 @@ def require_loaded(model: object, **others: object) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: what is learned must be the policy that sampled (detail 8)."""
+    """Set every dropout to 0: the update must see the policy that sampled (detail 8)."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        # Layers of transformers keep theirs as plain numbers, those of peft one by adapter.
+        # Layers of transformers have dropout as a float, PEFT's have one for each adapter.
         for name in [name for name in vars(module) if "drop" in name]:
             value = getattr(module, name)
             if isinstance(value, float):
@@ -127,9 +191,9 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def _train_in_fp32(model: nn.Module, critic: Critic) -> None:
-    """Weights that are trained are at least fp32: half precision loses nearly every step.
+    """Cast trained weights to at least fp32: half precision rounds most steps away.
 
-    The base of an adapter keeps its precision; transformers loads a checkpoint in its own.
+    The base of an adapter keeps its precision.
     """
     own_backbone = not is_peft(model) or (critic.adapter is None and not _shares(model, critic))
     wholes = [] if is_peft(model) else [model]
@@ -145,25 +209,23 @@ def _shares(model: nn.Module, critic: Critic) -> bool:
     return any(id(parameter) in of_policy for parameter in critic.parameters())
 
 
-def _refuse_same(
-    model: nn.Module, ref_model: nn.Module | None, rewards: RewardMix, value_model: Any
-) -> None:
-    if ref_model is not None and _trains(model, ref_model):
+def _refuse_same(given: ScriptModels) -> None:
+    if given.reference is not None and _trains(given.policy, given.reference):
         raise ModelError(
             "The policy and the reference are the same object: the KL divergence would stay 0. "
-            "Load the reference apart, or hand over ref_model=None."
+            "Load the reference separately, or hand over ref_model=None."
         )
-    trained = [one for one in (model, value_model) if one is not None]
-    for scorer in rewards.models():
+    trained = [one for one in (given.policy, given.critic) if one is not None]
+    for scorer in given.rewards.models():
         if any(_trains(one, scorer.model) for one in trained):
             raise ModelError(
                 "The reward model is the same object as a model that is trained: its scores would "
-                "move. Load it apart, or hand over value_model=None."
+                "change. Load it separately, or hand over value_model=None."
             )
 
 
 def _trains(model: nn.Module, other: nn.Module) -> bool:
-    """Whether training the one moves the other; layers that both keep frozen may be shared."""
+    """Return whether training `model` changes `other`; frozen layers may be shared."""
     moving = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     return model is other or any(id(parameter) in moving for parameter in other.parameters())
 
@@ -202,7 +264,7 @@ def _make_policy(config: PPOConfig, model: nn.Module) -> LanguageModel:
 
 
 def _activate(model: "PeftModel", name: str) -> None:
-    """Make an adapter the one that is trained and saved."""
+    """Make an adapter the active one, which is trained and saved."""
     before = model.active_adapter
     others = [
         parameter
@@ -210,7 +272,7 @@ def _activate(model: "PeftModel", name: str) -> None:
         if parameter.requires_grad and f".{before}." not in where
     ]
     model.set_adapter(name)
-    # PEFT freezes all others with that, also the critic's.
+    # PEFT freezes all other adapters with that, also the critic's.
     for parameter in others:
         parameter.requires_grad_(True)
 
@@ -229,7 +291,7 @@ def _make_reference(
 
 
 def _check_refresh(config: PPOConfig, policy: LanguageModel, reference: LanguageModel) -> None:
-    """Refuse to copy the policy into a reference that cannot take it."""
+    """Raise if the reference cannot take copies of the policy's weights."""
     if not config.reference_refresh_updates:
         return
     shapes = [
@@ -250,21 +312,20 @@ def _make_critic(
     policy: LanguageModel,
     adapted: "PeftModel | None",
     value_head: nn.Linear | None,
-    value_model: nn.Module | None,
-    rewards: RewardMix,
+    given: ScriptModels,
 ) -> Critic:
-    if value_model is not None and config.shared_critic:
+    if given.critic is not None and config.shared_critic:
         raise ConfigError(
             "shared_critic=True and a value_model both say what the critic is. Hand over "
             "value_model=None."
         )
-    if isinstance(value_model, Critic):
-        return value_model
-    if value_model is not None:
-        return Critic.from_classifier(value_model)
+    if isinstance(given.critic, Critic):
+        return given.critic
+    if given.critic is not None:
+        return Critic.from_classifier(given.critic)
     if value_head is not None or config.shared_critic:
         return Critic.on_policy(policy, value_head)
-    for reward_model in rewards.models():
+    for reward_model in given.rewards.models():
         has_its_own_base = isinstance(reward_model.model, PreTrainedModel)
         reads_along = reward_model.lm_head is not None and has_its_own_base
         if reads_along and reward_model.reads_tokens_of(tokenizer):
@@ -273,7 +334,7 @@ def _make_critic(
 
 
 def _checkpoint_activations(model: nn.Module, critic: Critic) -> None:
-    """Of policy and critic; it acts in training mode, which the update switches on."""
+    """Recompute activations of policy and critic in the backward pass, in training mode."""
     if is_peft(model):
         checkpoint_activations(model)
     backbones = [plain_model(model), critic.model]

@@ -1,4 +1,4 @@
-"""Refusals before training: models, prompts and settings that would fail late, together."""
+"""Checks before training: models, prompts and settings that would fail together later."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from ppo_core.rollout.generate import decoder_of
 def check_models(
     parts: ModelBundle, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
 ) -> None:
-    """Refuse a run that would start, and break off at the first response that shows why.
+    """Raise if the run would fail during training.
 
     Raises:
         ModelError: a model cannot be sampled from, saved, or read the tokens it will get.

@@ -27,8 +27,8 @@ from tests.helpers.paths import ROOT
 
 PACKAGE = str(ROOT / "ppo_core")
 PHASES = {
-    ("collector.py", "_sample"): "rollout",
-    ("collector.py", "_score"): "scoring",
+    ("trainer.py", "_sample"): "rollout",
+    ("trainer.py", "_score"): "scoring",
     ("update.py", "update_policy"): "update",
     ("checkpointer.py", "save"): "save",
     ("files.py", "save_checkpoint"): "save",

@@ -121,6 +121,29 @@ def test_the_moments_are_what_they_are_called():
     assert passes.count(True) == 12
 
 
+@pytest.mark.parametrize(
+    ("moment", "updates", "steps"),
+    [
+        ("scoring", 1, 1),
+        ("the first step of an update", 0, 1),
+        ("between two steps of an update", 1, 1),
+        ("the last step of the second update", 1, 4),
+        ("the last step of all", 2, 4),
+    ],
+)
+def test_an_optimizer_step_that_was_begun_is_taken_before_the_run_stops(
+    moment, updates, steps, tmp_path
+):
+    trainer, taken = trainer_in(tmp_path), []
+    trainer._train_state.optimizer.register_step_post_hook(lambda *_: taken.append(1))
+    MOMENTS[moment](trainer)
+    with pytest.raises(RunInterruptedError):
+        trainer.train()
+    assert trainer._run.updates == updates
+    assert trainer._run.pending.progress.steps_done == steps
+    assert len(taken) == 4 * updates + steps
+
+
 class TerminateAfterAnUpdate(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -190,7 +213,9 @@ def test_a_training_in_another_thread_leaves_sigterm_as_it_is():
 
 def test_an_experience_is_kept_to_the_bit(tmp_path):
     trainer = make_trainer(dataclasses.replace(SETTINGS, output_dir=str(tmp_path)))
-    pending = trainer._collect()
+    prompts = trainer._draw_prompts()
+    rollout = trainer._sample(prompts)
+    pending = trainer._make_experience(rollout, trainer._score(rollout, prompts), prompts)
     tensors, state = pending.as_checkpoint()
     again = type(pending).from_checkpoint(tensors, state)
     assert again.metrics == pending.metrics

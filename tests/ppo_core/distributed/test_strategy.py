@@ -21,7 +21,7 @@ from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.models import lm_head
 from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.policy import LanguageModel
-from ppo_core.ppo.scoring import critic_values, reference_logprobs
+from ppo_core.ppo.scoring import critic_values, response_logprobs
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
 from tests.helpers.rollouts import make_rollout
@@ -114,7 +114,7 @@ class Run:
             )
             values = critic_values(self.critic, sampled, 2)
         with engine.gathered(self.reference):
-            logprobs = reference_logprobs(self.reference, sampled, 2)
+            logprobs = response_logprobs(self.reference, sampled, 2)
         said = {"ids": sampled.response_ids, "reference": logprobs, "values": values}
         return {name: engine.gather_rows(t, len(PROMPTS)) for name, t in said.items()}
 

@@ -44,10 +44,15 @@ def shaped(*batches: list[float], moments=None, rollout=None, **settings) -> lis
 def experience_of(scores, values, mask, kl=None, **settings) -> Experience:
     rollout = make_rollout(mask)
     values = tensor(values)
+    judged = Scores(
+        ref_logprobs=torch.zeros_like(values),
+        values=values,
+        scores=tensor(scores),
+        full_kl=torch.zeros_like(values) if kl is None else tensor(kl),
+    )
     return make_experience(
         rollout,
-        Scores(ref_logprobs=torch.zeros_like(values), values=values, scores=tensor(scores)),
-        torch.zeros_like(values) if kl is None else tensor(kl),
+        judged,
         PPOConfig(**{**PLAIN, **settings}),
         kl_coef=settings.get("kl_coef", 0.0),
     )

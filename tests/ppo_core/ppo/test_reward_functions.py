@@ -13,8 +13,7 @@ from ppo_core.data.types import Rollout
 from ppo_core.errors import ConfigError, DataError, ModelError
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.ppo.reward_functions import RewardMix, make_rewards
-from ppo_core.ppo.scoring import score_tokens
+from ppo_core.ppo.reward_functions import RewardMix, make_rewards, score_tokens
 from tests.helpers.chat import ENDED, OPEN, make_chat_tokenizer, say
 from tests.helpers.tiny import EOS, make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.rollout.test_generate import sample
@@ -185,6 +184,20 @@ def test_a_bare_classifier_reads_the_policys_tokens():
         length = int(rollout.response_lengths[b]) - int(rollout.has_stop[b])
         ids = [*ids, *rollout.response_ids[b, :length].tolist(), EOS]
         assert_close(scores[b], model(torch.tensor([ids])).logits[0, 0].detach())
+
+
+def test_vocabularies_are_compared_once_and_not_for_every_batch(monkeypatch):
+    compared = []
+    plain = RewardModel.reads_tokens_of
+    monkeypatch.setattr(
+        RewardModel, "reads_tokens_of", lambda *args: compared.append(1) or plain(*args)
+    )
+    tokenizer = make_tokenizer()
+    rewards = make_rewards(make_classifier(), tokenizer, batch_size=2)
+    rollout = make_rollout(tokenizer, PROMPTS)
+    first, second = (rewards(PROMPTS, rollout)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert len(compared) == 1
 
 
 def test_a_language_model_or_another_module_is_no_reward():

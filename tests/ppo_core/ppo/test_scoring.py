@@ -10,8 +10,8 @@ from ppo_core.data.prompts import response_texts
 from ppo_core.models.actor_critic import Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.ppo.reward_functions import ModelReward
-from ppo_core.ppo.scoring import critic_values, full_kl, reference_logprobs, score_tokens
+from ppo_core.ppo.reward_functions import ModelReward, score_tokens
+from ppo_core.ppo.scoring import critic_values, exact_kl, response_logprobs
 from tests.helpers.rollouts import make_rollout, row_of
 from tests.helpers.tiny import EOS, make_classifier, make_policy, make_tokenizer
 
@@ -32,7 +32,7 @@ def test_every_row_gets_what_its_own_tokens_give(batch_size):
     reference = LanguageModel(make_policy())
     critic = Critic.from_reward_model(RewardModel(make_classifier(), make_tokenizer()))
     reward_model = RewardModel(make_classifier(), make_tokenizer())
-    ref_logprobs = reference_logprobs(reference, rollout, batch_size)
+    ref_logprobs = response_logprobs(reference, rollout, batch_size)
     given_values = critic_values(critic, rollout, batch_size)
     scores = score_tokens(reward_model, rollout, batch_size)
     mask = rollout.response_mask
@@ -98,20 +98,20 @@ def test_scores_by_text_use_the_reward_models_own_ids():
 def test_the_reference_at_the_policys_weights_has_the_policys_log_probabilities():
     rollout = make_wordy_rollout()
     policy, reference = LanguageModel(make_policy()), LanguageModel(make_policy())
-    assert_close(reference_logprobs(reference, rollout, 2), reference_logprobs(policy, rollout, 3))
+    assert_close(response_logprobs(reference, rollout, 2), response_logprobs(policy, rollout, 3))
 
 
 def test_scoring_keeps_no_graph():
     rollout = make_wordy_rollout()
     critic = Critic.from_policy(make_policy())
     assert not critic_values(critic, rollout, 2).requires_grad
-    assert not reference_logprobs(LanguageModel(make_policy()), rollout, 2).requires_grad
+    assert not response_logprobs(LanguageModel(make_policy()), rollout, 2).requires_grad
 
 
 def test_the_exact_divergence_is_the_sum_over_the_vocabulary():
     rollout = make_wordy_rollout()
     policy, reference = LanguageModel(make_policy()), LanguageModel(make_policy(seed=4))
-    actual = full_kl(policy, reference, rollout, 2)
+    actual = exact_kl(policy, reference, rollout, 2)
     assert (actual[~rollout.response_mask] == 0).all()
     for b in range(4):
         start = int(rollout.prompt_lengths[b])

@@ -1,5 +1,6 @@
 """The update: one optimizer step against autograd on the whole batch, and what must not matter."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,12 +13,14 @@ from torch.testing import assert_close
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.types import Experience
 from ppo_core.distributed.engine import Engine
+from ppo_core.errors import RunInterruptedError
 from ppo_core.models import lm_head
 from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.kernels import matmul_backend
 from ppo_core.models.kernels.matmul_backend import uses_onednn
 from ppo_core.models.policy import LanguageModel
-from ppo_core.ppo import update
+from ppo_core.ppo import side_by_side
+from ppo_core.ppo.objective import SUMS
 from ppo_core.ppo.optimizer import parameter_groups
 from ppo_core.ppo.ptx import PretrainingTexts, joined_texts
 from ppo_core.ppo.schedule import make_schedule, make_scheduler
@@ -65,13 +68,13 @@ def make_train_state(learning_rate=0.1) -> TrainState:
     module = ActorCritic(LanguageModel(make_policy()), critic)
     optimizer = torch.optim.SGD(module.parameters(), lr=learning_rate)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    return TrainState(module=module, optimizer=optimizer, scheduler=scheduler)
+    return TrainState(module=module, optimizer=optimizer, scheduler=scheduler, engine=Engine())
 
 
 def weights_after(config: PPOConfig, experience: Experience, train_state: TrainState | None = None):
     train_state = train_state or make_train_state()
     progress = make_progress(config, experience)
-    update_policy(train_state, experience, config, Engine(), progress)
+    update_policy(train_state, experience, config, progress)
     return {name: p.detach() for name, p in train_state.module.named_parameters()}, progress.sums
 
 
@@ -279,7 +282,7 @@ def make_shared_train_state() -> TrainState:
     torch.nn.init.normal_(module.critic.head.weight, std=0.1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    return TrainState(module=module, optimizer=optimizer, scheduler=scheduler)
+    return TrainState(module=module, optimizer=optimizer, scheduler=scheduler, engine=Engine())
 
 
 def test_one_step_of_a_critic_on_the_policys_backbone_is_plain_autograd():
@@ -331,10 +334,11 @@ def test_large_layers_are_multiplied_by_onednn_on_the_way_back(
     largest_of_a_layer = 32 * 64
     least = largest_of_a_layer if is_large else largest_of_a_layer + 1
     monkeypatch.setattr(matmul_backend, "MAX_ERROR", 1.0)  # also on a processor that rounds
-    for module in (matmul_backend, update):
+    for module in (matmul_backend, side_by_side):
         monkeypatch.setattr(module, "MIN_NUMEL", least)
     config, experience, engine = make_config(), make_experience(), WatchedEngine()
-    update_policy(make(), experience, config, engine, make_progress(config, experience))
+    train_state = dataclasses.replace(make(), engine=engine)
+    update_policy(train_state, experience, config, make_progress(config, experience))
     assert engine.by_onednn == [is_large] * ways_back
 
 
@@ -453,12 +457,15 @@ def test_a_critic_that_warms_up_leaves_the_policy_as_it_is_to_the_bit():
     optimizer = torch.optim.AdamW(parameter_groups(module.policy, module.critic, config))
     schedule = make_schedule(config, num_prompts=8, num_processes=1)
     train_state = TrainState(
-        module=module, optimizer=optimizer, scheduler=make_scheduler(optimizer, config, schedule)
+        module=module,
+        optimizer=optimizer,
+        scheduler=make_scheduler(optimizer, config, schedule),
+        engine=Engine(),
     )
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     experience = make_experience()
     progress = make_progress(config, experience)
-    update_policy(train_state, experience, config, Engine(), progress, critic_only=True)
+    update_policy(train_state, experience, config, progress, critic_only=True)
     moved = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if name.startswith("critic.")}
 
@@ -488,7 +495,7 @@ def test_a_step_of_too_large_a_ratio_is_skipped_and_counted(share, skipped):
     config = make_config(ratio_threshold=share * divergence_and_ratio()[1])
     after, _ = weights_after(config, make_experience(), train_state)
     assert train_state.skipped_steps == skipped
-    assert train_state.skipped_in_a_row == 0
+    assert train_state.skipped_in_a_row == skipped
     assert all(torch.equal(before[name], after[name]) for name in before) == bool(skipped)
     assert all(parameter.grad is None for parameter in train_state.module.parameters())
 
@@ -499,6 +506,75 @@ def test_too_many_steps_in_a_row_that_are_not_finite_end_the_update_there():
     train_state = make_train_state()
     weights_after(make_config(num_ppo_epochs=5, max_skipped_steps=3), experience, train_state)
     assert (train_state.skipped_steps, train_state.skipped_in_a_row) == (3, 3)
+
+
+def test_too_many_steps_in_a_row_of_too_large_a_ratio_end_the_update_there():
+    train_state = make_train_state()
+    config = make_config(num_ppo_epochs=5, max_skipped_steps=3, ratio_threshold=1e-3)
+    weights_after(config, make_experience(), train_state)
+    assert (train_state.skipped_steps, train_state.skipped_in_a_row) == (3, 3)
+    assert train_state.scheduler.last_epoch == 5
+
+
+class CountingEngine(Engine):
+    """Notes how often processes would meet to sum, and how many numbers they would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.summed: list[int] = []
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        self.summed.append(tensor.numel())
+        return super().sum(tensor)
+
+
+@pytest.mark.parametrize("microbatch_size", [8, 1])
+def test_sums_reach_the_host_and_other_processes_once_an_optimizer_step(
+    microbatch_size, monkeypatch
+):
+    reads: list[str] = []
+    for name in ("__float__", "item", "tolist"):
+        plain = getattr(Tensor, name)
+        monkeypatch.setattr(
+            Tensor, name, lambda *args, n=name, call=plain: reads.append(n) or call(*args)
+        )
+    engine = CountingEngine()
+    config = make_config(
+        num_ppo_epochs=2, num_mini_batches=2, per_device_train_batch_size=microbatch_size
+    )
+    experience = make_experience()
+    progress = make_progress(config, experience)
+    train_state = dataclasses.replace(make_train_state(), engine=engine)
+    reads.clear()
+    update_policy(train_state, experience, config, progress)
+    assert engine.summed == [len(SUMS)] * 4
+    assert reads == ["tolist"] * 4
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4])
+def test_an_update_that_was_stopped_after_a_step_continues_to_the_same_weights(steps):
+    def stop() -> None:
+        if progress.steps_done == steps:
+            raise RunInterruptedError
+
+    texts = make_prompts([4, 2, 6, 3, 5])
+    config = make_config(num_ppo_epochs=2, num_mini_batches=2, ptx_coef=0.1)
+    runs = []
+    for after_step in (lambda: None, stop):
+        train_state = dataclasses.replace(
+            make_train_state(), pretraining=PretrainingTexts(texts, seed=3)
+        )
+        experience = make_experience()
+        progress = make_progress(config, experience)
+        with contextlib.suppress(RunInterruptedError):
+            update_policy(train_state, experience, config, progress, after_step=after_step)
+        assert progress.steps_done == (steps if after_step is stop else 4)
+        assert all(parameter.grad is None for parameter in train_state.module.parameters())
+        sums = update_policy(train_state, experience, config, progress)
+        runs.append((train_state.module.state_dict(), sums))
+    (whole, sums), (continued, continued_sums) = runs
+    assert all(torch.equal(whole[name], continued[name]) for name in whole)
+    assert sums == continued_sums
 
 
 def test_a_good_step_ends_the_row_of_bad_ones():

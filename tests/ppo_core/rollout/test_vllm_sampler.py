@@ -18,7 +18,7 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError, PPOError, TrainingError
 from ppo_core.models.adapters import add_adapter, lora_config
 from ppo_core.models.policy import LanguageModel
-from ppo_core.ppo.scoring import reference_logprobs
+from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.reporting.metrics import sampler_metrics
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
@@ -70,7 +70,7 @@ def uniforms(seed: int = 0) -> torch.Tensor:
 def scored(policy: LanguageModel, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
     """The policy's own log-probabilities of the counted tokens, and the server's."""
     mask = rollout.response_mask
-    return reference_logprobs(policy, rollout, 4)[mask], rollout.behaviour_logprobs[mask]
+    return response_logprobs(policy, rollout, 4)[mask], rollout.behaviour_logprobs[mask]
 
 
 # --- The server has the policy's weights -------------------------------------------

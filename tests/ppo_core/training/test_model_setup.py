@@ -250,14 +250,14 @@ def test_checkpointed_adapters_learn_what_plain_ones_do(tmp_path):
                 "value_model": (same := make_classifier()),
                 "reward_model": RewardModel(same, make_tokenizer()),
             },
-            "scores would move",
+            "scores would change",
         ),
         (
             lambda: {
                 "value_model": Critic.from_classifier(same := make_classifier()),
                 "reward_model": RewardModel(same, make_tokenizer()),
             },
-            "scores would move",
+            "scores would change",
         ),
         (lambda: {"model": make_policy().requires_grad_(False)}, "nothing would learn"),
         (lambda: {"model": make_classifier()}, "must be a causal language model"),

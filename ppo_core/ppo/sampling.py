@@ -1,0 +1,143 @@
+"""The prompts of an update, and the responses that the policy samples for them."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.prompt_set import PromptSet
+from ppo_core.data.prompts import Prompt, Tokens
+from ppo_core.data.types import Rollout
+from ppo_core.distributed.engine import Engine
+from ppo_core.ppo.model_bundle import ModelBundle
+from ppo_core.ppo.run_state import RunState
+from ppo_core.ppo.scoring import response_logprobs
+from ppo_core.reporting.metrics import Metrics, PhaseTimer, sampler_metrics
+from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.sampler import SamplingSettings
+
+if TYPE_CHECKING:
+    from ppo_core.rollout.vllm_sampler import VLLMSampler
+
+FAR_SERVER = 0.1
+"""KL divergence, in nats a token, of a vLLM server that rounding does not explain."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptBatch:
+    """This process's share of the prompts of an update."""
+
+    rows: list[int]
+    """Rows of the prompt set: those of the full batch, over all processes."""
+
+    prompts: list[Prompt]
+    """The prompts of this process, as text or messages."""
+
+    tokens: list[Tokens]
+    """The same prompts as token ids."""
+
+    uniforms: Tensor
+    """(B, T) one number in [0, 1) for each token that may be sampled."""
+
+
+def draw_prompts(
+    run: RunState, prompts: PromptSet, engine: Engine, *, size: int, response_length: int
+) -> PromptBatch:
+    """Draw the next `size` prompts, and the random numbers to sample their responses with.
+
+    Every process draws for the full batch, so that a response does not depend on the number of
+    processes.
+    """
+    uniforms = torch.rand(size, response_length, generator=run.generators["sampling"])
+    rows, share = run.stream.next_batch(size), engine.share(size)
+    own = [rows[n] for n in share]
+    return PromptBatch(
+        rows=rows,
+        prompts=[prompts.prompts[row] for row in own],
+        tokens=[prompts.tokens[row] for row in own],
+        uniforms=uniforms[share],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySampler:
+    """Samples responses from the policy, here or by a vLLM server that has its weights."""
+
+    config: PPOConfig
+    models: ModelBundle
+    module: nn.Module
+    """Policy and critic as the engine prepared them."""
+
+    engine: Engine
+    settings: SamplingSettings
+    prompts: PromptSet
+    timer: PhaseTimer
+
+    def sample(self, batch: PromptBatch, pause: Callable[[], None]) -> Rollout:
+        """Sample one response to each prompt of this process.
+
+        `pause` is called before each batch of prompts is read, and may raise.
+        """
+        if self.config.use_vllm:
+            return self._sample_by_vllm(batch)
+        with self.engine.gathered(self.module), self.engine.autocast():
+            return sample_responses(
+                self.models.policy,
+                batch.tokens,
+                batch.uniforms,
+                self.settings,
+                batch_size=self.config.local_rollout_forward_batch_size,
+                any_left=self.engine.any if self.engine.passes_meet() else None,
+                pause=pause,
+            )
+
+    def metrics(self, rollout: Rollout) -> Metrics:
+        """Return how far a vLLM server was from the policy; warn if rounding does not explain it.
+
+        Empty where the policy is sampled here.
+        """
+        if not self.config.use_vllm:
+            return {}
+        assert rollout.behaviour_logprobs is not None
+        mask = rollout.response_mask
+        metrics = sampler_metrics(
+            rollout.logprobs[mask],
+            rollout.behaviour_logprobs[mask],
+            cap=self.config.vllm_importance_sampling_cap,
+        )
+        # top_k and top_p cut tokens off, which is a divergence too.
+        is_far = metrics["vllm/kl"] > FAR_SERVER and not self.settings.is_restricted
+        if is_far and self.engine.is_main:
+            logger.warning(
+                "The vLLM server is %.3g nats a token from the policy whose weights it was given: "
+                "it does not use all of these weights, or computes something else. Most of the "
+                "batch will teach nothing. See the server's log, and docs/vllm.md.",
+                metrics["vllm/kl"],
+            )
+        return metrics
+
+    def _sample_by_vllm(self, batch: PromptBatch) -> Rollout:
+        """Return the server's samples, with the policy's own log-probabilities of them."""
+        with self.timer("synchronising"):
+            version = self._vllm.synchronise()
+        rollout = self._vllm.sample(batch.tokens, batch.uniforms, self.settings, version)
+        size = self.config.local_rollout_forward_batch_size
+        with self.engine.autocast(), self.engine.gathered(self.module):
+            logprobs = response_logprobs(self.models.policy, rollout, size)
+        return replace(rollout, logprobs=logprobs)
+
+    @cached_property
+    def _vllm(self) -> "VLLMSampler":
+        # Imported only here: its client takes a second to load.
+        from ppo_core.rollout.vllm_sampler import VLLMSampler
+
+        return VLLMSampler(
+            self.config, self.models.policy, self.models.adapted, self.engine, self.prompts.tokens
+        )
