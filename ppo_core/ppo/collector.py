@@ -24,7 +24,7 @@ from ppo_core.ppo.schedule import Schedule
 from ppo_core.ppo.scoring import critic_values, full_kl, reference_logprobs
 from ppo_core.ppo.update import UpdateProgress
 from ppo_core.reporting.metrics import Metrics, objective_metrics, sampler_metrics
-from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
 
 if TYPE_CHECKING:
@@ -110,8 +110,10 @@ class Collector:
                 uniforms,
                 self.sampling,
                 batch_size=self.config.local_rollout_forward_batch_size,
-                any_left=self.engine.any if self.engine.passes_meet() else None,
-                pause=pause,
+                callbacks=SamplingCallbacks(
+                    any_active=self.engine.any if self.engine.passes_meet() else None,
+                    before_batch=pause,
+                ),
             )
 
     def _sample_by_vllm(

@@ -21,7 +21,7 @@ from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.models import lm_head
 from ppo_core.models.actor_critic import ActorCritic, Critic, LanguageModel
 from ppo_core.ppo.scoring import critic_values, reference_logprobs
-from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
 from tests.helpers.tiny import EOS, VOCABULARY, make_policy
 from tests.ppo_core.models.test_actor_critic import make_rollout
@@ -109,7 +109,9 @@ class Run:
                 UNIFORMS[share],
                 SAMPLING,
                 batch_size=1,
-                any_left=engine.any if engine.passes_meet() else None,
+                callbacks=SamplingCallbacks(
+                    any_active=engine.any if engine.passes_meet() else None
+                ),
             )
             values = critic_values(self.critic, sampled, 2)
         with engine.gathered(self.reference):

@@ -25,8 +25,9 @@ from ppo_core.data.prompts import (
 )
 from ppo_core.errors import DataError, ModelError, RunInterruptedError
 from ppo_core.models.actor_critic import LanguageModel
-from ppo_core.rollout.generate import sample_responses
-from ppo_core.rollout.kv_cache import ReservedCache
+from ppo_core.rollout.decoder import can_add_prompts
+from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
+from ppo_core.rollout.kv_cache import TransformersView
 from ppo_core.rollout.sampler import (
     BLOCK,
     NO_STOP_TOKEN,
@@ -34,7 +35,6 @@ from ppo_core.rollout.sampler import (
     sample_tokens,
     stop_token,
 )
-from ppo_core.rollout.transformers_decoder import takes_more
 from tests.helpers.tiny import CONFIGS, EOS, PAD, make_policy, make_prompts, make_tokenizer
 
 LENGTHS = [3, 9, 5, 12, 1, 7]
@@ -49,9 +49,9 @@ def sample(
     length=15,
     seed=0,
     batch_size=4,
-    any_left=bool,
-    ended=lambda _: None,
-    pause=lambda: None,
+    any_active=bool,
+    on_finished=lambda _: None,
+    before_batch=lambda: None,
     **cut,
 ):
     uniforms = torch.rand(len(prompts), length, generator=torch.Generator().manual_seed(seed))
@@ -61,9 +61,9 @@ def sample(
         uniforms,
         SamplingSettings(stop_token_id=stop, temperature=temperature, **cut),
         batch_size=batch_size,
-        any_left=any_left,
-        ended=ended,
-        pause=pause,
+        callbacks=SamplingCallbacks(
+            any_active=any_active, on_finished=on_finished, before_batch=before_batch
+        ),
     )
 
 
@@ -245,8 +245,8 @@ def test_prompts_that_take_the_places_of_ended_responses_are_answered_the_same(m
     policy, prompts = LanguageModel(make()), make_prompts([1, 9, 5, 12, 3, 7, 2] * 5)
     drawn = partial(sample, policy, prompts, stop=9, length=30, batch_size=batch_size)
     numbers: list[int] = []
-    following = drawn(any_left=None, ended=numbers.append)
-    in_batches = drawn(any_left=bool)
+    following = drawn(any_active=None, on_finished=numbers.append)
+    in_batches = drawn(any_active=bool)
     assert 0 < following.has_stop.sum() < len(prompts)
     assert following.response_ids.tolist() == in_batches.response_ids.tolist()
     assert following.response_lengths.tolist() == in_batches.response_lengths.tolist()
@@ -261,10 +261,10 @@ def test_places_of_ended_responses_do_not_stay_empty(make):
     passes: list[int] = []
     embedding = policy.model.get_input_embeddings()
     embedding.register_forward_hook(lambda module, inputs, out: passes.append(out.shape[1] == 1))
-    sample(policy, prompts, stop=15, length=30, any_left=bool)
+    sample(policy, prompts, stop=15, length=30, any_active=bool)
     in_batches = sum(passes)
     passes.clear()
-    lengths = sample(policy, prompts, stop=15, length=30, any_left=None).response_lengths
+    lengths = sample(policy, prompts, stop=15, length=30, any_active=None).response_lengths
     # Four at a time; at the end some are alone, and places wait until there is one for a prompt.
     assert sum(passes) < 0.8 * in_batches
     assert sum(passes) >= (lengths.sum() - len(lengths)) / 4
@@ -293,10 +293,10 @@ def of_64_columns() -> PreTrainedModel:
 def test_neither_places_nor_columns_leave_the_context(make, seed):
     policy, prompts = LanguageModel(make()), make_prompts([20] * 6 + [2] * 20)
     drawn = partial(sample, policy, prompts, stop=9, length=44, seed=seed)
-    following = drawn(any_left=None)
+    following = drawn(any_active=None)
     assert (following.response_lengths == 44).any()
     assert following.has_stop.any()
-    assert following.response_ids.tolist() == drawn(any_left=bool).response_ids.tolist()
+    assert following.response_ids.tolist() == drawn(any_active=bool).response_ids.tolist()
 
 
 def test_memory_is_reserved_once():
@@ -304,11 +304,11 @@ def test_memory_is_reserved_once():
     reserved: set[int] = set()
 
     def remember(module: object, inputs: object, output: BaseModelOutputWithPast) -> None:
-        if isinstance(cache := output.past_key_values, ReservedCache):
+        if isinstance(cache := output.past_key_values, TransformersView):
             reserved.update(layer.keys.untyped_storage().data_ptr() for layer in cache.layers)
 
     policy.backbone.module.register_forward_hook(remember)
-    sample(policy, make_prompts([12] * 4 + [5] * 12), stop=15, length=20, any_left=None)
+    sample(policy, make_prompts([12] * 4 + [5] * 12), stop=15, length=20, any_active=None)
     assert len(reserved) == 2  # the keys of each layer
 
 
@@ -323,7 +323,7 @@ def test_prompts_follow_where_the_angles_of_a_row_are_its_own(changes, expected)
     like = CONFIGS["llama"].to_dict()
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{**like, **changes})).eval()
     policy = LanguageModel(model)
-    assert takes_more(policy, policy.backbone) == expected
+    assert can_add_prompts(policy, policy.backbone) == expected
 
 
 def test_a_model_without_keys_and_values_by_rows_is_refused_by_name():
@@ -336,12 +336,12 @@ def test_a_model_without_keys_and_values_by_rows_is_refused_by_name():
 
 
 @pytest.mark.parametrize("stop", [EOS, 9, 15])
-@pytest.mark.parametrize("any_left", [None, bool], ids=["following", "in batches"])
-def test_there_are_as_many_pauses_as_batches_whenever_responses_end(stop, any_left):
+@pytest.mark.parametrize("any_active", [None, bool], ids=["following", "in batches"])
+def test_there_are_as_many_pauses_as_batches_whenever_responses_end(stop, any_active):
     """Processes wait for each other in a pause, and the responses of each end at their own time."""
     asked: list[int] = []
     policy, prompts = LanguageModel(make_policy()), make_prompts([4] * 22)
-    sample(policy, prompts, stop=stop, any_left=any_left, pause=lambda: asked.append(1))
+    sample(policy, prompts, stop=stop, any_active=any_active, before_batch=lambda: asked.append(1))
     assert len(asked) == 6
 
 
@@ -354,7 +354,12 @@ def test_a_pause_may_end_it_all_before_more_prompts_are_read():
             raise RunInterruptedError("Stop.")
 
     with pytest.raises(RunInterruptedError):
-        sample(LanguageModel(make_policy()), make_prompts([4] * 22), any_left=None, pause=pause)
+        sample(
+            LanguageModel(make_policy()),
+            make_prompts([4] * 22),
+            any_active=None,
+            before_batch=pause,
+        )
 
 
 @pytest.mark.parametrize("passes", [1, 12, 20], ids=["sooner", "later", "at the length"])
@@ -366,12 +371,12 @@ def test_passes_go_on_until_no_process_has_a_response_left_and_change_nothing(pa
     assert alone.response_lengths.tolist() == [4, 9]
     made.clear()
 
-    def any_left(here: bool) -> bool:
+    def any_active(here: bool) -> bool:
         """The longest response of the other processes takes so many passes."""
         told.append(here)
         return here or len(told) < passes
 
-    together = sample(policy, prompts, stop=9, length=20, seed=17, any_left=any_left)
+    together = sample(policy, prompts, stop=9, length=20, seed=17, any_active=any_active)
     assert len(made) == max(9, passes)
     assert len(told) == len(made)
     assert told == [True] * 8 + [False] * (len(told) - 8)

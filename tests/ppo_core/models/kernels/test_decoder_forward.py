@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import peft
@@ -27,7 +28,9 @@ from ppo_core.models.kernels import attention, matmul_backend
 from ppo_core.models.kernels.decoder_families import plain_layers
 from ppo_core.models.kernels.decoder_forward import states_at
 from ppo_core.models.kernels.matmul_backend import are_by_onednn
-from ppo_core.rollout.fast_decoder import PlainDecoding
+from ppo_core.rollout.decoder import Decoder
+from ppo_core.rollout.fast_decoder import FastBackend
+from ppo_core.rollout.kv_cache import KVCache
 from tests.helpers.tiny import VOCABULARY, make_policy, make_prompts
 
 _LLAMA_LIKE: dict[str, Any] = {
@@ -132,10 +135,10 @@ def test_a_response_grows_by_the_states_of_the_whole_row(family):
     prompts, answers = make_prompts(LENGTHS), make_prompts([4, 4, 4], seed=1)
     parts = plain_layers(backbone)
     assert parts is not None
-    backbone = DecoderBackbone(backbone)
     kept = torch.tensor([2, 0])
     with torch.no_grad():
-        decoding = PlainDecoding(parts, prompts, 4, within=backbone.within, device=ROW.device)
+        cache = KVCache(3, max(LENGTHS), 4, ROW.device)
+        decoding = Decoder(FastBackend(parts, cache, nullcontext), prompts)
         for t in range(5):
             rows = range(3) if t < 3 else kept.tolist()
             whole = [torch.tensor([prompts[n] + answers[n][:t]]) for n in rows]
@@ -155,12 +158,12 @@ def test_prompts_that_follow_see_nothing_of_the_rows_before(family):
     answers = make_prompts([6] * 3, seed=1)
     parts = plain_layers(backbone)
     assert parts is not None
-    within = DecoderBackbone(backbone).within
     with torch.no_grad():
-        decoding = PlainDecoding(parts, first, 6, within=within, device=ROW.device)
+        cache = KVCache(2, 9, 6, ROW.device)
+        decoding = Decoder(FastBackend(parts, cache, nullcontext), first)
         for t in range(2):
             decoding.step(torch.tensor([answers[0][t], answers[1][t]]))
-        for part in itertools.chain(*decoding._memory):
+        for part in itertools.chain(*cache._layers):
             part[1] = torch.nan
         # The longest is left out, so what the other has moves.
         decoding.keep(torch.tensor([0]))
@@ -224,11 +227,11 @@ def test_other_models_are_called_as_a_whole(config: PreTrainedConfig):
 
 def test_half_precision_differs_by_its_rounding_alone():
     backbone = make_backbone(PLAIN["gpt_neox"]).float()
+    wrapped = DecoderBackbone(backbone)
     ids, _ = pad_rows(make_prompts(LENGTHS))
-    backbone = DecoderBackbone(backbone)
-    exact = backbone.states_at(ids, ROW, PLACE)
+    exact = wrapped.states_at(ids, ROW, PLACE)
     with torch.autocast("cpu", torch.bfloat16):
-        rounded, gradients = with_gradients(backbone, backbone.states_at(ids, ROW, PLACE))
+        rounded, gradients = with_gradients(backbone, wrapped.states_at(ids, ROW, PLACE))
         other = backbone(ids).last_hidden_state[ROW, PLACE]
     assert_close(rounded.float(), exact, rtol=0, atol=0.1)
     assert (rounded - exact).norm() < 1.2 * (other - exact).norm()
