@@ -47,7 +47,7 @@ def decoder_of(policy: LanguageModel) -> DecoderBackbone:
     """
     if not isinstance(policy.backbone, DecoderBackbone):
         raise ModelError(
-            f"{type(policy.model).__name__} has an encoder, and only decoder-only models are "
+            f"{type(policy.model).__name__} has an encoder, and only decoder-only models can be "
             "sampled from here. Train it with ppo_core.classic, which generates by transformers."
         )
     return policy.backbone

@@ -56,12 +56,12 @@ class TransformersBackend:
             attention_mask=(positions >= 0).long().to(device),
             past_key_values=filled,
             use_cache=True,
-            **self._backbone.places(positions.clamp(min=0).to(device)),
+            **self._backbone.position_inputs(positions.clamp(min=0).to(device)),
         )
         if not can_drop_sequences(filled):
             raise ModelError(
-                f"{self._name} does not keep keys and values by rows, so "
-                "responses that go on cannot leave those behind that have ended. Train it with "
+                f"{self._name} does not keep keys and values by sequence, so finished responses "
+                "cannot be dropped from its cache while the others continue. Train it with "
                 "ppo_core.classic, which generates by transformers."
             )
         self._store(filled, sequences)
@@ -75,7 +75,7 @@ class TransformersBackend:
             attention_mask=is_visible.long(),
             past_key_values=self._past,
             use_cache=True,
-            **self._backbone.places(self.cache.lengths[:, None]),
+            **self._backbone.position_inputs(self.cache.lengths[:, None]),
         )
         return states[:, -1]
 

@@ -109,12 +109,12 @@ def assert_same_states_and_gradients(model: PreTrainedModel, backbone: nn.Module
 
 @pytest.mark.parametrize("family", PLAIN)
 @pytest.mark.parametrize(
-    ("most_pairs", "block"),
-    [(attention.MOST_PAIRS, 64), (attention.MOST_PAIRS, 5), (0, 64)],
+    ("max_scores", "block"),
+    [(attention.MAX_SCORES, 64), (attention.MAX_SCORES, 5), (0, 64)],
     ids=["own", "in blocks", "of PyTorch"],
 )
-def test_states_and_gradients_are_those_of_transformers(family, most_pairs, block, monkeypatch):
-    monkeypatch.setattr(attention, "MOST_PAIRS", most_pairs)
+def test_states_and_gradients_are_those_of_transformers(family, max_scores, block, monkeypatch):
+    monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
     monkeypatch.setattr(attention, "BLOCK", block)
     backbone = make_backbone(PLAIN[family])
     assert_same_states_and_gradients(backbone, backbone)
@@ -243,15 +243,15 @@ def change_nothing(backbone: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("most_pairs", "change", "by_onednn"),
+    ("max_scores", "change", "by_onednn"),
     [(20 * 20, change_nothing, True), (19 * 19, change_nothing, False), (20 * 20, train, False)],
     ids=["own attention", "long rows", "as a whole"],
 )
 @pytest.mark.usefixtures("onednn_tried_anew")
 def test_large_layers_are_multiplied_by_onednn_where_attention_is_not(
-    most_pairs, change, by_onednn, monkeypatch
+    max_scores, change, by_onednn, monkeypatch
 ):
-    monkeypatch.setattr(attention, "MOST_PAIRS", most_pairs)
+    monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
     monkeypatch.setattr(matmul_backend, "LEAST_NUMBERS", 48 * 64)
     monkeypatch.setattr(matmul_backend, "MOST_ERROR", 1.0)  # also on a processor that rounds
     backbone = make_backbone(PLAIN["llama"])
