@@ -9,10 +9,10 @@ from transformers import PreTrainedConfig
 
 from ppo_core.data.batching import token_batches
 from ppo_core.data.prompts import Tokens
-from ppo_core.models.actor_critic import LanguageModel
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.kernels.decoder_families import plain_layers
 from ppo_core.models.kernels.packed_linear import packed
+from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.fast_decoder import FastBackend
 from ppo_core.rollout.kv_cache import KVCache, SelectableCache, empty_cache, keeps_all_positions
 from ppo_core.rollout.transformers_decoder import TransformersBackend

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_core.algorithm.masking import length_mask, pad_rows
-from ppo_core.data.batching import length_sorted_batches
+from ppo_core.algorithm.masking import length_mask
+from ppo_core.data.batching import length_sorted_batches, pad_rows
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ModelError
-from ppo_core.models.actor_critic import LanguageModel
 from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.continuous_batching import ActiveSequences, PromptQueue, ResponseBuffer
 from ppo_core.rollout.decoder import can_add_prompts, new_decoder
 from ppo_core.rollout.sampler import SamplingSettings, sample_tokens

@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from ppo_core.algorithm.masking import pad_rows
+from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import Tokens
 from ppo_core.errors import ModelError
-from ppo_core.models.actor_critic import LanguageModel
 from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.kv_cache import (
     KVCache,
     SelectableCache,
