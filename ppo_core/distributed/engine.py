@@ -22,7 +22,7 @@ from ppo_core.distributed.gloo_exit import let_gloo_finish_at_exit
 from ppo_core.distributed.optimizer_shards import check_shape, read_state, write_state
 from ppo_core.distributed.strategy import Sharding, choose_sharding, fsdp_offloads, uses_deepspeed
 from ppo_core.errors import ConfigError, TrainingError
-from ppo_core.models.kernels.sparse_embedding_grads import gradients_of_read_rows
+from ppo_core.models.kernels.sparse_embedding_grads import sparse_embedding_grads
 
 Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item")
@@ -211,7 +211,7 @@ class Engine:
         from run to run.
         """
         can = self.is_plain and self.device.type == "cpu"
-        return gradients_of_read_rows(module) if can else nullcontext()
+        return sparse_embedding_grads(module) if can else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss whose sum over processes and microbatches is minimised.

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from ppo_core.algorithm.masking import length_mask
 from ppo_core.data.types import TokenRows
 from ppo_core.models.kernels import attention
-from ppo_core.models.kernels.decoder_families import Layers, plain_layers
+from ppo_core.models.kernels.decoder_families import DecoderLayers, fast_path
 from ppo_core.models.kernels.decoder_forward import states_at
-from ppo_core.models.kernels.matmul_backend import products_with
+from ppo_core.models.kernels.matmul_backend import large_matmuls
 
 Within = Callable[[], AbstractContextManager[Any]]
 """Returns the context manager of a forward pass, such as one that selects an adapter."""
@@ -49,11 +49,11 @@ class DecoderBackbone:
 
         `sequence` and `position` (N,) are sorted by sequence.
         """
-        parts = plain_layers(self.module)
-        if parts is None:
+        decoder = fast_path(self.module)
+        if decoder is None:
             return self.hidden_states(ids)[sequence, position]
-        with self.within(), _products_of(parts, ids):
-            return states_at(parts, ids, sequence, position)
+        with self.within(), _products_of(decoder, ids):
+            return states_at(decoder, ids, sequence, position)
 
     def products(self, ids: Tensor) -> AbstractContextManager[None]:
         """Select the matmul backend for large matrices, if those of the layers are large.
@@ -62,17 +62,17 @@ class DecoderBackbone:
         (B, S), too. It changes nothing where PyTorch's attention is used, whose matmuls would be
         computed by the same backend: its backward pass is much slower by oneDNN.
         """
-        return _products_of(plain_layers(self.module), ids)
+        return _products_of(fast_path(self.module), ids)
 
     def states(self, rows: TokenRows) -> Tensor:
         """Return the hidden states (N, D) from which the counted tokens were sampled."""
         return self.states_at(rows.ids, rows.row, rows.state)
 
 
-def _products_of(parts: Layers | None, ids: Tensor) -> AbstractContextManager[None]:
-    if parts is None or not attention.uses_own_attention(ids.shape[1], ids.shape[1], ids.device):
+def _products_of(decoder: DecoderLayers | None, ids: Tensor) -> AbstractContextManager[None]:
+    if decoder is None or not attention.uses_own_attention(ids.shape[1], ids.shape[1], ids.device):
         return nullcontext()
-    return products_with(max(weight.numel() for weight in parts.layers[0].mlp.parameters()))
+    return large_matmuls(max(weight.numel() for weight in decoder.layers[0].mlp.parameters()))
 
 
 class EncoderDecoderBackbone:

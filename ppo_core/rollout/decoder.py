@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from ppo_core.data.batching import token_batches
 from ppo_core.data.prompts import Tokens
 from ppo_core.models.backbones import DecoderBackbone
-from ppo_core.models.kernels.decoder_families import plain_layers
+from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.fast_decoder import FastBackend
@@ -100,8 +100,8 @@ def new_decoder(
         ModelError: the model's cache cannot drop sequences.
     """
     size = max(map(len, prompts)), max_new_tokens, policy.device
-    if plain_layers(backbone.module) is not None:
-        layers = plain_layers(packed(backbone.module, len(prompts), passes=max_new_tokens))
+    if fast_path(backbone.module) is not None:
+        layers = fast_path(packed(backbone.module, len(prompts), passes=max_new_tokens))
         assert layers is not None, "The packed copy is of the same family."
         fast = FastBackend(layers, KVCache(len(prompts), *size), backbone.within)
         return Decoder(fast, prompts)
@@ -119,7 +119,7 @@ def can_add_prompts(policy: LanguageModel, backbone: DecoderBackbone) -> bool:
     rotary angles of a sequence depend on the longest sequence beside it.
     """
     config = policy.model.config
-    is_fast = plain_layers(backbone.module) is not None
+    is_fast = fast_path(backbone.module) is not None
     keeps_all = is_fast or keeps_all_positions(empty_cache(config))
     return keeps_all and _rotary_kinds(config).isdisjoint({"dynamic", "longrope"})
 

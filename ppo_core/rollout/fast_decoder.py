@@ -10,7 +10,7 @@ from torch import Tensor
 from ppo_core.algorithm.masking import length_mask
 from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import Tokens
-from ppo_core.models.kernels.decoder_families import Layers
+from ppo_core.models.kernels.decoder_families import DecoderLayers
 from ppo_core.models.kernels.decoder_forward import FullSequences, Selection, forward
 from ppo_core.models.kernels.rotary import Angles, write_by_head
 from ppo_core.rollout.kv_cache import KVCache
@@ -23,7 +23,7 @@ class FastBackend:
 
     def __init__(
         self,
-        layers: Layers,
+        layers: DecoderLayers,
         cache: KVCache,
         within: Callable[[], AbstractContextManager[Any]],
     ) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ppo_core.models.kernels.matmul_backend import small_products
+from ppo_core.models.kernels.matmul_backend import small_matmuls
 
 MAX_SCORES = 256 * 256
 """Largest number of scores (queries times keys) of a head for which all weights are held at once.
@@ -113,7 +113,7 @@ def _attend(
     queries = (queries * scale).view(batch * keys.shape[1], -1, length, size)
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     outputs, all_weights = [], []
-    with small_products():
+    with small_matmuls():
         for block in blocks:
             of_block = queries[:, :, block.queries].flatten(1, 2)
             scores = torch.bmm(of_block, keys[:, block.keys].transpose(1, 2))
@@ -152,7 +152,7 @@ class _OwnAttention(torch.autograd.Function):
         gradient = gradient.reshape(queries.shape)
         query_gradients = []
         key_gradients, value_gradients = torch.zeros_like(keys), torch.zeros_like(values)
-        with small_products():
+        with small_matmuls():
             for block, weights in zip(ctx.blocks, all_weights, strict=True):
                 of_block, output_gradients = (
                     part[:, :, block.queries].flatten(1, 2) for part in (queries, gradient)

@@ -1,4 +1,4 @@
-"""One forward pass through the decoders of `plain_layers`: training, prefill and decoding.
+"""One forward pass through the decoders of `fast_path`: training, prefill and decoding.
 
 Equal to those of transformers, and faster: sequences need no mask for their padding, attention is
 one matmul for all heads, and the last layer is computed only at the positions that are read.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo_core.models.kernels.attention import attend, causal_mask
-from ppo_core.models.kernels.decoder_families import Layer, Layers
+from ppo_core.models.kernels.decoder_families import DecoderLayer, DecoderLayers
 from ppo_core.models.kernels.rotary import Angles, by_head
 
 
@@ -74,7 +74,7 @@ class Selection:
         return sequences, positions, column
 
 
-def states_at(decoder: Layers, ids: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
+def states_at(decoder: DecoderLayers, ids: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
     """Return last states (N, D) at some positions of right-padded token ids (B, S).
 
     `sequence` and `position` (N,) are sorted by sequence.
@@ -83,7 +83,7 @@ def states_at(decoder: Layers, ids: Tensor, sequence: Tensor, position: Tensor) 
 
 
 def forward(
-    decoder: Layers, ids: Tensor, context: Context, selected: Selection | None = None
+    decoder: DecoderLayers, ids: Tensor, context: Context, selected: Selection | None = None
 ) -> Tensor:
     """Return last states of token ids (B, S): (B, S, D), or (N, D) at the selected positions."""
     states = _embed(decoder, ids, context.positions)
@@ -96,7 +96,7 @@ def forward(
 
 
 def _layer_forward(
-    layer: Layer,
+    layer: DecoderLayer,
     number: int,
     states: Tensor,
     angles: Angles | None,
@@ -120,12 +120,16 @@ def _layer_forward(
     return layer.finish(states[sequence, position], attended[sequence, column])
 
 
-def _embed(decoder: Layers, ids: Tensor, positions: Tensor) -> Tensor:
-    states: Tensor = decoder.tokens(ids)
-    return states if decoder.places is None else states + decoder.places(positions)
+def _embed(decoder: DecoderLayers, ids: Tensor, positions: Tensor) -> Tensor:
+    states: Tensor = decoder.token_embedding(ids)
+    return (
+        states
+        if decoder.position_embedding is None
+        else states + decoder.position_embedding(positions)
+    )
 
 
-def _rotary_angles(decoder: Layers, states: Tensor, positions: Tensor) -> Angles | None:
+def _rotary_angles(decoder: DecoderLayers, states: Tensor, positions: Tensor) -> Angles | None:
     """Return the rotary angles of positions (B or 1, S); None where positions have embeddings."""
     if decoder.rotary is None:
         return None
