@@ -1,4 +1,4 @@
-"""The part of a language model below its head: token rows in, hidden states out."""
+"""The part of a language model below its head: token ids in, hidden states out."""
 
 import inspect
 from collections.abc import Callable
@@ -17,79 +17,79 @@ from ppo_core.models.kernels.decoder_forward import states_at
 from ppo_core.models.kernels.matmul_backend import large_matmuls
 
 Within = Callable[[], AbstractContextManager[Any]]
-"""Makes the context of a forward pass, such as the adapter that it uses."""
+"""Returns the context manager of a forward pass, such as one that selects an adapter."""
 
 
 class DecoderBackbone:
     """A decoder-only backbone."""
 
     def __init__(self, module: nn.Module, within: Within = nullcontext) -> None:
-        """Take a backbone of transformers; it runs inside `within()`."""
+        """Wrap a backbone of transformers; its forward passes run inside `within()`."""
         self.module = module
         self.within = within
-        # The few families without (Bloom, MPT) derive the places from the mask.
+        # The few families without it (Bloom, MPT) derive the positions from the mask.
         self._takes_position_ids = "position_ids" in inspect.signature(module.forward).parameters
 
-    def places(self, position_ids: Tensor) -> dict[str, Tensor]:
-        """The places (B, S) of tokens, as `hidden_states` takes them."""
+    def position_inputs(self, position_ids: Tensor) -> dict[str, Tensor]:
+        """Return the argument of `hidden_states` for the positions (B, S) of the tokens."""
         return {"position_ids": position_ids} if self._takes_position_ids else {}
 
     def hidden_states(self, ids: Tensor, **inputs: Any) -> Tensor:
-        """Last hidden states (B, S, D) of token ids (B, S), filled up on the right.
+        """Return last hidden states (B, S, D) of right-padded token ids (B, S).
 
-        A causal row never sees what follows it, so fillers on the right need no mask.
+        No mask is needed: attention is causal, so tokens never attend to the padding after them.
         """
         with self.within():
             output = self.module(input_ids=ids, **{"use_cache": False, **inputs})
         states: Tensor = output.last_hidden_state
         return states
 
-    def states_at(self, ids: Tensor, row: Tensor, place: Tensor) -> Tensor:
-        """Last hidden states (N, D) at chosen places of token ids (B, S), filled up on the right.
+    def states_at(self, ids: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
+        """Return last hidden states (N, D) at some positions of right-padded token ids (B, S).
 
-        `row` and `place` (N,) say where, row by row.
+        `sequence` and `position` (N,) are sorted by sequence.
         """
-        parts = fast_path(self.module)
-        if parts is None:
-            return self.hidden_states(ids)[row, place]
-        with self.within(), _products_of(parts, ids):
-            return states_at(parts, ids, row, place)
+        decoder = fast_path(self.module)
+        if decoder is None:
+            return self.hidden_states(ids)[sequence, position]
+        with self.within(), _products_of(decoder, ids):
+            return states_at(decoder, ids, sequence, position)
 
     def products(self, ids: Tensor) -> AbstractContextManager[None]:
-        """Multiply inside by the library for large matrices, if those of the layers are large.
+        """Select the matmul backend for large matrices, if those of the layers are large.
 
-        `states_at` does so itself; whoever goes back through a pass over token ids (B, S) must
-        once more. Where attention is not our own nothing changes: it is multiplied by the same
-        library, and the backward pass of PyTorch's takes five times as long by oneDNN.
+        `states_at` enters this context itself; enter it around the backward pass of token ids
+        (B, S), too. It changes nothing where PyTorch's attention is used, whose matmuls would be
+        computed by the same backend: its backward pass is much slower by oneDNN.
         """
         return _products_of(fast_path(self.module), ids)
 
     def states(self, rows: TokenRows) -> Tensor:
-        """Hidden states (N, D) in which the counted tokens were sampled."""
+        """Return the hidden states (N, D) from which the counted tokens were sampled."""
         return self.states_at(rows.ids, rows.row, rows.state)
 
 
-def _products_of(parts: DecoderLayers | None, ids: Tensor) -> AbstractContextManager[None]:
-    if parts is None or not attention.is_own(ids.shape[1], ids.shape[1], ids.device):
+def _products_of(decoder: DecoderLayers | None, ids: Tensor) -> AbstractContextManager[None]:
+    if decoder is None or not attention.uses_own_attention(ids.shape[1], ids.shape[1], ids.device):
         return nullcontext()
-    return large_matmuls(max(weight.numel() for weight in parts.layers[0].mlp.parameters()))
+    return large_matmuls(max(weight.numel() for weight in decoder.layers[0].mlp.parameters()))
 
 
 class EncoderDecoderBackbone:
-    """Encoder and decoder of a sequence-to-sequence model: the prompt is what is encoded."""
+    """Encoder and decoder of a sequence-to-sequence model; the prompt is encoded."""
 
     def __init__(self, model: PreTrainedModel, within: Within = nullcontext) -> None:
-        """Take a `...ForConditionalGeneration`; it runs inside `within()`."""
+        """Wrap a `...ForConditionalGeneration`; its forward passes run inside `within()`."""
         self.module = model
         self._within = within
         config = model.config
         self._start = config.decoder_start_token_id
-        # T5 with tied embeddings shrinks its states before any head reads them.
-        shrinks = getattr(config, "scale_decoder_outputs", False)
-        self._scale = config.d_model**-0.5 if shrinks else 1.0
+        # T5 with tied embeddings scales its states before any head reads them.
+        is_scaled = getattr(config, "scale_decoder_outputs", False)
+        self._scale = config.d_model**-0.5 if is_scaled else 1.0
 
     def states(self, rows: TokenRows) -> Tensor:
-        """Hidden states (N, D) in which the counted tokens were sampled."""
+        """Return the hidden states (N, D) from which the counted tokens were sampled."""
         lengths = rows.prompt_lengths
         encoded = rows.ids[:, : int(lengths.max())]
         visible = length_mask(lengths, encoded.shape[1])
@@ -104,19 +104,19 @@ class EncoderDecoderBackbone:
                 encoder_attention_mask=visible.long(),
                 use_cache=False,
             ).last_hidden_state
-        # In joined rows the state before the first response token is the prompt's last place.
-        place = rows.state - (lengths[rows.row] - 1)
-        return decoded[rows.row, place] * self._scale
+        # `rows.state` counts from the prompt's first token, the decoder from the prompt's last.
+        position = rows.state - (lengths[rows.row] - 1)
+        return decoded[rows.row, position] * self._scale
 
     def _decoder_inputs(self, rows: TokenRows) -> Tensor:
-        """The start token and each response without its last token, filled up on the right."""
+        """Return the start token and each response without its last token, right-padded."""
         width = int((rows.lengths - rows.prompt_lengths).max())
-        places = rows.prompt_lengths[:, None] + torch.arange(width - 1, device=rows.ids.device)
-        shifted = rows.ids.gather(1, places.clamp(max=rows.ids.shape[1] - 1))
+        positions = rows.prompt_lengths[:, None] + torch.arange(width - 1, device=rows.ids.device)
+        shifted = rows.ids.gather(1, positions.clamp(max=rows.ids.shape[1] - 1))
         return torch.nn.functional.pad(shifted, (1, 0), value=self._start)
 
     def products(self, ids: Tensor) -> AbstractContextManager[None]:
-        """As for a decoder whose attention is not our own."""
+        """Change nothing, as for a decoder with PyTorch's attention."""
         return nullcontext()
 
 

@@ -18,7 +18,7 @@ from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.run_state import RunState
 from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.reporting.metrics import Metrics, PhaseTimer, sampler_metrics
-from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
 
 if TYPE_CHECKING:
@@ -94,8 +94,10 @@ class PolicySampler:
                 batch.uniforms,
                 self.settings,
                 batch_size=self.config.local_rollout_forward_batch_size,
-                any_left=self.engine.any if self.engine.passes_meet() else None,
-                pause=pause,
+                callbacks=SamplingCallbacks(
+                    any_active=self.engine.any if self.engine.passes_meet() else None,
+                    before_batch=pause,
+                ),
             )
 
     def metrics(self, rollout: Rollout) -> Metrics:

@@ -1,4 +1,4 @@
-"""Responses while they grow: which wait, which go on, and what they have so far."""
+"""Continuous batching: prompts that wait, responses that grow, and what has been sampled."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,84 +10,91 @@ from torch import Tensor
 from ppo_core.data.prompts import Tokens
 
 
-class Waiting:
-    """Prompts that are not yet read, in the order in which they will be."""
+class PromptQueue:
+    """Prompts that have not been read yet, in their order."""
 
     def __init__(
-        self, prompts: Sequence[Tokens], batch_size: int, pause: Callable[[], None]
+        self, prompts: Sequence[Tokens], batch_size: int, before_batch: Callable[[], None]
     ) -> None:
-        """Take them, and what is called once for each `batch_size` of them."""
+        """Take prompts, and a function to call once for each `batch_size` of them."""
         self._prompts = prompts
         self._batch_size = batch_size
-        self._pause = pause
-        self.begun = 0
-        """How many have been taken."""
+        self._before_batch = before_batch
+        self.num_taken = 0
 
     def __len__(self) -> int:
-        """How many are left."""
-        return len(self._prompts) - self.begun
+        """Return how many prompts are left."""
+        return len(self._prompts) - self.num_taken
 
     def take(self, most: int) -> Sequence[Tokens]:
-        """The next ones, with a pause where they are the first of a batch.
+        """Return up to `most` further prompts; calls `before_batch` if they begin a batch.
 
-        So there are as many in all processes, which may wait for each other in it.
+        The number of calls depends on the number of prompts alone, so it is equal in all processes,
+        which may wait for each other in that function.
         """
-        following = self._prompts[self.begun : self.begun + most]
-        end = self.begun + len(following)
-        if math.ceil(end / self._batch_size) > math.ceil(self.begun / self._batch_size):
-            self._pause()
-        self.begun = end
-        return following
+        prompts = self._prompts[self.num_taken : self.num_taken + most]
+        end = self.num_taken + len(prompts)
+        if math.ceil(end / self._batch_size) > math.ceil(self.num_taken / self._batch_size):
+            self._before_batch()
+        self.num_taken = end
+        return prompts
 
 
 @dataclass(frozen=True)
-class Growing:
-    """The responses that grow, one at each row of the decoding."""
+class ActiveSequences:
+    """The response of each sequence (b,) of the decoder."""
 
-    number: Tensor
-    """(b,) which of all responses it is."""
+    response: Tensor
+    """(b,) number of the response among all responses."""
 
-    place: Tensor
+    position: Tensor
     """(b,) of its next token."""
 
-    goes_on: Tensor
-    """(b,) False where it has ended, and another may take its row."""
+    is_active: Tensor
+    """(b,) False if it has finished; another response may then take the place of the sequence."""
 
     @classmethod
-    def new(cls, first: int, last: int, device: torch.device) -> "Growing":
-        """Those of these numbers, before their first token."""
-        number = torch.arange(first, last, device=device)
-        return cls(number, torch.zeros_like(number), torch.ones_like(number, dtype=torch.bool))
+    def new(cls, first: int, end: int, device: torch.device) -> "ActiveSequences":
+        """Return responses first..end-1, without a token."""
+        response = torch.arange(first, end, device=device)
+        is_active = torch.ones_like(response, dtype=torch.bool)
+        return cls(response, torch.zeros_like(response), is_active)
 
-    def after(self, ends: Tensor, most: int) -> "Growing":
-        """A token later, which was the last of some."""
-        place = self.place + 1
-        return Growing(self.number, place, self.goes_on & ~ends & (place < most))
+    def advance(self, is_stop: Tensor, max_new_tokens: int) -> "ActiveSequences":
+        """Advance by one token; `is_stop` (b,) marks the responses that it finishes."""
+        position = self.position + 1
+        is_active = self.is_active & ~is_stop & (position < max_new_tokens)
+        return ActiveSequences(self.response, position, is_active)
 
-    def count(self, most: int) -> tuple[int, int]:
-        """How many go on, and how many have all tokens that they may."""
-        # Together, since each waits for the device.
-        on, whole = torch.stack([self.goes_on.sum(), (self.place == most).sum()]).tolist()
-        return on, whole
+    def count(self, max_new_tokens: int) -> tuple[int, int]:
+        """Return how many responses are active, and how many sequences have all their tokens."""
+        # Stacked, since each transfer waits for the device.
+        active, full = torch.stack(
+            [self.is_active.sum(), (self.position == max_new_tokens).sum()]
+        ).tolist()
+        return active, full
 
-    def rows(self, *, at_least: int) -> Tensor:
-        """The rows (b,) that go on, or so many others if there are none."""
-        rows = self.goes_on.nonzero()[:, 0]
-        return rows if len(rows) else rows.new_zeros(at_least)
+    def active_sequences(self, *, at_least: int) -> Tensor:
+        """Return the sequences (c,) with an active response.
 
-    def at(self, rows: Tensor) -> "Growing":
-        """Those at these rows (c,)."""
-        return Growing(*(tensor[rows] for tensor in vars(self).values()))
+        If there are none, return sequence 0, `at_least` times.
+        """
+        sequences = self.is_active.nonzero()[:, 0]
+        return sequences if len(sequences) else sequences.new_zeros(at_least)
 
-    def and_then(self, others: "Growing") -> "Growing":
-        """These, and others at the rows behind."""
+    def select(self, sequences: Tensor) -> "ActiveSequences":
+        """Return the responses of some sequences (c,)."""
+        return ActiveSequences(*(tensor[sequences] for tensor in vars(self).values()))
+
+    def extend(self, others: "ActiveSequences") -> "ActiveSequences":
+        """Concatenate along the batch."""
         both = zip(vars(self).values(), vars(others).values(), strict=True)
-        return Growing(*(torch.cat(pair) for pair in both))
+        return ActiveSequences(*(torch.cat(pair) for pair in both))
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """Responses so far; columns as in `Rollout`."""
+class ResponseBuffer:
+    """Responses sampled so far; tensors as in `Rollout`."""
 
     ids: Tensor
     logprobs: Tensor
@@ -96,33 +103,41 @@ class Decoded:
     has_stop: Tensor
 
     @classmethod
-    def empty(cls, rows: int, most: int, device: torch.device) -> "Decoded":
-        """Responses without a token; one that never ends has the full length."""
+    def empty(
+        cls, num_responses: int, max_new_tokens: int, device: torch.device
+    ) -> "ResponseBuffer":
+        """Return responses without a token; their lengths are those without a stop token."""
+        shape = num_responses, max_new_tokens
         return cls(
-            ids=torch.zeros(rows, most, dtype=torch.long, device=device),
-            logprobs=torch.zeros(rows, most, device=device),
-            behaviour_logprobs=torch.zeros(rows, most, device=device),
-            lengths=torch.full((rows,), most, device=device),
-            has_stop=torch.zeros(rows, dtype=torch.bool, device=device),
+            ids=torch.zeros(shape, dtype=torch.long, device=device),
+            logprobs=torch.zeros(shape, device=device),
+            behaviour_logprobs=torch.zeros(shape, device=device),
+            lengths=torch.full((num_responses,), max_new_tokens, device=device),
+            has_stop=torch.zeros(num_responses, dtype=torch.bool, device=device),
         )
 
-    def put(self, rows: Tensor, part: "Decoded") -> None:
-        """Write the responses of some rows (b,)."""
-        for whole, of_rows in zip(vars(self).values(), vars(part).values(), strict=True):
-            whole[rows] = of_rows
+    def put(self, responses: Tensor, part: "ResponseBuffer") -> None:
+        """Write some responses (b,)."""
+        for full, of_part in zip(vars(self).values(), vars(part).values(), strict=True):
+            full[responses] = of_part
 
     def write(
-        self, growing: Growing, tokens: Tensor, logprobs: Tensor, behaviour: Tensor, stop: int
+        self,
+        active: ActiveSequences,
+        tokens: Tensor,
+        logprobs: Tensor,
+        behaviour_logprobs: Tensor,
+        stop_token_id: int,
     ) -> Tensor:
-        """Write the next token (b,) of each response that goes on; True where it is the stop.
+        """Write the next token (b,) of each active response; returns where it is the stop token.
 
-        Nothing here waits for the device.
+        Does not wait for the device.
         """
-        going, number, place = growing.goes_on, growing.number, growing.place
-        self.ids[number, place] = torch.where(going, tokens, 0)
-        self.logprobs[number, place] = torch.where(going, logprobs, 0)
-        self.behaviour_logprobs[number, place] = torch.where(going, behaviour, 0)
-        ends = going & (tokens == stop)
-        self.lengths[number] = torch.where(ends, place + 1, self.lengths[number])
-        self.has_stop[number] |= ends
-        return ends
+        is_active, response, position = active.is_active, active.response, active.position
+        self.ids[response, position] = torch.where(is_active, tokens, 0)
+        self.logprobs[response, position] = torch.where(is_active, logprobs, 0)
+        self.behaviour_logprobs[response, position] = torch.where(is_active, behaviour_logprobs, 0)
+        is_stop = is_active & (tokens == stop_token_id)
+        self.lengths[response] = torch.where(is_stop, position + 1, self.lengths[response])
+        self.has_stop[response] |= is_stop
+        return is_stop

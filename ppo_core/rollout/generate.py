@@ -1,6 +1,7 @@
-"""Prompts in, sampled responses out."""
+"""Sample responses to prompts."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,25 +13,41 @@ from ppo_core.data.types import Rollout
 from ppo_core.errors import ModelError
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.policy import LanguageModel
-from ppo_core.rollout.continuous_batching import Decoded, Growing, Waiting
+from ppo_core.rollout.continuous_batching import ActiveSequences, PromptQueue, ResponseBuffer
+from ppo_core.rollout.decoder import can_add_prompts, new_decoder
 from ppo_core.rollout.sampler import SamplingSettings, sample_tokens
-from ppo_core.rollout.transformers_decoder import begin_decoding, takes_more
 
-KEPT_SHARE = 0.75
-"""Ended responses leave the cache once no more than this share of its rows goes on, or one has all
-tokens that it may, and prompts that wait take their places: to move the others together costs as
-much as a few passes."""
+MAX_KEPT_SHARE = 0.75
+"""Finished responses leave the cache once at most this share of its sequences is active, or one has
+its maximum length. Moving the active ones together costs as much as a few passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingCallbacks:
+    """What sampling asks and tells its caller."""
+
+    any_active: Callable[[bool], bool] | None = None
+    """Takes whether this process has an active response, returns whether any process has one.
+
+    Needed where each forward pass waits for all processes, as with sharded weights; all must have
+    equally many prompts then, and sample them batch by batch."""
+
+    before_batch: Callable[[], None] = lambda: None
+    """Called once for each `batch_size` prompts, before they are read; may raise."""
+
+    on_finished: Callable[[int], None] = lambda number: None
+    """Called with the number of responses that a token has finished."""
 
 
 def decoder_of(policy: LanguageModel) -> DecoderBackbone:
-    """The backbone of a policy that can be sampled from.
+    """Return the backbone of a policy that can be sampled from.
 
     Raises:
         ModelError: it has an encoder.
     """
     if not isinstance(policy.backbone, DecoderBackbone):
         raise ModelError(
-            f"{type(policy.model).__name__} has an encoder, and only decoder-only models are "
+            f"{type(policy.model).__name__} has an encoder, and only decoder-only models can be "
             "sampled from here. Train it with ppo_core.classic, which generates by transformers."
         )
     return policy.backbone
@@ -44,59 +61,50 @@ def sample_responses(
     settings: SamplingSettings,
     *,
     batch_size: int,
-    any_left: Callable[[bool], bool] | None = None,
-    pause: Callable[[], None] = lambda: None,
-    ended: Callable[[int], None] = lambda number: None,
+    callbacks: SamplingCallbacks = SamplingCallbacks(),
 ) -> Rollout:
     """Sample one response to each prompt, ending at the stop token or after T tokens.
 
     uniforms is (B, T), one number in [0, 1) for each token that may be drawn. At most `batch_size`
-    prompts are sampled at a time, with a KV cache; the longest come first, and others take the
-    places of responses that have ended. On CPU and in fp32 the recorded log-probabilities equal
-    those of a training pass to about 1e-6.
-
-    Where each pass waits for all processes, `any_left` says whether one of them still has a
-    response that goes on; all must have equally many prompts then, which are sampled batch by
-    batch. `pause` is called once for each `batch_size` prompts, before they are read, and may
-    raise. `ended` is told how many more responses have ended.
+    prompts are sampled at a time, the longest first, with a KV cache. Unless `any_active` is set,
+    further prompts take the places of finished responses (continuous batching). On CPU and in fp32
+    the recorded log-probabilities equal those of a training pass to about 1e-6.
 
     Raises:
-        ModelError: the policy has an encoder, or does not keep keys and values by rows.
+        ModelError: the policy has an encoder, or its cache cannot drop sequences.
     """
     backbone = decoder_of(policy)
     device = policy.device
     prompt_ids, prompt_lengths = pad_rows(prompts)
-    decoded = Decoded.empty(len(prompts), uniforms.shape[1], device)
+    buffer = ResponseBuffer.empty(len(prompts), uniforms.shape[1], device)
     batches = length_sorted_batches(prompt_lengths, batch_size)
-    if any_left is None and takes_more(policy, backbone):
+    if callbacks.any_active is None and can_add_prompts(policy, backbone):
         batches = [torch.cat(batches)]
     for batch in batches:
-        part = _decode(
+        part = _sample_sorted(
             policy,
             backbone,
             [prompts[i] for i in batch.tolist()],
             uniforms[batch].to(device),
             settings,
             batch_size=batch_size,
-            any_left=any_left,
-            pause=pause,
-            ended=ended,
+            callbacks=callbacks,
         )
-        decoded.put(batch.to(device), part)
+        buffer.put(batch.to(device), part)
     return Rollout(
         prompt_ids=prompt_ids.to(device),
         prompt_lengths=prompt_lengths.to(device),
-        response_ids=decoded.ids,
-        response_lengths=decoded.lengths,
-        response_mask=length_mask(decoded.lengths, uniforms.shape[1]),
-        has_stop=decoded.has_stop,
-        logprobs=decoded.logprobs,
-        behaviour_logprobs=decoded.behaviour_logprobs if settings.is_restricted else None,
+        response_ids=buffer.ids,
+        response_lengths=buffer.lengths,
+        response_mask=length_mask(buffer.lengths, uniforms.shape[1]),
+        has_stop=buffer.has_stop,
+        logprobs=buffer.logprobs,
+        behaviour_logprobs=buffer.behaviour_logprobs if settings.is_restricted else None,
         temperature=settings.temperature,
     )
 
 
-def _decode(
+def _sample_sorted(
     policy: LanguageModel,
     backbone: DecoderBackbone,
     prompts: Sequence[Tokens],
@@ -104,36 +112,40 @@ def _decode(
     settings: SamplingSettings,
     *,
     batch_size: int,
-    any_left: Callable[[bool], bool] | None,
-    pause: Callable[[], None],
-    ended: Callable[[int], None],
-) -> Decoded:
-    """The responses to prompts, longest first, `batch_size` at a time."""
-    most, device = uniforms.shape[1], policy.device
-    decoded = Decoded.empty(len(prompts), most, device)
-    waiting = Waiting(prompts, batch_size, pause)
-    first = waiting.take(batch_size)
-    decoding = begin_decoding(policy, backbone, first, most, apart=any_left is None)
-    next_logits = policy.logits_of_rows(len(first), passes=most)
-    growing, left = Growing.new(0, len(first), device), len(first)
+    callbacks: SamplingCallbacks,
+) -> ResponseBuffer:
+    """Sample responses to prompts that are sorted longest first, `batch_size` at a time."""
+    max_new_tokens, device = uniforms.shape[1], policy.device
+    any_active = callbacks.any_active
+    buffer = ResponseBuffer.empty(len(prompts), max_new_tokens, device)
+    queue = PromptQueue(prompts, batch_size, callbacks.before_batch)
+    first = queue.take(batch_size)
+    decoder = new_decoder(
+        policy, backbone, first, max_new_tokens, splits_prompts=any_active is None
+    )
+    logits_of = policy.logits_of_rows(len(first), passes=max_new_tokens)
+    active, num_active = ActiveSequences.new(0, len(first), device), len(first)
     while True:
-        drawn = uniforms[growing.number, growing.place]
-        tokens, logprobs, behaviour = sample_tokens(next_logits(decoding.states), drawn, settings)
-        ends = decoded.write(growing, tokens, logprobs, behaviour, settings.stop_token_id)
-        growing = growing.after(ends, most)
-        before, left, whole = left, *growing.count(most)
-        ended(before - left)
-        goes_on = any_left(left > 0) if any_left else left > 0 or len(waiting) > 0
-        if not goes_on:
-            return decoded
-        if whole or left <= KEPT_SHARE * len(tokens):
-            # A row goes on without a response where passes are made for other processes.
-            kept = growing.rows(at_least=1 if any_left else 0)
-            decoding.keep(kept)
-            growing, tokens = growing.at(kept), tokens[kept]
+        drawn = uniforms[active.response, active.position]
+        tokens, logprobs, behaviour = sample_tokens(logits_of(decoder.states), drawn, settings)
+        is_stop = buffer.write(active, tokens, logprobs, behaviour, settings.stop_token_id)
+        active = active.advance(is_stop, max_new_tokens)
+        num_before, (num_active, num_full) = num_active, active.count(max_new_tokens)
+        callbacks.on_finished(num_before - num_active)
+        if any_active is not None:
+            continues = any_active(num_active > 0)
+        else:
+            continues = num_active > 0 or len(queue) > 0
+        if not continues:
+            return buffer
+        if num_full or num_active <= MAX_KEPT_SHARE * len(tokens):
+            # A sequence stays without a response where passes are made for other processes.
+            kept = active.active_sequences(at_least=0 if any_active is None else 1)
+            decoder.keep(kept)
+            active, tokens = active.select(kept), tokens[kept]
         if len(tokens):
-            decoding.step(tokens)
-        if following := waiting.take(batch_size - len(tokens)):
-            decoding.add(following)
-            begun = Growing.new(waiting.begun - len(following), waiting.begun, device)
-            growing, left = growing.and_then(begun), left + len(following)
+            decoder.step(tokens)
+        if further := queue.take(batch_size - len(tokens)):
+            decoder.add(further)
+            begun = ActiveSequences.new(queue.num_taken - len(further), queue.num_taken, device)
+            active, num_active = active.extend(begun), num_active + len(further)

@@ -1,111 +1,172 @@
-"""The keys and values of a rollout, in memory that is reserved once."""
+"""The keys and values of sequences that grow together, all ending in the same column."""
 
-from typing import cast
-
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+Index = tuple[Tensor, slice, Tensor | slice]
+"""Sequences, all heads, and columns of (max_sequences, G, columns, E)."""
+
+
+class AlignedSequences:
+    """Columns of sequences that end in the same column, so that their next tokens share one.
+
+    A sequence of n tokens has the columns `end - n` to `end - 1`, its first token at position 0.
+    """
+
+    def __init__(self, longest_prompt: int, max_new_tokens: int, device: torch.device) -> None:
+        """Begin without a sequence. No prompt may be longer than `longest_prompt`."""
+        self.lengths = torch.zeros(0, dtype=torch.long, device=device)
+        """(B,) tokens of each sequence."""
+        self.longest = 0
+        """Tokens of the longest sequence."""
+        self.end = self._longest_prompt = longest_prompt
+        self._width = longest_prompt + max_new_tokens
+        self._align()
+
+    @property
+    def first(self) -> int:
+        """The first column that any sequence has."""
+        return self.end - self.longest
+
+    def add(self, lengths: Tensor) -> None:
+        """Append prompts of these lengths (b,), a tensor on the CPU."""
+        self.longest = max(self.longest, int(lengths.max()))
+        self.lengths = torch.cat([self.lengths, lengths.to(self.lengths.device)])
+        self._align()
+
+    def advance(self) -> None:
+        """Count the token that each sequence was given."""
+        self.lengths = self.lengths + 1
+        self.longest, self.end = self.longest + 1, self.end + 1
+
+    def _select(self, kept: Tensor) -> None:
+        self.lengths = self.lengths[kept]
+        self.longest = int(self.lengths.max()) if len(kept) else 0
+
+    def _align(self) -> None:
+        starts = (self.end - self.lengths)[:, None, None]
+        before = torch.arange(self._width, device=starts.device) < starts
+        self.mask = torch.zeros(before.shape, device=starts.device).masked_fill_(before, -torch.inf)
+        """(B, 1, columns): -inf before the first token of a sequence, else 0."""
+
+
+class KVCache(AlignedSequences):
+    """Keys and values of up to `max_sequences` sequences, in memory that is reserved once."""
+
+    def __init__(
+        self, max_sequences: int, longest_prompt: int, max_new_tokens: int, device: torch.device
+    ) -> None:
+        """Reserve nothing yet: the first prompts tell the number and size of the heads."""
+        super().__init__(longest_prompt, max_new_tokens, device)
+        self._max_sequences = max_sequences
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        """Keys and values (max_sequences, G, columns, E) of each layer."""
+
+    def add(self, lengths: Tensor) -> None:
+        """Append prompts of these lengths (b,); `write` then stores their keys and values."""
+        first = len(self.lengths)
+        for part in self._parts():
+            # Masked columns have weight 0, and 0 times a NaN of an earlier sequence is NaN.
+            part[first : first + len(lengths)] = 0
+        super().add(lengths)
+
+    def keep(self, kept: Tensor) -> None:
+        """Drop all sequences but `kept` (b,), whose keys and values move together."""
+        old_end = self.end
+        self._select(kept)
+        # A prompt that is added later ends in the same column. No column is left free before the
+        # longest sequence: some models take no more columns than positions.
+        self.end = max(self.longest, self._longest_prompt)
+        self._align()
+        old, new = (slice(end - self.longest, end) for end in (old_end, self.end))
+        for part in self._parts():
+            part[: len(kept), :, new] = part[kept, :, old]
+
+    def write(self, layer: int, index: Index, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values of prompts, already rotated."""
+        if len(self._layers) == layer:
+            self._layers.append((self._reserve(keys), self._reserve(values)))
+        for part, new in zip(self._layers[layer], (keys, values), strict=True):
+            part[index] = new
+
+    def next_column(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return where the keys and values (B, G, 1, E) of the next tokens are to be written."""
+        return self._columns(layer, self.end, self.end + 1)
+
+    def up_to_next(self, layer: int, first: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values (B, G, S, E) from column `first` to the next token's."""
+        return self._columns(layer, first, self.end + 1)
+
+    def _columns(self, layer: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._layers[layer]
+        sequences, columns = slice(len(self.lengths)), slice(first, end)
+        return keys[sequences, :, columns], values[sequences, :, columns]
+
+    def _reserve(self, like: Tensor) -> Tensor:
+        heads, size = like.shape[1], like.shape[-1]
+        return like.new_zeros(self._max_sequences, heads, self._width, size)
+
+    def _parts(self) -> list[Tensor]:
+        return [part for layer in self._layers for part in layer]
+
+
+class TransformersView(DynamicCache):
+    """A `KVCache` as the models of transformers read and write it, a token at a time."""
+
+    def __init__(self, cache: KVCache, num_layers: int) -> None:
+        """Show the layers of a cache."""
+        super().__init__()
+        self.layers = [_LayerView(cache, layer) for layer in range(num_layers)]
+
+
+class _LayerView(DynamicLayer):
+    def __init__(self, cache: KVCache, layer: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache = cache
+        self._layer = layer
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        return self._cache.end
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self._cache.next_column(self._layer)
+        keys.copy_(key_states)
+        values.copy_(value_states)
+        self.keys, self.values = self._cache.up_to_next(self._layer, 0)
+        return self.keys, self.values
+
+
+class SelectableCache(AlignedSequences):
+    """Any cache of transformers that can drop sequences; prompts cannot be added later."""
+
+    cache: Cache
+
+    def keep(self, kept: Tensor) -> None:
+        """Drop all sequences but `kept` (b,)."""
+        self._select(kept)
+        self._align()
+        self.cache.batch_select_indices(kept)
+
 
 def empty_cache(config: PreTrainedConfig) -> DynamicCache:
-    """A cache of transformers, with the kind of layer that each layer of the model needs."""
+    """Return an empty cache of transformers with the kind of layer that each model layer needs."""
     return DynamicCache(config=config)
 
 
-def keeps_all(cache: Cache) -> bool:
-    """Whether every layer keeps the keys and values of all places, and nothing else."""
+def keeps_all_positions(cache: Cache) -> bool:
+    """Return whether each layer keeps the keys and values of all positions, and nothing else."""
     return bool(cache.layers) and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
-def can_choose_rows(cache: Cache) -> bool:
-    """Whether a pass filled the cache, and some of its rows can go on without the others."""
+def can_drop_sequences(cache: Cache) -> bool:
+    """Return whether a pass has filled the cache, and sequences can be dropped from it."""
     layers = cache.layers
     return bool(layers) and all(
         getattr(layer, "is_initialized", False) and hasattr(layer, "batch_select_indices")
         for layer in layers
     )
-
-
-class _ReservedLayer(DynamicLayer):
-    """Room for all places of a rollout: a new one is written, and those before stay in place."""
-
-    def __init__(self, like: DynamicLayer, rows: int, places: int) -> None:
-        """Reserve so many rows and places for keys and values like those of another layer."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._room = [
-            part.new_zeros(rows, part.shape[1], places, part.shape[3]) for part in _parts(like)
-        ]
-        self.dtype, self.device = like.dtype, like.device
-        self.is_initialized = True
-        self.show(0, 0)
-
-    def show(self, rows: int, places: int) -> None:
-        """Let these first rows and places be what the layer holds."""
-        # `get_seq_length` is 0 without a row.
-        self._end = places
-        self.keys, self.values = (part[:rows, :, :places] for part in self._room)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write those of new places; returns keys and values of all."""
-        rows, before = len(key_states), self._end
-        places = before + key_states.shape[-2]
-        for part, new in zip(self._room, (key_states, value_states), strict=True):
-            part[:rows, :, before:places] = new
-        self.show(rows, places)
-        keys, values = (part[:rows, :, :places] for part in self._room)
-        return keys, values
-
-    def move(self, rows: Tensor, span: int, places: int) -> None:
-        """Hold the last `span` places of these rows (b,) alone, to end at so many places."""
-        end = self._end
-        for part in self._room:
-            part[: len(rows), :, places - span : places] = part[rows, :, end - span : end]
-        self.show(len(rows), places)
-
-    def put(self, rows: Tensor, other: DynamicLayer) -> None:
-        """Write what another layer holds of rows (b,), to end where this one ends."""
-        end = self._end
-        start = end - other.get_seq_length()
-        for part, new in zip(self._room, _parts(other), strict=True):
-            # What is hidden from a row must be a number all the same.
-            part[rows, :, :start] = 0
-            part[rows, :, start:end] = new
-
-
-class ReservedCache(DynamicCache):
-    """Rows that are aligned on the right, in memory that is reserved once."""
-
-    def __init__(self, like: Cache, rows: int, places: int) -> None:
-        """Reserve so many rows and places for the layers of another cache, which `keeps_all`."""
-        super().__init__()
-        self._reserved = [_ReservedLayer(layer, rows, places) for layer in _layers(like)]
-        self.layers = [*self._reserved]
-
-    def show(self, rows: int, places: int) -> None:
-        """Let these first rows and places be what the cache holds."""
-        for layer in self._reserved:
-            layer.show(rows, places)
-
-    def move(self, rows: Tensor, span: int, places: int) -> None:
-        """Hold the last `span` places of these rows (b,) alone, to end at so many places."""
-        for layer in self._reserved:
-            layer.move(rows, span, places)
-
-    def put(self, rows: Tensor, other: Cache) -> None:
-        """Write what another cache holds of rows (b,), to end where this one ends.
-
-        The other is emptied as it is copied.
-        """
-        for layer, new in zip(self._reserved, _layers(other), strict=True):
-            layer.put(rows, new)
-            new.reset()
-
-
-def _layers(cache: Cache) -> list[DynamicLayer]:
-    return cast(list[DynamicLayer], cache.layers)
-
-
-def _parts(layer: DynamicLayer) -> tuple[Tensor, Tensor]:
-    return cast(Tensor, layer.keys), cast(Tensor, layer.values)

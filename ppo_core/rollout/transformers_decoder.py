@@ -1,178 +1,93 @@
-"""How responses grow by a token a pass: by a forward pass of ours, or by that of transformers."""
+"""Prefill and decoding by the forward pass of transformers."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
-from ppo_core.data.batching import pad_rows, token_batches
+from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import Tokens
 from ppo_core.errors import ModelError
 from ppo_core.models.backbones import DecoderBackbone
-from ppo_core.models.kernels.decoder_families import fast_path
-from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.policy import LanguageModel
-from ppo_core.rollout.fast_decoder import PlainDecoding
-from ppo_core.rollout.kv_cache import ReservedCache, can_choose_rows, empty_cache, keeps_all
+from ppo_core.rollout.kv_cache import (
+    KVCache,
+    SelectableCache,
+    TransformersView,
+    can_drop_sequences,
+    empty_cache,
+)
 
 
-class Decoding(Protocol):
-    """Rows of tokens, and what a model made of them."""
-
-    states: Tensor
-    """(B, D) behind the last token of each row."""
-
-    def step(self, tokens: Tensor) -> None:
-        """Read the next token (B,) of each row."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these rows (b,) alone."""
-
-    def add(self, prompts: Sequence[Tokens]) -> None:
-        """Read prompts into further rows, if the model `takes_more`.
-
-        No prompt may be longer than the longest of the first, nor may there be more rows than then.
-        """
-
-
-def takes_more(policy: LanguageModel, backbone: DecoderBackbone) -> bool:
-    """Whether prompts can follow while others are decoded.
-
-    Not where layers keep other things than the keys and values of all places, nor where the angles
-    of a row depend on the longest beside it.
-    """
-    config = policy.model.config
-    keeps = fast_path(backbone.module) is not None or keeps_all(empty_cache(config))
-    return keeps and _rotary_kinds(config).isdisjoint({"dynamic", "longrope"})
-
-
-def _rotary_kinds(config: PreTrainedConfig) -> set[str]:
-    """Those of all layers, which may have one each."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    each = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    return {part["rope_type"] for part in each if "rope_type" in part}
-
-
-def begin_decoding(
-    policy: LanguageModel,
-    backbone: DecoderBackbone,
-    prompts: Sequence[Tokens],
-    room: int,
-    *,
-    apart: bool,
-) -> Decoding:
-    """Read prompts, with room for so many tokens of each response.
-
-    A row that has so many is left out by `keep`. With `apart`, prompts of other lengths may be read
-    in passes of their own: fewer fillers.
-    """
-    if fast_path(backbone.module) is None:
-        return _TransformersDecoding(policy, backbone, prompts, room, apart=apart)
-    parts = fast_path(packed(backbone.module, len(prompts), passes=room))
-    assert parts is not None, "The packed copy is of the same family."
-    return PlainDecoding(parts, prompts, room, within=backbone.within, device=policy.device)
-
-
-class _TransformersDecoding:
-    """Any decoder of transformers, with a cache of its own kind.
-
-    Rows are aligned on the right, so that the next tokens of all stand in the same column.
-    """
-
-    states: Tensor
+class TransformersBackend:
+    """Passes of any decoder of transformers."""
 
     def __init__(
         self,
         policy: LanguageModel,
         backbone: DecoderBackbone,
-        prompts: Sequence[Tokens],
-        room: int,
+        cache: KVCache | SelectableCache,
         *,
-        apart: bool,
+        splits_prompts: bool,
     ) -> None:
-        self._policy = policy
+        """Take an empty cache. With `splits_prompts`, prompts may be read in several passes."""
+        self.cache = cache
+        # A `SelectableCache` is what a single pass made.
+        self.splits_prompts = splits_prompts and isinstance(cache, KVCache)
         self._backbone = backbone
-        self._room = room
-        self._most_rows = len(prompts)
-        self._longest = self._filled = max(map(len, prompts))
-        self._lengths = torch.zeros(0, dtype=torch.long, device=policy.device)
-        self._reserved: ReservedCache | None = None
-        self._cache: Cache
-        # Other caches cannot be put together of those of several passes.
-        self._apart = apart and keeps_all(empty_cache(policy.model.config))
-        self.states = self._read_all(prompts)
+        self._name = type(policy.model).__name__
+        self._config = policy.model.config
+        self._past: Cache
 
-    def keep(self, rows: Tensor) -> None:
-        self.states, self._lengths = self.states[rows], self._lengths[rows]
-        if self._reserved is None:
-            self._cache.batch_select_indices(rows)
-            return
-        span = int(self._lengths.max()) if len(rows) else 0
-        # So a prompt that follows has room, and some models take no more columns than places.
-        self._filled = max(span, self._longest)
-        self._reserved.move(rows, span, self._filled)
+    def prefill(self, prompts: Sequence[Tokens], sequences: Tensor) -> Tensor:
+        """Read prompts into `sequences` (b,) of the cache; returns their last states (b, D).
 
-    def step(self, tokens: Tensor) -> None:
-        self._filled += 1
-        # A column is visible to its row from the first real token on.
-        columns = torch.arange(1, self._filled + 1, device=tokens.device)
-        visible = columns >= (self._filled - self._lengths)[:, None]
-        self.states = self._backbone.hidden_states(
-            tokens[:, None],
-            attention_mask=visible.long(),
-            past_key_values=self._cache,
-            use_cache=True,
-            **self._backbone.places(self._lengths[:, None]),
-        )[:, -1]
-        self._lengths = self._lengths + 1
-
-    def add(self, prompts: Sequence[Tokens]) -> None:
-        self.states = torch.cat([self.states, self._read_all(prompts)])
-
-    def _read_all(self, prompts: Sequence[Tokens]) -> Tensor:
-        """States (b, D) behind prompts, which become further rows."""
-        first, device = len(self._lengths), self._lengths.device
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        batches = [torch.arange(len(prompts))]
-        if self._apart:
-            batches = token_batches(lengths, len(prompts))
-        read = [self._read([prompts[n] for n in rows.tolist()], first + rows) for rows in batches]
-        if self._reserved is not None:
-            self._reserved.show(first + len(prompts), self._filled)
-        self._lengths = torch.cat([self._lengths, lengths.to(device)])
-        return torch.cat(read)[torch.cat(batches).argsort().to(device)]
-
-    def _read(self, prompts: Sequence[Tokens], rows: Tensor) -> Tensor:
-        """States (b, D) behind prompts of one pass, those of `rows` (b,)."""
-        device = self._lengths.device
+        Raises:
+            ModelError: the model's cache cannot drop sequences.
+        """
+        device = self.cache.lengths.device
         ids, lengths = pad_rows(prompts, side="left")
-        places = torch.arange(ids.shape[1]) - (ids.shape[1] - lengths)[:, None]
-        cache: Cache = empty_cache(self._policy.model.config)
-        hidden = self._backbone.hidden_states(
+        positions = torch.arange(ids.shape[1]) - (ids.shape[1] - lengths)[:, None]
+        filled = empty_cache(self._config)
+        states = self._backbone.hidden_states(
             ids.to(device),
-            attention_mask=(places >= 0).long().to(device),
-            past_key_values=cache,
+            attention_mask=(positions >= 0).long().to(device),
+            past_key_values=filled,
             use_cache=True,
-            **self._backbone.places(places.clamp(min=0).to(device)),
+            **self._backbone.position_inputs(positions.clamp(min=0).to(device)),
         )
-        self._take(cache, rows)
-        return hidden[:, -1]
-
-    def _take(self, cache: Cache, rows: Tensor) -> None:
-        """Go on with what a pass over prompts left, those of `rows` (b,)."""
-        if not can_choose_rows(cache):
+        if not can_drop_sequences(filled):
             raise ModelError(
-                f"{type(self._policy.model).__name__} does not keep keys and values by rows, so "
-                "responses that go on cannot leave those behind that have ended. Train it with "
+                f"{self._name} does not keep keys and values by sequence, so finished responses "
+                "cannot be dropped from its cache while the others continue. Train it with "
                 "ppo_core.classic, which generates by transformers."
             )
-        if not keeps_all(cache):
-            self._cache = cache
+        self._store(filled, sequences)
+        return states[:, -1]
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Read the next token (B,) of each sequence; returns its states (B, D)."""
+        is_visible = self.cache.mask[:, 0, : self.cache.end + 1] == 0
+        states = self._backbone.hidden_states(
+            tokens[:, None],
+            attention_mask=is_visible.long(),
+            past_key_values=self._past,
+            use_cache=True,
+            **self._backbone.position_inputs(self.cache.lengths[:, None]),
+        )
+        return states[:, -1]
+
+    def _store(self, filled: Cache, sequences: Tensor) -> None:
+        """Take over the keys and values that a pass over prompts left."""
+        if isinstance(self.cache, SelectableCache):
+            self._past = self.cache.cache = filled
             return
-        if self._reserved is None:
-            places = self._longest + self._room
-            self._cache = self._reserved = ReservedCache(cache, self._most_rows, places)
-            self._reserved.show(self._most_rows, self._filled)
-        self._reserved.put(rows, cache)
+        columns = slice(self.cache.end - filled.get_seq_length(), self.cache.end)
+        for number, layer in enumerate(filled.layers):
+            assert isinstance(layer, DynamicLayer)
+            assert layer.keys is not None and layer.values is not None
+            self.cache.write(number, (sequences, slice(None), columns), layer.keys, layer.values)
+            layer.reset()  # frees its memory before the next layer is copied
+        self._past = TransformersView(self.cache, len(filled.layers))

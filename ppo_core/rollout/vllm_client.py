@@ -1,16 +1,16 @@
-"""One model behind a vLLM server: what it is asked over HTTP, and what a failed call means.
+"""HTTP client of a vLLM server with one model.
 
-The server is `vllm serve` of 0.20 or later in an environment of its own, with
-VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs. What is used of it:
+The server is `vllm serve` of 0.20 or later in its own environment, with
+VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs. The client uses:
 
 - `reload_weights(weights_path=...)`, which reads safetensors from a folder into the running model
   (docs.vllm.ai, training/layerwise, "Mid Level reload_weights API"), over POST /collective_rpc;
 - POST /v1/completions with token ids in and, by return_token_ids, out (serving/
   openai_compatible_server, "Completions API", extra parameters);
-- cache_salt, a name for which prefixes are cached apart (design/prefix_caching): reloading leaves
-  the cached keys and values of the old weights where they are.
+- cache_salt, which separates cached prefixes (design/prefix_caching): reloading weights does not
+  clear the keys and values that the old ones computed.
 
-Tried with vLLM 0.32.0 built for the CPU (docs/vllm.md).
+Tested with vLLM 0.32.0 built for the CPU (docs/vllm.md).
 """
 
 import logging
@@ -29,17 +29,17 @@ from ppo_core.data.prompts import Tokens
 from ppo_core.errors import ConfigError, ModelError, TrainingError
 from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
 
-# The client would write a line for every call where the root logger shows INFO.
+# Else the client logs a line for every call where the root logger shows INFO.
 logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 CONNECT_SECONDS = 10.0
-"""Seconds that a connection may take to open."""
+"""Timeout for opening a connection, in seconds."""
 
-PASSING = (408, 429, 502, 503, 504)
-"""What a server says that is starting, or has too much to do."""
+TRANSIENT_STATUSES = (408, 429, 502, 503, 504)
+"""HTTP statuses of a server that is starting or overloaded."""
 
-MOST_OF_A_MESSAGE = 300
-"""Characters of a server's words that an error shows."""
+MAX_MESSAGE_LENGTH = 300
+"""Characters of a server's message that an error shows."""
 
 Result = TypeVar("Result")
 
@@ -48,20 +48,20 @@ class _Logprobs(BaseModel):
     token_logprobs: list[float]
 
 
-class Answer(BaseModel):
-    """A choice of a completion, as far as it is read."""
+class Choice(BaseModel):
+    """The fields of a completion's choice that are read."""
 
     token_ids: list[int]
     """The response, its stop token included."""
 
     logprobs: _Logprobs
-    """Log-probability of each under the distribution that it was drawn from."""
+    """Log-probability of each token under the sampling distribution."""
 
     finish_reason: str | None = None
 
 
 class _Completion(BaseModel):
-    choices: list[Answer] = Field(min_length=1, max_length=1)
+    choices: list[Choice] = Field(min_length=1, max_length=1)
 
 
 class _Model(BaseModel):
@@ -70,13 +70,13 @@ class _Model(BaseModel):
 
 
 class VLLMServer:
-    """Samples responses and loads weights; a call waits for a server that is away."""
+    """Samples responses and loads weights; calls are retried while the server is unavailable."""
 
     def __init__(self, url: str, *, timeout: float, at_once: int) -> None:
-        """Take the address; nothing is asked.
+        """Prepare a client; sends no request.
 
-        A call may take `timeout` seconds, and be repeated for as long. `at_once` prompts are
-        under way together.
+        A call may take `timeout` seconds, and is retried for as long. At most `at_once` prompts are
+        sampled at a time.
         """
         self._url = url.rstrip("/")
         self._timeout = timeout
@@ -96,13 +96,13 @@ class VLLMServer:
         return _Model.model_validate(models[0].model_dump())
 
     def check(self, prompt: Tokens, longest: int) -> None:
-        """Refuse a server that could not answer, or whose log-probabilities are others.
+        """Raise if the server cannot sample the responses of a run.
 
-        `prompt` is any, and no prompt with its response is longer than `longest`.
+        `prompt` is any prompt; no prompt with its response is longer than `longest`.
 
         Raises:
-            ModelError: its model's context is too short.
-            ConfigError: its log-probabilities are not those of the distribution it draws from.
+            ModelError: the context of its model is too short.
+            ConfigError: its log-probabilities are not those of the sampling distribution.
             TrainingError: it does not answer.
         """
         context = self._model.max_model_len
@@ -111,21 +111,21 @@ class VLLMServer:
                 f"The longest prompt with its response has {longest} tokens, and the server at "
                 f"{self._url} takes {context}. Start it with a larger --max-model-len."
             )
-        likeliest = SamplingSettings(stop_token_id=NO_STOP_TOKEN, temperature=1.0, top_k=1)
-        answer = self._complete(prompt, 0, likeliest, most=1, salt="check")
-        # Of one token alone the probability is 1, whatever the model.
-        if answer.logprobs.token_logprobs[0] < -1e-6:
+        top_1 = SamplingSettings(stop_token_id=NO_STOP_TOKEN, temperature=1.0, top_k=1)
+        choice = self._complete(prompt, 0, top_1, max_new_tokens=1, salt="check")
+        # With top_k=1 the only token left has probability 1.
+        if choice.logprobs.token_logprobs[0] < -1e-6:
             raise ConfigError(
-                f"The server at {self._url} gives log-probabilities from before temperature, top_k "
-                "and top_p: the weights of all tokens would be wrong. Start it with "
-                "--logprobs-mode processed_logprobs."
+                f"The server at {self._url} returns log-probabilities from before temperature, "
+                "top_k and top_p: the importance weights of all tokens would be wrong. Start it "
+                "with --logprobs-mode processed_logprobs."
             )
 
     def load(self, folder: Path) -> None:
-        """Have it read its weights from a folder of safetensors; returns when it has.
+        """Load weights from a folder of safetensors into the server; waits until it has.
 
         Raises:
-            TrainingError: it refuses them, or does not answer.
+            TrainingError: the server refuses them, or does not answer.
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._call(
@@ -139,31 +139,37 @@ class VLLMServer:
         seeds: Sequence[int],
         settings: SamplingSettings,
         *,
-        most: int,
+        max_new_tokens: int,
         salt: str,
-    ) -> list[Answer]:
-        """One response to each prompt, of `most` tokens at most, drawn with its own seed.
+    ) -> list[Choice]:
+        """Sample one response to each prompt with its own seed.
 
-        Each prompt is a call of its own, since those of one call would share their seed. Prompts
-        share cached prefixes with those of the same `salt` alone.
+        Each prompt is a request of its own, since the prompts of one request share a seed. Only
+        prompts of the same `salt` share cached prefixes.
 
         Raises:
             TrainingError: the server refuses a prompt, or does not answer.
         """
 
-        def ask(prompt: Tokens, seed: int) -> Answer:
-            return self._complete(prompt, seed, settings, most=most, salt=salt)
+        def request(prompt: Tokens, seed: int) -> Choice:
+            return self._complete(prompt, seed, settings, max_new_tokens=max_new_tokens, salt=salt)
 
-        # The first failure cancels what has not begun.
+        # The first failure cancels the requests that have not begun.
         with ThreadPoolExecutor(self._at_once) as pool:
-            return list(pool.map(ask, prompts, seeds))
+            return list(pool.map(request, prompts, seeds))
 
     def _complete(
-        self, prompt: Tokens, seed: int, settings: SamplingSettings, *, most: int, salt: str
-    ) -> Answer:
+        self,
+        prompt: Tokens,
+        seed: int,
+        settings: SamplingSettings,
+        *,
+        max_new_tokens: int,
+        salt: str,
+    ) -> Choice:
         stop = settings.stop_token_id
-        # All that the server would otherwise take from the model's generation_config.
-        beyond_openai = {
+        # Defaults that the server would take from the model's generation_config.
+        vllm_parameters = {
             "top_k": settings.top_k,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
@@ -172,30 +178,30 @@ class VLLMServer:
             "return_token_ids": True,
             "cache_salt": salt,
         }
-        reply = self._call(
+        body = self._call(
             "answer a prompt",
             lambda: self._client.completions.with_raw_response.create(
                 model=self._model.id,
                 prompt=prompt,
                 seed=seed,
-                max_tokens=most,
+                max_tokens=max_new_tokens,
                 temperature=settings.temperature,
                 top_p=settings.top_p,
-                logprobs=0,  # of the drawn token, and none beside it
-                extra_body=beyond_openai,
+                logprobs=0,  # of the sampled token only
+                extra_body=vllm_parameters,
             ),
         ).text
         try:
-            return _Completion.model_validate_json(reply).choices[0]
+            return _Completion.model_validate_json(body).choices[0]
         except ValidationError as error:
             raise TrainingError(
                 f"The server at {self._url} answers without token ids or log-probabilities: "
-                f"{_short(reply)}. Is it vLLM 0.20 or later?"
+                f"{_short(body)}. Is it vLLM 0.20 or later?"
             ) from error
 
-    def _call(self, what: str, request: Callable[[], Result]) -> Result:
+    def _call(self, action: str, request: Callable[[], Result]) -> Result:
         retrying = Retrying(
-            retry=retry_if_exception(_may_pass),
+            retry=retry_if_exception(_is_transient),
             stop=stop_after_delay(self._timeout),
             wait=wait_exponential(multiplier=0.1, max=10),
             reraise=True,
@@ -204,13 +210,13 @@ class VLLMServer:
             return retrying(request)
         except openai.APIConnectionError as error:
             raise TrainingError(
-                f"The vLLM server at {self._url} cannot be reached to {what}, for "
+                f"The vLLM server at {self._url} cannot be reached to {action}, for "
                 f"vllm_server_timeout={self._timeout:g} seconds: {error.__cause__ or error}. "
-                "This update is lost and nothing else: start the server, and resume the run."
+                "Only this update is lost: start the server, and resume the run."
             ) from None
         except openai.APIStatusError as error:
             raise TrainingError(
-                f"The vLLM server at {self._url} does not {what}, with status "
+                f"The vLLM server at {self._url} did not {action}: status "
                 f"{error.status_code}: {_short(error.response.text)}. "
                 f"{_NEXT_MOVES.get(error.status_code, _ANOTHER_MODEL)}"
             ) from None
@@ -221,16 +227,15 @@ _NEXT_MOVES = {
     404: "Start it with VLLM_SERVER_DEV_MODE=1, and check vllm_server_base_url.",
 }
 _ANOTHER_MODEL = (
-    "See its log, and start it anew with the policy's model: one that refused weights has a part "
-    "of them."
+    "See its log, and restart it with the policy's model: a server that refused weights may have "
+    "loaded some of them."
 )
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Whether another attempt can succeed."""
+def _is_transient(error: BaseException) -> bool:
     status: Any = getattr(error, "status_code", None)
-    return isinstance(error, openai.APIConnectionError) or status in PASSING
+    return isinstance(error, openai.APIConnectionError) or status in TRANSIENT_STATUSES
 
 
-def _short(words: str) -> str:
-    return " ".join(words.split())[:MOST_OF_A_MESSAGE] or "no message"
+def _short(message: str) -> str:
+    return " ".join(message.split())[:MAX_MESSAGE_LENGTH] or "no message"

@@ -1,4 +1,4 @@
-"""Prompts in, responses out, sampled by a vLLM server that has the policy's weights."""
+"""Sample responses by a vLLM server that has the policy's weights."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -23,16 +23,16 @@ from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import TrainingError
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.sampler import SamplingSettings
-from ppo_core.rollout.vllm_client import Answer, VLLMServer
+from ppo_core.rollout.vllm_client import Choice, VLLMServer
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 
 class VLLMSampler:
-    """Has a server sample what `sample_responses` would; all processes call together.
+    """Samples as `sample_responses` does, by a vLLM server.
 
-    What goes wrong in one process is raised in all of them.
+    All processes call each method together; an error in one is raised in all of them.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class VLLMSampler:
         engine: Engine,
         prompts: Sequence[Tokens],
     ) -> None:
-        """Find the server, and refuse one that cannot do it for all of these prompts.
+        """Connect to the server, and check that it can sample responses to all prompts.
 
-        `adapted` is the PeftModel that the policy's weights are in, if it is one: the server gets
-        them merged.
+        `adapted` is the PeftModel with the policy's adapter, if it has one: the server gets merged
+        weights.
 
         Raises:
-            ConfigError: the server's log-probabilities are not those of what it draws from.
-            ModelError: its context is too short.
+            ConfigError: the server's log-probabilities are not those of the sampling distribution.
+            ModelError: the context of its model is too short.
             TrainingError: it does not answer.
         """
         self._config = config
@@ -67,20 +67,20 @@ class VLLMSampler:
         self._peers.together(partial(self._server.check, prompts[0], longest))
 
     def synchronise(self) -> str:
-        """Give the server the policy's weights; returns the name of this version of them.
+        """Send the policy's weights to the server; returns the name of this version.
 
-        The main process writes them, whole, as safetensors, and the others wait.
+        The main process writes them, unsharded, as safetensors; the others wait.
 
         Raises:
-            TrainingError: they cannot be written, or the server does not load them.
-            ModelError: they are an adapter's on a quantized base.
+            TrainingError: the weights cannot be written, or the server does not load them.
+            ModelError: the policy is an adapter on a quantized base.
         """
         weights = gather_weights(self._engine, self._policy.model, self._adapted)
         version: str = self._peers.together(partial(self._publish, weights))[0]
         return version
 
     def _publish(self, weights: dict[str, Tensor] | None) -> str:
-        # A name that no other run has had: the server and a network's files remember old ones.
+        # A new name each time: the server and network file systems cache by name.
         name = f"weights-{uuid4().hex}"
         if not self._engine.is_main:
             return name
@@ -105,59 +105,62 @@ class VLLMSampler:
         settings: SamplingSettings,
         version: str,
     ) -> Rollout:
-        """One response to each of this process's prompts, under weights of this version.
+        """Sample one response to each of this process's prompts under this version of the weights.
 
-        uniforms is (B, T) as in `sample_responses`; a row's seed follows from it, and so does its
-        response as far as the server repeats itself. Both log-probabilities of the rollout are
-        the server's, those of the distribution that was drawn from: the trainer is to score the
-        tokens itself.
+        uniforms is (B, T) as in `sample_responses`. Each request's seed is derived from it, so its
+        response repeats as far as the server is deterministic. Both log-probabilities of the
+        rollout are the server's, those of the sampling distribution; the caller must compute the
+        policy's own.
 
         Raises:
-            TrainingError: the server does not answer, or not as it was asked.
+            TrainingError: the server does not answer, or its response is not what was requested.
         """
-        answers: list[Answer] = []
+        max_new_tokens = uniforms.shape[1]
+        choices: list[Choice] = []
 
-        def ask() -> None:
-            answers.extend(
+        def request() -> None:
+            choices.extend(
                 self._server.complete(
                     prompts,
                     request_seeds(uniforms),
                     settings,
-                    most=uniforms.shape[1],
+                    max_new_tokens=max_new_tokens,
                     salt=version,
                 )
             )
-            for answer in answers:
-                self._check(answer, settings, most=uniforms.shape[1])
+            for choice in choices:
+                self._check(choice, settings, max_new_tokens)
 
-        self._peers.together(ask)
-        return _as_rollout(prompts, answers, uniforms.shape[1], settings, self._policy.device)
+        self._peers.together(request)
+        return _as_rollout(prompts, choices, max_new_tokens, settings, self._policy.device)
 
-    def _check(self, answer: Answer, settings: SamplingSettings, *, most: int) -> None:
-        ids, stop = answer.token_ids, settings.stop_token_id
+    def _check(self, choice: Choice, settings: SamplingSettings, max_new_tokens: int) -> None:
+        ids, stop = choice.token_ids, settings.stop_token_id
         vocabulary = self._policy.model.config.get_text_config().vocab_size
         wrong = None
-        if len(ids) > most:
-            wrong = f"{len(ids)} tokens where {most} were asked for"
-        elif len(ids) < most and stop not in ids[-1:]:
-            wrong = f"{len(ids)} of {most} tokens and no stop token ({answer.finish_reason})"
+        if len(ids) > max_new_tokens:
+            wrong = f"{len(ids)} tokens where at most {max_new_tokens} were requested"
+        elif len(ids) < max_new_tokens and stop not in ids[-1:]:
+            wrong = (
+                f"{len(ids)} of {max_new_tokens} tokens and no stop token ({choice.finish_reason})"
+            )
         elif stop in ids[:-1]:
-            wrong = f"tokens behind the stop token {stop}"
-        elif len(answer.logprobs.token_logprobs) != len(ids):
-            wrong = f"{len(answer.logprobs.token_logprobs)} log-probabilities of {len(ids)} tokens"
+            wrong = f"tokens after the stop token {stop}"
+        elif len(choice.logprobs.token_logprobs) != len(ids):
+            wrong = f"{len(choice.logprobs.token_logprobs)} log-probabilities of {len(ids)} tokens"
         elif max(ids) >= vocabulary:
-            wrong = f"the token {max(ids)}, and the policy has {vocabulary}"
+            wrong = f"token {max(ids)}, but the policy has only {vocabulary} tokens"
         if wrong is not None:
             raise TrainingError(
                 f"The vLLM server at {self._config.vllm_server_base_url} answers with {wrong}: "
-                "nothing can be learned from that. Start it with the policy's model, and resume "
+                "the policy cannot learn from that. Start it with the policy's model, and resume "
                 "the run."
             )
 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Inside, transformers shows none: it would have one for each update."""
+    """Hide the progress bar of transformers, which it would show at each update."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -168,33 +171,34 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def request_seeds(uniforms: Tensor) -> list[int]:
-    """A seed for each row of randomness (B, T), which it follows from alone."""
+    """Return one seed for each sequence of uniforms (B, T), a hash of its numbers."""
     return [
-        int.from_bytes(blake2b(row.numpy().tobytes(), digest_size=7).digest()) for row in uniforms
+        int.from_bytes(blake2b(numbers.numpy().tobytes(), digest_size=7).digest())
+        for numbers in uniforms
     ]
 
 
 def _as_rollout(
     prompts: Sequence[Tokens],
-    answers: Sequence[Answer],
-    most: int,
+    choices: Sequence[Choice],
+    max_new_tokens: int,
     settings: SamplingSettings,
     device: torch.device,
 ) -> Rollout:
     prompt_ids, prompt_lengths = pad_rows(prompts)
-    ids = torch.zeros(len(answers), most, dtype=torch.long)
-    logprobs = torch.zeros(len(answers), most)
-    for row, answer in enumerate(answers):
-        ids[row, : len(answer.token_ids)] = torch.tensor(answer.token_ids)
-        logprobs[row, : len(answer.token_ids)] = torch.tensor(answer.logprobs.token_logprobs)
-    lengths = torch.tensor([len(answer.token_ids) for answer in answers])
+    ids = torch.zeros(len(choices), max_new_tokens, dtype=torch.long)
+    logprobs = torch.zeros(len(choices), max_new_tokens)
+    for b, choice in enumerate(choices):
+        ids[b, : len(choice.token_ids)] = torch.tensor(choice.token_ids)
+        logprobs[b, : len(choice.token_ids)] = torch.tensor(choice.logprobs.token_logprobs)
+    lengths = torch.tensor([len(choice.token_ids) for choice in choices])
     last = ids.gather(1, lengths[:, None] - 1)[:, 0]
     return Rollout(
         prompt_ids=prompt_ids.to(device),
         prompt_lengths=prompt_lengths.to(device),
         response_ids=ids.to(device),
         response_lengths=lengths.to(device),
-        response_mask=length_mask(lengths, most).to(device),
+        response_mask=length_mask(lengths, max_new_tokens).to(device),
         has_stop=(last == settings.stop_token_id).to(device),
         logprobs=logprobs.to(device),
         behaviour_logprobs=logprobs.to(device),

@@ -17,7 +17,7 @@ from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.ppo.update import TrainState
 from ppo_core.reporting.progress_bar import progress
 from ppo_core.reporting.sample_table import Completions
-from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
 from ppo_core.rollout.sampler import SamplingSettings, stop_token
 
 
@@ -73,7 +73,7 @@ def answer_prompts(
             uniforms,
             sampling,
             batch_size=batch_size,
-            ended=bar.update,
+            callbacks=SamplingCallbacks(on_finished=bar.update),
         )
     kl = None if compared is None else _divergence(rollout, compared, batch_size).mean().item()
     return Answers(texts=response_texts(tokenizer, rollout), kl=kl)
@@ -110,7 +110,7 @@ def greedy_completions(
             torch.zeros(len(own), response_length),
             greedy,
             batch_size=batch_size,
-            any_left=engine.any if engine.passes_meet() else None,
+            callbacks=SamplingCallbacks(any_active=engine.any if engine.passes_meet() else None),
         )
     asked = [prompts.prompts[n] for n in own]
     with engine.all_gathered(reward_holders(models.rewards, module)):

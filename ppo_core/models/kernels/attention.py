@@ -1,6 +1,6 @@
-"""Attention of our own, for the forward passes of `plain_decoder`.
+"""Attention for the forward pass of `decoder_forward`.
 
-Legend beside that of `tensors`: H heads of queries, G of keys and values, E size of a head.
+Legend beside that of `masking`: H heads of queries, G of keys and values, E size of a head.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,22 @@ from torch.autograd.function import once_differentiable
 
 from ppo_core.models.kernels.matmul_backend import small_matmuls
 
-MOST_PAIRS = 256 * 256
-"""Queries times keys up to which all weights of a row are held at once: for longer rows the
-blocks of PyTorch's own attention are faster (at 400 x 400 on a CPU by a quarter)."""
+MAX_SCORES = 256 * 256
+"""Largest number of scores (queries times keys) of a head for which all weights are held at once.
+For longer sequences PyTorch's blockwise attention is faster."""
 
 BLOCK = 64
-"""Queries of whole rows at a time. They are not multiplied by keys that follow the block: at 8 x 8
-heads of 117 x 32 forward and backward pass take 0.8 of the time, at 149 0.7."""
+"""Queries of a causal block. They are not multiplied by the keys after their block."""
 
 
-def causal_mask(rows: int, device: torch.device) -> Tensor:
-    """What is added to the scores (1, S, S) of rows without a gap: -inf where a key follows."""
-    return torch.full((rows, rows), -torch.inf, device=device).triu(1)[None]
+def causal_mask(length: int, device: torch.device) -> Tensor:
+    """Return the mask (1, S, S) of full sequences: -inf where the key comes after the query."""
+    return torch.full((length, length), -torch.inf, device=device).triu(1)[None]
 
 
-def is_own(queries: int, keys: int, device: torch.device) -> bool:
-    """Whether so many queries and keys a row are left to the attention of this file."""
-    return device.type == "cpu" and queries * keys <= MOST_PAIRS
+def uses_own_attention(queries: int, keys: int, device: torch.device) -> bool:
+    """Return whether `attend` leaves PyTorch's attention aside for these numbers per sequence."""
+    return device.type == "cpu" and queries * keys <= MAX_SCORES
 
 
 def attend(
@@ -40,21 +39,21 @@ def attend(
     *,
     is_causal: bool = False,
 ) -> Tensor:
-    """Weighted values (B, T, H * E) for queries (B, H, T, E), keys and values (B, G, S, E).
+    """Return softmax(scale * queries @ keys.T + mask) @ values, (B, T, H * E).
 
-    mask (B or 1, T, S) is added to the scores, which are the products times `scale`. `is_causal`
-    says that it is the `causal_mask` of whole rows.
+    queries are (B, H, T, E), keys and values (B, G, S, E), and mask is (B or 1, T, S). `is_causal`
+    says that it is a `causal_mask`.
     """
-    rows, heads, length, size = queries.shape
-    if is_own(length, keys.shape[2], queries.device):
+    batch, heads, length, size = queries.shape
+    if uses_own_attention(length, keys.shape[2], queries.device):
         blocks = _blocks(length, keys.shape[2], is_causal=is_causal)
         inputs = queries, keys, values, mask, scale, blocks
         if torch.is_grad_enabled():
-            mixed: Tensor = _OwnAttention.apply(*inputs)  # type: ignore[no-untyped-call]
+            output: Tensor = _OwnAttention.apply(*inputs)  # type: ignore[no-untyped-call]
         else:
-            mixed = _mix(*inputs).mixed
+            output = _attend(*inputs).output
     else:
-        mixed = torch.nn.functional.scaled_dot_product_attention(
+        output = torch.nn.functional.scaled_dot_product_attention(
             queries,
             keys,
             values,
@@ -63,16 +62,16 @@ def attend(
             scale=scale,
             enable_gqa=heads != keys.shape[1],
         )
-    return mixed.transpose(1, 2).reshape(rows, length, heads * size)
+    return output.transpose(1, 2).reshape(batch, length, heads * size)
 
 
 class _Block(NamedTuple):
-    """Queries that are multiplied together, and what of the keys they are multiplied by."""
+    """Queries that are multiplied together, and the keys that they are multiplied by."""
 
     queries: slice
     keys: slice
     masked: slice
-    """Keys that the mask may hide from some of them."""
+    """Keys that the mask may hide from some of the queries."""
 
 
 def _blocks(queries: int, keys: int, *, is_causal: bool) -> list[_Block]:
@@ -83,45 +82,48 @@ def _blocks(queries: int, keys: int, *, is_causal: bool) -> list[_Block]:
     return [_Block(part, slice(part.stop), part) for part in parts]
 
 
-class _Mixed(NamedTuple):
-    """What attention makes, and what it is made of: N = B * G matrices of R = H / G heads each."""
+class _Attended(NamedTuple):
+    """The output, and what the backward pass needs: N = B * G matrices of R = H / G heads each."""
 
-    mixed: Tensor
+    output: Tensor
     """(B, H, T, E)."""
 
     queries: Tensor
     """(N, R, T, E), scaled. All heads that read the same keys are one matrix."""
 
     keys: Tensor
+    """(N, S, E)."""
+
     values: Tensor
-    """(N, S, E) both."""
+    """(N, S, E)."""
 
     weights: list[Tensor]
-    """Of each block."""
+    """(N, R * T, S) of each block."""
 
 
-def _mix(
+def _attend(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     mask: Tensor,
     scale: float,
     blocks: Sequence[_Block],
-) -> _Mixed:
-    rows, heads, length, size = queries.shape
-    queries = (queries * scale).view(rows * keys.shape[1], -1, length, size)
+) -> _Attended:
+    batch, heads, length, size = queries.shape
+    queries = (queries * scale).view(batch * keys.shape[1], -1, length, size)
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-    parts, kept = [], []
+    outputs, all_weights = [], []
     with small_matmuls():
         for block in blocks:
-            asked = queries[:, :, block.queries].flatten(1, 2)
-            scores = torch.bmm(asked, keys[:, block.keys].transpose(1, 2))
-            of_query = scores.view(rows, heads, -1, scores.shape[-1])
-            of_query[..., block.masked].add_(mask[:, None, block.queries, block.masked])
+            of_block = queries[:, :, block.queries].flatten(1, 2)
+            scores = torch.bmm(of_block, keys[:, block.keys].transpose(1, 2))
+            of_head = scores.view(batch, heads, -1, scores.shape[-1])
+            of_head[..., block.masked].add_(mask[:, None, block.queries, block.masked])
             weights = torch.softmax(scores, dim=-1)
-            parts.append(torch.bmm(weights, values[:, block.keys]).view(rows, heads, -1, size))
-            kept.append(weights)
-    return _Mixed(torch.cat(parts, dim=2), queries, keys, values, kept)
+            output = torch.bmm(weights, values[:, block.keys])
+            outputs.append(output.view(batch, heads, -1, size))
+            all_weights.append(weights)
+    return _Attended(torch.cat(outputs, dim=2), queries, keys, values, all_weights)
 
 
 class _OwnAttention(torch.autograd.Function):
@@ -137,37 +139,41 @@ class _OwnAttention(torch.autograd.Function):
         scale: float,
         blocks: Sequence[_Block],
     ) -> Tensor:
-        made = _mix(queries, keys, values, mask, scale, blocks)
+        made = _attend(queries, keys, values, mask, scale, blocks)
         ctx.save_for_backward(made.queries, made.keys, made.values, *made.weights)
         ctx.scale, ctx.blocks, ctx.groups = scale, blocks, keys.shape[1]
-        return made.mixed
+        return made.output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        queries, keys, values, *kept = ctx.saved_tensors
+        queries, keys, values, *all_weights = ctx.saved_tensors
         shape = gradient.shape
         gradient = gradient.reshape(queries.shape)
-        of_queries = []
-        of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
+        query_gradients = []
+        key_gradients, value_gradients = torch.zeros_like(keys), torch.zeros_like(values)
         with small_matmuls():
-            for block, weights in zip(ctx.blocks, kept, strict=True):
-                asked, pulled = (
-                    of[:, :, block.queries].flatten(1, 2) for of in (queries, gradient)
+            for block, weights in zip(ctx.blocks, all_weights, strict=True):
+                of_block, output_gradients = (
+                    part[:, :, block.queries].flatten(1, 2) for part in (queries, gradient)
                 )
-                of_weights = torch.bmm(pulled, values[:, block.keys].transpose(1, 2))
-                of_scores = torch.ops.aten._softmax_backward_data(
-                    of_weights, weights, -1, weights.dtype
+                weight_gradients = torch.bmm(
+                    output_gradients, values[:, block.keys].transpose(1, 2)
                 )
-                product = torch.bmm(of_scores, keys[:, block.keys])
-                of_queries.append(product.unflatten(1, (queries.shape[1], -1)))
-                of_keys[:, block.keys] += torch.bmm(of_scores.transpose(1, 2), asked)
-                of_values[:, block.keys] += torch.bmm(weights.transpose(1, 2), pulled)
+                score_gradients = torch.ops.aten._softmax_backward_data(
+                    weight_gradients, weights, -1, weights.dtype
+                )
+                query_gradient = torch.bmm(score_gradients, keys[:, block.keys])
+                query_gradients.append(query_gradient.unflatten(1, (queries.shape[1], -1)))
+                key_gradients[:, block.keys] += torch.bmm(score_gradients.transpose(1, 2), of_block)
+                value_gradients[:, block.keys] += torch.bmm(
+                    weights.transpose(1, 2), output_gradients
+                )
         by_group = (shape[0], ctx.groups, *keys.shape[1:])
         return (
-            torch.cat(of_queries, dim=2).mul_(ctx.scale).view(shape),
-            of_keys.view(by_group),
-            of_values.view(by_group),
+            torch.cat(query_gradients, dim=2).mul_(ctx.scale).view(shape),
+            key_gradients.view(by_group),
+            value_gradients.view(by_group),
             None,
             None,
             None,

@@ -1,6 +1,7 @@
-"""Rotary embeddings, for the forward passes of `plain_decoder`.
+"""Rotary embeddings (RoFormer, arXiv:2104.09864).
 
-Legend beside that of `tensors`: H heads, E size of a head.
+R numbers of a head are rotated, the first half of them against the second, in the order of GPT-NeoX
+and Llama. Legend beside that of `masking`: H heads, E size of a head.
 """
 
 from typing import Any, NamedTuple
@@ -10,56 +11,55 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class Turn(NamedTuple):
-    """Cosine and sine of a rotary embedding: (B or 1, S, R / 2) each, for R numbers of a head."""
+class Angles(NamedTuple):
+    """Cosine and sine (B or 1, S, R / 2) of the rotary angles of positions."""
 
     cos: Tensor
     sin: Tensor
 
 
-def by_head(states: Tensor, turn: Turn | None) -> Tensor:
-    """States (B, S, H, E) as (B, H, S, E) in one block, turned by their places.
-
-    The first half of the R numbers is turned against the second (RoFormer, arXiv:2104.09864, in
-    the order of GPT-NeoX and Llama).
-    """
-    if turn is None:
+def by_head(states: Tensor, angles: Angles | None) -> Tensor:
+    """Return states (B, S, H, E) as contiguous (B, H, S, E), rotated if there are angles."""
+    if angles is None:
         return states.transpose(1, 2).contiguous()
     if torch.is_grad_enabled():
-        turned: Tensor = _Turned.apply(states, *turn)  # type: ignore[no-untyped-call]
-        return turned
-    rows, places, heads, size = states.shape
-    out = states.new_empty(rows, heads, places, size)
-    write_by_head(states, turn, out)
+        rotated: Tensor = _Rotated.apply(states, *angles)  # type: ignore[no-untyped-call]
+        return rotated
+    batch, length, heads, size = states.shape
+    out = states.new_empty(batch, heads, length, size)
+    write_by_head(states, angles, out)
     return out
 
 
-def write_by_head(states: Tensor, turn: Turn | None, out: Tensor) -> None:
-    """The same into room (B, H, S, E) that is there; no gradient flows."""
-    if turn is None:
+def write_by_head(states: Tensor, angles: Angles | None, out: Tensor) -> None:
+    """Write states (B, S, H, E) into `out` (B, H, S, E), rotated if there are angles.
+
+    No gradient is recorded.
+    """
+    if angles is None:
         out.copy_(states.transpose(1, 2))
     else:
-        _turn(states, *turn, out=out.transpose(1, 2))
+        _rotate(states, *angles, out=out.transpose(1, 2))
 
 
-class _Turned(torch.autograd.Function):
+class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return by_head(states, Turn(cos, sin))  # no gradient is recorded in here
+        return by_head(states, Angles(cos, sin))  # gradients are disabled in here
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        rows, heads, places, size = gradient.shape
-        back = gradient.new_empty(rows, places, heads, size)
-        _turn(gradient.transpose(1, 2), cos, -sin, out=back)
-        return back, None, None
+        batch, heads, length, size = gradient.shape
+        rotated_back = gradient.new_empty(batch, length, heads, size)
+        _rotate(gradient.transpose(1, 2), cos, -sin, out=rotated_back)
+        return rotated_back, None, None
 
 
-def _turn(states: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
-    """Turn states (B, S, H, E) by the angles of their places; `out` has the same shape."""
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
+    """Write states (B, S, H, E), rotated by the angles of their positions, into `out`."""
     cos, sin = cos[:, :, None], sin[:, :, None]
     half = cos.shape[-1]
     first, second, rest = states.tensor_split((half, 2 * half), dim=-1)

@@ -22,7 +22,7 @@ from ppo_core.models import lm_head
 from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import critic_values, response_logprobs
-from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
 from tests.helpers.rollouts import make_rollout
 from tests.helpers.tiny import EOS, VOCABULARY, make_policy
@@ -110,7 +110,9 @@ class Run:
                 UNIFORMS[share],
                 SAMPLING,
                 batch_size=1,
-                any_left=engine.any if engine.passes_meet() else None,
+                callbacks=SamplingCallbacks(
+                    any_active=engine.any if engine.passes_meet() else None
+                ),
             )
             values = critic_values(self.critic, sampled, 2)
         with engine.gathered(self.reference):

@@ -25,8 +25,9 @@ from ppo_core.data.prompts import (
 )
 from ppo_core.errors import DataError, ModelError, RunInterruptedError
 from ppo_core.models.policy import LanguageModel
-from ppo_core.rollout.generate import sample_responses
-from ppo_core.rollout.kv_cache import ReservedCache
+from ppo_core.rollout.decoder import can_add_prompts
+from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
+from ppo_core.rollout.kv_cache import TransformersView
 from ppo_core.rollout.sampler import (
     BLOCK,
     NO_STOP_TOKEN,
@@ -34,7 +35,6 @@ from ppo_core.rollout.sampler import (
     sample_tokens,
     stop_token,
 )
-from ppo_core.rollout.transformers_decoder import takes_more
 from tests.helpers.tiny import CONFIGS, EOS, PAD, make_policy, make_prompts, make_tokenizer
 
 LENGTHS = [3, 9, 5, 12, 1, 7]
@@ -49,9 +49,9 @@ def sample(
     length=15,
     seed=0,
     batch_size=4,
-    any_left=bool,
-    ended=lambda _: None,
-    pause=lambda: None,
+    any_active=bool,
+    on_finished=lambda _: None,
+    before_batch=lambda: None,
     **cut,
 ):
     uniforms = torch.rand(len(prompts), length, generator=torch.Generator().manual_seed(seed))
@@ -61,9 +61,9 @@ def sample(
         uniforms,
         SamplingSettings(stop_token_id=stop, temperature=temperature, **cut),
         batch_size=batch_size,
-        any_left=any_left,
-        ended=ended,
-        pause=pause,
+        callbacks=SamplingCallbacks(
+            any_active=any_active, on_finished=on_finished, before_batch=before_batch
+        ),
     )
 
 
@@ -99,7 +99,7 @@ def test_greedy_tokens_are_those_of_generate(family):
 
 
 @pytest.mark.parametrize("tokens", [20, 2 * BLOCK, 300])
-def test_tokens_come_as_often_as_their_probability_says(tokens):
+def test_tokens_are_drawn_as_often_as_their_probability_says(tokens):
     torch.manual_seed(0)
     logits, n = torch.randn(tokens), 20_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(1))
@@ -111,7 +111,7 @@ def test_tokens_come_as_often_as_their_probability_says(tokens):
     assert_close(logprobs, probabilities[drawn].log())
 
 
-def test_a_token_is_the_first_whose_running_sum_exceeds_the_number():
+def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_number():
     torch.manual_seed(0)
     logits = torch.randn(50, 3 * BLOCK + 7)
     uniforms = torch.cat([torch.rand(48), torch.tensor([0.0, 1 - 2**-24])])
@@ -128,7 +128,7 @@ def test_a_token_without_probability_is_never_drawn():
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.7}])
-def test_restricted_sampling_draws_from_what_it_says_and_records_both_distributions(cut):
+def test_restricted_sampling_draws_from_the_truncated_distribution_and_records_both(cut):
     torch.manual_seed(0)
     logits, n = torch.randn(20), 20_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(1))
@@ -148,7 +148,7 @@ def test_restricted_sampling_draws_from_what_it_says_and_records_both_distributi
     assert_close(behaviour, expected[drawn].log().float())
 
 
-def test_a_restricted_rollout_keeps_the_log_probabilities_it_was_drawn_with():
+def test_a_restricted_rollout_records_both_log_probabilities():
     policy, prompts = LanguageModel(make_policy()), make_prompts(LENGTHS)
     plain, cut = sample(policy, prompts), sample(policy, prompts, top_k=3)
     assert plain.behaviour_logprobs is None
@@ -195,8 +195,8 @@ def test_a_sampled_pad_token_counts_like_any_other():
     rollout = sample(LanguageModel(make_policy()), make_prompts([4] * 60), length=30)
     counted = rollout.response_ids[rollout.response_mask]
     assert (counted == PAD).any()
-    goes_on = rollout.response_ids[:, :-1] == PAD
-    assert (goes_on & rollout.response_mask[:, 1:]).any()
+    is_pad = rollout.response_ids[:, :-1] == PAD
+    assert (is_pad & rollout.response_mask[:, 1:]).any()
 
 
 def test_an_end_token_in_the_prompt_ends_nothing():
@@ -215,13 +215,13 @@ def test_the_whole_batch_may_stop_at_once():
 
 
 def by_transformers(policy: PreTrainedModel) -> PreTrainedModel:
-    """The same policy, whose passes are left to transformers for a hook that hangs on them."""
+    """Return the policy with a hook, so that the forward passes are those of transformers."""
     policy.base_model.register_forward_pre_hook(lambda *_: None)
     return policy
 
 
 def with_a_window() -> PreTrainedModel:
-    """A policy whose layers keep the keys and values of the last four places alone."""
+    """Return a policy with a sliding window of four positions."""
     torch.manual_seed(0)
     like = CONFIGS["llama"].to_dict()
     config = MistralConfig(**{name: like[name] for name in LIKE_LLAMA}, sliding_window=4)
@@ -241,37 +241,37 @@ POLICIES = {
 
 @pytest.mark.parametrize("batch_size", [4, 9])
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
-def test_prompts_that_take_the_places_of_ended_responses_are_answered_the_same(make, batch_size):
+def test_continuous_batching_samples_the_same_responses_as_batches(make, batch_size):
     policy, prompts = LanguageModel(make()), make_prompts([1, 9, 5, 12, 3, 7, 2] * 5)
     drawn = partial(sample, policy, prompts, stop=9, length=30, batch_size=batch_size)
     numbers: list[int] = []
-    following = drawn(any_left=None, ended=numbers.append)
-    in_batches = drawn(any_left=bool)
-    assert 0 < following.has_stop.sum() < len(prompts)
-    assert following.response_ids.tolist() == in_batches.response_ids.tolist()
-    assert following.response_lengths.tolist() == in_batches.response_lengths.tolist()
-    assert following.has_stop.tolist() == in_batches.has_stop.tolist()
-    assert_close(following.logprobs, in_batches.logprobs, rtol=0, atol=1e-5)
+    continuous = drawn(any_active=None, on_finished=numbers.append)
+    in_batches = drawn(any_active=bool)
+    assert 0 < continuous.has_stop.sum() < len(prompts)
+    assert continuous.response_ids.tolist() == in_batches.response_ids.tolist()
+    assert continuous.response_lengths.tolist() == in_batches.response_lengths.tolist()
+    assert continuous.has_stop.tolist() == in_batches.has_stop.tolist()
+    assert_close(continuous.logprobs, in_batches.logprobs, rtol=0, atol=1e-5)
     assert sum(numbers) == len(prompts)
 
 
 @pytest.mark.parametrize("make", [make_policy, lambda: by_transformers(make_policy())])
-def test_places_of_ended_responses_do_not_stay_empty(make):
+def test_prompts_replace_finished_responses(make):
     policy, prompts = LanguageModel(make()), make_prompts([4] * 40)
     passes: list[int] = []
     embedding = policy.model.get_input_embeddings()
     embedding.register_forward_hook(lambda module, inputs, out: passes.append(out.shape[1] == 1))
-    sample(policy, prompts, stop=15, length=30, any_left=bool)
+    sample(policy, prompts, stop=15, length=30, any_active=bool)
     in_batches = sum(passes)
     passes.clear()
-    lengths = sample(policy, prompts, stop=15, length=30, any_left=None).response_lengths
-    # Four at a time; at the end some are alone, and places wait until there is one for a prompt.
+    lengths = sample(policy, prompts, stop=15, length=30, any_active=None).response_lengths
+    # Four at a time; finished ones stay until enough of them can be dropped together.
     assert sum(passes) < 0.8 * in_batches
     assert sum(passes) >= (lengths.sum() - len(lengths)) / 4
 
 
 def of_64_columns() -> PreTrainedModel:
-    """GPT-Neo looks up in a table of 64 x 64 which columns a column sees."""
+    """Return a GPT-Neo, which reads its causal mask from a table of 64 x 64 columns."""
     torch.manual_seed(0)
     config = GPTNeoConfig(
         vocab_size=CONFIGS["gpt2"].vocab_size,
@@ -288,15 +288,15 @@ def of_64_columns() -> PreTrainedModel:
 @pytest.mark.parametrize(
     "make",
     [lambda: make_policy("gpt2"), lambda: by_transformers(make_policy("gpt2")), of_64_columns],
-    ids=["64 places", "64 places by transformers", "64 columns"],
+    ids=["64 positions", "64 positions by transformers", "64 columns"],
 )
-def test_neither_places_nor_columns_leave_the_context(make, seed):
+def test_positions_and_columns_stay_within_the_context(make, seed):
     policy, prompts = LanguageModel(make()), make_prompts([20] * 6 + [2] * 20)
     drawn = partial(sample, policy, prompts, stop=9, length=44, seed=seed)
-    following = drawn(any_left=None)
-    assert (following.response_lengths == 44).any()
-    assert following.has_stop.any()
-    assert following.response_ids.tolist() == drawn(any_left=bool).response_ids.tolist()
+    continuous = drawn(any_active=None)
+    assert (continuous.response_lengths == 44).any()
+    assert continuous.has_stop.any()
+    assert continuous.response_ids.tolist() == drawn(any_active=bool).response_ids.tolist()
 
 
 def test_memory_is_reserved_once():
@@ -304,11 +304,11 @@ def test_memory_is_reserved_once():
     reserved: set[int] = set()
 
     def remember(module: object, inputs: object, output: BaseModelOutputWithPast) -> None:
-        if isinstance(cache := output.past_key_values, ReservedCache):
+        if isinstance(cache := output.past_key_values, TransformersView):
             reserved.update(layer.keys.untyped_storage().data_ptr() for layer in cache.layers)
 
     policy.backbone.module.register_forward_hook(remember)
-    sample(policy, make_prompts([12] * 4 + [5] * 12), stop=15, length=20, any_left=None)
+    sample(policy, make_prompts([12] * 4 + [5] * 12), stop=15, length=20, any_active=None)
     assert len(reserved) == 2  # the keys of each layer
 
 
@@ -319,46 +319,51 @@ def test_memory_is_reserved_once():
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, False),
     ],
 )
-def test_prompts_follow_where_the_angles_of_a_row_are_its_own(changes, expected):
+def test_prompts_can_be_added_unless_rotary_angles_depend_on_other_sequences(changes, expected):
     like = CONFIGS["llama"].to_dict()
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{**like, **changes})).eval()
     policy = LanguageModel(model)
-    assert takes_more(policy, policy.backbone) == expected
+    assert can_add_prompts(policy, policy.backbone) == expected
 
 
-def test_a_model_without_keys_and_values_by_rows_is_refused_by_name():
+def test_a_model_whose_cache_cannot_drop_sequences_is_refused_by_name():
     config = MambaConfig(
         vocab_size=CONFIGS["llama"].vocab_size, hidden_size=32, state_size=4, num_hidden_layers=2
     )
     policy = LanguageModel(AutoModelForCausalLM.from_config(config).eval())
-    with pytest.raises(ModelError, match="MambaForCausalLM does not keep keys and values by rows"):
+    with pytest.raises(ModelError, match="MambaForCausalLM does not keep keys and values"):
         sample(policy, make_prompts(LENGTHS))
 
 
 @pytest.mark.parametrize("stop", [EOS, 9, 15])
-@pytest.mark.parametrize("any_left", [None, bool], ids=["following", "in batches"])
-def test_there_are_as_many_pauses_as_batches_whenever_responses_end(stop, any_left):
-    """Processes wait for each other in a pause, and the responses of each end at their own time."""
+@pytest.mark.parametrize("any_active", [None, bool], ids=["continuous", "in batches"])
+def test_before_batch_is_called_once_for_each_batch_whenever_responses_end(stop, any_active):
+    """Processes wait for each other in `before_batch`, so they must call it equally often."""
     asked: list[int] = []
     policy, prompts = LanguageModel(make_policy()), make_prompts([4] * 22)
-    sample(policy, prompts, stop=stop, any_left=any_left, pause=lambda: asked.append(1))
+    sample(policy, prompts, stop=stop, any_active=any_active, before_batch=lambda: asked.append(1))
     assert len(asked) == 6
 
 
-def test_a_pause_may_end_it_all_before_more_prompts_are_read():
+def test_before_batch_may_raise_before_further_prompts_are_read():
     asked: list[int] = []
 
-    def pause() -> None:
+    def interrupt() -> None:
         asked.append(1)
         if len(asked) == 3:
             raise RunInterruptedError("Stop.")
 
     with pytest.raises(RunInterruptedError):
-        sample(LanguageModel(make_policy()), make_prompts([4] * 22), any_left=None, pause=pause)
+        sample(
+            LanguageModel(make_policy()),
+            make_prompts([4] * 22),
+            any_active=None,
+            before_batch=interrupt,
+        )
 
 
 @pytest.mark.parametrize("passes", [1, 12, 20], ids=["sooner", "later", "at the length"])
-def test_passes_go_on_until_no_process_has_a_response_left_and_change_nothing(passes):
+def test_passes_continue_until_no_process_has_an_active_response_and_change_nothing(passes):
     policy, prompts = LanguageModel(make_policy()), make_prompts([4, 2])
     made, told = [], []
     policy.backbone.module.register_forward_hook(lambda *call: made.append(1))
@@ -366,12 +371,12 @@ def test_passes_go_on_until_no_process_has_a_response_left_and_change_nothing(pa
     assert alone.response_lengths.tolist() == [4, 9]
     made.clear()
 
-    def any_left(here: bool) -> bool:
-        """The longest response of the other processes takes so many passes."""
+    def any_active(here: bool) -> bool:
+        """Return whether any process is active: the others need `passes` passes."""
         told.append(here)
         return here or len(told) < passes
 
-    together = sample(policy, prompts, stop=9, length=20, seed=17, any_left=any_left)
+    together = sample(policy, prompts, stop=9, length=20, seed=17, any_active=any_active)
     assert len(made) == max(9, passes)
     assert len(told) == len(made)
     assert told == [True] * 8 + [False] * (len(told) - 8)

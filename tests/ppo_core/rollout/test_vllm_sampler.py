@@ -331,15 +331,15 @@ def test_a_server_that_cannot_do_it_is_refused_by_what_it_must_be_started_with(s
 def test_a_server_of_another_model_does_not_load_the_weights(tmp_path):
     with vllm_server(make_policy("gpt_neox")) as server:
         words = refusal(server, tmp_path, TrainingError)
-    assert "does not load the policy's weights, with status 500" in words
-    assert "start it anew with the policy's model" in words
+    assert "did not load the policy's weights: status 500" in words
+    assert "restart it with the policy's model" in words
 
 
 def test_a_response_of_more_tokens_than_asked_is_not_learned_from(server, tmp_path):
     server.tokens_too_many = 1
     config = {"stop_token": None, "stop_token_id": None, "missing_eos_penalty": None}
     words = refusal(server, tmp_path, TrainingError, **config)
-    assert f"{LENGTH + 1} tokens where {LENGTH} were asked for" in words
+    assert f"{LENGTH + 1} tokens where at most {LENGTH} were requested" in words
 
 
 def test_weights_that_cannot_be_written_are_a_clear_error(server, tmp_path):

@@ -1,6 +1,7 @@
-"""Our own forward passes against those of transformers."""
+"""Our own forward pass against that of transformers."""
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import peft
@@ -25,7 +26,9 @@ from ppo_core.models.kernels import attention, matmul_backend
 from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.kernels.decoder_forward import states_at
 from ppo_core.models.kernels.matmul_backend import uses_onednn
-from ppo_core.rollout.fast_decoder import PlainDecoding
+from ppo_core.rollout.decoder import Decoder
+from ppo_core.rollout.fast_decoder import FastBackend
+from ppo_core.rollout.kv_cache import KVCache
 from tests.helpers.tiny import VOCABULARY, make_policy, make_prompts
 
 _LLAMA_LIKE: dict[str, Any] = {
@@ -54,7 +57,7 @@ PLAIN: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(num_key_value_heads=3, **_LLAMA_LIKE),
     "gpt_neox": GPTNeoXConfig(**_LLAMA_LIKE),
     "gpt_neox in sequence": GPTNeoXConfig(use_parallel_residual=False, **_LLAMA_LIKE),
-    "gpt_neox all turned": GPTNeoXConfig(
+    "gpt_neox all rotated": GPTNeoXConfig(
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
         attention_bias=False,
         **_LLAMA_LIKE,
@@ -63,13 +66,13 @@ PLAIN: dict[str, PreTrainedConfig] = {
     "gpt2 scaled by layer": GPT2Config(scale_attn_by_inverse_layer_idx=True, **_GPT2),
 }
 LENGTHS = [9, 14, 3]
-PLACES = {0: [4, 5, 6, 7], 1: [0, 2, 13], 2: [1]}
-ROW = torch.tensor([row for row, places in PLACES.items() for _ in places])
-PLACE = torch.tensor([place for places in PLACES.values() for place in places])
+POSITIONS = {0: [4, 5, 6, 7], 1: [0, 2, 13], 2: [1]}
+SEQUENCE = torch.tensor([sequence for sequence, chosen in POSITIONS.items() for _ in chosen])
+POSITION = torch.tensor([position for chosen in POSITIONS.values() for position in chosen])
 
 
 def make_backbone(config: PreTrainedConfig) -> PreTrainedModel:
-    """In fp64, every weight moved away from its start."""
+    """Return a backbone in fp64 with noise on all weights."""
     torch.manual_seed(0)
     backbone = AutoModel.from_config(type(config)(**config.to_dict())).double().eval()
     with torch.no_grad():
@@ -89,11 +92,11 @@ def assert_same_states_and_gradients(model: PreTrainedModel, backbone: nn.Module
     ids, _ = pad_rows(make_prompts(LENGTHS))
     parts = fast_path(backbone)
     assert parts is not None
-    actual, gradients = with_gradients(model, states_at(parts, ids, ROW, PLACE))
+    actual, gradients = with_gradients(model, states_at(parts, ids, SEQUENCE, POSITION))
     plain = [
         backbone(row[None, :n]).last_hidden_state[0] for row, n in zip(ids, LENGTHS, strict=True)
     ]
-    states = torch.stack([plain[row][place] for row, place in zip(ROW, PLACE, strict=True)])
+    states = torch.stack([plain[b][t] for b, t in zip(SEQUENCE, POSITION, strict=True)])
     expected, expected_gradients = with_gradients(model, states)
     # transformers computes the angles in fp32.
     assert_close(actual, expected, rtol=0, atol=1e-9)
@@ -104,18 +107,18 @@ def assert_same_states_and_gradients(model: PreTrainedModel, backbone: nn.Module
 
 @pytest.mark.parametrize("family", PLAIN)
 @pytest.mark.parametrize(
-    ("most_pairs", "block"),
-    [(attention.MOST_PAIRS, 64), (attention.MOST_PAIRS, 5), (0, 64)],
+    ("max_scores", "block"),
+    [(attention.MAX_SCORES, 64), (attention.MAX_SCORES, 5), (0, 64)],
     ids=["own", "in blocks", "of PyTorch"],
 )
-def test_states_and_gradients_are_those_of_transformers(family, most_pairs, block, monkeypatch):
-    monkeypatch.setattr(attention, "MOST_PAIRS", most_pairs)
+def test_states_and_gradients_are_those_of_transformers(family, max_scores, block, monkeypatch):
+    monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
     monkeypatch.setattr(attention, "BLOCK", block)
     backbone = make_backbone(PLAIN[family])
     assert_same_states_and_gradients(backbone, backbone)
 
 
-def test_an_adapter_is_passed_through():
+def test_states_and_gradients_with_an_adapter_are_those_of_transformers():
     settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
     model = add_adapter(make_policy(), settings).double()
     for name, parameter in model.named_parameters():
@@ -125,56 +128,56 @@ def test_an_adapter_is_passed_through():
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_a_response_grows_by_the_states_of_the_whole_row(family):
+def test_decoding_makes_the_states_of_the_full_sequences(family):
     backbone = make_backbone(PLAIN[family])
     prompts, answers = make_prompts(LENGTHS), make_prompts([4, 4, 4], seed=1)
     parts = fast_path(backbone)
     assert parts is not None
-    within = DecoderBackbone(backbone).within
     kept = torch.tensor([2, 0])
     with torch.no_grad():
-        decoding = PlainDecoding(parts, prompts, 4, within=within, device=ROW.device)
+        cache = KVCache(3, max(LENGTHS), 4, SEQUENCE.device)
+        decoder = Decoder(FastBackend(parts, cache, nullcontext), prompts)
         for t in range(5):
             rows = range(3) if t < 3 else kept.tolist()
             whole = [torch.tensor([prompts[n] + answers[n][:t]]) for n in rows]
             expected = [backbone(row).last_hidden_state[0, -1] for row in whole]
-            assert_close(decoding.states, torch.stack(expected), rtol=0, atol=1e-9)
+            assert_close(decoder.states, torch.stack(expected), rtol=0, atol=1e-9)
             if t == 2:
-                decoding.keep(kept)
+                decoder.keep(kept)
                 rows = kept.tolist()
             if t < 4:
-                decoding.step(torch.tensor([answers[n][t] for n in rows]))
+                decoder.step(torch.tensor([answers[n][t] for n in rows]))
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_prompts_that_follow_see_nothing_of_the_rows_before(family):
+def test_added_prompts_see_nothing_of_the_dropped_sequences(family):
     backbone = make_backbone(PLAIN[family])
     first, later = make_prompts([3, 9]), make_prompts([2, 7], seed=2)
     answers = make_prompts([6] * 3, seed=1)
     parts = fast_path(backbone)
     assert parts is not None
-    within = DecoderBackbone(backbone).within
     with torch.no_grad():
-        decoding = PlainDecoding(parts, first, 6, within=within, device=ROW.device)
+        cache = KVCache(2, 9, 6, SEQUENCE.device)
+        decoder = Decoder(FastBackend(parts, cache, nullcontext), first)
         for t in range(2):
-            decoding.step(torch.tensor([answers[0][t], answers[1][t]]))
-        for part in itertools.chain(*decoding._memory):
+            decoder.step(torch.tensor([answers[0][t], answers[1][t]]))
+        for part in itertools.chain(*cache._layers):
             part[1] = torch.nan
         # The longest is left out, so what the other has moves.
-        decoding.keep(torch.tensor([0]))
-        decoding.step(torch.tensor([answers[0][2]]))
-        decoding.add(later[:1])
+        decoder.keep(torch.tensor([0]))
+        decoder.step(torch.tensor([answers[0][2]]))
+        decoder.add(later[:1])
         rows = [first[0] + answers[0][:3], later[0]]
         for t in range(2):
             expected = [backbone(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
-            assert_close(decoding.states, torch.stack(expected), rtol=0, atol=1e-9)
+            assert_close(decoder.states, torch.stack(expected), rtol=0, atol=1e-9)
             tokens = [answers[0][3 + t], answers[1][t]]
-            decoding.step(torch.tensor(tokens))
+            decoder.step(torch.tensor(tokens))
             rows = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
-        decoding.keep(torch.tensor([], dtype=torch.long))
-        decoding.add(later[1:])
+        decoder.keep(torch.tensor([], dtype=torch.long))
+        decoder.add(later[1:])
         expected = [backbone(torch.tensor([later[1]])).last_hidden_state[0, -1]]
-        assert_close(decoding.states, torch.stack(expected), rtol=0, atol=1e-9)
+        assert_close(decoder.states, torch.stack(expected), rtol=0, atol=1e-9)
 
 
 def train(backbone: Any) -> None:
@@ -183,12 +186,12 @@ def train(backbone: Any) -> None:
 
 def test_half_precision_differs_by_its_rounding_alone():
     backbone = make_backbone(PLAIN["gpt_neox"]).float()
+    wrapped = DecoderBackbone(backbone)
     ids, _ = pad_rows(make_prompts(LENGTHS))
-    decoder = DecoderBackbone(backbone)
-    exact = decoder.states_at(ids, ROW, PLACE)
+    exact = wrapped.states_at(ids, SEQUENCE, POSITION)
     with torch.autocast("cpu", torch.bfloat16):
-        rounded, gradients = with_gradients(backbone, decoder.states_at(ids, ROW, PLACE))
-        other = backbone(ids).last_hidden_state[ROW, PLACE]
+        rounded, gradients = with_gradients(backbone, wrapped.states_at(ids, SEQUENCE, POSITION))
+        other = backbone(ids).last_hidden_state[SEQUENCE, POSITION]
     assert_close(rounded.float(), exact, rtol=0, atol=0.1)
     assert (rounded - exact).norm() < 1.2 * (other - exact).norm()
     assert all(gradient.isfinite().all() for gradient in gradients.values())
@@ -199,15 +202,15 @@ def change_nothing(backbone: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("most_pairs", "change", "by_onednn"),
+    ("max_scores", "change", "by_onednn"),
     [(20 * 20, change_nothing, True), (19 * 19, change_nothing, False), (20 * 20, train, False)],
     ids=["own attention", "long rows", "as a whole"],
 )
 @pytest.mark.usefixtures("onednn_tried_anew")
 def test_large_layers_are_multiplied_by_onednn_where_attention_is_not(
-    most_pairs, change, by_onednn, monkeypatch
+    max_scores, change, by_onednn, monkeypatch
 ):
-    monkeypatch.setattr(attention, "MOST_PAIRS", most_pairs)
+    monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
     monkeypatch.setattr(matmul_backend, "MIN_NUMEL", 48 * 64)
     monkeypatch.setattr(matmul_backend, "MAX_ERROR", 1.0)  # also on a processor that rounds
     backbone = make_backbone(PLAIN["llama"])
