@@ -28,8 +28,8 @@ from pipeline.settings.settings import make_settings
 from pipeline.tracking.mlflow_runs import start_runs
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.config.unsupported_settings import INSTEAD
-from ppo_core.supervised.cli import LoraArguments, SupervisedArguments
-from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.supervised_cli import LoraArguments, SupervisedArguments
+from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import write_inputs, write_model
 from tests.helpers.tiny import make_policy, make_tokenizer

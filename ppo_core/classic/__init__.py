@@ -11,9 +11,9 @@ The names are those of TRL's PPO up to 0.11; the mathematics is that of `ppo_cor
 
 from transformers import set_seed
 
-from ppo_core.classic.config import PPOConfig
+from ppo_core.classic.classic_config import PPOConfig
+from ppo_core.classic.classic_trainer import PPOTrainer
 from ppo_core.classic.sampling import LengthSampler, respond_to_batch
-from ppo_core.classic.trainer import PPOTrainer
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.value_head import (
     AutoModelForCausalLMWithValueHead,

@@ -22,7 +22,7 @@ from ppo_core.classic import (
     PPOConfig,
     PPOTrainer,
 )
-from ppo_core.classic.config import INSTEAD
+from ppo_core.classic.classic_config import INSTEAD
 from ppo_core.classic.generation import UNRESTRICTED, generate_responses
 from ppo_core.config.ppo_config import PPOConfig as UpdateConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
@@ -595,7 +595,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from ppo_core.classic import PPOConfig, PPOTrainer
-from tests.ppo_core.classic.test_trainer import read, with_head
+from tests.ppo_core.classic.test_classic_trainer import read, with_head
 from tests.helpers.tiny import make_tokenizer
 
 class Watching(torch.optim.SGD):

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from ppo_core.algorithm.running_moments import RunningMoments
-from ppo_core.classic.config import PPOConfig
-from ppo_core.classic.data import Collator, shuffled_batches, without_unused_columns
+from ppo_core.classic.classic_config import PPOConfig
+from ppo_core.classic.dataloader import Collator, shuffled_batches, without_unused_columns
 from ppo_core.classic.generation import generate_responses, unrestricted
-from ppo_core.classic.rows import Masks, check_scores, check_vectors, make_rollout
-from ppo_core.classic.stats import Stats, guarded, numbers, step_stats, texts_table
+from ppo_core.classic.step_inputs import Masks, check_scores, check_vectors, make_rollout
+from ppo_core.classic.step_stats import Stats, guarded, numbers, step_stats, texts_table
 from ppo_core.data.types import Experience, Record, Rollout, Scores, TokenSums, map_tensors
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, DataError, ModelError
