@@ -1,4 +1,4 @@
-"""The rows that a script hands to a classic step: checked, and made into a rollout."""
+"""The tensors that a script passes to a classic step: check them, and build a rollout."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,11 @@ from ppo_core.data.types import Rollout
 from ppo_core.errors import DataError
 
 Masks = Sequence[Tensor] | None
-"""A mask (T,) of each response, or None where all tokens count."""
+"""A mask (T,) for each response; None if all tokens count."""
 
 
 def check_vectors(name: str, rows: Sequence[Tensor]) -> None:
-    """Refuse rows that are no token ids (length,).
-
-    Raises:
-        DataError: a row is no tensor of one dimension, or empty.
-    """
+    """Raise DataError unless every row is a tensor (length,), not empty."""
     for number, row in enumerate(rows):
         if not isinstance(row, Tensor) or row.ndim != 1 or len(row) == 0:
             shape = tuple(row.shape) if isinstance(row, Tensor) else type(row).__name__
@@ -29,10 +25,10 @@ def check_vectors(name: str, rows: Sequence[Tensor]) -> None:
 
 
 def check_scores(scores: Sequence[Tensor | float], batch_size: int) -> Tensor:
-    """The scores (B,), on the CPU; what is no number stays in it.
+    """Return the scores (B,) on the CPU; values that are not finite are kept.
 
     Raises:
-        DataError: there are too few or too many, or one of them is several.
+        DataError: there are not `batch_size` scores, or one is a tensor of several numbers.
     """
     _check_count("score", scores, batch_size)
     for number, score in enumerate(scores):
@@ -54,13 +50,14 @@ def make_rollout(
     temperature: float,
     device: torch.device,
 ) -> Rollout:
-    """Queries (P,) and responses (T,) as a rollout whose log-probabilities are still 0.
+    """Return a rollout of queries (P,) and responses (T,), with log-probabilities of 0.
 
-    A response that begins with `start_token_id`, that of a decoder beside an encoder, is taken
-    without it: it is what `generate` begins with, and no choice of the policy.
+    `start_token_id` is the first decoder input of an encoder-decoder model. `generate` puts it
+    before a response and the policy did not sample it: it is removed.
 
     Raises:
-        DataError: there are not `batch_size` rows, or one cannot be used.
+        DataError: there are not `batch_size` rows, or one is no vector of token ids, or a mask
+            does not fit its response.
     """
     counted = [torch.ones_like(row) for row in responses] if masks is None else masks
     for name, rows in (("query", queries), ("response", responses), ("mask", counted)):
@@ -90,8 +87,8 @@ def make_rollout(
 def _check_count(name: str, rows: Sequence[object], batch_size: int) -> None:
     if len(rows) != batch_size:
         raise DataError(
-            f"step() got {len(rows)} rows of {name}, and batch_size is {batch_size}. Hand over "
-            "whole batches, or set batch_size."
+            f"step() got {len(rows)} rows of {name}, and batch_size is {batch_size}. Pass full "
+            "batches, or set batch_size."
         )
 
 
@@ -100,5 +97,6 @@ def _check_masks(responses: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
         if len(mask) != len(response) or not mask.any():
             raise DataError(
                 f"Mask {number} counts {int(mask.bool().sum())} of {len(mask)} tokens, for a "
-                f"response of {len(response)}: it must be as long and count at least one."
+                f"response of {len(response)}: it must be as long as the response, and count at "
+                "least one token."
             )

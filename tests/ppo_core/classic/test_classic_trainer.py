@@ -22,7 +22,7 @@ from ppo_core.classic import (
     PPOConfig,
     PPOTrainer,
 )
-from ppo_core.classic.classic_config import INSTEAD
+from ppo_core.classic.classic_config import CLASSIC_INSTEAD
 from ppo_core.classic.generation import UNRESTRICTED, generate_responses
 from ppo_core.config.ppo_config import PPOConfig as UpdateConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
@@ -851,13 +851,13 @@ def test_a_batch_that_cannot_be_used_is_refused(arguments, words: str):
 
 def test_every_setting_of_the_classic_trainer_is_honoured_or_refused_with_a_hint():
     ours = {field.name for field in dataclasses.fields(PPOConfig)}
-    assert set(TRL_0_11) <= ours | set(INSTEAD)
-    assert not ours & set(INSTEAD)
+    assert set(TRL_0_11) <= ours | set(CLASSIC_INSTEAD)
+    assert not ours & set(CLASSIC_INSTEAD)
 
 
-@pytest.mark.parametrize("name", sorted(INSTEAD))
+@pytest.mark.parametrize("name", sorted(CLASSIC_INSTEAD))
 def test_a_setting_that_changes_nothing_is_taken_and_another_is_refused(name: str):
-    accepted, instead = INSTEAD[name]
+    accepted, instead = CLASSIC_INSTEAD[name]
     for value in accepted:
         assert PPOConfig(**{name: value}) == PPOConfig()
     with pytest.raises(ConfigError) as refused:
