@@ -13,11 +13,11 @@ Masks = Sequence[Tensor] | None
 """A mask (T,) for each response; None if all tokens count."""
 
 
-def check_vectors(name: str, rows: Sequence[Tensor]) -> None:
-    """Raise DataError unless every row is a tensor (length,), not empty."""
-    for number, row in enumerate(rows):
-        if not isinstance(row, Tensor) or row.ndim != 1 or len(row) == 0:
-            shape = tuple(row.shape) if isinstance(row, Tensor) else type(row).__name__
+def check_vectors(name: str, vectors: Sequence[Tensor]) -> None:
+    """Raise DataError unless each vector is a tensor (length,) with at least one element."""
+    for number, vector in enumerate(vectors):
+        if not isinstance(vector, Tensor) or vector.ndim != 1 or len(vector) == 0:
+            shape = tuple(vector.shape) if isinstance(vector, Tensor) else type(vector).__name__
             raise DataError(
                 f"{name} {number} must be a tensor (length,) of token ids, at least one; it is "
                 f"{shape}."
@@ -53,41 +53,41 @@ def make_rollout(
     """Return a rollout of queries (P,) and responses (T,), with log-probabilities of 0.
 
     `start_token_id` is the first decoder input of an encoder-decoder model. `generate` puts it
-    before a response and the policy did not sample it: it is removed.
+    before a response although the policy did not sample it, so it is removed.
 
     Raises:
-        DataError: there are not `batch_size` rows, or one is no vector of token ids, or a mask
-            does not fit its response.
+        DataError: there are not `batch_size` queries, responses and masks; one is no vector; or
+            a mask does not fit its response.
     """
-    counted = [torch.ones_like(row) for row in responses] if masks is None else masks
-    for name, rows in (("query", queries), ("response", responses), ("mask", counted)):
-        _check_count(name, rows, batch_size)
-        check_vectors(name, rows)
-    begins = [start_token_id is not None and bool(row[0] == start_token_id) for row in responses]
-    responses = [row[begin:] for row, begin in zip(responses, begins, strict=True)]
-    counted = [row[begin:] for row, begin in zip(counted, begins, strict=True)]
+    masks = [torch.ones_like(response) for response in responses] if masks is None else masks
+    for name, vectors in (("query", queries), ("response", responses), ("mask", masks)):
+        _check_count(name, vectors, batch_size)
+        check_vectors(name, vectors)
+    starts = [start_token_id is not None and bool(ids[0] == start_token_id) for ids in responses]
+    responses = [ids[start:] for ids, start in zip(responses, starts, strict=True)]
+    masks = [mask[start:] for mask, start in zip(masks, starts, strict=True)]
     check_vectors("response", responses)
-    _check_masks(responses, counted)
-    prompt_ids, prompt_lengths = pad_rows([row.tolist() for row in queries])
-    response_ids, lengths = pad_rows([row.tolist() for row in responses])
-    mask, _ = pad_rows([row.bool().tolist() for row in counted])
-    ends = [row[-1].item() == eos_token_id for row in responses]
+    _check_masks(responses, masks)
+    prompt_ids, prompt_lengths = pad_rows([query.tolist() for query in queries])
+    response_ids, lengths = pad_rows([response.tolist() for response in responses])
+    response_mask, _ = pad_rows([mask.bool().tolist() for mask in masks])
+    has_stop = [response[-1].item() == eos_token_id for response in responses]
     return Rollout(
         prompt_ids=prompt_ids.to(device),
         prompt_lengths=prompt_lengths.to(device),
         response_ids=response_ids.to(device),
         response_lengths=lengths.to(device),
-        response_mask=mask.bool().to(device),
-        has_stop=torch.tensor(ends, device=device),
+        response_mask=response_mask.bool().to(device),
+        has_stop=torch.tensor(has_stop, device=device),
         logprobs=torch.zeros(response_ids.shape, device=device),
         temperature=temperature,
     )
 
 
-def _check_count(name: str, rows: Sequence[object], batch_size: int) -> None:
-    if len(rows) != batch_size:
+def _check_count(name: str, values: Sequence[object], batch_size: int) -> None:
+    if len(values) != batch_size:
         raise DataError(
-            f"step() got {len(rows)} rows of {name}, and batch_size is {batch_size}. Pass full "
+            f"step() got {len(values)} rows of {name}, and batch_size is {batch_size}. Pass full "
             "batches, or set batch_size."
         )
 

@@ -1,4 +1,4 @@
-"""LoRA in supervised training: what it moves, what it leaves, what is saved and refused."""
+"""LoRA in supervised training: changed and unchanged weights, saved models, refused input."""
 
 import pytest
 import torch
@@ -108,7 +108,7 @@ def test_the_peft_config_is_left_as_it_was():
     assert config.base_model_name_or_path is None
 
 
-# --- What is refused -------------------------------------------------------------
+# --- Refused input ---------------------------------------------------------------
 
 
 def test_a_peft_model_together_with_a_peft_config_is_refused():

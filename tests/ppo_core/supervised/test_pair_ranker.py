@@ -69,7 +69,7 @@ def test_the_loss_of_a_batch_of_pairs_has_its_margins_and_its_centering():
 def test_scores_do_not_depend_on_padding_neighbours_or_pad_tokens_in_the_text(base):
     classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     ranker = PairRanker(classifier).eval().double()
-    # The first row ends with the token that also fills up the second.
+    # The first sequence ends with the token that pads the second.
     ids = torch.tensor([[4, 9, 0, 0], [7, 8, 0, 0]])
     both = ranker.score(ids, torch.tensor([4, 2]))
     first = ranker.score(ids[:1], torch.tensor([4]))

@@ -64,7 +64,7 @@ def test_of_messages_every_turn_of_the_assistant_counts_and_nothing_else(templat
     )
 
 
-def test_what_follows_the_last_answer_does_not_count_and_gets_no_end():
+def test_messages_after_the_last_answer_do_not_count_and_get_no_end_token():
     ids, labels = example({"messages": say("w0", "w1", "w2")}, ENDED)
     assert ids == [USER, 3, ASSISTANT, 4, EOS, USER, 5]
     assert labels == [_, _, _, 4, EOS, _, _]
@@ -84,7 +84,7 @@ def test_an_answer_in_the_prompt_does_not_count(completion):
     )
 
 
-def test_an_answer_is_learnt_behind_the_very_prompt_that_ppo_samples_from():
+def test_the_context_of_an_answer_is_the_prompt_that_ppo_samples_from():
     prompt = say("w0", "w1", "w2")
     ids, labels = example({"prompt": prompt, "completion": "w3"}, ENDED)
     encoded = encode_prompt(make_chat_tokenizer(ENDED), prompt)

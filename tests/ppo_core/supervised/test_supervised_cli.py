@@ -1,4 +1,4 @@
-"""`python -m ppo_core.supervised` as a shell starts it, and what its flags refuse."""
+"""`python -m ppo_core.supervised`: runs from a shell, and refused flags."""
 
 import json
 import subprocess

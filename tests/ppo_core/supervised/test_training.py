@@ -1,4 +1,4 @@
-"""SFT and reward-model training: what they learn, what they refuse, and determinism."""
+"""SFT and reward-model training: results, refused input, and determinism."""
 
 import math
 from contextlib import contextmanager
@@ -101,15 +101,15 @@ def test_the_model_that_training_starts_from_is_left_as_it_was(base, tmp_path):
 def test_two_batches_of_one_row_are_one_step_of_a_batch_of_two(base, tmp_path):
     rows = [EXAMPLES[0], {"prompt": "sad", "completion": "lost ring " * 20}]
     for name, changes in {
-        "whole": {"batch_size": 2},
+        "full": {"batch_size": 2},
         "parts": {"batch_size": 1, "gradient_accumulation_steps": 2},
     }.items():
         config = settings(num_epochs=3, **changes)
         metrics = train_sft(base, rows, config, tmp_path / name)
         assert metrics["steps"] == 3
-    # Adam divides by the size of the gradient, which makes much of rounding where it is near 0.
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert_close(whole, parts, rtol=0, atol=1e-4)
+    # Adam divides by the size of the gradient, which amplifies rounding of gradients near 0.
+    full, parts = weights(tmp_path / "full"), weights(tmp_path / "parts")
+    assert_close(full, parts, rtol=0, atol=1e-4)
 
 
 def test_bf16_changes_the_arithmetic_and_not_the_kind_of_the_weights(base, tmp_path):
@@ -155,7 +155,7 @@ def counting_calls(kind):
     hook.remove()
 
 
-# --- What is refused -------------------------------------------------------------
+# --- Refused input ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
