@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models import adapters
+from ppo_core.models.adapter_weights import save_adapter
+from ppo_core.models.adapters import add_adapter
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -59,11 +60,11 @@ def add_task_adapter(
         )
     config = copy.deepcopy(peft_config)
     config.task_type = task_type
-    return adapters.add_adapter(model, config)
+    return add_adapter(model, config)
 
 
 def save_and_merge(model: "PeftModel", output_dir: str | Path) -> PreTrainedModel:
     """Save the adapter in `ADAPTER_FOLDER`, and return the plain model with it merged."""
-    adapters.save_adapter(model, Path(output_dir) / ADAPTER_FOLDER)
+    save_adapter(model, Path(output_dir) / ADAPTER_FOLDER)
     merged: PreTrainedModel = model.merge_and_unload()
     return merged

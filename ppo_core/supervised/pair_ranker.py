@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from ppo_core.algorithm.masking import at_least_fp32
+from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.errors import ModelError
 
 

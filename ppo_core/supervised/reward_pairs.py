@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.algorithm.masking import pad_rows
+from ppo_core.data.batching import pad_rows
 from ppo_core.data.chat_template import Messages, encode_chat, is_messages
 from ppo_core.data.prompts import encode_dialogue
 from ppo_core.errors import DataError
