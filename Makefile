@@ -12,7 +12,7 @@ TRL_VENV := .venv-trl
 TRL_FOLDER := $(TRL_VENV)/wheel
 
 # `make bench-gpu GPU_PYTHON=python3 TRL_WHEEL=trl-1.12.0-py3-none-any.whl` measures with the torch
-# and transformers of a machine that has them, and with a TRL that was carried there.
+# and transformers that the machine already has, and with a TRL wheel copied to it.
 GPU_PYTHON ?= $(BIN)/python
 TRL_WHEEL ?= trl==1.12.0
 
@@ -21,7 +21,7 @@ TRL_WHEEL ?= trl==1.12.0
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
 
-test: $(VENV)/installed-dev ## Run the suite, two files at a time on one thread each.
+test: $(VENV)/installed-dev ## Run the tests, two files at a time with one thread each.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 soak: $(VENV)/installed-dev ## The tests that take minutes.
@@ -35,7 +35,7 @@ lint: $(VENV)/installed-dev
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
-# A preset once a seed, and the figures of all seeds.
+# Run a preset once per seed, and print the figures of all seeds.
 tldr stories: $(VENV)/installed-dev
 	mkdir -p outputs/$@
 	for seed in $(SEEDS); do \
@@ -44,18 +44,18 @@ tldr stories: $(VENV)/installed-dev
 	done
 	$(BIN)/python tests/helpers/print_runs.py $(SEEDS:%=outputs/$@/seed-%.json)
 
-# Ours and TRL 1.12 in turns, about 25 minutes. BENCH_ARGS="--cases neox-10m" measures a part.
+# Ours and TRL 1.12 in alternation, about 25 minutes. BENCH_ARGS="--cases neox-10m" measures one case.
 bench: $(VENV)/installed-dev $(TRL_VENV)/installed
 	$(BIN)/python -m tests.benchmarks $(BENCH_ARGS)
 
-# The same on CUDA; ends with an error where there is none.
+# The same on CUDA; fails without a CUDA device.
 bench-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/installed-dev) $(TRL_FOLDER)/trl
 	PYTHONPATH=$(TRL_FOLDER) $(GPU_PYTHON) -m tests.benchmarks --gpu --trl-python $(GPU_PYTHON)
 
 clean:
 	rm -rf $(VENV) $(TRL_VENV) outputs .metaflow mlruns mlflow.db .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
-# Installed anew only when pyproject.toml changes; the dev extra contains everything else.
+# Reinstalled only when pyproject.toml changes; the dev extra includes the base installation.
 $(VENV)/installed: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@

@@ -1,11 +1,11 @@
-"""Serve the champion of a registered model, and follow it when another is promoted.
+"""Serve the champion of a registered model, and switch when another version is promoted.
 
     python docs/champion_service.py rlhf-policy --port 8000
     curl localhost:8000/generate -d '{"prompt": "Hello"}' -H 'content-type: application/json'
     curl localhost:8000/health
 
 A new champion is fetched, verified, loaded and asked once before it takes over; until then, and if
-any of that fails, the old one serves. A request ends on the model that it began with.
+one of these steps fails, the old champion serves. A request ends on the model that it began with.
 """
 
 import argparse
@@ -31,50 +31,50 @@ from ppo_core.data.prompts import encode_prompt
 from ppo_core.errors import DataError, ModelError
 
 log = logging.getLogger("champion_service")
-generations = ThreadPoolExecutor(max_workers=1)  # at a time; the other requests wait
-RETRY_SECONDS = 300  # until a version that was refused is tried again
+generations = ThreadPoolExecutor(max_workers=1)  # one generation at a time; other requests wait
+RETRY_SECONDS = 300  # before a refused version is tried again
 
 
 class Question(BaseModel):
-    """A prompt, or messages for the chat template, and how to answer."""
+    """A prompt or messages for the chat template, and the generation settings."""
 
     prompt: str | None = None
     messages: list[dict[str, str]] | None = None
-    max_new_tokens: int | None = Field(None, ge=1)  # None: as it was judged, here and below
-    temperature: float | None = Field(None, ge=0)  # 0: the likeliest token
+    max_new_tokens: int | None = Field(None, ge=1)  # None: as evaluated, also below
+    temperature: float | None = Field(None, ge=0)  # 0: greedy decoding
     stream: bool = False
 
 
 class Follower:
-    """The champion that serves now, and a thread that watches for the next."""
+    """The champion that serves, and a thread that polls the alias for the next one."""
 
     def __init__(self, name: str, poll_seconds: float) -> None:
-        """Load the champion; raises ModelError where there is none that can serve."""
+        """Load the champion; raise ModelError if there is none that can serve."""
         self.name, self.poll_seconds = name, poll_seconds
         self.champion = load_and_try(name, champion_version(name))
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:
-        refused, retry_at, said = "", 0.0, ""
+        refused, retry_at, logged = "", 0.0, ""
         while True:
             time.sleep(self.poll_seconds)
             version = ""
             try:
                 version = champion_version(self.name)
                 if version == self.champion.version:
-                    refused, said = "", ""
+                    refused, logged = "", ""
                 elif version != refused or time.monotonic() > retry_at:
                     self.champion = load_and_try(self.name, version)
                     log.info("Version %s of '%s' serves now.", version, self.name)
-            except Exception as error:  # whatever is wrong with a new one, the old one goes on
+            except Exception as error:  # whatever fails, the old champion serves on
                 refused, retry_at = version, time.monotonic() + RETRY_SECONDS
-                if str(error) != said:  # an hour without the registry is one line
-                    said = str(error)
-                    log.warning("Version %s goes on serving. %s", self.champion.version, said)
+                if str(error) != logged:  # an hour without the registry is one line
+                    logged = str(error)
+                    log.warning("Version %s keeps serving. %s", self.champion.version, logged)
 
 
 def load_and_try(name: str, version: str) -> Champion:
-    """A version that has answered once, and with numbers."""
+    """Load a version; raise ModelError unless it answers once with finite logits."""
     champion = load_champion(name, version=version)
     question = Question(prompt="Hello", max_new_tokens=1)
     ids = encode(champion, question)
@@ -85,23 +85,23 @@ def load_and_try(name: str, version: str) -> Champion:
 
 
 def encode(champion: Champion, question: Question) -> torch.Tensor:
-    """Token ids, (1, T), made as they were in training; raises DataError where they cannot be."""
+    """Return token ids (1, T), encoded as in training; raise DataError if that fails."""
     if (question.prompt is None) == (question.messages is None):
-        raise DataError("Give a prompt or messages, and not both.")
+        raise DataError("Give either a prompt or messages.")
     given = question.messages if question.prompt is None else question.prompt
     ids = encode_prompt(champion.tokenizer, given)
     context = getattr(champion.model.config, "max_position_embeddings", sys.maxsize)
     longest = question.max_new_tokens or champion.model.generation_config.max_new_tokens
     if not 0 < len(ids) <= context - longest:
         raise DataError(
-            f"A prompt of {len(ids)} tokens and an answer of up to {longest} do "
-            f"not fit: there must be at least one of each, and {context} at most."
+            f"A prompt of {len(ids)} tokens and an answer of up to {longest} do not fit: the "
+            f"prompt needs at least one token, and both together at most {context}."
         )
     return torch.tensor([ids])
 
 
 def generate(champion: Champion, ids: torch.Tensor, question: Question, **options: Any) -> str:
-    """The whole answer."""
+    """Return the full answer."""
     if question.temperature is not None:
         options["do_sample"] = question.temperature > 0
         options["temperature"] = question.temperature or None
@@ -115,18 +115,18 @@ def generate(champion: Champion, ids: torch.Tensor, question: Question, **option
 def stream(
     champion: Champion, ids: torch.Tensor, question: Question, gone: threading.Event
 ) -> Iterator[str]:
-    """The answer in pieces, while it is made; no more of it is made once the client has gone."""
+    """Yield the answer in pieces during generation; stop when the client has disconnected."""
     pieces = TextIteratorStreamer(champion.tokenizer, skip_prompt=True, skip_special_tokens=True)
     stop = [lambda *_, **__: torch.tensor([gone.is_set()])]
     options = {"streamer": pieces, "stopping_criteria": stop}
     work = generations.submit(generate, champion, ids, question, **options)
-    work.add_done_callback(lambda _: pieces.end())  # after an error too, or it would not end
+    work.add_done_callback(lambda _: pieces.end())  # also after an error: ends the loop
     yield from pieces
-    work.result()  # an error breaks the connection: half an answer never looks whole
+    work.result()  # an error closes the connection: a partial answer never looks complete
 
 
 def make_app(follower: Follower) -> FastAPI:
-    """The two addresses of the service."""
+    """Return the app with the routes /generate and /health."""
     app = FastAPI(title=follower.name)
 
     @app.post("/generate")
@@ -143,7 +143,7 @@ def make_app(follower: Follower) -> FastAPI:
                 stream(champion, ids, question, gone),
                 headers=headers,
                 media_type="text/plain",
-                background=BackgroundTask(gone.set),  # also when the client leaves early
+                background=BackgroundTask(gone.set),  # also if the client disconnects early
             )
         text = generations.submit(generate, champion, ids, question).result()
         return JSONResponse({"version": champion.version, "text": text}, headers=headers)
@@ -156,16 +156,16 @@ def make_app(follower: Follower) -> FastAPI:
 
 
 def main() -> int:
-    """Serve until it is stopped; returns 1 where there is no champion to begin with."""
+    """Serve until stopped; return 1 if there is no champion at the start."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("name", help="registered model whose alias champion is followed")
+    parser.add_argument("name", help="registered model whose alias champion is served")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--poll-seconds", type=float, default=5, help="between looks at the alias")
+    parser.add_argument("--poll-seconds", type=float, default=5, help="between reads of the alias")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # the follower says it once
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the next look is a retry
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # the follower logs it once
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the next poll is the retry
     try:
         follower = Follower(given.name, given.poll_seconds)
     except ModelError as error:

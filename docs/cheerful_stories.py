@@ -1,4 +1,4 @@
-"""A story model learns to be cheerful: the reward is a plain function of the texts."""
+"""Train a story model to be cheerful; the reward is a plain function of the texts."""
 
 # pip install vaderSentiment; python docs/cheerful_stories.py MODEL PROMPTS.jsonl
 import sys
@@ -13,7 +13,7 @@ sentiment = SentimentIntensityAnalyzer()
 
 
 def cheerfulness(prompts, responses):
-    """From -1, gloomy, to 1, cheerful."""
+    """Return scores from -1 (gloomy) to 1 (cheerful)."""
     return [sentiment.polarity_scores(response)["compound"] for response in responses]
 
 

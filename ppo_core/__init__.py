@@ -23,7 +23,7 @@ _HOMES = {
     "Answers": "training.evaluation",
     "answer_prompts": "training.evaluation",
     "Completions": "reporting.sample_table",
-    "SupervisedConfig": "supervised.config",
+    "SupervisedConfig": "supervised.supervised_config",
     "train_reward_model": "supervised.training",
     "train_sft": "supervised.training",
     "PPOError": "errors",

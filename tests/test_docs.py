@@ -1,4 +1,4 @@
-"""What the README and the pages in docs/ print: their code runs, and what they name exists."""
+"""README and docs/: the code and commands run, and every name on the pages exists."""
 
 import ast
 import json
@@ -28,8 +28,8 @@ from pipeline.settings.settings import make_settings
 from pipeline.tracking.mlflow_runs import start_runs
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.config.unsupported_settings import INSTEAD
-from ppo_core.supervised.cli import SupervisedArguments, SupervisedLoraArguments
-from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.supervised_cli import SupervisedArguments, SupervisedLoraArguments
+from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import write_inputs, write_model
 from tests.helpers.tiny import make_policy, make_tokenizer
@@ -52,7 +52,7 @@ OTHERS_FLAGS = set(
 pytestmark = pytest.mark.timeout(600)
 
 
-# --- What is printed runs ----------------------------------------------------------
+# --- Code and commands -------------------------------------------------------------
 
 
 def test_the_published_python_examples_run(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_story_model_learns_to_be_cheerful_in_thirty_lines(tmp_path):
 
 
 def cheerfulness(policy: Path, prompts: Path) -> float:
-    """Mean sentiment of answers to prompts that were not trained on."""
+    """Mean sentiment of answers to held-out prompts."""
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
     analyzer = SentimentIntensityAnalyzer()
@@ -137,7 +137,7 @@ def cheerfulness(policy: Path, prompts: Path) -> float:
     return sum(scores) / len(scores)
 
 
-# --- What is named exists ----------------------------------------------------------
+# --- Names -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -231,18 +231,18 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of indented blocks, those that go on behind a backslash joined."""
+    """The lines of indented blocks, continued lines joined."""
     joined = page.read_text().replace("\\\n", " ")
     return re.findall(r"^ {4}(\S.*)", joined, re.M)
 
 
 def without_removed_lines(text: str) -> str:
-    """A page without what its diffs take away, and without TRL's own names in tables."""
+    """A page without removed lines of diffs, and without TRL's own flag `--config FILE.yaml`."""
     return re.sub(r"^-\S.*$|^\| `--config FILE.yaml`", "", text, flags=re.M)
 
 
 def documented(metrics: set[str]) -> set[str]:
-    """Those metrics that the README's table has."""
+    """The given metrics that are in the README's table."""
     table = README.read_text().partition("## What the metrics mean")[2].partition("\n## ")[0]
     first_columns = "".join(line.split("|")[1] for line in table.splitlines() if line[:1] == "|")
     named = set(re.findall(r"`([^`]+)`", first_columns))
@@ -261,7 +261,7 @@ def keywords_of(function: str, tree: ast.AST) -> set[str | None]:
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name is a module, or something in one."""
+    """Whether a dotted name is a module, or a name in a module."""
     found, *rest = ppo_core, *name.split(".")[1:]
     for part in rest:
         if not hasattr(found, part):
@@ -290,7 +290,7 @@ def run_python(words: list, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def register(policy: Path) -> None:
-    """Put the policy where the README's example looks for it."""
+    """Register the policy under the name in the README's example."""
     run_id = start_runs("rlhf-policy", "RLHF/1", {}, {})["parent"]
     register_version(
         "rlhf-policy",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_core.distributed.process import large_imports
+from ppo_core.supervised.training_code import modules_of_training
 
 if TYPE_CHECKING:
     from pipeline.inputs.cache import Cached
@@ -25,15 +26,6 @@ if TYPE_CHECKING:
 
 Result = dict[str, Any]
 """What a stage hands on: paths as text, and small numbers."""
-
-SUPERVISED_CODE = (
-    "ppo_core.data.chat_template",
-    "ppo_core.data.prompts",
-    "ppo_core.supervised.data",
-    "ppo_core.supervised.loop",
-    "ppo_core.supervised.training",
-)
-"""What decides how rows are encoded and models trained: a change there makes them anew."""
 
 
 def read_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, Any]) -> Settings:
@@ -127,7 +119,7 @@ def load_policy(settings: Settings, run: FlowRun) -> Result:
                 "model": cache.digest_of_model(settings.policy),
                 "rows": rows.digest,
                 "settings": asdict(settings.sft),
-                "code": cache.digest_of_code(*SUPERVISED_CODE),
+                "code": cache.digest_of_code(*modules_of_training()),
             },
             train,
         )
@@ -158,7 +150,7 @@ def load_reward_model(settings: Settings, sft: Result, run: FlowRun) -> Result:
                 "model": cache.digest_of_model(sft["path"]),
                 "rows": rows.digest,
                 "settings": asdict(training),
-                "code": cache.digest_of_code(*SUPERVISED_CODE),
+                "code": cache.digest_of_code(*modules_of_training()),
             },
             train,
         )

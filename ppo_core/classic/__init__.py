@@ -1,4 +1,4 @@
-"""The classic loop: the script samples and scores, the trainer takes one PPO step.
+"""TRL 0.11's loop: the script samples and scores, the trainer takes one PPO step.
 
     for batch in trainer.dataloader:
         responses = trainer.generate(batch["input_ids"], return_prompt=False, max_new_tokens=32)
@@ -6,14 +6,15 @@
         stats = trainer.step(batch["input_ids"], responses, scores)
         trainer.log_stats(stats, batch, scores)
 
-The names are those of TRL's PPO up to 0.11; the mathematics is that of `ppo_core.training.trainer`.
+Names and arguments are those of TRL's PPO up to 0.11. The step calls the same functions as the
+trainer of `ppo_core`.
 """
 
 from transformers import set_seed
 
-from ppo_core.classic.config import PPOConfig
+from ppo_core.classic.classic_config import ClassicPPOConfig as PPOConfig
+from ppo_core.classic.classic_trainer import ClassicPPOTrainer as PPOTrainer
 from ppo_core.classic.sampling import LengthSampler, respond_to_batch
-from ppo_core.classic.trainer import PPOTrainer
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.value_head import (
     AutoModelForCausalLMWithValueHead,

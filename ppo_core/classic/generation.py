@@ -1,4 +1,4 @@
-"""Responses by transformers' `generate`, for the classic loop."""
+"""Responses of the classic loop, sampled by transformers' `generate`."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from ppo_core.algorithm.masking import length_mask
 from ppo_core.data.batching import pad_rows
 from ppo_core.errors import ConfigError
 
-_OFF = (None,)
+_ONLY_NONE = (None,)
 UNRESTRICTED: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,),
     "top_k": (0, None),
     "top_p": (1.0, None),
-    "min_p": _OFF,
-    "top_h": _OFF,
+    "min_p": _ONLY_NONE,
+    "top_h": _ONLY_NONE,
     "typical_p": (1.0, None),
     "epsilon_cutoff": (0.0, None),
     "eta_cutoff": (0.0, None),
@@ -28,22 +28,25 @@ UNRESTRICTED: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (1.0, None),
     "no_repeat_ngram_size": (0, None),
     "encoder_no_repeat_ngram_size": (0, None),
-    "exponential_decay_length_penalty": _OFF,
-    "bad_words_ids": _OFF,
-    "suppress_tokens": _OFF,
-    "begin_suppress_tokens": _OFF,
-    "forced_bos_token_id": _OFF,
-    "forced_eos_token_id": _OFF,
-    "sequence_bias": _OFF,
-    "guidance_scale": _OFF,
-    "watermarking_config": _OFF,
-    "prompt_lookup_num_tokens": _OFF,
+    "exponential_decay_length_penalty": _ONLY_NONE,
+    "bad_words_ids": _ONLY_NONE,
+    "suppress_tokens": _ONLY_NONE,
+    "begin_suppress_tokens": _ONLY_NONE,
+    "forced_bos_token_id": _ONLY_NONE,
+    "forced_eos_token_id": _ONLY_NONE,
+    "sequence_bias": _ONLY_NONE,
+    "guidance_scale": _ONLY_NONE,
+    "watermarking_config": _ONLY_NONE,
+    "prompt_lookup_num_tokens": _ONLY_NONE,
     "return_dict_in_generate": (False, None),
 }
-"""What leaves the policy as it is, the value that is used first; others restrict it."""
+"""Arguments of `generate` with the values that do not change the distribution, default first.
+
+Any other value samples from another distribution than the policy.
+"""
 
 OTHER_ENDS = {"stop_strings", "stopping_criteria", "max_time"}
-"""What ends a response without a token that tells where."""
+"""Arguments that end a response without an end token to locate the end by."""
 
 LENGTH_AND_SPEED = {
     "max_new_tokens",
@@ -55,18 +58,18 @@ LENGTH_AND_SPEED = {
     "cache_implementation",
     "synced_gpus",
 }
-"""What says how long a response may be and how it is computed, but not from what it is drawn."""
+"""Arguments of length and speed, which do not change the distribution of the tokens."""
 
 
 def unrestricted(given: dict[str, Any], temperature: float) -> dict[str, Any]:
-    """Arguments of `generate` that sample from the policy itself.
+    """Return arguments of `generate` that sample from the policy's own distribution.
 
-    A model's own generation settings are overruled: they restrict, too.
+    They override the model's generation config, which may restrict sampling as well.
 
     Raises:
-        ConfigError: an argument restricts the sampling, or is unknown. `step` would take the
-            responses for the policy's own, and its estimate of the KL divergence could turn
-            negative (TRL #235, #256, #262).
+        ConfigError: an argument changes the distribution, or is unknown. `step` would treat
+            the responses as samples of the policy, and its estimate of the KL divergence could
+            become negative (TRL #235, #256, #262).
     """
     harmless = {**UNRESTRICTED, "temperature": (temperature,)}
     for name, value in given.items():
@@ -75,14 +78,15 @@ def unrestricted(given: dict[str, Any], temperature: float) -> dict[str, Any]:
         if name not in harmless:
             raise ConfigError(
                 f"{name}={value!r} is no argument of generate() that is known to leave the policy "
-                "as it is. Leave it out, or generate with trainer.model.generate what is not "
-                "trained on."
+                "unchanged. Leave it out, or use trainer.model.generate for responses that are "
+                "not trained on."
             )
         if value not in harmless[name]:
             raise ConfigError(
                 f"{name}={value!r} samples from another distribution than the policy that "
                 f"step() trains, and the KL divergence would be wrong. Leave it out (temperature "
-                "is a setting), or generate with trainer.model.generate what is not trained on."
+                "is a setting), or use trainer.model.generate for responses that are not trained "
+                "on."
             )
     kept = {name: value for name, value in given.items() if name not in harmless}
     return {name: values[0] for name, values in harmless.items()} | kept
@@ -99,14 +103,14 @@ def generate_responses(
     length_sampler: Callable[[], int] | None,
     arguments: dict[str, Any],
 ) -> list[Tensor]:
-    """A response to each query (P,), up to and with the first of its tokens that is in `ends`.
+    """Return a response to each query (P,), up to its first token in `ends`, inclusive.
 
-    With `return_prompt` the query stands before its response. Not so for a model with an
-    encoder, whose responses begin with the decoder's start token, as transformers has it.
-    `length_sampler` draws the most new tokens of each `batch_size` queries.
+    With `return_prompt` the response follows its query, except for encoder-decoder models:
+    their responses begin with the decoder's start token, as in transformers.
+    `length_sampler` draws max_new_tokens for each batch of `batch_size` queries.
     """
     if OTHER_ENDS & arguments.keys():
-        # Rows that have ended are filled up with what looks like tokens, and nothing tells where.
+        # In a batch, ended sequences are padded, and no end token marks where padding begins.
         batch_size = 1
     has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     generate = _after_encoder if has_encoder else _after_prompt
@@ -114,44 +118,45 @@ def generate_responses(
     for start in range(0, len(queries), batch_size):
         if length_sampler is not None:
             arguments = {**arguments, "max_new_tokens": length_sampler()}
-        part = queries[start : start + batch_size]
-        for query, row in zip(part, generate(model, part, pad_token_id, arguments), strict=True):
-            response = _up_to_end(row, ends, start=int(has_encoder))
-            whole = return_prompt and not has_encoder
-            responses.append(torch.cat([query.to(row), response]) if whole else response)
+        batch = queries[start : start + batch_size]
+        generated = generate(model, batch, pad_token_id, arguments)
+        for query, sequence in zip(batch, generated, strict=True):
+            response = _up_to_end(sequence, ends, start=int(has_encoder))
+            joined = return_prompt and not has_encoder
+            responses.append(torch.cat([query.to(sequence), response]) if joined else response)
     return responses
 
 
 def _after_prompt(
     model: Any, queries: Sequence[Tensor], pad_token_id: int, arguments: dict[str, Any]
 ) -> Tensor:
-    """Responses (B, T); the queries are filled up on the left."""
+    """Return responses (B, T) to left-padded queries."""
     ids, lengths = pad_rows([query.tolist() for query in queries], side="left")
-    seen = length_mask(lengths, ids.shape[1]).flip(1)
-    return _generate(model, ids, seen, pad_token_id, arguments)[:, ids.shape[1] :]
+    mask = length_mask(lengths, ids.shape[1]).flip(1)
+    return _generate(model, ids, mask, pad_token_id, arguments)[:, ids.shape[1] :]
 
 
 def _after_encoder(
     model: Any, queries: Sequence[Tensor], pad_token_id: int, arguments: dict[str, Any]
 ) -> Tensor:
-    """Start token and responses (B, 1 + T)."""
+    """Return the start token and responses, (B, 1 + T)."""
     ids, lengths = pad_rows([query.tolist() for query in queries])
     return _generate(model, ids, length_mask(lengths, ids.shape[1]), pad_token_id, arguments)
 
 
 @torch.no_grad()
 def _generate(
-    model: Any, ids: Tensor, seen: Tensor, pad_token_id: int, arguments: dict[str, Any]
+    model: Any, ids: Tensor, mask: Tensor, pad_token_id: int, arguments: dict[str, Any]
 ) -> Tensor:
     generated: Tensor = model.generate(
         input_ids=ids.to(model.device),
-        attention_mask=seen.long().to(model.device),
+        attention_mask=mask.long().to(model.device),
         pad_token_id=pad_token_id,
         **arguments,
     )
     return generated
 
 
-def _up_to_end(row: Tensor, ends: Collection[int], *, start: int) -> Tensor:
-    found = torch.isin(row[start:], row.new_tensor(list(ends))).nonzero()[:, 0]
-    return row[: start + int(found[0]) + 1] if len(found) else row
+def _up_to_end(sequence: Tensor, ends: Collection[int], *, start: int) -> Tensor:
+    found = torch.isin(sequence[start:], sequence.new_tensor(list(ends))).nonzero()[:, 0]
+    return sequence[: start + int(found[0]) + 1] if len(found) else sequence

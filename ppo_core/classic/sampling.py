@@ -1,4 +1,4 @@
-"""Sampling helpers of the classic PPO loop."""
+"""Sampling helpers of TRL's classic loop."""
 
 from typing import Any
 
@@ -20,12 +20,11 @@ def respond_to_batch(
     *,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Sample `txt_len` tokens after each of the queries (B, P): returns (B, txt_len).
+    """Sample `txt_len` tokens after each query (B, P) without padding; return (B, txt_len).
 
-    For queries of one length, without padding; no token ends a response. `top_k` and `top_p`
-    are as in `ppo_core.algorithm.top_k_top_p.truncated`. The model, plain or with a value head,
-    keeps its mode, and reads the whole text again for every token: for more than a few tokens
-    `model.generate` is faster.
+    No token ends a response. `top_k` and `top_p` are those of
+    `ppo_core.algorithm.top_k_top_p.truncated`. The model, plain or with a value head, stays in
+    its mode. It runs without a KV cache: for more than a few tokens `model.generate` is faster.
 
     Raises:
         ModelError: the model has an encoder.
@@ -33,8 +32,8 @@ def respond_to_batch(
     config: Any = model.config
     if config.is_encoder_decoder:
         raise ModelError(
-            f"{type(model).__name__} has an encoder, and a response is no continuation of its "
-            "query. Use model.generate."
+            f"{type(model).__name__} has an encoder, so a response does not continue its query. "
+            "Use model.generate."
         )
     ids = queries
     for _ in range(txt_len):
@@ -46,26 +45,26 @@ def respond_to_batch(
 
 
 class LengthSampler:
-    """Draws lengths, each of min_value, ..., max_value - 1 as likely as the others."""
+    """Draws lengths uniformly from min_value, ..., max_value - 1."""
 
     def __init__(
         self, min_value: int, max_value: int, *, generator: torch.Generator | None = None
     ) -> None:
-        """Take the bounds, the upper one excluded.
+        """Set the bounds; max_value is excluded.
 
         Raises:
-            ConfigError: there is no length of at least 1 between them.
+            ConfigError: the range has no length, or a length below 1.
         """
         if not 1 <= min_value < max_value:
             raise ConfigError(
-                f"{min_value=} and {max_value=} must be at least 1 and apart: lengths are drawn "
-                "from min_value up to max_value - 1."
+                f"{min_value=} must be at least 1 and below {max_value=}: lengths are drawn from "
+                "min_value up to max_value - 1."
             )
         self.min_value = min_value
         self.max_value = max_value
         self._generator = generator
 
     def __call__(self) -> int:
-        """One length."""
+        """Draw one length."""
         drawn = torch.randint(self.min_value, self.max_value, (), generator=self._generator)
         return int(drawn)

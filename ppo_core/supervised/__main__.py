@@ -1,9 +1,9 @@
-"""`python -m ppo_core.supervised sft|reward ...`."""
+"""The entry point of `python -m ppo_core.supervised sft|reward`."""
 
 import sys
 
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
-from ppo_core.supervised.cli import main
+from ppo_core.supervised.supervised_cli import main
 
 if __name__ == "__main__":
     keep_few_compiled_matmuls()

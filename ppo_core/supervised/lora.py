@@ -1,4 +1,4 @@
-"""LoRA in supervised training: adapters are trained, kept, and merged into a plain model."""
+"""LoRA in supervised training: add adapters, save them alone, merge them into a plain model."""
 
 import copy
 from pathlib import Path
@@ -14,27 +14,20 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 ADAPTER_FOLDER = "adapter"
-"""Where in the output folder the adapter alone is kept, as PEFT reads it."""
+"""Folder inside the output folder with the adapter alone, in PEFT's format."""
 
 
 def refuse_adapter_folder(path: str | Path) -> None:
-    """Refuse a folder that holds an adapter, before anything is loaded from it.
-
-    Raises:
-        ModelError: it does.
-    """
+    """Raise ModelError if a folder holds an adapter; nothing is loaded from it."""
     if (Path(path) / "adapter_config.json").exists():
         raise _not_plain(path)
 
 
 def require_plain(model: PreTrainedModel, path: str | Path) -> None:
-    """Refuse a model that was loaded with adapters on it.
+    """Raise ModelError if a model was loaded with adapters.
 
-    Training it would leave its base or its adapter behind when it is saved, and another
+    Training it would lose its base or its adapter when it is saved, and another
     adapter on top could not be loaded again (TRL #4713).
-
-    Raises:
-        ModelError: it was.
     """
     if getattr(model, "peft_config", None):
         raise _not_plain(path)
@@ -48,10 +41,12 @@ def _not_plain(path: str | Path) -> ModelError:
     )
 
 
-def adapted(model: PreTrainedModel, peft_config: "PeftConfig", task_type: str) -> "PeftModel":
-    """The model with new adapters on it, which alone are trained; with SEQ_CLS, the head too.
+def add_task_adapter(
+    model: PreTrainedModel, peft_config: "PeftConfig", task_type: str
+) -> "PeftModel":
+    """Add adapters for a task: only they are trained, with SEQ_CLS also the head.
 
-    The layers of `model` are replaced in place; `peft_config` is left as it is.
+    The layers of `model` are replaced in place; `peft_config` is not changed.
 
     Raises:
         ConfigError: the peft_config is for another task.
@@ -60,16 +55,16 @@ def adapted(model: PreTrainedModel, peft_config: "PeftConfig", task_type: str) -
     given = getattr(peft_config, "task_type", None)
     if given not in (None, task_type):
         raise ConfigError(
-            f"task_type={str(given)!r} of the peft_config must be '{task_type}' here: else the "
-            "wrong layers would be trained and saved. Leave it out."
+            f"task_type={str(given)!r} of the peft_config must be '{task_type}' here: otherwise "
+            "the wrong layers would be trained and saved. Leave it out."
         )
     config = copy.deepcopy(peft_config)
     config.task_type = task_type
     return add_adapter(model, config)
 
 
-def keep_and_merge(model: "PeftModel", output_dir: str | Path) -> PreTrainedModel:
-    """Save the adapter in a folder of its own; returns the plain model that it makes."""
+def save_and_merge(model: "PeftModel", output_dir: str | Path) -> PreTrainedModel:
+    """Save the adapter in `ADAPTER_FOLDER`, and return the plain model with it merged."""
     save_adapter(model, Path(output_dir) / ADAPTER_FOLDER)
     merged: PreTrainedModel = model.merge_and_unload()
     return merged

@@ -15,7 +15,7 @@ from ppo_core.models.adapters import lora_config
 from ppo_core.models.loading import load_config, load_policy, load_reward_model, load_tokenizer
 from ppo_core.models.quantization import bitsandbytes_config
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.supervised.training import PairRanker, make_classifier
+from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.training.trainer import PPOTrainer
 
 MANY_PROMPTS, HELD_OUT = 1000, 100

@@ -18,7 +18,7 @@ from pipeline.settings.promotion_config import PromotionConfig
 from pipeline.settings.reward_validation_config import RewardGateConfig
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
-from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.supervised_config import SupervisedConfig
 
 PPO_SIZES = {
     "batch_size": 512,

@@ -16,7 +16,7 @@ from pipeline.settings.reward_validation_config import RewardGateConfig
 from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_reward_model
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model
 from tests.helpers.paths import SHARED
 from tests.helpers.tiny import make_classifier, make_tokenizer

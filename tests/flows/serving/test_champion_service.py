@@ -289,7 +289,7 @@ def test_no_request_fails_while_the_champion_changes_and_changes_back(
     assert order[-1] == "2"
     log = serving_one.log.read_text()
     assert log.count(f"Version {refused} of '{NAME}' is refused") == 1
-    assert "Version 1 goes on serving. Version" in log
+    assert "Version 1 keeps serving. Version" in log
     assert "'model/model.safetensors' was changed" in log
 
 

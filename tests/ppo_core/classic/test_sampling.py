@@ -38,7 +38,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
 
 
 @torch.no_grad()
-def test_nothing_is_drawn_from_what_was_cut():
+def test_tokens_outside_the_top_k_are_never_drawn():
     model = make_model("gpt2")
     query = make_inputs("gpt2")["input_ids"][1:]
     likeliest = model(query).logits[0, -1].topk(3).indices
@@ -55,7 +55,7 @@ def test_a_value_head_changes_nothing_and_no_graph_is_kept():
     assert not torch.equal(respond_to_batch(model, queries, generator=seeded(2)), expected)
 
 
-def test_no_token_asked_for_is_no_token():
+def test_a_length_of_0_returns_no_tokens():
     queries = make_inputs("gpt2")["input_ids"]
     assert respond_to_batch(make_model("gpt2"), queries, 0).shape == (2, 0)
 

@@ -1,4 +1,4 @@
-"""Scripts that were written for TRL, as its users have them: only their import lines change."""
+"""Scripts that were written for TRL run after a change of their import lines."""
 
 import json
 import os
@@ -262,7 +262,7 @@ def save_prompts(folder: Path) -> Path:
 
 
 def run(script: str, folder: Path, *arguments: object) -> str:
-    """What the script prints, in a process of its own where there is no TRL and no network."""
+    """Run the script in a process without TRL and network; return its output."""
     assert "trl" not in script
     (folder / "script.py").write_text(script)
     done = subprocess.run(
@@ -277,12 +277,12 @@ def run(script: str, folder: Path, *arguments: object) -> str:
 
 
 def numbers(printed: str) -> dict[str, float]:
-    """What the script says of itself, among what libraries print."""
+    """The JSON line of the script, among the output of libraries."""
     return json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
 
 
 def moved(model: torch.nn.Module, start: Path) -> bool:
-    """Whether every weight matrix has other numbers than at the start."""
+    """Whether every weight matrix has changed."""
     before = AutoModelForCausalLM.from_pretrained(start).state_dict()
     matrices = {name: weight for name, weight in model.state_dict().items() if weight.ndim == 2}
     return all(not torch.equal(weight, before[name]) for name, weight in matrices.items())

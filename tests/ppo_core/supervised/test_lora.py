@@ -1,4 +1,4 @@
-"""LoRA in supervised training: what it moves, what it leaves, what is saved and refused."""
+"""LoRA in supervised training: changed and unchanged weights, saved models, refused input."""
 
 import pytest
 import torch
@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.loading import load_policy
-from ppo_core.supervised.config import SupervisedConfig
-from ppo_core.supervised.lora import adapted, require_plain
-from ppo_core.supervised.training import make_classifier, train_reward_model, train_sft
+from ppo_core.supervised.lora import add_task_adapter, require_plain
+from ppo_core.supervised.pair_ranker import make_classifier
+from ppo_core.supervised.supervised_config import SupervisedConfig
+from ppo_core.supervised.training import train_reward_model, train_sft
 from tests.helpers.chat import make_chat_tokenizer
 from tests.helpers.tiny import make_policy
 
@@ -102,18 +103,18 @@ def test_checkpointing_and_bf16_train_adapters_too(base, tmp_path):
 
 def test_the_peft_config_is_left_as_it_was():
     config = lora()
-    adapted(make_policy(), config, "CAUSAL_LM")
+    add_task_adapter(make_policy(), config, "CAUSAL_LM")
     assert config.task_type is None
     assert config.base_model_name_or_path is None
 
 
-# --- What is refused -------------------------------------------------------------
+# --- Refused input ---------------------------------------------------------------
 
 
 def test_a_peft_model_together_with_a_peft_config_is_refused():
-    once = adapted(make_policy(), lora(), "CAUSAL_LM")
+    once = add_task_adapter(make_policy(), lora(), "CAUSAL_LM")
     with pytest.raises(ModelError, match="adapter already"):
-        adapted(once, lora(), "CAUSAL_LM")
+        add_task_adapter(once, lora(), "CAUSAL_LM")
 
 
 def test_a_model_that_is_loaded_with_an_adapter_is_refused_by_its_path(sft):

@@ -1,4 +1,4 @@
-"""SFT and reward-model training: what counts in the losses, what is refused, and determinism."""
+"""SFT and reward-model training: results, refused input, and determinism."""
 
 import math
 from contextlib import contextmanager
@@ -13,23 +13,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
 )
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pipeline.demo.task import write_base_model
-from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
-from ppo_core.supervised.config import SupervisedConfig
-from ppo_core.supervised.data import collate_pairs, encode_pair
-from ppo_core.supervised.training import (
-    PairRanker,
-    centring_loss,
-    preference_loss,
-    train_reward_model,
-    train_sft,
-)
-from tests.helpers.tiny import make_classifier
+from ppo_core.errors import ConfigError, DataError, TrainingError
+from ppo_core.supervised.reward_pairs import encode_pair
+from ppo_core.supervised.supervised_config import SupervisedConfig
+from ppo_core.supervised.training import train_reward_model, train_sft
 
 EXAMPLES = [
     {"prompt": "i lost the ring . tl;dr :", "completion": "lost ring"},
@@ -54,68 +45,6 @@ def settings(**changes) -> SupervisedConfig:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
-
-
-# --- The losses ------------------------------------------------------------------
-
-
-def test_preference_loss_matches_the_numbers_done_by_hand():
-    # differences 0 and ln 3: -log(1/2) = ln 2, -log(3/4) = ln(4/3); their mean is ln(8/3) / 2
-    loss = preference_loss(torch.tensor([1.0, 2.0 + math.log(3)]), torch.tensor([1.0, 2.0]))
-    assert_close(loss, torch.tensor(math.log(8 / 3) / 2))
-
-
-def test_a_margin_is_taken_off_the_difference_before_the_sigmoid():
-    # differences ln 3 and 0, margins ln 3 and -ln 3: -log(1/2) = ln 2, -log(3/4) = ln(4/3)
-    ln3 = math.log(3)
-    loss = preference_loss(
-        torch.tensor([ln3, 1.0]), torch.tensor([0.0, 1.0]), torch.tensor([ln3, -ln3])
-    )
-    assert_close(loss, torch.tensor(math.log(8 / 3) / 2))
-
-
-def test_centring_loss_matches_the_numbers_done_by_hand():
-    # (1 + 2)^2 = 9 and (0 - 1)^2 = 1; their mean is 5
-    loss = centring_loss(torch.tensor([1.0, 0.0]), torch.tensor([2.0, -1.0]))
-    assert loss.item() == 5
-
-
-def test_the_loss_of_a_batch_of_pairs_has_its_margins_and_its_centring():
-    ranker = PairRanker(make_classifier(), centre_rewards_coefficient=0.1).double().eval()
-    rows = [
-        {"chosen": [3, 4, 1], "rejected": [3, 5], "margin": 0.5},
-        {"chosen": [6, 1], "rejected": [6, 7, 8, 1], "margin": 0.0},
-    ]
-    scores = [
-        [ranker.classifier(torch.tensor([row[side]])).logits.item() for row in rows]
-        for side in ("chosen", "rejected")
-    ]
-    pairs = list(zip(*scores, (0.5, 0.0), strict=True))
-    expected = sum(
-        -math.log(1 / (1 + math.exp(rejected + margin - chosen))) + 0.1 * (chosen + rejected) ** 2
-        for chosen, rejected, margin in pairs
-    )
-    loss = ranker(**collate_pairs(rows))["loss"]
-    assert loss.item() == pytest.approx(expected / 2, abs=1e-6)
-
-
-def test_scores_do_not_depend_on_padding_neighbours_or_pad_tokens_in_the_text(base):
-    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
-    ranker = PairRanker(classifier).eval().double()
-    # The first row ends with the token that also fills up the second.
-    ids = torch.tensor([[4, 9, 0, 0], [7, 8, 0, 0]])
-    both = ranker.score(ids, torch.tensor([4, 2]))
-    first = ranker.score(ids[:1], torch.tensor([4]))
-    second = ranker.score(ids[1:, :2], torch.tensor([2]))
-    assert_close(both, torch.cat([first, second]), rtol=0, atol=1e-6)
-
-
-def test_the_head_starts_at_the_published_scale(base):
-    torch.manual_seed(0)
-    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
-    head = PairRanker(classifier).classifier.score.weight
-    # 128 draws of standard deviation 1/sqrt(129) = 0.0880; four standard errors are 0.022.
-    assert head.std().item() == pytest.approx(0.088, abs=0.022)
 
 
 # --- The trainings ---------------------------------------------------------------
@@ -172,15 +101,15 @@ def test_the_model_that_training_starts_from_is_left_as_it_was(base, tmp_path):
 def test_two_batches_of_one_row_are_one_step_of_a_batch_of_two(base, tmp_path):
     rows = [EXAMPLES[0], {"prompt": "sad", "completion": "lost ring " * 20}]
     for name, changes in {
-        "whole": {"batch_size": 2},
+        "full": {"batch_size": 2},
         "parts": {"batch_size": 1, "gradient_accumulation_steps": 2},
     }.items():
         config = settings(num_epochs=3, **changes)
         metrics = train_sft(base, rows, config, tmp_path / name)
         assert metrics["steps"] == 3
-    # Adam divides by the size of the gradient, which makes much of rounding where it is near 0.
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert_close(whole, parts, rtol=0, atol=1e-4)
+    # Adam divides by the size of the gradient, which amplifies rounding of gradients near 0.
+    full, parts = weights(tmp_path / "full"), weights(tmp_path / "parts")
+    assert_close(full, parts, rtol=0, atol=1e-4)
 
 
 def test_bf16_changes_the_arithmetic_and_not_the_kind_of_the_weights(base, tmp_path):
@@ -226,7 +155,7 @@ def counting_calls(kind):
     hook.remove()
 
 
-# --- What is refused -------------------------------------------------------------
+# --- Refused input ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -263,19 +192,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(base, tmp_pat
     assert not (tmp_path / "sft" / "model.safetensors").exists()
 
 
-def test_a_classifier_that_does_not_read_the_last_token_is_refused():
-    tiny = BertConfig(
-        vocab_size=8,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        intermediate_size=8,
-        num_labels=1,
-    )
-    with pytest.raises(ModelError, match="no last-token classifier"):
-        PairRanker(BertForSequenceClassification(tiny))
-
-
 @pytest.mark.parametrize(
     ("train", "rows", "changes"),
     [
@@ -288,9 +204,9 @@ def test_a_setting_of_the_other_training_is_refused_by_name(base, tmp_path, trai
         train(base, rows, settings(**changes), tmp_path / "out")
 
 
-def test_an_output_folder_that_cannot_be_made_is_refused_before_training(base, tmp_path):
+def test_an_output_folder_that_cannot_be_created_is_refused_before_training(base, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"output_dir=.* cannot be made"):
+    with pytest.raises(ConfigError, match=r"output_dir=.* cannot be created"):
         train_sft(base, EXAMPLES, settings(), tmp_path / "file" / "sft")
 
 

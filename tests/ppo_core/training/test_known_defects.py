@@ -36,8 +36,8 @@ from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import critic_values
 from ppo_core.reporting.health import HealthMonitor
 from ppo_core.reporting.metrics import objective_metrics, update_metrics
-from ppo_core.supervised.config import SupervisedConfig
-from ppo_core.supervised.data import encode_pair
+from ppo_core.supervised.reward_pairs import encode_pair
+from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.fault_server import fault_server, say
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import tiny_table
@@ -87,7 +87,7 @@ COVERED = {
         "test_the_same_value_everywhere_standardises_to_zero_and_not_to_nan",
     ),
     26: (
-        "tests/ppo_core/classic/test_trainer.py",
+        "tests/ppo_core/classic/test_classic_trainer.py",
         "test_processes_of_which_one_is_far_and_one_is_near_stop_early_together",
     ),
     27: ("tests/ppo_core/training/test_trainer.py", "test_two_processes_are_one"),

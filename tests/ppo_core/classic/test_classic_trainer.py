@@ -1,4 +1,4 @@
-"""The classic loop: one step against plain autograd, and every argument that scripts know."""
+"""The classic loop: one step against plain autograd, and every argument of TRL's scripts."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ from ppo_core.classic import (
     PPOConfig,
     PPOTrainer,
 )
-from ppo_core.classic.config import INSTEAD
+from ppo_core.classic.classic_config import CLASSIC_INSTEAD
 from ppo_core.classic.generation import UNRESTRICTED, generate_responses
 from ppo_core.config.ppo_config import PPOConfig as UpdateConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
@@ -67,11 +67,11 @@ def changed(config: PPOConfig = CONFIG, **changes) -> PPOConfig:
     return dataclasses.replace(config, **changes)
 
 
-# --- A step, read plainly: row by row, by the model's own forward, with autograd ---
+# --- A plain step: one sequence at a time, the model's own forward pass, autograd ---
 
 
 def read(model, query, response):
-    """Logits (T, V) and values (T,) where a response's tokens were chosen."""
+    """Logits (T, V) and values (T,) at the positions that predict a response."""
     if model.config.is_encoder_decoder:
         start = torch.tensor([model.config.decoder_start_token_id])
         before = torch.cat([start, response[:-1]])[None]
@@ -82,7 +82,7 @@ def read(model, query, response):
 
 
 def read_all(model, responses, temperature=1.0):
-    """Logits, log-probabilities and values of all responses, joined."""
+    """Logits, log-probabilities and values of all responses, concatenated."""
     rows = [read(model, *row) for row in zip(QUERIES, responses, strict=True)]
     logits = torch.cat([row[0] for row in rows]) / temperature
     chosen = torch.cat(list(responses))
@@ -98,7 +98,7 @@ def plain_penalty(kind, logits, ref_logits, difference):
 
 
 def plain_step(config: PPOConfig, model, reference, *, responses=RESPONSES, scores=SCORES):
-    """`ppo_epochs` steps of SGD on the whole batch; all that a step knows, by name."""
+    """Take `ppo_epochs` steps of SGD on the full batch; return the statistics by name."""
     with torch.no_grad():
         logits, old, old_values = read_all(model, responses, config.temperature)
         ref_logits, ref, _ = read_all(reference, responses, config.temperature)
@@ -195,7 +195,7 @@ def test_a_policy_that_is_its_own_reference_has_no_divergence(family: str):
     assert stats["objective/kl"] == pytest.approx(0, abs=1e-5)
 
 
-def test_the_start_token_of_a_decoder_is_no_choice_of_the_policy():
+def test_the_start_token_of_a_decoder_is_not_trained():
     with_start = [torch.cat([torch.tensor([PAD]), response]) for response in RESPONSES]
     masks = [torch.ones_like(row) for row in with_start]
     plain, started = make_trainer(family="t5"), make_trainer(family="t5")
@@ -207,9 +207,9 @@ def test_the_start_token_of_a_decoder_is_no_choice_of_the_policy():
 # --- response_masks ---
 
 
-def interrupted(filler: int):
-    """Responses with two tokens of a tool after the first, and masks that leave them out."""
-    tool = torch.tensor([filler, filler])
+def interrupted(token: int):
+    """Responses with two tokens of a tool after the first, and masks that exclude them."""
+    tool = torch.tensor([token, token])
     responses = [torch.cat([row[:1], tool, row[1:]]) for row in RESPONSES]
     masks = [torch.ones_like(row) for row in responses]
     for mask in masks:
@@ -217,22 +217,22 @@ def interrupted(filler: int):
     return responses, masks
 
 
-def test_tokens_at_the_end_that_do_not_count_change_nothing():
+def test_masked_tokens_at_the_end_change_nothing():
     longer = [torch.cat([row, torch.tensor([9, 9])]) for row in RESPONSES]
     masks = [torch.tensor([1] * len(row) + [0, 0]) for row in RESPONSES]
     models = with_head(), with_head()
-    # SGD, as Adam makes steps of what rounding leaves of a gradient of 0.
+    # SGD: Adam would amplify rounding errors of zero gradients to full steps.
     plain, masked = (make_trainer(model=model, optimizer=sgd(model, 0.01)) for model in models)
     expected, actual = step(plain), step(masked, responses=longer, masks=masks)
     for name in expected:
         if not name.startswith(("time", "tokens")):
-            # Wider rows are summed in another order.
+            # Longer sequences are summed in another order.
             assert actual[name] == pytest.approx(expected[name], abs=1e-5), name
     for name, value in weights(plain).items():
         assert_close(weights(masked)[name], value, rtol=0, atol=1e-5, msg=name)
 
 
-def test_tokens_between_that_do_not_count_are_read_and_not_learned():
+def test_masked_tokens_inside_a_response_are_context_and_not_trained():
     trainer = make_trainer()
     responses, masks = interrupted(9)
     stats = step(trainer, responses=responses, masks=[mask.bool() for mask in masks])
@@ -245,9 +245,9 @@ def test_tokens_between_that_do_not_count_are_read_and_not_learned():
     assert stats["ppo/val/mean"] == pytest.approx(values[counted].mean().item(), abs=1e-5)
 
 
-def test_advantages_pass_over_tokens_that_do_not_count():
-    # Everything is worth 0 but the score, and lambda 1: the advantage of every counted token is
-    # the score, whatever lies between them; with a tool's tokens as steps and gamma < 1 it is not.
+def test_advantages_skip_masked_tokens():
+    # Values and KL rewards are 0 and lambda is 1: the return of a token is the score discounted by
+    # the counted tokens after it. If masked tokens were steps, gamma < 1 would discount more.
     config = changed(init_kl_coef=0.0, gamma=0.5, lam=1.0)
     model = with_head()
     torch.nn.init.zeros_(model.v_head.summary.weight)
@@ -262,7 +262,7 @@ def test_advantages_pass_over_tokens_that_do_not_count():
     assert stats["ppo/returns/mean"] == pytest.approx(sum(returns) / len(returns), abs=1e-6)
 
 
-# --- What follows a step ---
+# --- After a step ---
 
 
 def test_the_coefficient_adapts_after_a_step_as_by_hand():
@@ -280,7 +280,7 @@ def test_a_coefficient_that_does_not_adapt_stays():
 
 
 def test_a_step_whose_ratio_is_above_the_threshold_is_skipped():
-    # A threshold below 1 is passed by every step, also by the first.
+    # Every step is above a threshold below 1, also the first.
     trainer = make_trainer(changed(ratio_threshold=0.5, ppo_epochs=2))
     before = weights(trainer)
     assert step(trainer)["ppo/skipped_steps"] == 2
@@ -303,7 +303,7 @@ def test_early_stopping_ends_the_passes_over_a_batch():
         config = changed(ppo_epochs=5, early_stopping=early_stopping, target_kl=1e-3)
         step(make_trainer(config, model=model, optimizer=optimizer))
         counts.append(optimizer.steps)
-    # The second pass sees what the first has moved, and is the last.
+    # The second pass sees the change of the first, and is the last.
     assert counts == [5, 2]
 
 
@@ -350,7 +350,7 @@ def test_scores_are_scaled_centred_and_clipped():
 # --- generate ---
 
 
-def test_a_query_gives_a_matrix_and_a_list_of_them_a_list():
+def test_one_query_returns_a_matrix_and_a_list_of_queries_a_list():
     trainer = make_trainer()
     one = trainer.generate(QUERIES[0], max_new_tokens=4)
     assert one.shape[0] == 1 and torch.equal(one[0, : len(QUERIES[0])], QUERIES[0])
@@ -378,7 +378,7 @@ def test_a_response_ends_with_its_first_end_of_sequence_token():
     assert all(9 not in row[:-1] and EOS not in row[:-1] for row in one_of_two)
 
 
-def test_scripts_may_let_a_single_response_run_on():
+def test_a_single_response_may_continue_past_the_end_token():
     model = with_head()
     say_nothing_but(model, EOS)
     trainer = make_trainer(model=model)
@@ -414,12 +414,13 @@ def test_an_encoder_decoder_gives_its_start_token_and_no_prompt():
         assert row[0] == PAD and 2 <= len(row) <= 5
 
 
-def test_the_length_sampler_draws_the_most_new_tokens_of_a_batch():
+def test_the_length_sampler_draws_max_new_tokens_for_each_batch():
     lengths = iter([1, 5, 3])
     rows = make_trainer().generate(
         QUERIES, length_sampler=lambda: next(lengths), batch_size=2, return_prompt=False
     )
-    assert all(len(row) <= most for row, most in zip(rows, [1, 1, 5, 5, 3, 3], strict=True))
+    limits = [1, 1, 5, 5, 3, 3]
+    assert all(len(row) <= limit for row, limit in zip(rows, limits, strict=True))
     assert max(len(row) for row in rows) > 1
     assert (
         len(make_trainer().generate(QUERIES[0], LengthSampler(2, 3), return_prompt=False)[0]) <= 2
@@ -450,7 +451,7 @@ def test_settings_of_the_model_that_restrict_sampling_are_overruled():
 
 
 def say_nothing_but(model, token: int) -> None:
-    """Make a GPT-2's last state, whatever it has read, the embedding of one token."""
+    """Set the last hidden state of a GPT-2 to the embedding of one token for every input."""
     body = model.pretrained_model.transformer
     with torch.no_grad():
         body.ln_f.weight.zero_()
@@ -472,8 +473,8 @@ def test_the_reference_answers_for_itself(given: bool):
         return_prompt=False,
         generate_ref_response=True,
     )
-    said = [(torch.cat(rows) == 9).float().mean() for rows in answers]
-    assert said[given] == 1 and said[not given] < 0.3
+    shares = [(torch.cat(rows) == 9).float().mean() for rows in answers]
+    assert shares[given] == 1 and shares[not given] < 0.3
     single, ref_single = trainer.generate(QUERIES[0], max_new_tokens=2, generate_ref_response=True)
     assert ((ref_single if given else single)[0, len(QUERIES[0]) :] == 9).all()
 
@@ -485,7 +486,7 @@ def test_restricted_sampling_is_refused_by_name(name: str):
         make_trainer().generate(QUERIES[0], **{name: value})
 
 
-def test_what_scripts_pass_and_what_changes_nothing_is_taken():
+def test_arguments_that_do_not_change_the_distribution_are_accepted():
     usual = {"min_length": -1, "top_k": 0.0, "top_p": 1.0, "do_sample": True}
     make_trainer().generate(
         QUERIES[0], **usual, temperature=1.0, pad_token_id=EOS, max_new_tokens=2, num_beams=1
@@ -494,7 +495,7 @@ def test_what_scripts_pass_and_what_changes_nothing_is_taken():
         make_trainer().generate(QUERIES[0], assistant_model="other")
 
 
-def test_what_ends_responses_without_a_token_leaves_no_fillers_in_them():
+def test_responses_that_end_without_an_end_token_have_no_padding():
     class ThirdToken:
         def __call__(self, ids, scores, **kwargs):
             return ids[:, -1] % 3 == 0
@@ -540,7 +541,7 @@ def test_the_reference_of_a_lora_policy_is_the_base(lora):
     trainer = make_trainer(changed(learning_rate=0.5), model=model, ref_model=None)
     for _ in range(3):
         step(trainer)
-    # So cold that the likeliest token is drawn.
+    # A temperature near 0: greedy decoding.
     cold = make_trainer(changed(temperature=1e-4), model=model, ref_model=None)
     answers, ref_answers = cold.generate(QUERIES, max_new_tokens=6, generate_ref_response=True)
     expected = [
@@ -553,7 +554,7 @@ def test_the_reference_of_a_lora_policy_is_the_base(lora):
 # --- Data ---
 
 
-def test_batches_are_whole_and_in_a_new_order_in_each_pass():
+def test_batches_are_full_and_reshuffled_in_each_pass():
     trainer = make_trainer(changed(remove_unused_columns=False))
     rows = Dataset.from_dict({"number": list(range(20)), "text": [str(i) for i in range(20)]})
     loader = trainer.prepare_dataloader(rows)
@@ -563,7 +564,7 @@ def test_batches_are_whole_and_in_a_new_order_in_each_pass():
     assert all(len({n for batch in one for n in batch}) == 18 for one in passes)
 
 
-def test_columns_that_the_loop_does_not_know_are_left_out_unless_the_settings_keep_them():
+def test_unused_columns_are_removed_unless_the_settings_keep_them():
     rows = Dataset.from_dict(
         {"input_ids": [[1, 2]] * 6, "query": ["q"] * 6, "label": [1] * 6, "review": ["r"] * 6}
     )
@@ -595,7 +596,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from ppo_core.classic import PPOConfig, PPOTrainer
-from tests.ppo_core.classic.test_trainer import read, with_head
+from tests.ppo_core.classic.test_classic_trainer import read, with_head
 from tests.helpers.tiny import make_tokenizer
 
 class Watching(torch.optim.SGD):
@@ -660,7 +661,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory):
 
 def test_processes_of_which_one_is_far_and_one_is_near_stop_early_together(two_processes):
     far, near = two_processes
-    # What each saw when they stopped: by itself, the near one would have gone on.
+    # The mean of both processes stopped them: alone, the near one would have continued.
     assert far["distances"][-1] > 1.5 * TARGET_KL > near["distances"][-1]
     assert 1 < len(far["distances"]) == len(near["distances"]) < 9
     assert far["weight"] == near["weight"]
@@ -742,7 +743,7 @@ def test_a_column_to_log_that_is_not_there_is_refused(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_saved_and_loaded_again_the_model_goes_on_with_the_same_values(tmp_path: Path, family: str):
+def test_a_saved_and_loaded_model_has_the_same_values(tmp_path: Path, family: str):
     trainer = make_trainer(changed(kl_penalty="full"), family=family)
     step(trainer)
     trainer.save_pretrained(tmp_path)
@@ -775,7 +776,7 @@ def test_a_lora_policy_is_saved_with_its_head(tmp_path: Path, lora):
             assert_close(saved, ours, rtol=0, atol=1e-5)
 
 
-def test_what_is_saved_is_a_plain_model_of_transformers(tmp_path: Path):
+def test_the_saved_policy_is_a_plain_transformers_model(tmp_path: Path):
     trainer = make_trainer()
     trainer.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -783,7 +784,7 @@ def test_what_is_saved_is_a_plain_model_of_transformers(tmp_path: Path):
     assert_close(plain(ids).logits, trainer.model(ids)[0], rtol=0, atol=1e-6)
 
 
-def test_a_hub_that_cannot_be_reached_is_said_in_words(monkeypatch):
+def test_an_unreachable_hub_is_a_training_error(monkeypatch):
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -791,10 +792,10 @@ def test_a_hub_that_cannot_be_reached_is_said_in_words(monkeypatch):
         make_trainer().push_to_hub("me/cheer", token="hf_none")
 
 
-# --- What scripts pass ---
+# --- Arguments and settings ---
 
 
-def test_arguments_may_be_given_by_their_places():
+def test_arguments_may_be_positional():
     model, tokenizer = with_head(), make_tokenizer()
     rows = [{"input_ids": [i]} for i in range(6)]
     optimizer = sgd(model, 0.1)
@@ -808,7 +809,7 @@ def test_arguments_may_be_given_by_their_places():
     assert ours[1].ln_1.weight is not theirs[1].ln_1.weight
 
 
-def test_scripts_find_the_processes_where_they_look_for_them():
+def test_the_accelerator_and_the_device_are_attributes():
     trainer = make_trainer()
     assert trainer.accelerator.device == trainer.current_device
     assert trainer.accelerator.is_main_process and trainer.accelerator.process_index == 0
@@ -851,13 +852,13 @@ def test_a_batch_that_cannot_be_used_is_refused(arguments, words: str):
 
 def test_every_setting_of_the_classic_trainer_is_honoured_or_refused_with_a_hint():
     ours = {field.name for field in dataclasses.fields(PPOConfig)}
-    assert set(TRL_0_11) <= ours | set(INSTEAD)
-    assert not ours & set(INSTEAD)
+    assert set(TRL_0_11) <= ours | set(CLASSIC_INSTEAD)
+    assert not ours & set(CLASSIC_INSTEAD)
 
 
-@pytest.mark.parametrize("name", sorted(INSTEAD))
-def test_a_setting_that_changes_nothing_is_taken_and_another_is_refused(name: str):
-    accepted, instead = INSTEAD[name]
+@pytest.mark.parametrize("name", sorted(CLASSIC_INSTEAD))
+def test_a_value_that_changes_nothing_is_accepted_and_another_is_refused(name: str):
+    accepted, instead = CLASSIC_INSTEAD[name]
     for value in accepted:
         assert PPOConfig(**{name: value}) == PPOConfig()
     with pytest.raises(ConfigError) as refused:

@@ -1,4 +1,4 @@
-"""The statistics of a classic step, by the names that its scripts log and plot."""
+"""The statistics of a classic step, under the names of TRL 0.11."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ppo_core.reporting.metrics import Metrics, explained_variance
 from ppo_core.reporting.sample_table import Completions
 
 Stats = dict[str, Any]
-"""Numbers by name, and under names that end in "_dist" a number for each response."""
+"""A number for each name; a list of one number per response for names that end in "_dist"."""
 
 
 def step_stats(
@@ -24,25 +24,45 @@ def step_stats(
     kl_coef: float,
     vf_coef: float,
 ) -> Stats:
-    """What one step saw: means over the counted tokens of the whole batch; kl is (B, T).
+    """Return the statistics of one step on the batch of all processes.
 
-    `sums` are those of all processes.
+    Means over tokens are means over counted tokens. kl is (B, T); `sums` are totals over all
+    processes.
     """
     rollout = experience.rollout
     mask = rollout.response_mask
 
-    def of_tokens(values: Tensor) -> float:
+    def token_mean(values: Tensor) -> float:
         return masked_mean(values, mask).item()
 
-    def spread_of_tokens(values: Tensor) -> float:
-        return of_tokens((values - of_tokens(values)) ** 2)
+    def token_variance(values: Tensor) -> float:
+        return token_mean((values - token_mean(values)) ** 2)
 
     response_kl = kl.sum(dim=1)
-    query_lengths = rollout.prompt_lengths.float()
-    response_lengths = rollout.response_lengths.float()
-    mean_kl, kl_tokens = _mean(response_kl), of_tokens(kl)
+    return {
+        "objective/kl": _mean(response_kl),
+        "objective/kl_dist": response_kl.tolist(),
+        "objective/kl_coef": kl_coef,
+        "objective/entropy": _mean(-rollout.logprobs.sum(dim=1)),
+        "ppo/mean_non_score_reward": -kl_coef * token_mean(kl),
+        "ppo/mean_scores": _mean(scores.scores),
+        "ppo/std_scores": _std(scores.scores),
+        **_loss_stats(sums, vf_coef),
+        "ppo/policy/advantages_mean": token_mean(experience.advantages),
+        "ppo/returns/mean": token_mean(experience.returns),
+        "ppo/returns/var": token_variance(experience.returns),
+        "ppo/val/mean": token_mean(experience.values),
+        "ppo/val/var": token_variance(experience.values),
+        "ppo/val/error": token_mean((experience.values - experience.returns) ** 2),
+        "ppo/val/var_explained": explained_variance(experience),
+        **_length_stats("queries", rollout.prompt_lengths.float()),
+        **_length_stats("responses", rollout.response_lengths.float()),
+    }
+
+
+def _loss_stats(sums: TokenSums, vf_coef: float) -> Stats:
     tokens = sums.tokens
-    of_losses = {
+    return {
         "ppo/loss/policy": sums.policy_loss / tokens,
         "ppo/loss/value": sums.value_loss / tokens,
         "ppo/loss/total": (sums.policy_loss + vf_coef * sums.value_loss) / tokens,
@@ -53,38 +73,23 @@ def step_stats(
         "ppo/policy/ratio": 1 + sums.ratio_error / tokens,
         "ppo/val/clipfrac": sums.value_clipped / tokens,
     }
+
+
+def _length_stats(kind: str, lengths: Tensor) -> Stats:
     return {
-        "objective/kl": mean_kl,
-        "objective/kl_dist": response_kl.tolist(),
-        "objective/kl_coef": kl_coef,
-        "objective/entropy": _mean(-rollout.logprobs.sum(dim=1)),
-        "ppo/mean_non_score_reward": -kl_coef * kl_tokens,
-        "ppo/mean_scores": _mean(scores.scores),
-        "ppo/std_scores": _std(scores.scores),
-        **of_losses,
-        "ppo/policy/advantages_mean": of_tokens(experience.advantages),
-        "ppo/returns/mean": of_tokens(experience.returns),
-        "ppo/returns/var": spread_of_tokens(experience.returns),
-        "ppo/val/mean": of_tokens(experience.values),
-        "ppo/val/var": spread_of_tokens(experience.values),
-        "ppo/val/error": of_tokens((experience.values - experience.returns) ** 2),
-        "ppo/val/var_explained": explained_variance(experience),
-        "tokens/queries_len_mean": _mean(query_lengths),
-        "tokens/queries_len_std": _std(query_lengths),
-        "tokens/queries_dist": query_lengths.tolist(),
-        "tokens/responses_len_mean": _mean(response_lengths),
-        "tokens/responses_len_std": _std(response_lengths),
-        "tokens/responses_dist": response_lengths.tolist(),
+        f"tokens/{kind}_len_mean": _mean(lengths),
+        f"tokens/{kind}_len_std": _std(lengths),
+        f"tokens/{kind}_dist": lengths.tolist(),
     }
 
 
 def numbers(stats: Stats) -> Metrics:
-    """The statistics that are one number each."""
+    """Return the statistics that are single numbers."""
     return {name: value for name, value in stats.items() if isinstance(value, float)}
 
 
-def guarded(stats: Stats) -> Metrics:
-    """Those that the guards of `ppo_core.reporting.health` watch, by the names that they know."""
+def health_metrics(stats: Stats) -> Metrics:
+    """Return the metrics that `ppo_core.reporting.health` watches, under its names."""
     return {
         "objective/kl": stats["objective/kl"],
         "val/ratio": stats["ppo/policy/ratio"],
@@ -98,12 +103,13 @@ def texts_table(
     columns: Sequence[str],
     gather: Callable[[list[Any]], list[Any]],
 ) -> Completions | None:
-    """The texts of a batch with their rewards, of all processes; None if it has none.
+    """Return the texts of a batch with their rewards; None if it has no query or no response.
 
-    `gather` joins lists of all processes. `columns` are shown beside query and response.
+    `gather` concatenates the lists of all processes. The table has the columns query, response
+    and `columns`.
 
     Raises:
-        DataError: the batch has no such column.
+        DataError: the batch lacks one of `columns`.
     """
     if "query" not in batch or "response" not in batch:
         return None

@@ -1,23 +1,23 @@
-"""Batches of a script's data set, for the classic loop."""
+"""The data loader of the classic loop: full, shuffled batches of a script's data set."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
+from ppo_core.data.prompt_set import Collator
 from ppo_core.errors import DataError
 
-COLUMNS = {"input_ids", "attention_mask", "label", "query", "response"}
-"""What is kept of a data set, unless the settings say that all is."""
-
-Collator = Callable[[list[Any]], Any]
+KEPT_COLUMNS = {"input_ids", "attention_mask", "label", "query", "response"}
+"""Columns of a data set that remove_unused_columns keeps."""
 
 
 def without_unused_columns(dataset: Any) -> Any:
-    """A data set of `datasets` without the columns that the loop has no use for."""
+    """Return a data set of `datasets` with `KEPT_COLUMNS` only; any other data set as it is."""
     if not hasattr(dataset, "column_names"):
         return dataset
-    return dataset.remove_columns([name for name in dataset.column_names if name not in COLUMNS])
+    unused = [name for name in dataset.column_names if name not in KEPT_COLUMNS]
+    return dataset.remove_columns(unused)
 
 
 def shuffled_batches(
@@ -29,10 +29,10 @@ def shuffled_batches(
     rank: int,
     num_processes: int,
 ) -> DataLoader[Any]:
-    """Whole batches of the rows of one process, in a new order in each pass.
+    """Return a loader of full batches of one process's rows, in a new order in each pass.
 
-    What is left over of a pass is left out, other rows in each. Without `collate`, rows with
-    names become a list by name, and all others what torch makes of them.
+    The incomplete last batch of a pass is dropped. Without `collate`, mappings become one
+    mapping of lists, and other rows are collated by torch.
 
     Raises:
         DataError: there are too few rows for one batch in each process.
@@ -45,17 +45,17 @@ def shuffled_batches(
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, num_replicas=num_processes, rank=rank, seed=seed, drop_last=True
     )
-    return _NewOrderEachPass(
+    return _ReshuffledLoader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate or _lists_by_name,
+        collate_fn=collate or _lists_by_column,
         drop_last=True,
     )
 
 
-class _NewOrderEachPass(DataLoader[Any]):
-    """A loader whose sampler is told of each pass, without which all have one order."""
+class _ReshuffledLoader(DataLoader[Any]):
+    """A loader that advances its sampler's epoch, and with it the order, in each pass."""
 
     def __iter__(self) -> Any:
         sampler: Any = self.sampler
@@ -63,7 +63,7 @@ class _NewOrderEachPass(DataLoader[Any]):
         return super().__iter__()
 
 
-def _lists_by_name(rows: list[Any]) -> Any:
+def _lists_by_column(rows: list[Any]) -> Any:
     if not isinstance(rows[0], Mapping):
         return default_collate(rows)
     return {name: [row[name] for row in rows] for name in rows[0]}

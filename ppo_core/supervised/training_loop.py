@@ -1,4 +1,4 @@
-"""The loop of supervised training, which is transformers' own, and what it leaves behind."""
+"""The loop of supervised training: run transformers.Trainer, and save the trained model."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +21,8 @@ from transformers import (
 
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.reporting.progress_bar import progress
-from ppo_core.supervised.config import SupervisedConfig
-from ppo_core.supervised.lora import keep_and_merge
+from ppo_core.supervised.lora import save_and_merge
+from ppo_core.supervised.supervised_config import SupervisedConfig
 
 
 def run_training(
@@ -34,29 +34,29 @@ def run_training(
     description: str,
     output_dir: str | Path,
 ) -> dict[str, float]:
-    """Train a model whose forward pass gives the loss, in place.
+    """Train a model in place; its forward pass returns the loss.
 
     Args:
-        model: takes what `collate` gives as keywords.
-        rows: token ids by name, as `collate` takes them.
-        lengths: the longest text of each row, in tokens.
-        collate: rows to a batch.
+        model: called with the tensors of a batch as keyword arguments.
+        rows: encoded rows, as `collate` takes them.
+        lengths: tokens of the longest text of each row.
+        collate: makes a batch of rows.
         config: the settings.
-        description: names the training in its progress bar.
-        output_dir: where it is saved afterwards; made now.
+        description: the name of the training in its progress bar.
+        output_dir: folder for the trained model; created before training.
 
     Returns:
         "loss", the mean over the last tenth of the run; "rows"; "steps" of the
         optimizer; "seconds".
 
     Raises:
-        ConfigError: the output folder cannot be made.
+        ConfigError: the output folder cannot be created.
         TrainingError: the loss is not finite.
     """
     try:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"output_dir='{output_dir}' cannot be made: {error}.") from error
+        raise ConfigError(f"output_dir='{output_dir}' cannot be created: {error}.") from error
     trainer = Trainer(
         model=model,
         args=_training_arguments(config, output_dir),
@@ -69,7 +69,7 @@ def run_training(
     batches = len(trainer.get_train_dataloader())
     steps = config.num_epochs * math.ceil(batches / config.gradient_accumulation_steps)
     with progress(steps, description, "step") as bar:
-        trainer.add_callback(_Report(bar))
+        trainer.add_callback(_ProgressCallback(bar))
         result = trainer.train()
     return {
         "loss": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1],
@@ -80,32 +80,35 @@ def run_training(
 
 
 def save_model(trained: Any, tokenizer: PreTrainedTokenizerBase, output_dir: str | Path) -> None:
-    """Write the plain model, and beside it the adapter if there is one; the main process does."""
+    """Write the plain model and its tokenizer in the main process.
+
+    A trained adapter is saved alone as well, and merged into the plain model.
+    """
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     plain = isinstance(trained, PreTrainedModel)
-    model = trained if plain else keep_and_merge(trained, output_dir)
+    model = trained if plain else save_and_merge(trained, output_dir)
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
 
 
 def _training_arguments(config: SupervisedConfig, output_dir: str | Path) -> TrainingArguments:
-    """Plain training: nothing is reported, saved or evaluated on the way."""
+    """Return the arguments of a training without reports, checkpoints and evaluation."""
     return TrainingArguments(
         output_dir=str(output_dir),
         per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         num_train_epochs=config.num_epochs,
         learning_rate=config.learning_rate,
-        warmup_steps=config.warmup_ratio,  # below 1 it is a share of the steps
+        warmup_steps=config.warmup_ratio,  # a value below 1 is a share of the steps
         weight_decay=config.weight_decay,
         seed=config.seed,
         bf16=config.bf16,
         use_cpu=not torch.cuda.is_available(),
-        logging_steps=0.1,  # as well
+        logging_steps=0.1,  # a share of the steps, too
         logging_nan_inf_filter=False,
         remove_unused_columns=False,
-        # Rows of similar length share a batch, so that little of it is padding.
+        # Batches of rows of similar length have less padding.
         train_sampling_strategy="group_by_length",
         dataloader_pin_memory=False,
         save_strategy="no",
@@ -114,8 +117,8 @@ def _training_arguments(config: SupervisedConfig, output_dir: str | Path) -> Tra
     )
 
 
-class _Report(TrainerCallback):
-    """Moves the progress bar, and stops a run whose loss is not finite."""
+class _ProgressCallback(TrainerCallback):
+    """Advance the progress bar, and raise if the loss is not finite."""
 
     def __init__(self, bar: Any) -> None:
         self.bar = bar
@@ -127,12 +130,12 @@ class _Report(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         loss = kwargs["logs"].get("loss")
-        if loss is None:  # the closing entry, which sums up the run
+        if loss is None:  # the last entry, a summary of the run
             return
         if not math.isfinite(loss):
             raise TrainingError(
-                f"The loss is {loss} at step {state.global_step}: the weights are spoilt and "
-                "nothing was saved. Lower the learning rate, and look for broken weights in the "
-                "model it started from."
+                f"The loss is {loss} at step {state.global_step}: the weights are unusable "
+                "and nothing was saved. Lower the learning rate, and check the model it started "
+                "from for weights that are not finite."
             )
         self.bar.set_postfix(loss=f"{loss:.3f}")

@@ -1,4 +1,4 @@
-"""The run of `python -m ppo_core.supervised sft|reward`: flags, rows by name, one training."""
+"""The command line of `python -m ppo_core.supervised sft|reward`."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from ppo_core.config.script_arguments import LoraArguments
 from ppo_core.data.dataset_files import load_rows
 from ppo_core.errors import ConfigError, PPOError
 from ppo_core.models.adapters import lora_config
-from ppo_core.supervised.config import SupervisedConfig
+from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
 
 TRAININGS = {"sft": train_sft, "reward": train_reward_model}
@@ -23,14 +23,14 @@ TRAININGS = {"sft": train_sft, "reward": train_reward_model}
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedArguments:
-    """The model to start from, the data, and where the trained model goes."""
+    """The model to start from, the data, and the folder for the trained model."""
 
     model_name_or_path: str
     """Folder or hub id of the model to start from."""
 
     dataset_name: str
-    """A .jsonl, .json or .parquet file, a folder, or a hub id; another split than `train` is
-    named after a colon, as in `org/name:test`."""
+    """A .jsonl, .json or .parquet file, a folder, or a hub id; a split other than `train`
+    follows a colon, as in `org/name:test`."""
 
     output_dir: str
     """Folder for the trained model and its tokenizer."""
@@ -41,37 +41,37 @@ class SupervisedLoraArguments(LoraArguments):
     """LoRA settings of supervised training."""
 
     lora_dropout: float = 0.05
-    """Dropout probability before the adapters."""
+    """Dropout probability of the input of the adapters."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the flags say; returns 0, or 1 when something is wrong, which is then said."""
+    """Train as the flags say; return 0, or print one line to stderr and return 1."""
     try:
-        print(json.dumps(train(argv)))
+        print(json.dumps(train_supervised(argv)))
     except PPOError as error:
         print(f"ppo_core.supervised: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
 
 
-def train(argv: Sequence[str]) -> dict[str, float]:
-    """The training that the first word names, with the flags behind it; returns its metrics.
+def train_supervised(argv: Sequence[str]) -> dict[str, float]:
+    """Run the training that the first word names with the flags after it; return its metrics.
 
     Raises:
-        ConfigError: a word, flag or value cannot be used.
+        ConfigError: the first word, a flag or a value is not valid.
         DataError: the rows cannot be used.
         ModelError: the model or its tokenizer cannot be loaded or used.
-        TrainingError: training reached a state that it must not continue from.
-        SystemExit: --help was given and has been answered.
+        TrainingError: the loss is not finite.
+        SystemExit: --help was given, and the help is printed.
     """
     kind, *flags = argv or [""]
     if kind not in TRAININGS and kind not in ("-h", "--help"):
         raise ConfigError(
-            f"{kind!r} is no training. Begin with {' or '.join(TRAININGS)}, and then flags; "
+            f"{kind!r} is no training. Begin with {' or '.join(TRAININGS)}, followed by flags; "
             f"--help lists them."
         )
     arguments, config, lora = _parse(kind, flags if kind in TRAININGS else ["--help"])
-    _be_quiet()
+    _hide_library_output()
     return TRAININGS[kind](
         arguments.model_name_or_path,
         _rows(arguments.dataset_name),
@@ -109,8 +109,8 @@ def _lora_config(lora: SupervisedLoraArguments) -> Any:
     )
 
 
-def _be_quiet() -> None:
-    """Leave standard error to the progress of the training and to what is wrong."""
+def _hide_library_output() -> None:
+    """Keep standard error for the progress of the training and its errors."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     logging.disable_progress_bar()

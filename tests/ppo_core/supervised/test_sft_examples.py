@@ -1,19 +1,13 @@
-"""What counts in supervised training: token ids and label masks of every form of row."""
+"""Examples of SFT: token ids and label masks of every form of row, and their batches."""
 
 import pytest
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from ppo_core.data.prompts import encode_dialogue, encode_prompt
+from ppo_core.data.prompts import encode_prompt
 from ppo_core.errors import DataError
-from ppo_core.supervised.config import SupervisedConfig
-from ppo_core.supervised.data import (
-    IGNORED_LABEL,
-    collate_examples,
-    collate_pairs,
-    encode_example,
-    encode_pair,
-)
+from ppo_core.supervised.sft_examples import IGNORED_LABEL, collate_examples, encode_example
+from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.chat import (
     ASSISTANT,
     ENDED,
@@ -35,12 +29,6 @@ def example(row, template=None, **changes):
     encoded = encode_example(tokenizer, row, 0, SupervisedConfig(**changes))
     return encoded["input_ids"], encoded["labels"]
 
-
-def pair(row, template=None, **changes):
-    return encode_pair(make_chat_tokenizer(template), row, 0, SupervisedConfig(**changes))
-
-
-# --- Examples of SFT -------------------------------------------------------------
 
 TEXTS = {"prompt": "w0 w1", "completion": "w2"}
 
@@ -76,7 +64,7 @@ def test_of_messages_every_turn_of_the_assistant_counts_and_nothing_else(templat
     )
 
 
-def test_what_follows_the_last_answer_does_not_count_and_gets_no_end():
+def test_messages_after_the_last_answer_do_not_count_and_get_no_end_token():
     ids, labels = example({"messages": say("w0", "w1", "w2")}, ENDED)
     assert ids == [USER, 3, ASSISTANT, 4, EOS, USER, 5]
     assert labels == [_, _, _, 4, EOS, _, _]
@@ -96,7 +84,7 @@ def test_an_answer_in_the_prompt_does_not_count(completion):
     )
 
 
-def test_an_answer_is_learnt_behind_the_very_prompt_that_ppo_samples_from():
+def test_the_context_of_an_answer_is_the_prompt_that_ppo_samples_from():
     prompt = say("w0", "w1", "w2")
     ids, labels = example({"prompt": prompt, "completion": "w3"}, ENDED)
     encoded = encode_prompt(make_chat_tokenizer(ENDED), prompt)
@@ -121,7 +109,7 @@ def test_rows_of_a_data_set_are_read_as_those_of_a_list():
 @pytest.mark.parametrize(
     ("row", "template", "message"),
     [
-        ({"messages": say("w0", "w1", "w2", "w3")}, FORGETFUL, "first 1 messages otherwise"),
+        ({"messages": say("w0", "w1", "w2", "w3")}, FORGETFUL, "first 1 messages differently"),
         ({"messages": say("w0")}, ENDED, "no turn is the assistant's"),
         ({"messages": say("w0", "w1")}, None, "no chat template"),
         ({"messages": "w0"}, ENDED, "'messages' is str, not a list of messages"),
@@ -142,88 +130,9 @@ def test_a_row_without_a_token_to_learn_is_refused(row):
         example(row, end_of_text=False)
 
 
-# --- Pairs of a reward model -----------------------------------------------------
-
-
-def test_a_pair_of_texts_has_its_prompt_in_front_or_none():
-    texts = {"chosen": "w1", "rejected": ""}
-    assert pair({"prompt": "w0", **texts}) == {
-        "chosen": [3, 4, EOS],
-        "rejected": [3, EOS],
-        "margin": 0.0,
-    }
-    assert pair(texts)["chosen"] == [4, EOS]
-    assert pair({**texts, "rejected": "w2"}, end_of_text=False)["rejected"] == [5]
-
-
-PROMPT = say("w0", "w1", "w2")
-CHOSEN, REJECTED = ({"role": "assistant", "content": text} for text in ("w3", "w4"))
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": PROMPT, "chosen": [CHOSEN], "rejected": [REJECTED]},
-        {"prompt": PROMPT, "chosen": "w3", "rejected": "w4"},
-        {"chosen": [*PROMPT, CHOSEN], "rejected": [*PROMPT, REJECTED]},
-    ],
-)
-def test_pairs_of_messages_are_what_the_reward_model_reads_when_it_scores(row):
-    encoded = pair(row, ENDED)
-    tokenizer = make_chat_tokenizer(ENDED)
-    assert encoded["chosen"] == encode_dialogue(tokenizer, PROMPT, "w3", end=True)
-    assert encoded["rejected"] == encode_dialogue(tokenizer, PROMPT, "w4", end=True)
-    assert encoded["rejected"][-3:] == [ASSISTANT, 7, EOS]
-
-
-def test_a_pair_keeps_its_margin():
-    assert pair({"chosen": "w0", "rejected": "w1", "margin": 2})["margin"] == 2.0
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"chosen": say("w0", "w1"), "rejected": say("w2", "w1")}, "no first message in common"),
-        ({"chosen": say("w0", "w1"), "rejected": "w1"}, "is text, the other messages"),
-        (
-            {"prompt": "w0", "chosen": say("w0", "w1"), "rejected": say("w0", "w2")},
-            "'prompt' is text and 'chosen' is messages",
-        ),
-        ({"chosen": "w0", "rejected": "w1", "margin": None}, "'margin' is None, not a finite"),
-        (
-            {"chosen": "w0", "rejected": "w1", "margin": float("nan")},
-            "'margin' is nan, not a finite number",
-        ),
-        ({"chosen": "w0"}, "no column 'rejected'; it has: chosen"),
-    ],
-)
-def test_a_pair_that_cannot_be_compared_is_refused_with_its_number(row, message):
-    with pytest.raises(DataError, match=f"^Row 7: .*{message}"):
-        encode_pair(make_chat_tokenizer(ENDED), row, 7, SupervisedConfig())
-
-
-def test_a_pair_with_a_text_of_no_token_is_refused():
-    with pytest.raises(DataError, match="Row 0: a text has no token at all"):
-        pair({"chosen": "w0", "rejected": ""}, end_of_text=False)
-
-
-# --- Batches ---------------------------------------------------------------------
-
-
 def test_examples_are_padded_on_the_right_and_padding_does_not_count():
     rows = [{"input_ids": [5, 6, 7], "labels": [_, 6, 7]}, {"input_ids": [8], "labels": [8]}]
     batch = collate_examples(rows)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["labels"].tolist() == [[_, 6, 7], [8, _, _]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-
-
-def test_pairs_keep_the_chosen_response_first():
-    rows = [
-        {"chosen": [3, 4, 1], "rejected": [3, 1], "margin": 0.5},
-        {"chosen": [5], "rejected": [6], "margin": 0.0},
-    ]
-    batch = collate_pairs(rows)
-    assert batch["input_ids"].tolist() == [[[3, 4, 1], [3, 1, 0]], [[5, 0, 0], [6, 0, 0]]]
-    assert batch["lengths"].tolist() == [[3, 2], [1, 1]]
-    assert batch["margins"].tolist() == [0.5, 0.0]

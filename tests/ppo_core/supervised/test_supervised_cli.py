@@ -1,4 +1,4 @@
-"""`python -m ppo_core.supervised` as a shell starts it, and what its flags refuse."""
+"""`python -m ppo_core.supervised`: runs from a shell, and refused flags."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from ppo_core.supervised.cli import main
+from ppo_core.supervised.supervised_cli import main
 from tests.helpers.chat import make_chat_tokenizer, say
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny import make_policy

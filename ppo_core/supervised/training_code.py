@@ -1,0 +1,56 @@
+"""The modules of ppo_core that decide what supervised training produces."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import ppo_core
+
+_ENTRY = "ppo_core.supervised.training"
+_PACKAGE = Path(ppo_core.__file__).parent
+
+
+def modules_of_training() -> tuple[str, ...]:
+    """Return the names of all ppo_core modules that supervised training imports, sorted.
+
+    The names are read from the import statements in the sources, starting at
+    `ppo_core.supervised.training`: no module is imported for it, and torch is not needed.
+    """
+    found: set[str] = set()
+    waiting = [_ENTRY]
+    while waiting:
+        name = waiting.pop()
+        path = _path(name)
+        if name in found or path is None:
+            continue
+        found.add(name)
+        waiting += [name.rpartition(".")[0], *_imported_names(path)]
+    return tuple(sorted(found))
+
+
+def _path(name: str) -> Path | None:
+    """Return the file of a module of ppo_core; None for any other name."""
+    root, *parts = name.split(".")
+    if root != _PACKAGE.name:
+        return None
+    base = _PACKAGE.joinpath(*parts)
+    candidates = (base / "__init__.py", base.with_suffix(".py"))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _imported_names(path: Path) -> Iterator[str]:
+    """Yield the dotted names of all modules, classes and functions that a file imports."""
+    for node in _executed_nodes(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Walk a tree without `if TYPE_CHECKING` blocks, which never run."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from _executed_nodes(node)

@@ -1,0 +1,98 @@
+"""The reward model in training: its losses, its head, and the position of the score."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+)
+
+from pipeline.demo.task import write_base_model
+from ppo_core.errors import ModelError
+from ppo_core.supervised.pair_ranker import PairRanker, centering_loss, preference_loss
+from ppo_core.supervised.reward_pairs import collate_pairs
+from tests.helpers.tiny import make_classifier
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    write_base_model(folder, seed=1)
+    return folder
+
+
+def test_preference_loss_matches_the_numbers_done_by_hand():
+    # differences 0 and ln 3: -log(1/2) = ln 2, -log(3/4) = ln(4/3); their mean is ln(8/3) / 2
+    loss = preference_loss(torch.tensor([1.0, 2.0 + math.log(3)]), torch.tensor([1.0, 2.0]))
+    assert_close(loss, torch.tensor(math.log(8 / 3) / 2))
+
+
+def test_a_margin_is_taken_off_the_difference_before_the_sigmoid():
+    # differences ln 3 and 0, margins ln 3 and -ln 3: -log(1/2) = ln 2, -log(3/4) = ln(4/3)
+    ln3 = math.log(3)
+    loss = preference_loss(
+        torch.tensor([ln3, 1.0]), torch.tensor([0.0, 1.0]), torch.tensor([ln3, -ln3])
+    )
+    assert_close(loss, torch.tensor(math.log(8 / 3) / 2))
+
+
+def test_centering_loss_matches_the_numbers_done_by_hand():
+    # (1 + 2)^2 = 9 and (0 - 1)^2 = 1; their mean is 5
+    loss = centering_loss(torch.tensor([1.0, 0.0]), torch.tensor([2.0, -1.0]))
+    assert loss.item() == 5
+
+
+def test_the_loss_of_a_batch_of_pairs_has_its_margins_and_its_centering():
+    ranker = PairRanker(make_classifier(), centre_rewards_coefficient=0.1).double().eval()
+    rows = [
+        {"chosen": [3, 4, 1], "rejected": [3, 5], "margin": 0.5},
+        {"chosen": [6, 1], "rejected": [6, 7, 8, 1], "margin": 0.0},
+    ]
+    scores = [
+        [ranker.classifier(torch.tensor([row[side]])).logits.item() for row in rows]
+        for side in ("chosen", "rejected")
+    ]
+    pairs = list(zip(*scores, (0.5, 0.0), strict=True))
+    expected = sum(
+        -math.log(1 / (1 + math.exp(rejected + margin - chosen))) + 0.1 * (chosen + rejected) ** 2
+        for chosen, rejected, margin in pairs
+    )
+    loss = ranker(**collate_pairs(rows))["loss"]
+    assert loss.item() == pytest.approx(expected / 2, abs=1e-6)
+
+
+def test_scores_do_not_depend_on_padding_neighbours_or_pad_tokens_in_the_text(base):
+    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    ranker = PairRanker(classifier).eval().double()
+    # The first sequence ends with the token that pads the second.
+    ids = torch.tensor([[4, 9, 0, 0], [7, 8, 0, 0]])
+    both = ranker.score(ids, torch.tensor([4, 2]))
+    first = ranker.score(ids[:1], torch.tensor([4]))
+    second = ranker.score(ids[1:, :2], torch.tensor([2]))
+    assert_close(both, torch.cat([first, second]), rtol=0, atol=1e-6)
+
+
+def test_the_head_starts_at_the_published_scale(base):
+    torch.manual_seed(0)
+    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    head = PairRanker(classifier).classifier.score.weight
+    # 128 draws of standard deviation 1/sqrt(129) = 0.0880; four standard errors are 0.022.
+    assert head.std().item() == pytest.approx(0.088, abs=0.022)
+
+
+def test_a_classifier_that_does_not_read_the_last_token_is_refused():
+    tiny = BertConfig(
+        vocab_size=8,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        num_labels=1,
+    )
+    with pytest.raises(ModelError, match="no last-token classifier"):
+        PairRanker(BertForSequenceClassification(tiny))

@@ -1,0 +1,87 @@
+"""Pairs of a reward model: their token ids, margins and batches."""
+
+import pytest
+
+from ppo_core.data.prompts import encode_dialogue
+from ppo_core.errors import DataError
+from ppo_core.supervised.reward_pairs import collate_pairs, encode_pair
+from ppo_core.supervised.supervised_config import SupervisedConfig
+from tests.helpers.chat import ASSISTANT, ENDED, make_chat_tokenizer, say
+from tests.helpers.tiny import EOS
+
+
+def pair(row, template=None, **changes):
+    return encode_pair(make_chat_tokenizer(template), row, 0, SupervisedConfig(**changes))
+
+
+def test_a_pair_of_texts_has_its_prompt_in_front_or_none():
+    texts = {"chosen": "w1", "rejected": ""}
+    assert pair({"prompt": "w0", **texts}) == {
+        "chosen": [3, 4, EOS],
+        "rejected": [3, EOS],
+        "margin": 0.0,
+    }
+    assert pair(texts)["chosen"] == [4, EOS]
+    assert pair({**texts, "rejected": "w2"}, end_of_text=False)["rejected"] == [5]
+
+
+PROMPT = say("w0", "w1", "w2")
+CHOSEN, REJECTED = ({"role": "assistant", "content": text} for text in ("w3", "w4"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": PROMPT, "chosen": [CHOSEN], "rejected": [REJECTED]},
+        {"prompt": PROMPT, "chosen": "w3", "rejected": "w4"},
+        {"chosen": [*PROMPT, CHOSEN], "rejected": [*PROMPT, REJECTED]},
+    ],
+)
+def test_pairs_of_messages_are_what_the_reward_model_reads_when_it_scores(row):
+    encoded = pair(row, ENDED)
+    tokenizer = make_chat_tokenizer(ENDED)
+    assert encoded["chosen"] == encode_dialogue(tokenizer, PROMPT, "w3", end=True)
+    assert encoded["rejected"] == encode_dialogue(tokenizer, PROMPT, "w4", end=True)
+    assert encoded["rejected"][-3:] == [ASSISTANT, 7, EOS]
+
+
+def test_a_pair_keeps_its_margin():
+    assert pair({"chosen": "w0", "rejected": "w1", "margin": 2})["margin"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": say("w0", "w1"), "rejected": say("w2", "w1")}, "no first message in common"),
+        ({"chosen": say("w0", "w1"), "rejected": "w1"}, "is text, the other messages"),
+        (
+            {"prompt": "w0", "chosen": say("w0", "w1"), "rejected": say("w0", "w2")},
+            "'prompt' is text and 'chosen' is messages",
+        ),
+        ({"chosen": "w0", "rejected": "w1", "margin": None}, "'margin' is None, not a finite"),
+        (
+            {"chosen": "w0", "rejected": "w1", "margin": float("nan")},
+            "'margin' is nan, not a finite number",
+        ),
+        ({"chosen": "w0"}, "no column 'rejected'; it has: chosen"),
+    ],
+)
+def test_a_pair_that_cannot_be_compared_is_refused_with_its_number(row, message):
+    with pytest.raises(DataError, match=f"^Row 7: .*{message}"):
+        encode_pair(make_chat_tokenizer(ENDED), row, 7, SupervisedConfig())
+
+
+def test_a_pair_with_a_text_of_no_token_is_refused():
+    with pytest.raises(DataError, match="Row 0: a text has no token at all"):
+        pair({"chosen": "w0", "rejected": ""}, end_of_text=False)
+
+
+def test_pairs_keep_the_chosen_response_first():
+    rows = [
+        {"chosen": [3, 4, 1], "rejected": [3, 1], "margin": 0.5},
+        {"chosen": [5], "rejected": [6], "margin": 0.0},
+    ]
+    batch = collate_pairs(rows)
+    assert batch["input_ids"].tolist() == [[[3, 4, 1], [3, 1, 0]], [[5, 0, 0], [6, 0, 0]]]
+    assert batch["lengths"].tolist() == [[3, 2], [1, 1]]
+    assert batch["margins"].tolist() == [0.5, 0.0]
