@@ -246,8 +246,9 @@ def train_policy(
     the result, and that of the others is empty.
     """
     with large_imports():
+        from pipeline.launch.commands import Machines
         from pipeline.launch.job import write_job
-        from pipeline.launch.launcher import Machines, train
+        from pipeline.launch.launcher import train
         from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 
     here = Machines()
@@ -263,7 +264,8 @@ def train_policy(
         settings,
         policy=sft["path"],
         reward_model=reward_model["path"],
-        reading={"bias": validation["bias"], "gain": validation["gain"]},
+        reward_bias=validation["bias"],
+        reward_gain=validation["gain"],
         folder=run.folder / "ppo",
         policy_dir=run.folder / "policy",
     )

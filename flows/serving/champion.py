@@ -9,13 +9,11 @@ This file needs nothing of the flow, so that a service may follow the registry w
 """
 
 import logging
-import os
-import posixpath
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,27 +22,11 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
-from mlflow.store.artifact.artifact_repo import ArtifactRepository
-from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
-from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
-from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 
 from ppo_core.errors import ModelError
 
-from .manifest import (
-    MANIFEST,
-    MANIFEST_TAG,
-    check_file,
-    check_folder,
-    check_list,
-    check_name,
-    check_path,
-    check_plain,
-    is_digest,
-    read_manifest,
-    refusal,
-)
+from .artifact_store import download, open_store
+from .manifest import MANIFEST, MANIFEST_TAG, check_folder, is_digest, refusal
 from .redaction import without_credentials
 
 if TYPE_CHECKING:
@@ -183,9 +165,6 @@ def fetch_champion(
     return Fetched(name, str(found.version), folder, digest)
 
 
-# --- Of one version ----------------------------------------------------------------
-
-
 def _find_version(name: str, alias: str, version: str | int | None) -> ModelVersion:
     try:
         if version is None:
@@ -241,7 +220,7 @@ def _fetch_into(folder: Path, found: ModelVersion, digest: str, what: str) -> No
     _remove_abandoned(folder.parent)
     unfinished = Path(tempfile.mkdtemp(prefix=".fetching-", dir=folder.parent))
     try:
-        files = _download(_open_store(found, what), unfinished, digest, what)
+        files = download(open_store(found, what), unfinished, digest, what)
         _publish(unfinished, folder, files, digest)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -275,69 +254,3 @@ def _remove_abandoned(cache: Path) -> None:
         with suppress(FileNotFoundError):  # another process may be done with it just now
             if time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-# --- The store ---------------------------------------------------------------------
-
-
-def _open_store(found: ModelVersion, what: str) -> ArtifactRepository:
-    with _asking_the_store(what):
-        place = MlflowClient().get_model_version_download_uri(found.name, found.version)
-        store = get_artifact_repository(place)
-        while isinstance(store, ModelsArtifactRepository | RunsArtifactRepository):
-            store = store.repo  # of the place that the address stands for
-        return store
-
-
-def _download(store: ArtifactRepository, folder: Path, digest: str, what: str) -> Mapping[str, str]:
-    """Fetch the files of the manifest, each checked as it arrives; returns the manifest."""
-    listed = set(_walk(store, what))
-    if MANIFEST not in listed:
-        raise refusal(what, f"its artifacts hold no {MANIFEST}")
-    _fetch(store, MANIFEST, folder, what)
-    files = read_manifest(folder, digest, what)
-    check_list(listed, files, what)
-    for path in sorted(files, key=lambda path: (not path.endswith(".json"), path)):
-        _fetch(store, path, folder, what)
-        check_file(folder, path, files[path], what)
-    return files
-
-
-def _walk(store: ArtifactRepository, what: str) -> Iterator[str]:
-    """Paths of all files in the store, refused as soon as a name could do harm."""
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        with _asking_the_store(what):
-            entries = store.list_artifacts(folder or None)
-        for entry in entries:
-            check_path(entry.path, what)
-            if posixpath.dirname(entry.path) != folder:
-                raise refusal(what, f"the store lists {entry.path!r} as a part of {folder!r}")
-            if isinstance(store, LocalArtifactRepository):
-                check_plain(Path(store.artifact_dir), entry.path, what)
-            if entry.is_dir:
-                folders.append(entry.path)
-            else:
-                check_name(entry.path, what)
-                yield entry.path
-
-
-def _fetch(store: ArtifactRepository, path: str, folder: Path, what: str) -> None:
-    # One bar for each file would be noise in the log of a service.
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    with _asking_the_store(what):
-        store.download_artifacts(path, str(folder))
-
-
-@contextmanager
-def _asking_the_store(what: str) -> Iterator[None]:
-    """Say in plain words what could not be read."""
-    try:
-        yield
-    # Each store raises what its own client does: boto's errors share no class with MLflow's.
-    except Exception as error:
-        raise ModelError(
-            f"The artifacts of {what} cannot be read: {without_credentials(error)}. Nothing of it "
-            "was loaded. Check the address, the credentials and the free space, and try again."
-        ) from error

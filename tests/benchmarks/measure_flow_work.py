@@ -71,7 +71,8 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
             settings,
             policy=str(sft),
             reward_model=str(rewarder),
-            reading={"bias": report["bias"], "gain": report["gain"]},
+            reward_bias=report["bias"],
+            reward_gain=report["gain"],
             folder=folder / "ppo",
             policy_dir=policy,
         )

@@ -66,7 +66,7 @@ SLOTS = (
     ),
 )
 
-TITLES = (
+POST_TITLES = (
     "a strange week",
     "need to get this out",
     "am i the problem here",
@@ -112,7 +112,7 @@ def write_post(rng: Random) -> Post:
     sentences = [rng.choice(FILLER)]
     sentences += [rng.choice(slot.stated).format(facts[slot.word]) for slot in fact_slots]
     rng.shuffle(sentences)
-    text = " . ".join([f"title : {rng.choice(TITLES)}", *sentences])
+    text = " . ".join([f"title : {rng.choice(POST_TITLES)}", *sentences])
     return Post(f"{text} . tl;dr :", facts)
 
 
@@ -153,7 +153,7 @@ REPETITIVE = Writer(repeats=0.6)
 QUOTING = Writer(quotes=1.0)
 FAULTLESS = Writer()
 
-CONTESTS = (
+COMPARED_WRITERS = (
     (CAREFUL, HURRIED),
     (HURRIED, HURRIED),
     (CAREFUL, FORGETFUL),

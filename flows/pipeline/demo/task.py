@@ -17,12 +17,12 @@ from pipeline.demo import judge, posts
 from pipeline.demo.judge import grade
 from pipeline.demo.posts import (
     CAREFUL,
-    CONTESTS,
+    COMPARED_WRITERS,
     FILLER,
     HURRIED,
+    POST_TITLES,
     RAMBLES,
     SLOTS,
-    TITLES,
     Post,
     write_post,
     write_summary,
@@ -100,7 +100,9 @@ def _pair_rows(posts: Iterator[Post], count: int, rng: Random) -> Iterator[dict[
 def _two_summaries(post: Post, rng: Random) -> tuple[str, str]:
     """Two different summaries, in random order."""
     while True:
-        first, second = (write_summary(post, writer, rng) for writer in rng.choice(CONTESTS))
+        first, second = (
+            write_summary(post, writer, rng) for writer in rng.choice(COMPARED_WRITERS)
+        )
         if first != second:
             return (first, second) if rng.random() < 0.5 else (second, first)
 
@@ -124,7 +126,7 @@ def _write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
 
 def vocabulary() -> list[str]:
     """Every word of the grammar, in a fixed order, after the four special tokens."""
-    sentences = [f"title : {title}" for title in TITLES] + [". tl;dr :", *FILLER, *RAMBLES]
+    sentences = [f"title : {title}" for title in POST_TITLES] + [". tl;dr :", *FILLER, *RAMBLES]
     for slot in SLOTS:
         sentences += [slot.word, *slot.values, *slot.stated]
     words = dict.fromkeys(word for sentence in sentences for word in sentence.split())

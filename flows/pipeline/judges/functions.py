@@ -105,7 +105,7 @@ def _fields_of(item: Any) -> Mapping[str, Any]:
 
 
 def _is_probability(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= 1
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
 
 
 def _import_file(path: Path) -> ModuleType:

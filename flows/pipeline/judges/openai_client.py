@@ -104,12 +104,11 @@ class ChatServer:
             RefusedError: the server refuses it, and perhaps only it.
             JudgeError: the server refuses it, and would refuse any other.
         """
+        request = {**self._request, "messages": question}
         try:
             # A client's own timeout is one of silence, which a slow drip never reaches.
             async with asyncio.timeout(self._deadline):
-                response = await client.chat.completions.with_raw_response.create(
-                    messages=question, **self._request
-                )
+                response = await client.chat.completions.with_raw_response.create(**request)
         except TimeoutError:
             limit = f"judging.deadline_seconds={self._deadline:g}"
             raise CallError(f"no whole reply within {limit}") from None

@@ -19,7 +19,10 @@ from ppo_core.models.loading import load_config, load_policy, load_tokenizer
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings, stop_token
 
-PROBE = [{"role": "system", "content": "system"}, {"role": "user", "content": "user"}]
+SHORTEST_QUESTION: Question = [
+    {"role": "system", "content": "system"},
+    {"role": "user", "content": "user"},
+]
 """A question as a judge asks it."""
 
 
@@ -118,7 +121,7 @@ def check_chat_model(path: str) -> None:
     if config.is_encoder_decoder:
         raise ModelError(f"'{path}' has an encoder; a judge must be a decoder-only model.")
     try:
-        render_chat(load_tokenizer(path), PROBE, answer_follows=True)
+        render_chat(load_tokenizer(path), SHORTEST_QUESTION, answer_follows=True)
     except DataError as error:
         raise ModelError(f"'{path}' cannot be asked as a judge: {error}") from error
 
@@ -131,8 +134,10 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> 
     """
     named = model.generation_config.eos_token_id
     ends = named if isinstance(named, list) else [named]
-    question = encode_prompt(tokenizer, PROBE)
-    answered = encode_chat(tokenizer, [*PROBE, {"role": "assistant", "content": "A"}], end=False)
+    question = encode_prompt(tokenizer, SHORTEST_QUESTION)
+    answered = encode_chat(
+        tokenizer, [*SHORTEST_QUESTION, {"role": "assistant", "content": "A"}], end=False
+    )
     behind = (token for token in answered[len(question) :] if token in ends)
     return stop_token(tokenizer, "eos", next(behind, None))
 

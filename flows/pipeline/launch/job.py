@@ -3,16 +3,14 @@
 import json
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from pipeline.inputs.rows import read_rows
 from pipeline.settings.settings import Settings
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 
-SETTINGS_FILE = "settings.json"
+JOB_FILE = "settings.json"
 
 
 def write_job(
@@ -20,7 +18,8 @@ def write_job(
     *,
     policy: str,
     reward_model: str,
-    reading: Mapping[str, Any],
+    reward_bias: float,
+    reward_gain: float,
     folder: Path,
     policy_dir: Path,
 ) -> Path:
@@ -30,7 +29,8 @@ def write_job(
         settings: of the run.
         policy: folder or hub id of the policy to start from.
         reward_model: folder or hub id of the reward model.
-        reading: how it is to be read: bias and gain.
+        reward_bias: subtracted from each score of the reward model.
+        reward_gain: what the difference is multiplied by.
         folder: where the job, its checkpoints and its metrics are.
         policy_dir: where the final policy will be.
     """
@@ -49,21 +49,22 @@ def write_job(
     script = ScriptArguments(
         dataset_name=str(folder / "prompts.jsonl"),
         resume_from_checkpoint="latest",
-        reward_bias=reading["bias"],
-        reward_gain=reading["gain"],
+        reward_bias=reward_bias,
+        reward_gain=reward_gain,
         reward_end_of_text=settings.reward_model_training.end_of_text,
         policy_dir=str(policy_dir),
     )
-    model = {"model_name_or_path": policy}
+    model = ModelArguments(model_name_or_path=policy)
     if settings.lora.r:
-        model |= {
-            "use_peft": True,
-            "lora_r": settings.lora.r,
-            "lora_alpha": settings.lora.alpha,
-            "lora_target_modules": settings.lora.target_modules,
-        }
-    path = folder / SETTINGS_FILE
-    everything = config | asdict(script) | asdict(ModelArguments(**model))
+        model = replace(
+            model,
+            use_peft=True,
+            lora_r=settings.lora.r,
+            lora_alpha=settings.lora.alpha,
+            lora_target_modules=settings.lora.target_modules,
+        )
+    path = folder / JOB_FILE
+    everything = config | asdict(script) | asdict(model)
     _replace(path, json.dumps(everything, indent=2))
     return path
 

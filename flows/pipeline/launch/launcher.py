@@ -1,23 +1,28 @@
 """Starts the processes of a training, follows them, and says why they ended."""
 
-import hashlib
 import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
 
-import ppo_core
+from pipeline.launch.commands import (
+    ONE_MACHINE,
+    THIS_MACHINE,
+    Machines,
+    command,
+    environment_of,
+    gpus,
+)
+from pipeline.launch.failure import as_error, ended_alone, first_ended
 from pipeline.launch.process_tree import (
     FrozenProcesses,
     end_tree,
@@ -26,75 +31,24 @@ from pipeline.launch.process_tree import (
     terminate,
     tree,
 )
-from ppo_core import errors
-from ppo_core.distributed.interruption import EXIT_CODE
-from ppo_core.distributed.processes import (
-    ERROR_FILE,
-    PARENT,
-    ErrorReport,
-    end_with_parent,
-    read_report,
-)
-from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
+from ppo_core.distributed.processes import PARENT, end_with_parent
+from ppo_core.errors import ProcessError
 from ppo_core.reporting.metrics_file import METRICS_FILE
 
-POLL_SECONDS = 0.2
+METRICS_POLL_SECONDS = 0.2
 """Seconds between two looks at the metrics."""
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks for processes that are stopped."""
 
-PORTS = range(20_000, 30_000)
-"""Ports at which several machines can meet: below those that systems give away themselves."""
-
-MEETING_SECONDS = 600
-"""Seconds in which machines may come later than others, which pull an image or wait for a spot."""
-
-THIS_MACHINE = "127.0.0.1"
-"""Metaflow's address of the first of several machines where it runs their tasks here."""
-
 OnMetrics = Callable[[int, Mapping[str, float]], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machines:
-    """The machines of a training, as one of them sees it."""
-
-    count: int = 1
-    """How many there are."""
-
-    index: int = 0
-    """Which of them this is."""
-
-    main_address: str = THIS_MACHINE
-    """Where the first is found; THIS_MACHINE where they all are this machine."""
-
-    attempt: str = ""
-    """What all of them know and no earlier attempt did: one that was left over meets nobody."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """The process that ended a training."""
-
-    rank: int
-    """Its number among all; -1 for torchrun itself."""
-
-    pid: int
-    """Its id on its machine."""
-
-    exit_code: int
-    """What it ended with; below 0 a signal."""
-
-    report: ErrorReport | None
-    """What it said itself, if it could."""
 
 
 def train(
     job: Path,
     *,
     processes: int,
-    machines: Machines = Machines(),
+    machines: Machines = ONE_MACHINE,
     on_metrics: OnMetrics = lambda update, metrics: None,
 ) -> None:
     """Run `python -m ppo_core JOB` in so many processes on this machine, until they have ended.
@@ -127,7 +81,7 @@ def train(
     reason.unlink(missing_ok=True)
     with _passed_on() as told_to_stop:
         child = subprocess.Popen(
-            command(job, processes, machines), env=_environment(processes, machines, reason)
+            command(job, processes, machines), env=environment_of(processes, machines, reason)
         )
         try:
             frozen = _follow(child, told_to_stop, _Follower(folder / METRICS_FILE, on_metrics))
@@ -136,48 +90,8 @@ def train(
             code = child.wait()
     if code != 0:
         several = processes * machines.count > 1
-        ended = (_first_of_several if several else _alone)(child.pid, code, reason)
+        ended = (first_ended if several else ended_alone)(child.pid, code, reason)
         raise as_error(ended, frozen, folder)
-
-
-def command(job: Path, processes: int, machines: Machines) -> list[str]:
-    """What starts the processes of this machine."""
-    if processes * machines.count == 1:
-        return [sys.executable, "-m", "ppo_core", str(job)]
-    meeting = ["--standalone"]
-    if machines.count > 1:
-        # Known to all machines without a word between them. Each attempt has another port, as one
-        # of them may be taken, and no machine of an earlier attempt is let in.
-        meeting_id = hashlib.sha256(f"{job.parent} {machines.attempt}".encode()).hexdigest()[:16]
-        port = PORTS[int(meeting_id, 16) % len(PORTS)]
-        waiting = f"join_timeout={MEETING_SECONDS},read_timeout={MEETING_SECONDS}"
-        meeting = [
-            f"--nnodes={machines.count}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={machines.main_address}:{port}",
-            f"--rdzv-id={meeting_id}",
-            f"--rdzv-conf=is_host={machines.index == 0},{waiting}",
-        ]
-    return [
-        *(
-            sys.executable,
-            "-m",
-            "ppo_core.distributed.torchrun",
-            *meeting,
-            f"--nproc-per-node={processes}",
-        ),
-        *("-m", "ppo_core", str(job)),
-    ]
-
-
-def gpus() -> int:
-    """How many GPUs torch would use here."""
-    devices = Path("/dev")
-    if not (any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()):
-        return 0
-    # In a process of its own: torch takes seconds and much memory.
-    count = "import torch; print(torch.cuda.device_count())"
-    return int(subprocess.check_output([sys.executable, "-c", count], text=True))
 
 
 def _orphaned() -> bool:
@@ -189,27 +103,12 @@ def _orphaned() -> bool:
     return parent == 1 or os.getsid(parent) != os.getsid(0)
 
 
-def _environment(processes: int, machines: Machines, reason: Path) -> dict[str, str]:
-    root = str(Path(ppo_core.__file__).parent.parent)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
-        PARENT: str(os.getpid()),
-        ERROR_FILE: str(reason),
-    }
-    here = processes * (machines.count if machines.main_address == THIS_MACHINE else 1)
-    if here > 1:
-        # More threads than cores, each waiting in a loop, are ten times slower.
-        share = max(len(os.sched_getaffinity(0)) // here, 1)
-        threads = min(int(os.environ.get("OMP_NUM_THREADS", share)), share)
-        environment |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    return environment
-
-
 def _follow(
     child: subprocess.Popen[bytes], told_to_stop: threading.Event, follower: "_Follower"
 ) -> list[str]:
     """Watch a child until it ends; returns what was found frozen, in words, and killed."""
-    watch, frozen, next_look, passed_on = FrozenProcesses(child.pid), [], 0.0, False
+    watch, next_look, passed_on = FrozenProcesses(child.pid), 0.0, False
+    frozen: list[str] = []
     while True:
         ended = child.poll() is not None
         follower.look()
@@ -222,7 +121,7 @@ def _follow(
             for process in watch.look():
                 frozen.append(_name(process))
                 process.kill()
-        time.sleep(POLL_SECONDS)
+        time.sleep(METRICS_POLL_SECONDS)
 
 
 def _name(process: psutil.Process) -> str:
@@ -275,53 +174,3 @@ def _passed_on() -> Iterator[threading.Event]:
         yield told
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _alone(pid: int, code: int, reason: Path) -> Ended:
-    return Ended(rank=0, pid=pid, exit_code=code, report=read_report(reason))
-
-
-def _first_of_several(pid: int, code: int, reason: Path) -> Ended:
-    if not reason.is_file():
-        return Ended(rank=-1, pid=pid, exit_code=code, report=None)
-    said = json.loads(reason.read_text(encoding="utf-8"))
-    report = said.pop("report")
-    return Ended(**said, report=report and ErrorReport(**report))
-
-
-def as_error(ended: Ended, frozen: list[str], folder: Path) -> PPOError:
-    """What ended a training, whose checkpoints are in `folder`; `frozen` names what was killed."""
-    who = f"Process {ended.rank} (pid {ended.pid})" if ended.rank >= 0 else "torchrun"
-    further = f"A further attempt goes on from the last checkpoint in {folder}."
-    if frozen:
-        return ProcessError(
-            f"{frozen[0]} of the training was frozen: something stopped it (SIGSTOP) and did not "
-            f"let it go on, while the others waited. It was killed. {further}"
-        )
-    # The first that has saved and ended has torchrun end the others, which then may die of that.
-    said_so = ended.report is not None and ended.report.kind == RunInterruptedError.__name__
-    if ended.exit_code == EXIT_CODE or said_so:
-        return RunInterruptedError(f"SIGTERM: the training saved and stopped. {further}")
-    if ended.report is not None:
-        kind = getattr(errors, ended.report.kind, None)
-        if isinstance(kind, type) and issubclass(kind, PPOError):
-            return kind(ended.report.message)
-        return ProcessError(f"{ended.report.traceback}{who} of the training said so. {further}")
-    if ended.exit_code < 0:
-        name = signal.Signals(-ended.exit_code).name
-        return ProcessError(f"{who} of the training was ended by {name}{_likely(name)}. {further}")
-    return ProcessError(
-        f"{who} of the training ended with code {ended.exit_code} and no word; what it printed is "
-        f"above. {further}"
-    )
-
-
-def _likely(name: str) -> str:
-    match name:
-        case "SIGKILL":
-            return ": somebody's kill -9, or the machine ran out of memory (`dmesg` would say so)"
-        case "SIGTERM":
-            return " before it could save"
-        case "SIGSEGV" | "SIGBUS" | "SIGILL" | "SIGFPE" | "SIGABRT":
-            return ": it crashed in a library's native code; what it printed is above"
-    return ""

@@ -10,9 +10,10 @@ from pipeline.inputs import data_sets
 from pipeline.inputs.cache import make_once
 from pipeline.inputs.flow_run import JUDGEMENTS, SAMPLES
 from pipeline.registry import champions
+from pipeline.registry.alias_sync import settle
 from pipeline.registry.aliases import read_version
 from pipeline.registry.champion_history import Champions
-from pipeline.registry.ledger import Decision
+from pipeline.registry.decisions import Decision
 from pipeline.registry.versions import find_policy
 from pipeline.settings.settings import Settings
 from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
@@ -36,7 +37,7 @@ def find_champion(settings: Settings) -> Result:
         DataError: it cannot read the prompts that policies are judged on.
         ModelError: it cannot be read from the registry, or is not what was registered.
     """
-    return _fetch(settings, champions.settle(settings.registered_model).champion)
+    return _fetch(settings, settle(settings.registered_model).champion)
 
 
 def decide(
@@ -70,7 +71,7 @@ def decide(
     """
     name, first = settings.registered_model, evaluation
     while True:
-        state = champions.settle(name)
+        state = settle(name)
         if earlier := state.decided(by, version):
             # This step had decided before it was started again.
             before = Champions(state.decisions[: earlier.number - 1])

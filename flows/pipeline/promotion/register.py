@@ -13,7 +13,7 @@ from pipeline.promotion import decide
 from pipeline.promotion.version_card import version_card
 from pipeline.registry.artifact import Decoding, write_artifact
 from pipeline.registry.champions import challenge
-from pipeline.registry.ledger import Decision
+from pipeline.registry.decisions import Decision
 from pipeline.registry.versions import register_version, write_card
 from pipeline.reports.headline_metrics import evaluation_numbers
 from pipeline.settings.settings import Settings, as_plain_dict

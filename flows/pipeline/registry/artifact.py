@@ -110,15 +110,15 @@ def write_artifact(
         ModelError: the policy's folder holds no model, or messages are given as the example of a
             model without a chat template.
     """
-    pipeline = _load(policy, name)
-    pipeline.model.generation_config = _generation_config(decoding, pipeline.tokenizer)
+    pipeline, tokenizer = _load(policy, name)
+    pipeline.model.generation_config = _generation_config(decoding, tokenizer)
     mlflow_model = Model(run_id=run_id, model_id=model_id, model_uuid=model_id)
     mlflow.transformers.save_model(
         pipeline,
         path=str(folder),
         mlflow_model=mlflow_model,
         pip_requirements=[_requirement(package) for package in REQUIREMENTS],
-        **_interface(pipeline.tokenizer, decoding, example),
+        **_interface(tokenizer, decoding, example),
     )
     # It says that a licence was looked for on the hub, where this policy has never been.
     (folder / "LICENSE.txt").unlink()
@@ -131,7 +131,7 @@ def write_artifact(
     return write_manifest(folder)
 
 
-def _load(policy: Path, name: str) -> TextGenerationPipeline:
+def _load(policy: Path, name: str) -> tuple[TextGenerationPipeline, PreTrainedTokenizerBase]:
     folder = policy.resolve()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -144,7 +144,10 @@ def _load(policy: Path, name: str) -> TextGenerationPipeline:
     # No path of this machine goes into the version; with a colon it is no id of the hub either,
     # where MLflow would look for a model card.
     model.name_or_path = tokenizer.name_or_path = f"models:/{name}"
-    return transformers.pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    pipeline = transformers.pipeline(
+        "text-generation", model=model, tokenizer=tokenizer, device="cpu"
+    )
+    return pipeline, tokenizer
 
 
 def _generation_config(decoding: Decoding, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

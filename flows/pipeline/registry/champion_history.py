@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.registry.ledger import Decision
+from pipeline.registry.decisions import Decision
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from pipeline.inputs.lineage import FLOW_RUN
+from pipeline.registry.decisions import shortened
 from pipeline.tracking.mlflow_client import connect, explained, registry_address
 from ppo_core.errors import ModelError
 from serving.manifest import CARD, MANIFEST_TAG
@@ -29,7 +30,7 @@ DESCRIPTION = (
 MAX_DESCRIPTION_CHARACTERS = 5000
 """What the database of MLflow takes as the description of a version."""
 
-CUT = "\n\n... cut here: README.md among the version's artifacts has all of it."
+CUT_DESCRIPTION = "\n\n... cut here: README.md among the version's artifacts has all of it."
 
 
 def find_policy(place: str) -> tuple[Path | str, Path | str]:
@@ -272,8 +273,8 @@ def _show_with_run(client: MlflowClient, run_id: str, model_id: str) -> None:
     try:
         client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
     except MlflowException:
-        outputs = client.get_run(run_id).outputs.model_outputs
-        if model_id not in {model.model_id for model in outputs}:
+        outputs = client.get_run(run_id).outputs
+        if outputs is None or model_id not in {model.model_id for model in outputs.model_outputs}:
             raise
 
 
@@ -287,7 +288,7 @@ def _delete_version(client: MlflowClient, name: str, number: str) -> None:
 
 def _model_id(version: ModelVersion) -> str:
     """The logged model that is the source of a version."""
-    if not version.source.startswith("models:/m-"):
+    if version.source is None or not version.source.startswith("models:/m-"):
         raise ModelError(
             f"Version {version.version} of {version.name!r} comes from {version.source}, which is "
             "no logged model: it has no model card to replace. Name a version that the flow made."
@@ -300,6 +301,4 @@ def _description(card: str) -> str:
     text = card
     if card.startswith("---\n"):
         text = card.partition("\n---\n")[2].strip()
-    if len(text) <= MAX_DESCRIPTION_CHARACTERS:
-        return text
-    return text[: MAX_DESCRIPTION_CHARACTERS - len(CUT)] + CUT
+    return shortened(text, MAX_DESCRIPTION_CHARACTERS, CUT_DESCRIPTION)

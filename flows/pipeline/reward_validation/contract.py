@@ -77,16 +77,17 @@ def check_contract(
     together = score_together(model, mixed)
     left = score_filled_left(model, mixed)
     deviation = float(alone[: len(rows)].std(ddof=1))
-    differences = {
-        "batch": Difference.between(alone, together, deviation),
-        "right_filler": Difference.between(together, score_filled_right(model, mixed), deviation),
-        "left_filler": None if left is None else Difference.between(alone, left, deviation),
-    }
+    batch = Difference.between(alone, together, deviation)
+    right_filler = Difference.between(together, score_filled_right(model, mixed), deviation)
+    left_filler = None if left is None else Difference.between(alone, left, deviation)
+    differences = {"batch": batch, "right_filler": right_filler, "left_filler": left_filler}
     ends = compare_ends(model, pairs)
     vocabulary = measure_vocabulary(model, [text for texts in real for text in texts])
     return Contract(
         deviation=deviation,
-        **differences,
+        batch=batch,
+        right_filler=right_filler,
+        left_filler=left_filler,
         odd_scores={
             name: float(score) if np.isfinite(score) else None for name, score in odd_scores.items()
         },

@@ -6,6 +6,7 @@ import numpy as np
 
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.rates import Array
+from pipeline.reward_validation.vocabulary import known_tokens
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
 
@@ -51,7 +52,7 @@ def require_finite(scores: Array, of: str) -> None:
 def _require_known_tokens(model: RewardModel, rows: Sequence[list[int]]) -> None:
     """Refuse texts with tokens that the model lacks: looking them up ends in an index error."""
     largest = max((max(row) for row in rows if row), default=0)
-    known = model.model.get_input_embeddings().num_embeddings
+    known = known_tokens(model)
     if largest >= known:
         raise ModelError(
             f"The reward model's tokenizer gives id {largest} in the held-out pairs, and the model "

@@ -106,8 +106,8 @@ def _score_references(model: RewardModel, prompts: Rows, most: int) -> Array | N
     if not prompts.has("reference"):
         print(f"{prompts.source} has no column reference: the reward keeps its own zero.")
         return None
-    columns = (prompts.column(name)[:most] for name in ("prompt", "reference"))
-    scores: Array = model.score_texts(*columns).double().numpy()
+    texts, references = prompts.column("prompt")[:most], prompts.column("reference")[:most]
+    scores: Array = model.score_texts(texts, references).double().numpy()
     require_finite(scores, "references")
     return scores
 

@@ -4,6 +4,9 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
+
+from torch import nn
 
 from ppo_core.models.reward_model import RewardModel
 
@@ -39,11 +42,16 @@ def measure_vocabulary(model: RewardModel, texts: Sequence[str]) -> Vocabulary:
     template = tokenizer.chat_template
     return Vocabulary(
         largest_id=max(number for token, number in tokens.items() if token != tokenizer.pad_token),
-        embeddings=model.model.get_input_embeddings().num_embeddings,
+        embeddings=known_tokens(model),
         unknown=_unknown_share(model, texts),
         digest=_digest([sorted(tokens.items()), sorted(special.items())]),
         chat_template=None if template is None else _digest(template),
     )
+
+
+def known_tokens(model: RewardModel) -> int:
+    """Return the number of token ids that a model has an embedding of."""
+    return cast("nn.Embedding", model.model.get_input_embeddings()).num_embeddings
 
 
 def vocabulary_reasons(vocabulary: Vocabulary) -> list[str]:

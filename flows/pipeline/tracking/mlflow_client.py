@@ -31,6 +31,20 @@ def connect() -> MlflowClient:
     return MlflowClient()
 
 
+def create_experiment(client: MlflowClient, title: str) -> str:
+    """Create an experiment and return its id; an experiment that is there already is taken.
+
+    MLflow's client repeats a call whose reply was lost, and the second call is refused.
+    """
+    try:
+        return client.create_experiment(title)
+    except MlflowException:
+        made = client.get_experiment_by_name(title)
+        if made is None:
+            raise
+        return made.experiment_id
+
+
 def check_registry(name: str) -> None:
     """Refuse a registry that cannot be reached, or a name that it would not take.
 

@@ -13,7 +13,12 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.settings.settings import flatten
-from pipeline.tracking.mlflow_client import EXPERIMENT, MAX_PARAM_CHARACTERS, connect
+from pipeline.tracking.mlflow_client import (
+    EXPERIMENT,
+    MAX_PARAM_CHARACTERS,
+    connect,
+    create_experiment,
+)
 from pipeline.tracking.tracker import PARENT
 from ppo_core.errors import ModelError
 from serving.redaction import without_credentials
@@ -72,15 +77,9 @@ def start_runs(
 
 
 def _experiment(client: MlflowClient) -> str:
-    """The id of the experiment, which is made by the first run."""
-    if client.get_experiment_by_name(EXPERIMENT) is None:
-        try:
-            client.create_experiment(EXPERIMENT)
-        except MlflowException as error:
-            # Another run was faster, or this one did not hear that it had made it.
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-    return client.get_experiment_by_name(EXPERIMENT).experiment_id
+    """Return the id of the experiment of the flow's runs, which the first run creates."""
+    found = client.get_experiment_by_name(EXPERIMENT)
+    return found.experiment_id if found else create_experiment(client, EXPERIMENT)
 
 
 def _parent(

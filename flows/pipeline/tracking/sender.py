@@ -14,7 +14,7 @@ from tenacity.wait import wait_exponential
 from pipeline.tracking.journal import Entry, Journal
 from serving.redaction import without_credentials
 
-POLL_SECONDS = 1.0
+JOURNAL_POLL_SECONDS = 1.0
 """How often the journal is looked at: what came meanwhile goes in few calls."""
 
 MAX_WAIT_SECONDS = 10.0
@@ -87,7 +87,7 @@ class Sender:
             with self._journal.sending() as alone:
                 while alone and not self._stopping.is_set() and self._send_some(client):
                     pass
-            self._awake.wait(POLL_SECONDS)
+            self._awake.wait(JOURNAL_POLL_SECONDS)
             self._awake.clear()
 
     def _send_some(self, client: Any) -> bool:

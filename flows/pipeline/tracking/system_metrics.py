@@ -51,7 +51,7 @@ class SystemMetrics:
         last = False
         while not last:
             last = self._stopping.wait(seconds)
-            sample = {}
+            sample: dict[str, float] = {}
             for monitor in monitors:
                 monitor.collect_metrics()
                 sample |= {

@@ -20,7 +20,7 @@ from pipeline.promotion import decide as decide_module
 from pipeline.registry import champions
 from pipeline.registry.aliases import read_aliases, read_version
 from pipeline.registry.artifact import Decoding
-from pipeline.registry.ledger import Decision
+from pipeline.registry.decisions import Decision
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import DataError, ModelError
 from tests.helpers.candidates import (
@@ -47,7 +47,7 @@ def world(tmp_path_factory) -> World:
 
 @pytest.fixture(autouse=True)
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowServer]:
-    monkeypatch.setattr(champions, "PATIENCE", 0.3)
+    monkeypatch.setattr("pipeline.registry.alias_sync.PATIENCE", 0.3)
     with tracking_to(shared_server().url):
         yield shared_server()
 

@@ -24,7 +24,7 @@ from pipeline.registry.artifact import Decoding, write_artifact
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
 from ppo_core.training.evaluation import answer_prompts
-from serving.champion import check_folder
+from serving.manifest import check_folder
 from tests.helpers.chat import make_chat_tokenizer, say, write_parrot
 from tests.helpers.mlflow_store import tracking_to, write_database
 from tests.helpers.servers import free_port, wait_until_answering

@@ -12,8 +12,8 @@ from mlflow import MlflowClient
 from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 
-from pipeline.registry import ledger as ledgers
-from pipeline.registry.ledger import Decision, History, find_ledger, open_ledger
+from pipeline.registry.decisions import CUT_MARK, Decision, as_markdown, decode, encode, plain
+from pipeline.registry.ledger import History, find_ledger, open_ledger
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ConfigError, ModelError
 from tests.helpers.fault_proxy import Fault, FaultProxy, fault_proxy, fork, start_process
@@ -176,9 +176,7 @@ def test_an_experiment_of_somebody_else_is_left_alone(server: MlflowServer, name
         open_ledger(connect(), name)
 
 
-@pytest.mark.parametrize(
-    "line", ["by hand", "{}", "[]", ledgers.encode(replace(FIRST, action="crowned"))]
-)
+@pytest.mark.parametrize("line", ["by hand", "{}", "[]", encode(replace(FIRST, action="crowned"))])
 def test_what_another_release_or_a_person_wrote_is_an_error(server, name: str, line: str):
     ledger = open_ledger(connect(), name)
     connect().log_param(ledger.run_id, "0001", line)
@@ -245,7 +243,7 @@ class LateClient(MlflowClient):
         return super().create_experiment(name, **more)
 
 
-texts = st.text(max_size=400).map(ledgers.plain)
+texts = st.text(max_size=400).map(plain)
 decisions = st.builds(
     Decision,
     number=st.integers(1, 20000),
@@ -253,15 +251,15 @@ decisions = st.builds(
     version=st.integers(1, 10**6),
     champion=st.none() | st.integers(1, 10**6),
     reasons=st.lists(texts, max_size=12).map(tuple),
-    by=st.text(max_size=100).map(ledgers.plain),
+    by=st.text(max_size=100).map(plain),
     at=st.just("2026-11-21T12:00:00+00:00"),
-    key=st.text(max_size=100).map(ledgers.plain),
+    key=st.text(max_size=100).map(plain),
 )
 
 
 @given(decisions)
 def test_a_decision_is_what_it_was_after_writing_and_reading(decision: Decision):
-    assert ledgers.decode(decision.number, ledgers.encode(decision)) == decision
+    assert decode(decision.number, encode(decision)) == decision
 
 
 @given(decisions, st.lists(texts, min_size=1))
@@ -269,17 +267,17 @@ def test_a_decision_that_is_too_long_loses_the_end_of_its_reasons_only(
     decision: Decision, more: list[str]
 ):
     reasons = [*decision.reasons, *(reason * 20 for reason in more), "x" * 7000]
-    line = ledgers.encode(replace(decision, reasons=tuple(reasons)))
-    read = ledgers.decode(decision.number, line)
+    line = encode(replace(decision, reasons=tuple(reasons)))
+    read = decode(decision.number, line)
     assert 5000 < len(line) <= 6000
-    assert read.reasons[-1].endswith(ledgers.CUT)
-    assert "\n".join(reasons).startswith("\n".join(read.reasons).removesuffix(ledgers.CUT))
+    assert read.reasons[-1].endswith(CUT_MARK)
+    assert "\n".join(reasons).startswith("\n".join(read.reasons).removesuffix(CUT_MARK))
     assert replace(read, reasons=()) == replace(decision, reasons=())
 
 
 @given(st.lists(decisions, max_size=60), st.text())
 def test_the_table_fits_a_tag_and_nothing_in_it_is_markup(made: list[Decision], text: str):
-    table = ledgers.as_markdown([replace(each, by=text[:250]) for each in made])
+    table = as_markdown([replace(each, by=text[:250]) for each in made])
     assert len(table) <= 8000
     rows = [line for line in table.splitlines()[2:] if line.startswith("|")]
     assert all(row.count("|") == 8 for row in rows)
@@ -290,7 +288,7 @@ def test_the_table_fits_a_tag_and_nothing_in_it_is_markup(made: list[Decision], 
 
 @given(st.text())
 def test_plain_text_is_one_line_that_json_and_utf_8_can_hold(text: str):
-    line = ledgers.plain(text + "\x00\x1b[31m\ud800\n")
+    line = plain(text + "\x00\x1b[31m\ud800\n")
     assert line.isprintable()
     assert json.loads(json.dumps(line)).encode().decode() == line
 
