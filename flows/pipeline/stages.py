@@ -185,6 +185,7 @@ def examine_reward_model(settings: Settings, sft: Result, reward_model: Result) 
         from pipeline.inputs import data_sets
         from pipeline.reward_validation.samples import draw_samples
         from pipeline.reward_validation.validate import validate
+        from pipeline.settings.decoding import Decoding
         from ppo_core.models.loading import load_reward_model
 
     model = load_reward_model(
@@ -197,11 +198,13 @@ def examine_reward_model(settings: Settings, sft: Result, reward_model: Result) 
         partial(
             draw_samples,
             sft["path"],
-            response_length=settings.ppo.response_length,
-            temperature=settings.ppo.temperature,
+            decoding=Decoding(
+                response_length=settings.ppo.response_length,
+                temperature=settings.ppo.temperature,
+                stop_token=settings.ppo.stop_token,
+                stop_token_id=settings.ppo.stop_token_id,
+            ),
             seed=settings.seed,
-            stop=settings.ppo.stop_token,
-            stop_token_id=settings.ppo.stop_token_id,
             batch_size=settings.ppo.local_rollout_forward_batch_size,
         ),
         settings.reward_gate,

@@ -18,7 +18,8 @@ from mlflow.entities import LoggedModelStatus
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.promotion.register import Candidate
-from pipeline.registry.artifact import Decoding, write_artifact
+from pipeline.registry.artifact import VersionContents, write_artifact
+from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.tracking.mlflow_client import connect
 from serving.manifest import MANIFEST_TAG
@@ -152,10 +153,12 @@ class World:
             digest = write_artifact(
                 Path(self.policies[policy]),
                 Path(folder),
-                name="uploaded",
-                decoding=decoding or Decoding(response_length=6, temperature=0.7),
-                example="w2",
-                card="# Card",
+                VersionContents(
+                    name="uploaded",
+                    decoding=decoding or Decoding(response_length=6, temperature=0.7),
+                    example="w2",
+                    card="# Card",
+                ),
                 run_id=client.create_run(experiment).info.run_id,
                 model_id=model.model_id,
             )

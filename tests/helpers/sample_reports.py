@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.evaluation.contests import evaluate
 from pipeline.evaluation.win_rate import compare_policies
 from pipeline.inputs.preference_pairs import LabelledPair
-from pipeline.judges.functions import FunctionJudge
+from pipeline.judges.function_judge import FunctionJudge
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
 from pipeline.reward_validation.contract import Contract

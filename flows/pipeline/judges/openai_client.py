@@ -60,7 +60,7 @@ class Completion:
     """Tokens of question and reply; None where the server does not say."""
 
 
-class ChatServer:
+class OpenAIClient:
     """One model behind the chat completions API.
 
     The address is `config.base_url`, or the environment variable OPENAI_BASE_URL, or OpenAI

@@ -16,7 +16,7 @@ from tenacity import (
 
 from pipeline.judges.budget import Budget
 from pipeline.judges.chat_model import Question, Reply
-from pipeline.judges.openai_client import CallError, ChatServer, RefusedError
+from pipeline.judges.openai_client import CallError, OpenAIClient, RefusedError
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import JudgeError
 
@@ -41,7 +41,7 @@ PROBE: Question = [
 _back_off = wait_exponential(multiplier=1, max=60)
 
 
-class OpenAIChat:
+class OpenAIModel:
     """Asks a model behind the chat completions API: OpenAI, vLLM, TGI or `transformers serve`.
 
     The budget is that of one evaluation: make an object for each, and give judges that are asked
@@ -57,7 +57,7 @@ class OpenAIChat:
         self.name = f"openai:{model}"
         self.budget = budget or Budget(config.max_calls, config.max_tokens)
         self._config = config
-        self._server = ChatServer(model, config)
+        self._server = OpenAIClient(model, config)
         # The weights behind an address are not ours to see.
         self.version = (
             f"{self.name} {self._server.url} sampling={config.sampling} "

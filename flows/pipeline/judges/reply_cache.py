@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from pipeline.inputs.atomic_write import write_atomically
 from pipeline.judges.chat_model import Reply
 from ppo_core.errors import JudgeError
 
@@ -55,12 +55,8 @@ class ReplyCache:
         """Keep a reply that has a text; it is on the disk when this returns."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        with unfinished.open("w", encoding="ascii") as file:
-            json.dump({"text": reply.text, "tokens": reply.tokens}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(path)
+        content = json.dumps({"text": reply.text, "tokens": reply.tokens})
+        write_atomically(path, content.encode("ascii"), durable=True)
 
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.judges.budget import Budget
 from pipeline.judges.ensemble import Ensemble
-from pipeline.judges.functions import load_function_judge, rule_judge
+from pipeline.judges.function_judge import load_function_judge, rule_judge
 from pipeline.judges.verdict import Judge
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import ConfigError, PPOError
@@ -120,12 +120,12 @@ def _make_one(
     from pipeline.judges.reply_cache import ReplyCache
 
     if part.kind == "openai":
-        from pipeline.judges.openai_model import OpenAIChat
+        from pipeline.judges.openai_model import OpenAIModel
 
-        return ChatJudge(OpenAIChat(part.place, config, budget), config, ReplyCache(cache_folder))
-    from pipeline.judges.transformers_model import LocalChat
+        return ChatJudge(OpenAIModel(part.place, config, budget), config, ReplyCache(cache_folder))
+    from pipeline.judges.transformers_model import TransformersModel
 
-    return ChatJudge(LocalChat(part.place, config), config, ReplyCache(cache_folder))
+    return ChatJudge(TransformersModel(part.place, config), config, ReplyCache(cache_folder))
 
 
 def _check_one(part: _Part, config: JudgingConfig) -> None:
@@ -135,9 +135,9 @@ def _check_one(part: _Part, config: JudgingConfig) -> None:
         check_reward_config(part.place)
         load_tokenizer(part.place)
     elif part.kind == "openai":
-        from pipeline.judges.openai_model import OpenAIChat
+        from pipeline.judges.openai_model import OpenAIModel
 
-        OpenAIChat(part.place, config).probe()
+        OpenAIModel(part.place, config).probe()
     elif part.kind == "transformers":
         from pipeline.judges.transformers_model import check_chat_model
 

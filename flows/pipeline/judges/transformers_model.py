@@ -26,7 +26,7 @@ SHORTEST_QUESTION: Question = [
 """A question as a judge asks it."""
 
 
-class LocalChat:
+class TransformersModel:
     """Answers by the sampler that training uses, `concurrency` questions at a time.
 
     It costs nothing: the deadline, the retries and the budget of JudgingConfig are those of

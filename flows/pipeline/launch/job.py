@@ -1,11 +1,10 @@
 """What the processes of a PPO training are given: a file of prompts and one of settings."""
 
 import json
-import os
-import socket
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from pipeline.inputs.atomic_write import write_atomically
 from pipeline.inputs.rows import read_rows
 from pipeline.settings.settings import Settings
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
@@ -37,7 +36,7 @@ def write_job(
     folder.mkdir(parents=True, exist_ok=True)
     prompts = read_rows(settings.prompts, ["prompt"], ["reference"]).column("prompt")
     rows = "".join(json.dumps({"prompt": text}) + "\n" for text in prompts)
-    _replace(folder / "prompts.jsonl", rows)
+    write_atomically(folder / "prompts.jsonl", rows.encode())
     config = {
         **asdict(settings.ppo),
         "output_dir": str(folder),
@@ -65,12 +64,5 @@ def write_job(
         )
     path = folder / JOB_FILE
     everything = config | asdict(script) | asdict(model)
-    _replace(path, json.dumps(everything, indent=2))
+    write_atomically(path, json.dumps(everything, indent=2).encode())
     return path
-
-
-def _replace(path: Path, content: str) -> None:
-    """Write a file at once: several machines may write the same to a shared folder."""
-    unfinished = path.with_name(f".{path.name}-{socket.gethostname()}-{os.getpid()}")
-    unfinished.write_text(content, encoding="utf-8")
-    unfinished.replace(path)

@@ -11,11 +11,12 @@ from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.rows import read_jsonl
 from pipeline.promotion import decide
 from pipeline.promotion.version_card import version_card
-from pipeline.registry.artifact import Decoding, write_artifact
+from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.champions import challenge
 from pipeline.registry.decisions import Decision
 from pipeline.registry.versions import register_version, write_card
 from pipeline.reports.headline_metrics import evaluation_numbers
+from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings, as_plain_dict
 
 Result = dict[str, Any]
@@ -66,6 +67,13 @@ def register(candidate: Candidate) -> Result:
     settings, run = candidate.settings, candidate.run
     decoding = _decoding(settings)
     card = version_card(_record(candidate, candidate.evaluation, decoding, None, None))
+    contents = VersionContents(
+        name=settings.registered_model,
+        decoding=decoding,
+        example=read_jsonl(candidate.evaluation["samples"])[0]["prompt"],
+        card=card,
+        settings=run.folder / SETTINGS_FILE,
+    )
     model = register_version(
         settings.registered_model,
         run_id=run.tracking["parent"],
@@ -73,11 +81,7 @@ def register(candidate: Candidate) -> Result:
         write=lambda folder, model_id: write_artifact(
             Path(candidate.trained["path"]),
             folder,
-            name=settings.registered_model,
-            decoding=decoding,
-            example=read_jsonl(candidate.evaluation["samples"])[0]["prompt"],
-            card=card,
-            settings=run.folder / SETTINGS_FILE,
+            contents,
             run_id=run.tracking["parent"],
             model_id=model_id,
         ),

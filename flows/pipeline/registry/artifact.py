@@ -19,6 +19,7 @@ from transformers import (
     TextGenerationPipeline,
 )
 
+from pipeline.settings.decoding import Decoding
 from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError
 from ppo_core.rollout.sampler import NO_STOP_TOKEN, stop_token
@@ -38,53 +39,27 @@ IDLE_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """How the answers that were judged were decoded: what a served version does by default."""
+class VersionContents:
+    """What a version holds beside its weights."""
 
-    response_length: int
-    """Most tokens of an answer."""
+    name: str
+    """The registered model, by which the version calls itself."""
 
-    temperature: float
-    """0 takes the likeliest token."""
+    decoding: Decoding
+    """How the policy was judged."""
 
-    top_k: int = 0
-    """Sample from this many tokens only; 0 from all."""
+    example: str | Messages
+    """A prompt to show; messages only for a chat model."""
 
-    top_p: float = 1.0
-    """Sample from the likeliest tokens that hold this probability; 1 from all."""
+    card: str
+    """The model card."""
 
-    stop_token: str | None = "eos"
-    """What ends an answer; None where answers run to their full length."""
-
-    stop_token_id: int | None = None
-    """Token that ends an answer, in the place of `stop_token`."""
-
-    def arguments(self) -> dict[str, Any]:
-        """The same as arguments of transformers' `generate`, but for the stop token.
-
-        Without those of sampling where nothing is sampled: transformers warns of them.
-        """
-        length = {"max_new_tokens": self.response_length, "do_sample": self.temperature > 0}
-        if not length["do_sample"]:
-            return length
-        return length | {
-            "temperature": float(self.temperature),
-            "top_k": self.top_k,
-            "top_p": float(self.top_p),
-        }
+    settings: Path | None = None
+    """TOML file that repeats the run."""
 
 
 def write_artifact(
-    policy: Path,
-    folder: Path,
-    *,
-    name: str,
-    decoding: Decoding,
-    example: str | Messages,
-    card: str,
-    settings: Path | None = None,
-    run_id: str,
-    model_id: str,
+    policy: Path, folder: Path, contents: VersionContents, *, run_id: str, model_id: str
 ) -> str:
     """Fill a new folder with everything a version consists of; returns its manifest's digest.
 
@@ -95,11 +70,7 @@ def write_artifact(
         policy: folder of the model and its tokenizer, in the precision that is kept, and perhaps
             of the adapter that is merged into it.
         folder: where to write; it must not be there, or be empty.
-        name: the registered model, by which the version calls itself.
-        decoding: how the policy was judged.
-        example: a prompt to show; of a chat model it may be messages.
-        card: the model card.
-        settings: TOML file that repeats the run.
+        contents: what is written beside the policy.
         run_id: the MLflow run it comes from.
         model_id: the logged model that it is uploaded as.
 
@@ -110,24 +81,24 @@ def write_artifact(
         ModelError: the policy's folder holds no model, or messages are given as the example of a
             model without a chat template.
     """
-    pipeline, tokenizer = _load(policy, name)
-    pipeline.model.generation_config = _generation_config(decoding, tokenizer)
+    pipeline, tokenizer = _load(policy, contents.name)
+    pipeline.model.generation_config = _generation_config(contents.decoding, tokenizer)
     mlflow_model = Model(run_id=run_id, model_id=model_id, model_uuid=model_id)
     mlflow.transformers.save_model(
         pipeline,
         path=str(folder),
         mlflow_model=mlflow_model,
         pip_requirements=[_requirement(package) for package in REQUIREMENTS],
-        **_interface(tokenizer, decoding, example),
+        **_interface(tokenizer, contents.decoding, contents.example),
     )
     # It says that a licence was looked for on the hub, where this policy has never been.
     (folder / "LICENSE.txt").unlink()
     if (policy / ADAPTER).is_dir():
         # Without the card that PEFT writes, a form that nobody has filled in.
         shutil.copytree(policy / ADAPTER, folder / ADAPTER, ignore=shutil.ignore_patterns(CARD))
-    if settings is not None:
-        shutil.copyfile(settings, folder / SETTINGS)
-    (folder / CARD).write_text(card, encoding="utf-8")
+    if contents.settings is not None:
+        shutil.copyfile(contents.settings, folder / SETTINGS)
+    (folder / CARD).write_text(contents.card, encoding="utf-8")
     return write_manifest(folder)
 
 

@@ -12,6 +12,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from pipeline.inputs.lineage import FLOW_RUN
+from pipeline.registry.aliases import unless_deleted
 from pipeline.registry.decisions import shortened
 from pipeline.tracking.mlflow_client import connect, explained, registry_address
 from ppo_core.errors import ModelError
@@ -255,7 +256,8 @@ def _keep_only(
         if str(version.version) == number:
             kept = version
         else:
-            _delete_version(client, name, str(version.version))
+            with unless_deleted():
+                client.delete_model_version(name, str(version.version))
     if kept is None:
         raise ModelError(
             f"Version {number} of {name!r}, which this run registered, is not there any more: "
@@ -275,14 +277,6 @@ def _show_with_run(client: MlflowClient, run_id: str, model_id: str) -> None:
     except MlflowException:
         outputs = client.get_run(run_id).outputs
         if outputs is None or model_id not in {model.model_id for model in outputs.model_outputs}:
-            raise
-
-
-def _delete_version(client: MlflowClient, name: str, number: str) -> None:
-    try:
-        client.delete_model_version(name, number)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
 
 

@@ -8,6 +8,7 @@ from statsmodels.stats.weightstats import DescrStatsW
 
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.rates import hits
+from pipeline.reward_validation.scores import encoded_scores
 from ppo_core.data.prompts import context_length
 from ppo_core.models.reward_model import RewardModel
 
@@ -65,7 +66,7 @@ def compare_ends(model: RewardModel, pairs: Sequence[LabelledPair]) -> EndOfText
     rows = [four for four in encoded if _readable(model, four)]
     if len(rows) < 2:
         return None
-    scores = model.score_encoded([row for four in rows for row in four], 64).double().numpy()
+    scores = encoded_scores(model, [row for four in rows for row in four])
     (chosen, rejected), (other_chosen, other_rejected) = scores.reshape(-1, 2, 2).transpose(1, 2, 0)
     right, other_right = hits(chosen - rejected), hits(other_chosen - other_rejected)
     low, high = DescrStatsW(other_right - right).tconfint_mean()

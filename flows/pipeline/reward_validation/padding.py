@@ -9,6 +9,7 @@ import torch
 
 from pipeline.reward_validation.odd_texts import longest_row
 from pipeline.reward_validation.rates import Array
+from pipeline.reward_validation.scores import encoded_scores
 from ppo_core.algorithm.masking import at_least_fp32, pad_rows
 from ppo_core.models.reward_model import RewardModel
 
@@ -35,12 +36,12 @@ class Difference:
 
 def score_alone(model: RewardModel, rows: Sequence[list[int]]) -> Array:
     """Scores (N,) of token rows, each in a batch of its own."""
-    return model.score_encoded(rows, 1).double().numpy()
+    return encoded_scores(model, rows, 1)
 
 
 def score_together(model: RewardModel, rows: Sequence[list[int]]) -> Array:
     """Scores (N,) of the same rows in one batch."""
-    return model.score_encoded(rows, len(rows)).double().numpy()
+    return encoded_scores(model, rows, len(rows))
 
 
 def score_filled_right(model: RewardModel, rows: Sequence[list[int]]) -> Array:

@@ -27,6 +27,7 @@ from random import Random
 import numpy as np
 
 from pipeline.reward_validation.rates import Array, hits, measure_rate
+from pipeline.reward_validation.scores import encoded_scores
 from ppo_core.data.prompts import context_length
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
@@ -187,7 +188,7 @@ def _compare(model: RewardModel, encoded: Sequence[dict[str, list[int]]]) -> dic
 
 
 def _scores(model: RewardModel, rows: Sequence[list[int]], version: str) -> Array:
-    scores: Array = model.score_encoded(rows, 64).double().numpy()
+    scores = encoded_scores(model, rows)
     broken = np.flatnonzero(~np.isfinite(scores))
     if broken.size:
         raise ModelError(

@@ -10,6 +10,7 @@ from scipy.stats import bootstrap
 
 from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.scores import require_finite
+from pipeline.settings.decoding import Decoding
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_policy, load_tokenizer
 from ppo_core.training.evaluation import answer_prompts
@@ -86,11 +87,8 @@ def draw_samples(
     prompts: Sequence[str],
     *,
     samples_per_prompt: int,
-    response_length: int,
-    temperature: float,
+    decoding: Decoding,
     seed: int,
-    stop: str | None,
-    stop_token_id: int | None,
     batch_size: int,
 ) -> list[list[str]]:
     """`samples_per_prompt` answers of a policy to each prompt, by the sampler of training.
@@ -102,12 +100,14 @@ def draw_samples(
         load_policy(policy_path),
         load_tokenizer(policy_path),
         [prompt for prompt in prompts for _ in range(samples_per_prompt)],
-        response_length=response_length,
-        temperature=temperature,
+        response_length=decoding.response_length,
+        temperature=decoding.temperature,
+        top_k=decoding.top_k,
+        top_p=decoding.top_p,
         seed=seed,
         batch_size=batch_size,
-        stop=stop,
-        stop_token_id=stop_token_id,
+        stop=decoding.stop_token,
+        stop_token_id=decoding.stop_token_id,
     )
     starts = range(0, len(answers.texts), samples_per_prompt)
     return [answers.texts[start : start + samples_per_prompt] for start in starts]

@@ -10,6 +10,17 @@ from pipeline.reward_validation.vocabulary import known_tokens
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
 
+BATCH_SIZE = 64
+"""Texts in a batch."""
+
+
+def encoded_scores(
+    model: RewardModel, rows: Sequence[list[int]], batch_size: int = BATCH_SIZE
+) -> Array:
+    """Return the scores (N,) of N token rows."""
+    scores: Array = model.score_encoded(rows, batch_size).double().numpy()
+    return scores
+
 
 def score_pairs(model: RewardModel, pairs: Sequence[LabelledPair]) -> tuple[Array, Array]:
     """Scores (N,) of the chosen and (N,) of the rejected responses.
@@ -21,7 +32,7 @@ def score_pairs(model: RewardModel, pairs: Sequence[LabelledPair]) -> tuple[Arra
         model.encode(pair.prompt, text) for pair in pairs for text in (pair.chosen, pair.rejected)
     ]
     _require_known_tokens(model, rows)
-    chosen, rejected = model.score_encoded(rows, 64).double().numpy().reshape(-1, 2).T
+    chosen, rejected = encoded_scores(model, rows).reshape(-1, 2).T
     broken = np.flatnonzero(~(np.isfinite(chosen) & np.isfinite(rejected)))
     if broken.size:
         first = broken[0]

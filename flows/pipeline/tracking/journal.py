@@ -4,7 +4,6 @@ import errno
 import fcntl
 import itertools
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from pipeline.inputs.atomic_write import write_atomically
 
 Entry = dict[str, Any]
 """One line: `kind` (metrics, tag, file, status), `run`, `time` in ms since 1970, and what it is."""
@@ -89,7 +90,7 @@ class Journal:
         """Keep the content of an artifact beside the journal and add it; `artifact` is its path."""
         path = self.folder / "files" / run / artifact
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, content)
+        write_atomically(path, content)
         self.add_file(run, path, artifact.rpartition("/")[0])
 
     def next_step(self, run: str, prefix: str) -> int:
@@ -114,7 +115,7 @@ class Journal:
 
     def mark_sent(self, position: int) -> None:
         """Note that all entries before a position were sent."""
-        _replace(self._sent, f"{position}\n".encode())
+        write_atomically(self._sent, f"{position}\n".encode())
 
     def unsent(self, limit: int | None = None) -> list[tuple[Entry, int]]:
         """The next entries to send, each with the position to mark when it was."""
@@ -201,10 +202,3 @@ def _entry(line: bytes) -> Entry:
     except ValueError:
         entry = None
     return entry if isinstance(entry, dict) else {"kind": "spoilt", "line": repr(line)}
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file that is whole at any time."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)

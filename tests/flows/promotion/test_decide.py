@@ -19,8 +19,8 @@ from pipeline.inputs.rows import read_jsonl
 from pipeline.promotion import decide as decide_module
 from pipeline.registry import champions
 from pipeline.registry.aliases import read_aliases, read_version
-from pipeline.registry.artifact import Decoding
 from pipeline.registry.decisions import Decision
+from pipeline.settings.decoding import Decoding
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import DataError, ModelError
 from tests.helpers.candidates import (

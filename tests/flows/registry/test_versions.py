@@ -14,13 +14,14 @@ import pytest
 from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM
 
-from pipeline.registry.artifact import Decoding, write_artifact
+from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.versions import (
     MAX_DESCRIPTION_CHARACTERS,
     find_policy,
     register_version,
     write_card,
 )
+from pipeline.settings.decoding import Decoding
 from ppo_core.errors import ModelError
 from tests.helpers.fault_proxy import Fault, fault_proxy, start_process
 from tests.helpers.mlflow_store import tracking_to
@@ -77,16 +78,13 @@ def register(
 
 
 def _write(policy: Path, name: str, run_id: str, folder: Path, model_id: str) -> str:
-    return write_artifact(
-        policy,
-        folder,
+    contents = VersionContents(
         name=name,
         decoding=Decoding(response_length=5, temperature=0),
         example="w1",
         card=CARD,
-        run_id=run_id,
-        model_id=model_id,
     )
+    return write_artifact(policy, folder, contents, run_id=run_id, model_id=model_id)
 
 
 def require_one_version(client: MlflowClient, name: str, run_id: str) -> str:
