@@ -1,4 +1,4 @@
-"""The files of a version in MLflow's store of artifacts, each checked before it is kept."""
+"""Download the files of a version from MLflow's artifact store, and check each of them."""
 
 import os
 import posixpath

@@ -191,7 +191,7 @@ def test_what_mlflow_refuses_is_a_sentence_without_the_password(capsys, asked: t
             assert ask(command, "policy", *more) == 1
         server.shutdown()
     told = capsys.readouterr().err
-    assert told.startswith(f"registry: MLflow at http://{address} did not do what was asked of it:")
+    assert told.startswith(f"registry: MLflow at http://{address} did not carry out a request:")
     assert "Not for you." in told
     assert "secret" not in told
 

@@ -31,11 +31,11 @@ from pipeline.registry.ledger import History, Ledger, find_ledger, open_ledger
 from pipeline.tracking.mlflow_client import connect, explained
 
 PATIENCE = 2.0
-"""Seconds for which nothing may move before an interrupted decision is carried out by another, or a
-difference is put down to a person."""
+"""Seconds without any change after which a process carries out an interrupted decision of another,
+or takes a difference for the act of a person."""
 
 GLANCE = 0.2
-"""Seconds between two looks."""
+"""Seconds between two observations."""
 
 _VERDICTS: Mapping[Action, str] = {
     "promoted": "promoted",
@@ -43,32 +43,32 @@ _VERDICTS: Mapping[Action, str] = {
     "rolled back": "withdrawn",
     "found": "found",
 }
-"""The tag `promotion` of the version that a decision is about."""
+"""Tag `promotion` of the version, by the action of the decision."""
 
 
 @explained()
 def settle(name: str) -> Champions:
-    """Carry out what was decided but interrupted, and take over what was moved in MLflow.
+    """Carry out interrupted decisions, and record an alias that was moved in MLflow.
 
     Returns:
-        The champions, with whom the alias `champion` agreed when it was last looked at.
+        The champions, with which the alias `champion` agreed when it was last read.
 
     Raises:
-        ModelError: the history was deleted.
+        ModelError: the ledger was deleted.
     """
     client = connect()
     while True:
-        look = _watch(client, name)
-        if look.agrees:
-            return Champions(look.history.decisions)
+        observed = _watch(client, name)
+        if observed.agrees:
+            return Champions(observed.history.decisions)
         ledger = open_ledger(client, name)
-        if not look.explained:
-            ledger.append(_found(look))
+        if not observed.explained:
+            ledger.append(_found(observed))
         apply_decisions(client, name, ledger)
 
 
 def apply_decisions(client: MlflowClient, name: str, ledger: Ledger) -> None:
-    """Set aliases and tags to what the ledger says, until it no longer grows meanwhile."""
+    """Set aliases and tags by the ledger, and repeat until the ledger has not grown meanwhile."""
     history = ledger.read()
     carried_out = history.applied
     while True:
@@ -81,7 +81,7 @@ def apply_decisions(client: MlflowClient, name: str, ledger: Ledger) -> None:
         previous = champions.previous
         kept = previous is not None and exists(client, name, previous)
         point(client, name, PREVIOUS, previous if kept else None)
-        # The champion last, between two readings: the less time goes by, the less is to put right.
+        # The champion last, between two readings: a short time leaves the least to correct.
         if ledger.read().decisions == decisions:
             point(client, name, CHAMPION, champions.champion)
         history = ledger.read()
@@ -99,7 +99,7 @@ def _tag(client: MlflowClient, name: str, decision: Decision) -> None:
     }
     set_tags(client, name, decision.version, tags)
     if decision.action == "rolled back" and decision.champion is not None:
-        # It may have been withdrawn itself, before it was promoted once more.
+        # An earlier rollback may have tagged this version as withdrawn.
         set_tags(client, name, decision.champion, {"promotion": "promoted"})
 
 
@@ -110,8 +110,8 @@ def _end_challenge(client: MlflowClient, name: str, decision: Decision) -> None:
 
 
 @dataclass(frozen=True)
-class _Look:
-    """The ledger and the alias, read one after the other."""
+class _Observation:
+    """The ledger and the alias, read in this order."""
 
     history: History
     alias: int | None
@@ -123,47 +123,47 @@ class _Look:
 
     @property
     def explained(self) -> bool:
-        """Whether the alias is where an interrupted decision can have left it."""
+        """Whether an interrupted decision can have left the alias where it is."""
         after, before = self.history.decisions, self.history.decisions[:-1]
         possible = {Champions(after).champion, Champions(before).champion}
         return self.history.pending and self.alias in possible
 
 
-def _watch(client: MlflowClient, name: str) -> _Look:
-    """A look at which ledger and alias agree, or after which nobody was at work for a while."""
-    look, since = _look(client, name), time.monotonic()
-    while not look.agrees and time.monotonic() - since < PATIENCE:
+def _watch(client: MlflowClient, name: str) -> _Observation:
+    """Return an observation that agrees, or that has not changed for PATIENCE seconds."""
+    observed, since = _observe(client, name), time.monotonic()
+    while not observed.agrees and time.monotonic() - since < PATIENCE:
         time.sleep(GLANCE)
-        again = _look(client, name)
-        if again != look:
-            look, since = again, time.monotonic()
-    return look
+        again = _observe(client, name)
+        if again != observed:
+            observed, since = again, time.monotonic()
+    return observed
 
 
-def _look(client: MlflowClient, name: str) -> _Look:
-    # The ledger first: an alias that a decision made afterwards has set is then no surprise, since
-    # nothing can be appended after what was read here.
+def _observe(client: MlflowClient, name: str) -> _Observation:
+    # Read the ledger first: if a later decision has moved the alias, its number is taken, and a
+    # `found` decision cannot be appended under the same number.
     ledger = find_ledger(client, name)
     history = ledger.read() if ledger else History()
-    return _Look(history, read_aliases(name).get(CHAMPION))
+    return _Observation(history, read_aliases(name).get(CHAMPION))
 
 
-def _found(look: _Look) -> Decision:
-    """The decision that takes over what somebody did to the alias in MLflow."""
-    champion = Champions(look.history.decisions).champion
-    if look.alias is None:
+def _found(observed: _Observation) -> Decision:
+    """Return the decision that records a change of the alias in MLflow."""
+    champion = Champions(observed.history.decisions).champion
+    if observed.alias is None:
         assert champion is not None, "a ledger and an alias that both have no champion agree"
         version = champion
         reason = f"The alias {CHAMPION} of version {champion} was deleted in MLflow."
     else:
-        version = look.alias
+        version = observed.alias
         origin = "no version" if champion is None else f"version {champion}"
         reason = f"The alias {CHAMPION} was moved in MLflow from {origin} to version {version}."
     return Decision(
-        number=len(look.history.decisions) + 1,
+        number=len(observed.history.decisions) + 1,
         action="found",
         version=version,
-        champion=look.alias,
+        champion=observed.alias,
         reasons=(reason,),
         by="somebody in MLflow",
         at=timestamp(),

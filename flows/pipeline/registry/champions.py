@@ -24,10 +24,10 @@ from ppo_core.errors import ModelError
 
 @explained()
 def read_champions(name: str) -> Champions:
-    """The champions by the history, which is only read.
+    """Return the champions by the ledger, without changing anything.
 
     Raises:
-        ModelError: there is no such registered model, or its history was deleted.
+        ModelError: there is no such registered model, or its ledger was deleted.
     """
     client = connect()
     try:
@@ -44,10 +44,9 @@ def read_champions(name: str) -> Champions:
 
 @explained()
 def challenge(name: str, version: int) -> None:
-    """Show a version as the challenger, unless a higher one is, or it has been decided about.
+    """Make a version the challenger unless it was decided on or the challenger is newer.
 
-    The alias is for people: nothing is decided by it, and of two who set it at the same moment the
-    later one wins.
+    The alias informs people; no decision depends on it.
 
     Raises:
         ModelError: there is no such version.
@@ -72,25 +71,25 @@ def decide(
     key: str,
     after: Champions,
 ) -> Decision | None:
-    """Promote or refuse a version that was judged against the champion of `after`.
+    """Promote or refuse a version that was compared with the champion of `after`.
 
-    A version never replaces one with a higher number, which was trained later: it is refused.
+    A version is refused if the champion has a higher number, because that was registered later.
 
     Args:
         name: the registered model.
         version: the candidate.
-        promote: what the judgement says.
-        reasons: what it won, or everything that speaks against it.
-        by: who judged.
-        key: names the attempt. If it has decided about this version, that decision is returned.
-        after: the champions against which it was judged.
+        promote: the result of the comparison.
+        reasons: why, or every reason against it.
+        by: who decides.
+        key: identifies the attempt. If it has decided on this version, return that decision.
+        after: the champions at the time of the comparison.
 
     Returns:
-        The decision, which has been carried out; None if the champions changed after it was judged.
-        Settle and judge again then.
+        The decision, which has been carried out; None if the champions have changed since `after`.
+        Then call `settle` and compare again.
 
     Raises:
-        ModelError: there is no such version, or the history was deleted.
+        ModelError: there is no such version, or the ledger was deleted.
     """
     now = settle(name)
     if now.decided(key, version) or now != after:
@@ -107,10 +106,10 @@ def decide(
 
 @explained()
 def promote_by_hand(name: str, version: int, *, reason: str, by: str) -> Decision:
-    """Make a version champion because a person says so, whatever the judgement and the number.
+    """Promote a version by the decision of a person, regardless of results and number.
 
     Raises:
-        ModelError: there is no such version, or it is the champion.
+        ModelError: there is no such version, or it is the champion already.
     """
     key = uuid4().hex
     while True:
@@ -125,10 +124,10 @@ def promote_by_hand(name: str, version: int, *, reason: str, by: str) -> Decisio
 
 @explained()
 def roll_back(name: str, *, reason: str, by: str) -> Decision:
-    """Withdraw the present champion: the one before it is champion again.
+    """Withdraw the champion, and make the previous champion the champion again.
 
     Raises:
-        ModelError: there is none to withdraw or to go back to, or another became champion just now.
+        ModelError: there is no champion or no previous one, or the champion has just changed.
     """
     key = uuid4().hex
     now = settle(name)
@@ -161,11 +160,11 @@ def _commit(
     by: str,
     key: str,
 ) -> Decision | None:
-    """Append a decision and carry it out; None if another one was appended after `now`."""
+    """Append a decision and carry it out; None if another decision came after `now`."""
     client = connect()
     _require_version(client, name, version)
     champion = {"promoted": version, "refused": now.champion, "rolled back": now.previous}[action]
-    whole = tuple(plain(reason) for reason in reasons)
+    full_reasons = tuple(plain(reason) for reason in reasons)
     ledger = open_ledger(client, name)
     ledger.append(
         Decision(
@@ -173,7 +172,7 @@ def _commit(
             action=action,
             version=version,
             champion=champion,
-            reasons=whole,
+            reasons=full_reasons,
             by=plain(by),
             at=timestamp(),
             key=key,
@@ -183,8 +182,8 @@ def _commit(
     if made is None:
         return None
     apply_decisions(client, name, ledger)
-    if made.reasons != whole:
-        set_tags(client, name, version, {"promotion_reasons": "\n".join(whole)})
+    if made.reasons != full_reasons:
+        set_tags(client, name, version, {"promotion_reasons": "\n".join(full_reasons)})
     return made
 
 

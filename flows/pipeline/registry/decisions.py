@@ -15,29 +15,29 @@ Action = Literal["promoted", "refused", "rolled back", "found"]
 MAX_TAG_CHARACTERS = 8000
 MAX_NAME_CHARACTERS = 250
 CUT_MARK = " [cut]"
-"""Ends a text that was longer than what MLflow takes."""
+"""Marks the end of a text that was cut to what MLflow accepts."""
 
 _MARKDOWN = re.compile(r"[\\`*_{}\[\]<>()#+!|~&]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Something that was decided on the champion of a registered model."""
+    """A decision on the champion of a registered model."""
 
     number: int
     """From 1, without gaps."""
 
     action: Action
-    """`found` is a change that somebody made to the alias in MLflow itself."""
+    """`found` records that somebody moved the alias in MLflow itself."""
 
     version: int
-    """The version it is about: the one promoted, refused, found, or withdrawn."""
+    """The version that was promoted, refused, found or withdrawn."""
 
     champion: int | None
-    """The champion from then on; None if there is none."""
+    """The champion after the decision; None if there is none."""
 
     reasons: tuple[str, ...]
-    """Why: what a version won, or everything that speaks against it."""
+    """Why a version was promoted, or every reason against it."""
 
     by: str
     """Who decided: "run RLHF/123" or "person USER"."""
@@ -46,10 +46,10 @@ class Decision:
     """When, ISO 8601 in UTC."""
 
     key: str
-    """Names the attempt to decide: a second attempt with the same key is the same decision."""
+    """Identifies the attempt: a second attempt with the same key is the same decision."""
 
     def __post_init__(self) -> None:
-        """Refuse what would leave no room for reasons, which alone can be cut."""
+        """Raise if a name is too long: only the reasons can be cut."""
         for name in ("by", "key"):
             if len(value := getattr(self, name)) > MAX_NAME_CHARACTERS:
                 raise ConfigError(
@@ -64,7 +64,7 @@ def timestamp() -> str:
 
 
 def encode(decision: Decision) -> str:
-    """A decision as one line of JSON that MLflow takes whole; reasons that are too long are cut."""
+    """Return a decision as one line of JSON; reasons are cut to what MLflow accepts."""
     line = _json(decision)
     text = "\n".join(decision.reasons)
     while len(line) > MAX_PARAM_CHARACTERS:
@@ -74,10 +74,10 @@ def encode(decision: Decision) -> str:
 
 
 def decode(number: int, line: str) -> Decision:
-    """The decision that `encode` wrote.
+    """Return the decision that `encode` wrote.
 
     Raises:
-        ModelError: it was written by something else.
+        ModelError: `encode` did not write the line.
     """
     try:
         fields = json.loads(line)
@@ -93,9 +93,9 @@ def decode(number: int, line: str) -> Decision:
 
 
 def plain(text: str) -> str:
-    """A text as one line that every database, terminal and page can hold.
+    """Return a text as one printable line.
 
-    Characters that cannot be printed (control characters, halves of surrogate pairs) are spaces.
+    Control characters and halves of surrogate pairs become spaces.
     """
     return "".join(character if character.isprintable() else " " for character in text).strip()
 
@@ -106,16 +106,16 @@ def shortened(text: str, limit: int, mark: str = CUT_MARK) -> str:
 
 
 def as_markdown(decisions: Sequence[Decision]) -> str:
-    """The history as a table, the newest first, as much of it as a tag holds."""
+    """Return the history as a table, the newest first, cut to what a tag holds."""
     lines = ["| # | when | what | version | champion | by | why |", "|---|---|---|---|---|---|---|"]
-    room = MAX_TAG_CHARACTERS - sum(len(line) + 1 for line in lines) - 100
+    capacity = MAX_TAG_CHARACTERS - sum(len(line) + 1 for line in lines) - 100
     for decision in reversed(decisions):
         row = _row(decision)
-        if len(row) + 1 > room:
+        if len(row) + 1 > capacity:
             lines.append(f"\n{decision.number} older decisions are in the parameters of this run.")
             break
         lines.append(row)
-        room -= len(row) + 1
+        capacity -= len(row) + 1
     return "\n".join(lines)
 
 
@@ -137,5 +137,5 @@ def _row(decision: Decision) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Characters that Markdown or HTML could take for markup as numbers, which none does."""
+    """Replace the markup characters of Markdown and HTML by character references."""
     return _MARKDOWN.sub(lambda found: f"&#{ord(found[0])};", plain(text))

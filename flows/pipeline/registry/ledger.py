@@ -1,13 +1,14 @@
-"""The history of the decisions on a registered model, to which nobody can append unseen.
+"""The history of the decisions on a registered model, with a compare-and-append.
 
-MLflow's aliases have no compare-and-swap: of two who set one, the later overwrites the earlier and
-neither learns of it. A parameter of a run is safer. Its key is a primary key of the database, so of
-two different values the server takes one and refuses the other, while the same value again is no
-error. So the decisions are the parameters 0001, 0002, ... of one run, and who appends number n + 1
-has seen all n before it: a compare-and-append, which a request that is sent twice does not double.
+MLflow's aliases have no compare-and-swap: if two processes set an alias, the later one overwrites
+the earlier one, and neither notices. A parameter of a run is safe: its key is a primary key of the
+database, so the server accepts one of two different values and refuses the other, and accepts an
+equal value again. The decisions are therefore the parameters 0001, 0002, ... of one run. A process
+that appends number n + 1 has read all n earlier decisions, and a repeated request adds nothing.
 
 A decision is first appended, then carried out (aliases and tags follow it), then marked by the
-parameter "0001 applied". One without that mark was interrupted: anybody can carry it out again.
+parameter "0001 applied". A decision without the mark was interrupted, and any process can carry it
+out again.
 """
 
 import re
@@ -31,17 +32,17 @@ NOTE = "mlflow.note.content"
 
 @dataclass(frozen=True)
 class History:
-    """What a ledger held when it was read."""
+    """The content of a ledger at one time."""
 
     decisions: tuple[Decision, ...] = ()
-    """In their order."""
+    """The decisions in order."""
 
     applied: int = 0
-    """Number of the last one that is known to have been carried out; 0 for none."""
+    """Number of the last decision that is marked as carried out; 0 for none."""
 
     @property
     def pending(self) -> bool:
-        """Whether the last decision may not have been carried out yet."""
+        """Whether the last decision may not be carried out yet."""
         return self.applied < len(self.decisions)
 
 
@@ -53,10 +54,10 @@ class Ledger:
     run_id: str
 
     def read(self) -> History:
-        """All decisions as they are now.
+        """Return the present decisions.
 
         Raises:
-            ModelError: the run was deleted, or holds what cannot be read.
+            ModelError: the run was deleted, or a decision cannot be read.
         """
         run = self.client.get_run(self.run_id)
         if run.info.lifecycle_stage != "active":
@@ -74,33 +75,33 @@ class Ledger:
         )
 
     def append(self, decision: Decision) -> None:
-        """Offer a decision for its number; reading tells whether it or another one got it.
+        """Write a decision unless its number is taken; `read` tells which decision has the number.
 
         Raises:
-            MlflowException: it was not written, and not because its number is taken.
+            MlflowException: it was not written, and its number is free.
         """
         number = _key(decision.number)
         try:
             self.client.log_param(self.run_id, number, encode(decision))
         except MlflowException:
-            # Refused, or written and the reply was lost: what is there says which.
+            # The number was taken, or the reply to a successful request was lost.
             if number not in self.client.get_run(self.run_id).data.params:
                 raise
 
     def mark_applied(self, number: int) -> None:
-        """Note that a decision has been carried out."""
+        """Mark a decision as carried out."""
         self.client.log_param(self.run_id, f"{_key(number)} applied", "yes")
 
     def describe(self, decisions: Sequence[Decision]) -> None:
-        """Show the history to people who look at the run in MLflow."""
+        """Write the history into the description of the run."""
         self.client.set_tag(self.run_id, NOTE, as_markdown(decisions))
 
 
 def find_ledger(client: MlflowClient, name: str) -> Ledger | None:
-    """The ledger of the registered model `name`; None before its first decision.
+    """Return the ledger of the registered model `name`; None before its first decision.
 
     Raises:
-        ModelError: it was deleted, or its experiment is not one of ours.
+        ModelError: the ledger was deleted, or its experiment is another one.
     """
     title = _title(name)
     experiment = client.get_experiment_by_name(title)
@@ -123,10 +124,10 @@ def find_ledger(client: MlflowClient, name: str) -> Ledger | None:
 
 
 def open_ledger(client: MlflowClient, name: str) -> Ledger:
-    """The ledger of the registered model `name`, made now if there is none.
+    """Return the ledger of the registered model `name`; create it if needed.
 
-    It is made whole under a name of its own and then renamed. Names of experiments are unique, so
-    of several who do that at once one succeeds, and the others use what it made.
+    The experiment is completed under a temporary name and then renamed. Names of experiments are
+    unique, so one of several processes succeeds, and the others use its ledger.
     """
     if ledger := find_ledger(client, name):
         return ledger

@@ -1,4 +1,4 @@
-"""The runs in MLflow of one run of the flow: a parent, and below it one for each step."""
+"""Create the MLflow runs of one run of the flow: a parent, and a child for each step."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -42,25 +42,25 @@ MAX_PARAMS_PER_CALL = 100
 def start_runs(
     name: str, flow_run: str, settings: Mapping[str, Any], tags: Mapping[str, str]
 ) -> dict[str, str]:
-    """The ids of the parent and of the run of each step, by `parent` and the steps' names.
+    """Return the ids of the parent and of the run of each step, by `parent` and step name.
 
-    They are made if they are not there: a start that is tried again finds those it has made.
-    Steps that have not begun are SCHEDULED.
+    Missing runs are created, so a retried start finds its own runs. Steps that have not started
+    are SCHEDULED.
 
     Args:
-        name: what the run is about, such as the name of the registered model.
+        name: short description, such as the name of the registered model.
         flow_run: id of the run of the flow.
         settings: parameters of the parent; tables in it are joined by dots.
-        tags: what else there is to know, tags of the parent.
+        tags: tags of the parent.
 
     Raises:
-        ModelError: MLflow gives no answer, or will not take them.
+        ModelError: MLflow does not answer, or refuses.
     """
     client = connect()
     server = without_credentials(mlflow.get_tracking_uri())
     try:
         experiment = _experiment(client)
-        # What tells runs apart comes first: lists show the beginning of a name.
+        # The time first: lists show the beginning of a name.
         title = f"{datetime.now(UTC):%Y-%m-%d %H:%M} {name}"
         parent = _parent(client, experiment, title, flow_run, tags)
         _log_settings(client, parent, settings)
@@ -103,9 +103,9 @@ def _children(client: MlflowClient, experiment: str, flow_run: str, parent: str)
 
 
 def _runs(client: MlflowClient, experiment: str, flow_run: str) -> dict[str, str]:
-    """The ids of the runs there are, by step.
+    """Return the ids of the existing runs by step.
 
-    Of two for one step, as a call makes whose answer was lost, the first counts; the other goes.
+    A call whose reply was lost leaves two runs of a step: the first is kept, the second deleted.
     """
     first: dict[str, Run] = {}
     for run in client.search_runs(

@@ -260,7 +260,7 @@ def test_what_mlflow_refuses_is_set_aside_by_name_and_the_rest_goes_on(client, t
     assert "never-written.txt is gone" in refused[4]["refused"]
     printed = capsys.readouterr().out
     assert printed.count("MLflow refuses metrics reward@2") == 1
-    assert f"It is set aside, like all of its kind, in {tracker.journal.refused}." in printed
+    assert f"This entry and all of its kind are stored in {tracker.journal.refused}." in printed
 
 
 # --- MLflow is away ------------------------------------------------------------------
@@ -373,12 +373,12 @@ def test_a_step_ends_while_mlflow_is_away_and_a_later_one_sends_all_in_order(
             tracker.step.log_metrics({"loss": 1 / step}, step=step)
         for verdict in ("a", "b", "c"):
             tracker.step.set_tags({"verdict": verdict})
-        with pytest.raises(ModelError, match=r"has not taken 250\d entries .*rlhf.py resume"):
+        with pytest.raises(ModelError, match=r"has not accepted 250\d tracked entries .*rlhf.py resume"):
             tracker.require_all_sent(seconds=0.5)
     kept = len(tracker.journal.unsent())
     printed = capsys.readouterr().out
-    assert printed.count("MLflow does not take what is tracked (ConnectionRefusedError: ") == 1
-    assert f"MLflow has not taken {kept} entries of what was tracked" in printed
+    assert printed.count("MLflow does not accept tracked entries (ConnectionRefusedError: ") == 1
+    assert f"MLflow has not accepted {kept} tracked entries" in printed
     assert f"kept in {tmp_path}. The next step, or a resumed run, sends them." in printed
 
     server.start()
