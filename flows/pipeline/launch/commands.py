@@ -11,30 +11,31 @@ import ppo_core
 from ppo_core.distributed.processes import ERROR_FILE, PARENT
 
 PORTS = range(20_000, 30_000)
-"""Ports at which several machines can meet: below those that systems give away themselves."""
+"""Ports for the rendezvous of several machines, below the ephemeral ports of the system."""
 
-MEETING_SECONDS = 600
-"""Seconds in which machines may come later than others, which pull an image or wait for a spot."""
+RENDEZVOUS_SECONDS = 600
+"""Seconds that a machine may start later than the others, to pull an image or wait for a spot."""
 
 THIS_MACHINE = "127.0.0.1"
-"""Metaflow's address of the first of several machines where it runs their tasks here."""
+"""Metaflow's address of the first machine if all tasks run on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """The machines of a training, as one of them sees it."""
+    """The machines of a training, seen from one of them."""
 
     count: int = 1
-    """How many there are."""
+    """Number of machines."""
 
     index: int = 0
-    """Which of them this is."""
+    """Index of this machine."""
 
     main_address: str = THIS_MACHINE
-    """Where the first is found; THIS_MACHINE where they all are this machine."""
+    """Address of the first machine; THIS_MACHINE if all of them are this machine."""
 
     attempt: str = ""
-    """What all of them know and no earlier attempt did: one that was left over meets nobody."""
+    """Text that all machines of an attempt share and no other attempt has, which separates the
+    rendezvous of leftover machines."""
 
 
 ONE_MACHINE = Machines()
@@ -42,29 +43,29 @@ ONE_MACHINE = Machines()
 
 
 def command(job: Path, processes: int, machines: Machines) -> list[str]:
-    """What starts the processes of this machine."""
+    """Return the command that starts the processes of this machine."""
     if processes * machines.count == 1:
         return [sys.executable, "-m", "ppo_core", str(job)]
-    meeting = ["--standalone"]
+    rendezvous = ["--standalone"]
     if machines.count > 1:
-        # Known to all machines without a word between them. Each attempt has another port, as one
-        # of them may be taken, and no machine of an earlier attempt is let in.
-        meeting_id = hashlib.sha256(f"{job.parent} {machines.attempt}".encode()).hexdigest()[:16]
-        port = PORTS[int(meeting_id, 16) % len(PORTS)]
-        waiting = f"join_timeout={MEETING_SECONDS},read_timeout={MEETING_SECONDS}"
-        meeting = [
+        # All machines compute the same id and port. Each attempt has another port, because a port
+        # may be taken, and another id, which keeps out machines of earlier attempts.
+        rendezvous_id = hashlib.sha256(f"{job.parent} {machines.attempt}".encode()).hexdigest()[:16]
+        port = PORTS[int(rendezvous_id, 16) % len(PORTS)]
+        timeouts = f"join_timeout={RENDEZVOUS_SECONDS},read_timeout={RENDEZVOUS_SECONDS}"
+        rendezvous = [
             f"--nnodes={machines.count}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={machines.main_address}:{port}",
-            f"--rdzv-id={meeting_id}",
-            f"--rdzv-conf=is_host={machines.index == 0},{waiting}",
+            f"--rdzv-id={rendezvous_id}",
+            f"--rdzv-conf=is_host={machines.index == 0},{timeouts}",
         ]
     return [
         *(
             sys.executable,
             "-m",
             "ppo_core.distributed.torchrun",
-            *meeting,
+            *rendezvous,
             f"--nproc-per-node={processes}",
         ),
         *("-m", "ppo_core", str(job)),
@@ -72,11 +73,11 @@ def command(job: Path, processes: int, machines: Machines) -> list[str]:
 
 
 def gpus() -> int:
-    """How many GPUs torch would use here."""
+    """Return the number of GPUs that torch finds on this machine."""
     devices = Path("/dev")
     if not (any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()):
         return 0
-    # In a process of its own: torch takes seconds and much memory.
+    # In a process of its own: importing torch is slow and takes much memory.
     count = "import torch; print(torch.cuda.device_count())"
     return int(subprocess.check_output([sys.executable, "-c", count], text=True))
 
@@ -91,7 +92,7 @@ def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str
     }
     here = processes * (machines.count if machines.main_address == THIS_MACHINE else 1)
     if here > 1:
-        # More threads than cores, each waiting in a loop, are ten times slower.
+        # More spinning threads than cores are many times slower.
         share = max(len(os.sched_getaffinity(0)) // here, 1)
         threads = min(int(os.environ.get("OMP_NUM_THREADS", share)), share)
         environment |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}

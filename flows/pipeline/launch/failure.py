@@ -13,19 +13,19 @@ from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The process that ended a training."""
+    """The process that ended a training, and how."""
 
     rank: int
-    """Its number among all; -1 for torchrun itself."""
+    """Rank of the process; -1 for torchrun itself."""
 
     pid: int
-    """Its id on its machine."""
+    """Process id on its machine."""
 
     exit_code: int
-    """What it ended with; below 0 a signal."""
+    """Exit code; negative for a signal."""
 
     report: ErrorReport | None
-    """What it said itself, if it could."""
+    """The report that the process wrote, if any."""
 
 
 def ended_alone(pid: int, code: int, reason: Path) -> Ended:
@@ -40,34 +40,40 @@ def first_ended(pid: int, code: int, reason: Path) -> Ended:
     """
     if not reason.is_file():
         return Ended(rank=-1, pid=pid, exit_code=code, report=None)
-    said = json.loads(reason.read_text(encoding="utf-8"))
-    report = said.pop("report")
-    return Ended(**said, report=report and ErrorReport(**report))
+    fields = json.loads(reason.read_text(encoding="utf-8"))
+    report = fields.pop("report")
+    return Ended(**fields, report=report and ErrorReport(**report))
 
 
 def as_error(ended: Ended, frozen: list[str], folder: Path) -> PPOError:
-    """What ended a training, whose checkpoints are in `folder`; `frozen` names what was killed."""
+    """Return the error that ended a training.
+
+    Args:
+        ended: the process that ended it.
+        frozen: names of the frozen processes that were killed.
+        folder: folder of the checkpoints.
+    """
     who = f"Process {ended.rank} (pid {ended.pid})" if ended.rank >= 0 else "torchrun"
-    further = f"A further attempt goes on from the last checkpoint in {folder}."
+    further = f"A further attempt resumes from the last checkpoint in {folder}."
     if frozen:
         return ProcessError(
             f"{frozen[0]} of the training was frozen: something stopped it (SIGSTOP) and did not "
-            f"let it go on, while the others waited. It was killed. {further}"
+            f"resume it, while the others waited. It was killed. {further}"
         )
-    # The first that has saved and ended has torchrun end the others, which then may die of that.
-    said_so = ended.report is not None and ended.report.kind == RunInterruptedError.__name__
-    if ended.exit_code == EXIT_CODE or said_so:
+    # When the first process has saved and ended, torchrun ends the others, which may then fail.
+    was_interrupted = ended.report is not None and ended.report.kind == RunInterruptedError.__name__
+    if ended.exit_code == EXIT_CODE or was_interrupted:
         return RunInterruptedError(f"SIGTERM: the training saved and stopped. {further}")
     if ended.report is not None:
         kind = getattr(errors, ended.report.kind, None)
         if isinstance(kind, type) and issubclass(kind, PPOError):
             return kind(ended.report.message)
-        return ProcessError(f"{ended.report.traceback}{who} of the training said so. {further}")
+        return ProcessError(f"{ended.report.traceback}{who} of the training raised this. {further}")
     if ended.exit_code < 0:
         name = signal.Signals(-ended.exit_code).name
         return ProcessError(f"{who} of the training was ended by {name}{_likely(name)}. {further}")
     return ProcessError(
-        f"{who} of the training ended with code {ended.exit_code} and no word; what it printed is "
+        f"{who} of the training ended with code {ended.exit_code} and no report; its output is "
         f"above. {further}"
     )
 
@@ -79,5 +85,5 @@ def _likely(name: str) -> str:
         case "SIGTERM":
             return " before it could save"
         case "SIGSEGV" | "SIGBUS" | "SIGILL" | "SIGFPE" | "SIGABRT":
-            return ": it crashed in a library's native code; what it printed is above"
+            return ": it crashed in a library's native code; its output is above"
     return ""

@@ -1,4 +1,4 @@
-"""What the processes of a PPO training are given: a file of prompts and one of settings."""
+"""Write the input of a PPO training: a file of prompts and a file of settings."""
 
 import json
 from dataclasses import asdict, replace
@@ -22,16 +22,16 @@ def write_job(
     folder: Path,
     policy_dir: Path,
 ) -> Path:
-    """Write what `python -m ppo_core` needs; returns the file of settings that it takes.
+    """Write the input of `python -m ppo_core` and return the file of its settings.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         policy: folder or hub id of the policy to start from.
         reward_model: folder or hub id of the reward model.
         reward_bias: subtracted from each score of the reward model.
-        reward_gain: what the difference is multiplied by.
-        folder: where the job, its checkpoints and its metrics are.
-        policy_dir: where the final policy will be.
+        reward_gain: factor of the difference.
+        folder: folder of the job, its checkpoints and its metrics.
+        policy_dir: folder of the final policy.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prompts = read_rows(settings.prompts, ["prompt"], ["reference"]).column("prompt")
@@ -42,7 +42,7 @@ def write_job(
         "output_dir": str(folder),
         "sft_model_path": policy,
         "reward_model_path": reward_model,
-        # The policy's answers are shown after the training, and no prompt is held out for samples.
+        # The answers are shown after the training, so no prompt is held out for samples.
         "num_sample_generations": 0,
     }
     script = ScriptArguments(

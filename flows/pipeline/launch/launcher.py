@@ -1,4 +1,4 @@
-"""Starts the processes of a training, follows them, and says why they ended."""
+"""Start the processes of a training, follow them, and raise if they fail."""
 
 import json
 import os
@@ -36,10 +36,10 @@ from ppo_core.errors import ProcessError
 from ppo_core.reporting.metrics_file import METRICS_FILE
 
 METRICS_POLL_SECONDS = 0.2
-"""Seconds between two looks at the metrics."""
+"""Seconds between two reads of the metrics."""
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks for processes that are stopped."""
+"""Seconds between two checks for stopped processes."""
 
 OnMetrics = Callable[[int, Mapping[str, float]], None]
 
@@ -51,25 +51,24 @@ def train(
     machines: Machines = ONE_MACHINE,
     on_metrics: OnMetrics = lambda update, metrics: None,
 ) -> None:
-    """Run `python -m ppo_core JOB` in so many processes on this machine, until they have ended.
+    """Run `python -m ppo_core JOB` in several processes on this machine until they end.
 
-    They go on from the last checkpoint of the job, if there is one. SIGTERM to this process is
-    passed on to them; they save and end.
+    They resume from the last checkpoint of the job, if any. SIGTERM to this process is forwarded to
+    them; they save a checkpoint and end.
 
     Args:
-        job: the settings; what is written by the way goes beside them.
-        processes: how many; 0 takes one for each GPU, and one where there is none.
-        machines: where the others run.
-        on_metrics: called with the number of an update and its metrics, for every update that is
-            in the file of metrics.
+        job: file of the settings; all output goes beside it.
+        processes: number of processes; 0 for one per GPU, or one without a GPU.
+        machines: the machines of the training.
+        on_metrics: called with the number and the metrics of every update in the metrics file.
 
     Raises:
         RunInterruptedError: SIGTERM came, and a checkpoint was saved.
-        ProcessError: a process died, failed for a reason of its own, or froze.
-        PPOError: what a process raised on purpose; trying again would not mend it.
+        ProcessError: a process died, failed unexpectedly, or froze.
+        PPOError: an error of a process that a retry would not fix.
     """
     if machines.index > 0 and machines.main_address == THIS_MACHINE:
-        # Metaflow starts the tasks of the other "machines" from the first one's, and leaves them.
+        # Metaflow starts the tasks of the other "machines" from the first task and never ends them.
         if _orphaned():
             raise ProcessError("The task of the first machine ended before this one began.")
         os.environ[PARENT] = str(os.getppid())
@@ -79,12 +78,12 @@ def train(
     processes = processes or gpus() or 1
     reason = folder / f"failure-{machines.index}.json"
     reason.unlink(missing_ok=True)
-    with _passed_on() as told_to_stop:
+    with _sigterm_as_event() as stop_requested:
         child = subprocess.Popen(
             command(job, processes, machines), env=environment_of(processes, machines, reason)
         )
         try:
-            frozen = _follow(child, told_to_stop, _Follower(folder / METRICS_FILE, on_metrics))
+            frozen = _follow(child, stop_requested, _Follower(folder / METRICS_FILE, on_metrics))
         finally:
             end_tree(child.pid)
             code = child.wait()
@@ -95,27 +94,27 @@ def train(
 
 
 def _orphaned() -> bool:
-    """Whether the process that started this one has ended.
+    """Return whether the process that started this one has ended.
 
-    Its place is taken by process 1, or by the service of a user's processes in its own session.
+    Then the parent is process 1, or the service manager of the user in a session of its own.
     """
     parent = os.getppid()
     return parent == 1 or os.getsid(parent) != os.getsid(0)
 
 
 def _follow(
-    child: subprocess.Popen[bytes], told_to_stop: threading.Event, follower: "_Follower"
+    child: subprocess.Popen[bytes], stop_requested: threading.Event, follower: "_Follower"
 ) -> list[str]:
-    """Watch a child until it ends; returns what was found frozen, in words, and killed."""
-    watch, next_look, passed_on = FrozenProcesses(child.pid), 0.0, False
+    """Watch a child until it ends; kill frozen processes and return their names."""
+    watch, next_look, forwarded = FrozenProcesses(child.pid), 0.0, False
     frozen: list[str] = []
     while True:
         ended = child.poll() is not None
         follower.look()
         if ended:
             return frozen
-        if told_to_stop.is_set() and not passed_on:
-            passed_on = _tell_to_stop(child.pid)
+        if stop_requested.is_set() and not forwarded:
+            forwarded = _request_stop(child.pid)
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + LOOK_SECONDS
             for process in watch.look():
@@ -129,15 +128,15 @@ def _name(process: psutil.Process) -> str:
     return f"Process {rank} (pid {process.pid})" if rank else f"A process (pid {process.pid})"
 
 
-def _tell_to_stop(pid: int) -> bool:
-    """SIGTERM for those that train; not for torchrun, which would kill them after 30 seconds."""
+def _request_stop(pid: int) -> bool:
+    """Send SIGTERM to the training processes; torchrun would kill them after 30 seconds."""
     below = [each for each in tree(pid)[1:] if rank_of(each) is not None]
     terminate(below or tree(pid)[:1])
     return True
 
 
 class _Follower:
-    """Reads a file of metrics while it grows."""
+    """Reads a metrics file while it grows."""
 
     def __init__(self, path: Path, on_metrics: OnMetrics) -> None:
         self._path = path
@@ -145,12 +144,12 @@ class _Follower:
         self._inode = self._position = 0
 
     def look(self) -> None:
-        """Hand on the lines that have come since."""
+        """Pass on the lines that were added since the last call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
             if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
-                # Cut back: another file, from its beginning.
+                # A resumed training has replaced the file: read it from its beginning.
                 self._inode, self._position = inode, 0
             file.seek(self._position)
             for line in file:
@@ -162,15 +161,15 @@ class _Follower:
 
 
 @contextmanager
-def _passed_on() -> Iterator[threading.Event]:
-    """Inside, SIGTERM does not end this process but sets the event."""
-    told = threading.Event()
+def _sigterm_as_event() -> Iterator[threading.Event]:
+    """Make SIGTERM set an event while the context lasts, instead of ending this process."""
+    requested = threading.Event()
 
     def note(number: int, frame: FrameType | None) -> None:
-        told.set()
+        requested.set()
 
     before = signal.signal(signal.SIGTERM, note)
     try:
-        yield told
+        yield requested
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -133,8 +133,8 @@ class Sender:
         self.trouble = " ".join(message.split())[:MAX_TROUBLE_CHARACTERS]
         if first:
             print(
-                f"MLflow does not accept tracked entries ({self.trouble}). The step continues; they "
-                f"are stored in {self._journal.folder} and sent when MLflow answers.",
+                f"MLflow does not accept tracked entries ({self.trouble}). The step continues; "
+                f"they are stored in {self._journal.folder} and sent when MLflow answers.",
                 flush=True,
             )
 

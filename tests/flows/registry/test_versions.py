@@ -177,7 +177,8 @@ def test_a_registry_that_refuses_is_an_error_with_its_words(
     client: MlflowClient, name: str, policy: Path
 ):
     refused = f"{name}/with a slash"
-    with pytest.raises(ModelError, match=r"did not carry out a request.*Invalid model name.*resume"):
+    message = r"did not carry out a request.*Invalid model name.*resume"
+    with pytest.raises(ModelError, match=message):
         register(policy, refused, start_run(client))
 
 

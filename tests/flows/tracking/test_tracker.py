@@ -373,7 +373,8 @@ def test_a_step_ends_while_mlflow_is_away_and_a_later_one_sends_all_in_order(
             tracker.step.log_metrics({"loss": 1 / step}, step=step)
         for verdict in ("a", "b", "c"):
             tracker.step.set_tags({"verdict": verdict})
-        with pytest.raises(ModelError, match=r"has not accepted 250\d tracked entries .*rlhf.py resume"):
+        message = r"has not accepted 250\d tracked entries .*rlhf.py resume"
+        with pytest.raises(ModelError, match=message):
             tracker.require_all_sent(seconds=0.5)
     kept = len(tracker.journal.unsent())
     printed = capsys.readouterr().out
