@@ -29,7 +29,7 @@ QUESTION_STATUSES = (400, 413, 422)
 """Statuses of a question that is too long or against the rules of the server, and also of a wrong
 model or setting."""
 
-MOST_OF_A_MESSAGE = 300
+MAX_MESSAGE_CHARACTERS = 300
 """Characters of a server's message that an error shows."""
 
 
@@ -146,7 +146,7 @@ class OpenAIClient:
     def _clean(self, words: str) -> str:
         """Shorten a server's message, and remove the key, which some servers repeat."""
         hidden = words.replace(self._key, "***") if self._key else words
-        return " ".join(hidden.split())[:MOST_OF_A_MESSAGE]
+        return " ".join(hidden.split())[:MAX_MESSAGE_CHARACTERS]
 
 
 def _host(url: str) -> str | None:

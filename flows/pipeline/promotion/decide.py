@@ -20,7 +20,8 @@ from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_p
 from ppo_core.distributed.large_imports import large_imports
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config, load_tokenizer
-from serving.champion import MANIFEST_TAG, fetch_champion
+from serving.champion import fetch_champion
+from serving.manifest import MANIFEST_TAG
 
 Result = dict[str, Any]
 
