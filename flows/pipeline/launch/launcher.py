@@ -83,7 +83,9 @@ def train(
             command(job, processes, machines), env=environment_of(processes, machines, reason)
         )
         try:
-            frozen = _follow(child, stop_requested, _Follower(folder / METRICS_FILE, on_metrics))
+            frozen = _follow(
+                child, stop_requested, _MetricsFollower(folder / METRICS_FILE, on_metrics)
+            )
         finally:
             end_tree(child.pid)
             code = child.wait()
@@ -103,18 +105,19 @@ def _orphaned() -> bool:
 
 
 def _follow(
-    child: subprocess.Popen[bytes], stop_requested: threading.Event, follower: "_Follower"
+    child: subprocess.Popen[bytes], stop_requested: threading.Event, follower: "_MetricsFollower"
 ) -> list[str]:
     """Watch a child until it ends; kill frozen processes and return their names."""
     watch, next_look, forwarded = FrozenProcesses(child.pid), 0.0, False
     frozen: list[str] = []
     while True:
         ended = child.poll() is not None
-        follower.look()
+        follower.read_new_lines()
         if ended:
             return frozen
         if stop_requested.is_set() and not forwarded:
-            forwarded = _request_stop(child.pid)
+            _request_stop(child.pid)
+            forwarded = True
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + LOOK_SECONDS
             for process in watch.look():
@@ -128,14 +131,13 @@ def _name(process: psutil.Process) -> str:
     return f"Process {rank} (pid {process.pid})" if rank else f"A process (pid {process.pid})"
 
 
-def _request_stop(pid: int) -> bool:
+def _request_stop(pid: int) -> None:
     """Send SIGTERM to the training processes; torchrun would kill them after 30 seconds."""
     below = [each for each in tree(pid)[1:] if rank_of(each) is not None]
     terminate(below or tree(pid)[:1])
-    return True
 
 
-class _Follower:
+class _MetricsFollower:
     """Reads a metrics file while it grows."""
 
     def __init__(self, path: Path, on_metrics: OnMetrics) -> None:
@@ -143,7 +145,7 @@ class _Follower:
         self._on_metrics = on_metrics
         self._inode = self._position = 0
 
-    def look(self) -> None:
+    def read_new_lines(self) -> None:
         """Pass on the lines that were added since the last call."""
         if not self._path.exists():
             return
