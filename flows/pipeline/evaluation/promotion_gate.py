@@ -10,11 +10,11 @@ from ppo_core.errors import DataError
 Record = Mapping[str, Any]
 
 
-def reasons_against(
+def reasons_to_refuse(
     evaluation: Record,
-    validation: Record,
     limits: PromotionConfig,
     *,
+    reward_model_fit: bool,
     candidate: int,
     champion: int | None,
     kl: float,
@@ -26,8 +26,8 @@ def reasons_against(
 
     Args:
         evaluation: what the judge said of the candidate and of this champion.
-        validation: the report on the reward model.
         limits: what the figures must keep.
+        reward_model_fit: whether the reward model passed its gate.
         candidate: its version.
         champion: the present champion's version, None where there is none.
         kl: nats of an answer between the candidate and SFT.
@@ -49,12 +49,12 @@ def reasons_against(
         _divergence(kl, limits),
         _length(evaluation, limits),
         _repetition(evaluation, limits),
-        _reward_model(validation),
+        _reward_model(reward_model_fit),
     ]
     return [reason for reason in found if reason]
 
 
-def reasons_for(evaluation: Record) -> list[str]:
+def reasons_to_promote(evaluation: Record) -> list[str]:
     """What a promoted candidate won, in words, for the history."""
     win_rates = evaluation["win_rate"]
     return [
@@ -153,8 +153,8 @@ def _repetition(evaluation: Record, limits: PromotionConfig) -> str:
     )
 
 
-def _reward_model(validation: Record) -> str:
-    if validation["fit"]:
+def _reward_model(fit: bool) -> str:
+    if fit:
         return ""
     return (
         "Its reward model was refused, for the reasons in that report, and a person had it trained "

@@ -75,7 +75,7 @@ def digest_of(value: Any) -> str:
 
 def digest_of_code(*modules: str) -> str:
     """A short digest of the source of modules by their names; none is imported for it."""
-    return digest_of([find_spec(name).loader.get_source(name) for name in modules])
+    return digest_of([_source_of(name) for name in modules])
 
 
 def digest_of_folder(folder: Path) -> str:
@@ -98,6 +98,13 @@ def digest_of_model(path: str) -> str:
     from ppo_core.models.loading import load_config
 
     return f"{path}@{load_config(path)._commit_hash}"
+
+
+def _source_of(module: str) -> str:
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+    return Path(spec.origin).read_text(encoding="utf-8")
 
 
 def _publish(unfinished: Path, folder: Path) -> None:

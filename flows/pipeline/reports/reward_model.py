@@ -57,7 +57,7 @@ def _verdict(report: Record) -> tuple[str, Tone]:
 
 
 def _accuracy(accuracy: Record) -> Section:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         _rate("This model", accuracy),
         _rate("Always the longer response", accuracy["longer"]),
         ("A tossed coin", as_percent(accuracy["random"]), "", ""),
@@ -120,7 +120,7 @@ def _calibration(calibration: Record, plot: bytes) -> Section:
 
 
 def _lengths(lengths: Record) -> Section:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("Rank correlation of score and characters", as_number(lengths["correlation"]), "", ""),
         (
             f"The same within a prompt, mean of {lengths['prompts']} prompts",
