@@ -5,6 +5,7 @@ are JSON files; `ValidatedReward.report` and `EvaluatedPolicy.report` read them.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 SAMPLES, JUDGEMENTS = "samples.jsonl", "judgements.jsonl"
 """Files in the folder of an evaluation: all answers to each prompt, and all verdicts."""
+
+Report = Mapping[str, Any]
+"""What was measured, as JSON holds it: of a reward model, an evaluation, or a part of one."""
 
 EVALUATION_FILE, REWARD_REPORT_FILE = "evaluation.json", "reward-model.json"
 """Reports in the folder of an evaluation, and in the folder of a run."""
@@ -139,7 +143,7 @@ class RegisteredPolicy:
     """KL divergence from the SFT policy that the decision used, nats per answer."""
 
 
-def write_report(path: Path, report: dict[str, Any]) -> None:
+def write_report(path: Path, report: Report) -> None:
     """Write a report as JSON."""
     path.write_text(json.dumps(report), encoding="utf-8")
 

@@ -13,7 +13,7 @@ from pipeline.evaluation.comparison import POINTS, Comparison, compare
 from pipeline.judges.verdict import Judge
 from ppo_core.errors import DataError
 
-LABELS = tuple(POINTS)
+OUTCOMES = tuple(POINTS)
 """Outcomes that people can give too."""
 
 
@@ -115,10 +115,10 @@ def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanA
         DataError: a label is another one.
     """
     for number, row in enumerate(rows):
-        if row["label"] not in LABELS:
+        if row["label"] not in OUTCOMES:
             raise DataError(
                 f"The label of row {number} is {row['label']!r}, which no judge can agree with. "
-                f"A label is one of {', '.join(LABELS)}."
+                f"A label is one of {', '.join(OUTCOMES)}."
             )
     prompts, first, second = ([row[name] for row in rows] for name in ("prompt", "first", "second"))
     comparison = compare(judge, prompts, first, second)
@@ -131,7 +131,7 @@ def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanA
         share=_share(people, judged) if both else None,
         kappa=_cohen_kappa(people, judged),
         confusion={
-            label: {outcome: counts[label, outcome] for outcome in LABELS} for label in LABELS
+            label: {outcome: counts[label, outcome] for outcome in OUTCOMES} for label in OUTCOMES
         },
         invalid=len(rows) - len(both),
         judge=comparison.judge,

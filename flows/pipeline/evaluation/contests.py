@@ -13,8 +13,6 @@ from pipeline.inputs.rows import Row
 from pipeline.judges.verdict import Judge, Verdict
 from pipeline.settings.evaluation_config import EvaluationConfig
 
-Result = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -26,7 +24,7 @@ class Evaluation:
     win_rates: dict[str, WinRate]
     """The win rate of each."""
 
-    result: Result
+    result: dict[str, Any]
     """The figures, as JSON holds them: `win_rate` of each contest, `canaries`, `people`, `judge`,
     and `conclusive` with the `reasons` why it is not."""
 
@@ -86,7 +84,7 @@ def evaluate(
     return Evaluation(comparisons, win_rates, result)
 
 
-def judgements(evaluation: Evaluation) -> list[Result]:
+def judgements(evaluation: Evaluation) -> list[dict[str, Any]]:
     """One row for every pair: both answers, the outcome, and what the judge said of each order."""
     return [
         {
@@ -108,7 +106,7 @@ def distinct_share(texts: Sequence[str]) -> float:
     return len(set(texts)) / len(texts)
 
 
-def _figures(win_rate: WinRate, comparison: Comparison) -> Result:
+def _figures(win_rate: WinRate, comparison: Comparison) -> dict[str, Any]:
     """Everything about one contest."""
     return {
         **asdict(win_rate),
@@ -118,6 +116,6 @@ def _figures(win_rate: WinRate, comparison: Comparison) -> Result:
     }
 
 
-def _plain(verdict: Verdict) -> Result:
+def _plain(verdict: Verdict) -> dict[str, Any]:
     """The verdict as a row, without what it does not have."""
     return {key: value for key, value in asdict(verdict).items() if value not in (None, "", ())}

@@ -1,20 +1,16 @@
 """What a person reads about the decision on a version, from plain dicts."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from pipeline.evaluation.promotion_gate import direct_contest, words_of_both
 from pipeline.registry.ledger import Decision
 from pipeline.reports.document import Document, Section, as_interval, as_number, as_percent
-from pipeline.reports.terminal import TITLES, decision_in_words
+from pipeline.reports.terminal import CONTEST_TITLES, decision_in_words
+from pipeline.results import Report
 from pipeline.settings.promotion_config import PromotionConfig
-
-Record = Mapping[str, Any]
 
 
 def promotion_document(
     promotion: Decision,
-    evaluation: Record,
+    evaluation: Report,
     limits: PromotionConfig,
     *,
     reward_model_fit: bool,
@@ -43,7 +39,7 @@ def promotion_document(
     )
 
 
-def _decision(promotion: Decision, evaluation: Record) -> Section:
+def _decision(promotion: Decision, evaluation: Report) -> Section:
     return Section(
         title="The decision",
         headers=("Version", "It is", "Judged against the champion"),
@@ -62,7 +58,7 @@ def _version(champion: int | None) -> str:
 
 
 def _figures(
-    evaluation: Record, limits: PromotionConfig, reward_model_fit: bool, kl: float
+    evaluation: Report, limits: PromotionConfig, reward_model_fit: bool, kl: float
 ) -> Section:
     win_rates, contest = evaluation["win_rate"], direct_contest(evaluation)
     own, other = words_of_both(evaluation)
@@ -93,9 +89,9 @@ def _figures(
     )
 
 
-def _win_rate(win_rates: Record, contest: str, least: float) -> tuple[str, str, str]:
+def _win_rate(win_rates: Report, contest: str, least: float) -> tuple[str, str, str]:
     return (
-        TITLES[contest],
+        CONTEST_TITLES[contest],
         f"{as_percent(win_rates[contest]['rate'])}, {as_interval(win_rates[contest])}",
         f"lower end above {as_percent(least)}",
     )

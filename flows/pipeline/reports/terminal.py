@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-TITLES = {
+CONTEST_TITLES = {
     "sft_vs_reference": "SFT against the references",
     "ppo_vs_reference": "PPO against the references",
     "ppo_vs_sft": "PPO against SFT",
@@ -48,7 +48,7 @@ def _win_rates(win_rates: Mapping[str, Mapping[str, Any]]) -> Table:
         table.add_column(column, justify="right")
     for name, win_rate in win_rates.items():
         table.add_row(
-            TITLES[name],
+            CONTEST_TITLES[name],
             f"{win_rate['rate']:.1%}",
             _interval(win_rate),
             f"{win_rate['length_controlled']:.1%}",

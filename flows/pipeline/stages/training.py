@@ -42,14 +42,7 @@ def train_policy(
         ModelError: the reward model was refused.
         ProcessError: a process of the training failed.
     """
-    here = Machines()
-    if machines is not None:
-        here = Machines(
-            count=machines.num_nodes,
-            index=machines.node_index,
-            main_address=machines.main_ip,
-            attempt=attempt,
-        )
+    here = _this_machine(machines, attempt)
     start = partial(
         write_job,
         settings,
@@ -73,14 +66,12 @@ def train_policy(
         )
         updates = read_metrics(job.parent / METRICS_FILE)
         trained = _trained_policy(str(run.folder / "policy"), updates)
+        cost = {
+            "episodes_per_second": trained.episodes_per_second,
+            "peak_rss_bytes": trained.peak_rss_bytes,
+        }
         final = {name: value for name, value in updates[-1].items() if name != "update"}
-        tracker.parent.log_metrics(
-            final
-            | {
-                "episodes_per_second": trained.episodes_per_second,
-                "peak_rss_bytes": trained.peak_rss_bytes,
-            }
-        )
+        tracker.parent.log_metrics(final | cost)
     return trained
 
 
@@ -100,6 +91,17 @@ def require_fit_reward_model(validation: ValidatedReward) -> None:
         f"The reward model is not fit to train against:\n{reasons}\nPPO would learn its faults. "
         "Improve the reward model, or change the limits in [reward_gate], or run again with "
         "--accept-reward-model; models that are already trained are reused."
+    )
+
+
+def _this_machine(machines: Any, attempt: str) -> Machines:
+    if machines is None:
+        return Machines()
+    return Machines(
+        count=machines.num_nodes,
+        index=machines.node_index,
+        main_address=machines.main_ip,
+        attempt=attempt,
     )
 
 
