@@ -1,4 +1,4 @@
-"""The policies answer prompts they have not seen, and a judge compares the answers."""
+"""Answers of the policies to unseen prompts, compared by a judge."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -107,7 +107,7 @@ def _judge(
 
 
 def _answer(settings: Settings, path: str, prompts: Sequence[str], reference: str) -> Answers:
-    """One answer of the policy in a folder to each prompt, compared with a reference."""
+    """Return a policy's answer to each prompt, and its KL divergence from a reference policy."""
     return _sample(
         settings,
         load_policy(path),
@@ -122,21 +122,21 @@ def _answer(settings: Settings, path: str, prompts: Sequence[str], reference: st
 def _answer_as_champion(
     settings: Settings, champion: FetchedChampion, prompts: Sequence[str]
 ) -> list[str]:
-    """The champion's answers; they end with its own stop token, not with that of this run."""
+    """Return the champion's answers; they end at the champion's stop token, not at this run's."""
     model, tokenizer = load_policy(champion.model), load_tokenizer(champion.tokenizer)
     return _sample(
         settings,
         model,
         tokenizer,
         prompts,
-        # Without a stop token it was judged, and is served, at full length.
+        # A champion without a stop token was judged, and is served, at full length.
         stop=None,
         stop_token_id=_stop_token_of(model, tokenizer),
     ).texts
 
 
 def _stop_token_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that ends a model's answers; of several, the tokenizer's own if it is one."""
+    """Return a model's stop token; of several, preferably the tokenizer's end-of-sequence token."""
     stops = model.generation_config.eos_token_id
     if isinstance(stops, list):
         own = tokenizer.eos_token_id
@@ -151,7 +151,7 @@ def _sample(
     prompts: Sequence[str],
     **options: Any,
 ) -> Answers:
-    """Every policy is sampled in the same way."""
+    """Sample answers with the settings that are the same for every policy."""
     return answer_prompts(
         model,
         tokenizer,

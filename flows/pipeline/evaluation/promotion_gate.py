@@ -1,4 +1,4 @@
-"""May a candidate become the champion? Every reason why not, and what it won if it may."""
+"""The promotion gate: why a candidate may not become the champion, and what it won."""
 
 from math import isfinite
 
@@ -16,21 +16,21 @@ def reasons_to_refuse(
     champion: int | None,
     kl: float,
 ) -> list[str]:
-    """Why a candidate is not promoted by itself; nothing if it is.
+    """Return why a candidate is refused; empty if it is promoted.
 
-    Each reason says the figure, the limit, and what would follow. A figure that is not finite
-    keeps no limit.
+    Each reason has the figure, the limit, and what would follow. A figure that is not finite
+    exceeds every limit.
 
     Args:
-        evaluation: what the judge said of the candidate and of this champion.
-        limits: what the figures must keep.
+        evaluation: report of the candidate against this champion.
+        limits: limits of the figures.
         reward_model_fit: whether the reward model passed its gate.
-        candidate: its version.
-        champion: the present champion's version, None where there is none.
-        kl: nats of an answer between the candidate and SFT.
+        candidate: version of the candidate.
+        champion: version of the current champion; None if there is none.
+        kl: KL divergence between the candidate and SFT, nats per answer.
 
     Raises:
-        DataError: the evaluation is about another champion.
+        DataError: the evaluation is against another champion.
     """
     if evaluation["champion"] != champion:
         raise DataError(
@@ -52,7 +52,7 @@ def reasons_to_refuse(
 
 
 def reasons_to_promote(evaluation: Report) -> list[str]:
-    """What a promoted candidate won, in words, for the history."""
+    """Return the contests that a promoted candidate won, as sentences for the history."""
     win_rates = evaluation["win_rate"]
     return [
         f"{_won(win_rates[direct_contest(evaluation)], _opponent(evaluation['champion']))}.",
@@ -61,12 +61,12 @@ def reasons_to_promote(evaluation: Report) -> list[str]:
 
 
 def direct_contest(evaluation: Report) -> str:
-    """The contest that decides: against the champion, or against SFT where there is none."""
+    """Return the contest that decides: against the champion, or against SFT if there is none."""
     return f"ppo_vs_{_rival(evaluation)}"
 
 
 def words_of_both(evaluation: Report) -> tuple[float, float]:
-    """Mean words of an answer of the candidate, and of the champion or SFT."""
+    """Return the mean words per answer of the candidate, and of the champion or SFT."""
     return evaluation["length"]["ppo"], evaluation["length"][_rival(evaluation)]
 
 
