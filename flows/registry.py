@@ -110,14 +110,14 @@ def _parser() -> argparse.ArgumentParser:
 def _print_version(name: str, alias: str, version: int | None) -> None:
     """What stands behind an alias: the version, its win rates, and what was decided about it."""
     from pipeline.registry.aliases import read_version
-    from pipeline.reports.terminal import TITLES
+    from pipeline.reports.terminal import CONTEST_TITLES
 
     if version is None:
         _print_block(f"{alias}: none")
         return
     notes = read_version(name, version)
     at, by, reasons = (notes.tags.get(f"promotion_{what}") for what in ("at", "by", "reasons"))
-    rates = (f"{TITLES.get(one, one)}: {rate:.1%}" for one, rate in notes.win_rates.items())
+    rates = (f"{CONTEST_TITLES.get(one, one)}: {rate:.1%}" for one, rate in notes.win_rates.items())
     _print_block(
         f"{alias}: version {version}, {notes.tags.get('promotion', 'not decided yet')}",
         *([f"{at}, by {by}"] if at else []),

@@ -292,7 +292,7 @@ def run_python(words: list, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def register(policy: Path) -> None:
     """Put the policy where the README's example looks for it."""
-    run_id = start_runs("rlhf-policy", "RLHF/1", {}, {})["parent"]
+    run_id = start_runs("rlhf-policy", "RLHF/1", {}, {}, [])["parent"]
     register_version(
         "rlhf-policy",
         run_id=run_id,

@@ -21,6 +21,7 @@ from pipeline.demo.task import build_demo_task
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.inputs import data_sets
 from pipeline.launch.job import write_job
+from pipeline.results import PreparedModel
 from pipeline.settings.settings import Settings, make_settings, read_preset
 from pipeline.settings.settings_file import settings_text
 from ppo_core.supervised.training import train_reward_model, train_sft
@@ -29,8 +30,6 @@ SETTINGS = "settings.toml"
 
 TRAINING_ROWS = 2000
 """Demonstrations and preferences that are trained on, of ten thousand each."""
-
-NO_CHAMPION = {"version": None, "model": None, "tokenizer": None}
 
 
 def make_task(folder: Path, episodes: int) -> None:
@@ -63,7 +62,11 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
 
     def validate() -> None:
         report.update(
-            stages.examine_reward_model(settings, {"path": str(sft)}, {"path": str(rewarder)})
+            stages.validation.examine_reward_model(
+                settings,
+                PreparedModel(path=str(sft), metrics={}),
+                PreparedModel(path=str(rewarder), metrics={}),
+            )
         )
 
     def train_policy() -> None:
@@ -90,7 +93,7 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
         "validate_reward_model": validate,
         "train_policy": train_policy,
         "evaluate_win_rate": lambda: evaluate_policies(
-            settings, str(sft), str(policy), NO_CHAMPION, folder
+            settings, str(sft), str(policy), None, folder
         ),
     }
 

@@ -60,8 +60,8 @@ def test_an_import_that_fails_leaves_the_collector_on():
 
 def test_a_model_from_the_cache_is_found_without_torch():
     work = (
-        "from pipeline import cache, inputs, stages, flow_run; "
-        "cache.digest_of_code(*stages.SUPERVISED_CODE); cache.digest_of_model('.ci')"
+        "from pipeline import stages; from pipeline.inputs import cache; "
+        "cache.digest_of_code(*stages.models.SUPERVISED_CODE); cache.digest_of_model('.ci')"
     )
     assert imported_by(work, "torch", "transformers") == []
 

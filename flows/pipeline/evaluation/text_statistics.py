@@ -1,6 +1,6 @@
-"""How long answers are, and how much of them is repetition, in words between spaces.
+"""Length and repetition of answers in words, which are separated by spaces.
 
-A text in a script without spaces is one word: its length and repetition cannot be seen here.
+A text in a script without spaces counts as one word, so these statistics do not fit it.
 """
 
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ from statistics import fmean
 
 
 def mean_words(texts: Sequence[str]) -> float:
-    """Words of a text, mean over at least one of them."""
+    """Return the mean number of words of at least one text."""
     return fmean(len(text.split()) for text in texts)
 
 
 def repeated_share(texts: Sequence[str], n: int = 3) -> float:
-    """Share of a text's n-grams of words that occurred before in it, mean over the texts.
+    """Return the share of a text's word n-grams that occurred earlier in it, mean over the texts.
 
         (number of n-grams - number of different n-grams) / number of n-grams
 
-    A text of fewer than n + 1 words has 0. It is the seq-rep-n of arXiv:1908.04319, which
-    `ppo_core.algorithm.repetition` computes of tokens.
+    A text of fewer than n + 1 words has 0. This is seq-rep-n of arXiv:1908.04319;
+    `ppo_core.algorithm.repetition` computes it for tokens.
     """
     return fmean(_share(text.split(), n) for text in texts)
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-METRICS_FILE = "made.json"
+MADE_FILE = "made.json"
 """Beside the files of a cached folder: what its maker returned."""
 
 LIBRARIES = ("torch", "transformers")
@@ -59,7 +59,7 @@ def make_once(
     unfinished.mkdir(parents=True)
     try:
         metrics = make(unfinished) or {}
-        (unfinished / METRICS_FILE).write_text(json.dumps(metrics), encoding="utf-8")
+        (unfinished / MADE_FILE).write_text(json.dumps(metrics), encoding="utf-8")
         _publish(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -75,14 +75,14 @@ def digest_of(value: Any) -> str:
 
 def digest_of_code(*modules: str) -> str:
     """A short digest of the source of modules by their names; none is imported for it."""
-    return digest_of([find_spec(name).loader.get_source(name) for name in modules])
+    return digest_of([_source_of(name) for name in modules])
 
 
 def digest_of_folder(folder: Path) -> str:
     """A short digest of the names and contents of the files of a folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != METRICS_FILE:
+        if path.is_file() and path.name != MADE_FILE:
             digest.update(str(path.relative_to(folder)).encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
@@ -100,6 +100,13 @@ def digest_of_model(path: str) -> str:
     return f"{path}@{load_config(path)._commit_hash}"
 
 
+def _source_of(module: str) -> str:
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
 def _publish(unfinished: Path, folder: Path) -> None:
     """Rename; a folder that another run completed meanwhile is as good."""
     try:
@@ -110,5 +117,5 @@ def _publish(unfinished: Path, folder: Path) -> None:
 
 
 def _read_metrics(folder: Path) -> dict[str, float]:
-    metrics: dict[str, float] = json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
+    metrics: dict[str, float] = json.loads((folder / MADE_FILE).read_text(encoding="utf-8"))
     return metrics

@@ -12,13 +12,11 @@ from typing import Any
 import datasets
 from datasets.exceptions import DatasetNotFoundError
 
+from ppo_core.data.dataset_files import FORMATS
 from ppo_core.errors import DataError
 
 MAX_BAD_SHARE = 0.01
 """Largest share of unusable rows that is set aside rather than refused."""
-
-FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-"""Reader of `datasets` by the ending of a file."""
 
 Row = Mapping[str, Any]
 

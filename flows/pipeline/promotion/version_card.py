@@ -7,14 +7,13 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from pipeline.reports.document import as_interval, as_percent
-from pipeline.reports.terminal import TITLES
+from pipeline.reports.terminal import CONTEST_TITLES
+from pipeline.results import Report
 from pipeline.settings.settings import flatten
 from ppo_core.reporting.sample_table import as_markdown
 from ppo_core.training.model_card import without_folders
 
-Record = Mapping[str, Any]
-
-SAMPLES = 5
+SHOWN_SAMPLES = 5
 """Prompts whose answers are shown."""
 
 SHOWN_ENDS = ("rate", "low", "high")
@@ -31,7 +30,7 @@ LIMITS = (
 """What holds for every version."""
 
 
-def version_card(record: Record) -> str:
+def version_card(record: Report) -> str:
     """The card as markdown with a head in YAML; whatever the record quotes is escaped.
 
     Args:
@@ -68,7 +67,7 @@ def version_card(record: Record) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _front_matter(record: Record) -> str:
+def _front_matter(record: Report) -> str:
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -78,12 +77,12 @@ def _front_matter(record: Record) -> str:
     ).to_yaml()
 
 
-def _title(record: Record) -> str:
+def _title(record: Report) -> str:
     number = record["version"]
     return record["name"] if number is None else f"{record['name']}, version {number}"
 
 
-def _decision(decision: Record | None) -> str:
+def _decision(decision: Report | None) -> str:
     if decision is None:
         return "Not decided yet."
     head = (
@@ -94,7 +93,7 @@ def _decision(decision: Record | None) -> str:
     return "\n\n".join(part for part in (head, _bullets(decision["reasons"]), later) if part)
 
 
-def _loading(record: Record) -> str:
+def _loading(record: Report) -> str:
     number = "VERSION" if record["version"] is None else record["version"]
     uri = json.dumps(f"models:/{record['name']}/{number}")
     return (
@@ -107,12 +106,12 @@ def _loading(record: Record) -> str:
     )
 
 
-def _win_rates(record: Record) -> str:
+def _win_rates(record: Report) -> str:
     table = _table(
         ("", "wins", "95 % interval", "pairs", "ties", "judge"),
         (
             (
-                TITLES.get(contest, contest),
+                CONTEST_TITLES.get(contest, contest),
                 as_percent(rate["rate"]),
                 as_interval(rate),
                 rate["n"],
@@ -126,12 +125,12 @@ def _win_rates(record: Record) -> str:
     return "\n\n".join(part for part in (table, doubts) if part)
 
 
-def _models(models: Record) -> str:
+def _models(models: Report) -> str:
     rows = ((part, without_folders(one["name"]), one["digest"]) for part, one in models.items())
     return _table(("part", "model", "digest"), rows)
 
 
-def _data(data: Record) -> str:
+def _data(data: Report) -> str:
     rows = (
         (part, without_folders(one["name"]), one["rows"], one["digest"])
         for part, one in data.items()
@@ -139,7 +138,7 @@ def _data(data: Record) -> str:
     return _table(("used as", "data", "rows", "digest"), rows)
 
 
-def _other_metrics(record: Record) -> Mapping[str, float]:
+def _other_metrics(record: Report) -> Mapping[str, float]:
     """The metrics that the table of win rates does not have."""
     shown = {f"win_rate/{contest}/{end}" for contest in record["win_rate"] for end in SHOWN_ENDS}
     return {name: value for name, value in record["metrics"].items() if name not in shown}
@@ -149,7 +148,7 @@ def _samples(samples: Sequence[Mapping[str, str]]) -> str:
     if not samples:
         return ""
     columns = list(samples[0])
-    return _table(columns, ([row[name] for name in columns] for row in samples[:SAMPLES]))
+    return _table(columns, ([row[name] for name in columns] for row in samples[:SHOWN_SAMPLES]))
 
 
 def _section(title: str, text: str) -> str:

@@ -3,13 +3,13 @@
 import io
 import textwrap
 from collections.abc import Mapping
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipeline.reports.terminal import TITLES
+from pipeline.reports.terminal import CONTEST_TITLES
+from pipeline.results import Report
 
 INCHES = 6.0
 """Width of a figure."""
@@ -23,10 +23,8 @@ QUIET = "#50565f"
 MARGINS = {"people": "people's margin", "model": "the model's own margin"}
 """Whose margin the accuracy goes by, in words."""
 
-Record = Mapping[str, Any]
 
-
-def reward_model_figures(report: Record) -> dict[str, bytes]:
+def reward_model_figures(report: Report) -> dict[str, bytes]:
     """The figures of the report on a reward model, by name."""
     return {
         "accuracy-by-margin": accuracy_by_margin_plot(report["accuracy"]),
@@ -36,7 +34,7 @@ def reward_model_figures(report: Record) -> dict[str, bytes]:
     }
 
 
-def accuracy_by_margin_plot(accuracy: Record) -> bytes:
+def accuracy_by_margin_plot(accuracy: Report) -> bytes:
     """The accuracy on pairs of small and of large margins, beside a tossed coin."""
     rates = accuracy["by_margin"]
     figure, axes = _draw_rates(
@@ -47,7 +45,7 @@ def accuracy_by_margin_plot(accuracy: Record) -> bytes:
     return _as_png(figure)
 
 
-def reliability_plot(calibration: Record) -> bytes:
+def reliability_plot(calibration: Report) -> bytes:
     """How often the reward model is right against how sure it is, and for how many pairs."""
     bins = calibration["bins"]
     sure = [part["confidence"] for part in bins]
@@ -65,7 +63,7 @@ def reliability_plot(calibration: Record) -> bytes:
     return _as_png(figure)
 
 
-def score_plot(samples: Record) -> bytes:
+def score_plot(samples: Report) -> bytes:
     """How the scores of the SFT policy's samples are spread, beside the references' mean."""
     figure = _figure(f"Scores of the SFT policy's samples{_dashed(samples)}", height=2.8)
     axes = figure.subplots()
@@ -77,7 +75,7 @@ def score_plot(samples: Record) -> bytes:
     return _as_png(figure)
 
 
-def best_of_k_plot(samples: Record) -> bytes:
+def best_of_k_plot(samples: Report) -> bytes:
     """What the best of k samples of a prompt is worth, beside the references' mean."""
     figure = _figure(f"Best of k samples of a prompt{_dashed(samples)}", height=2.8)
     axes = figure.subplots()
@@ -89,22 +87,22 @@ def best_of_k_plot(samples: Record) -> bytes:
     return _as_png(figure)
 
 
-def _dashed(samples: Record) -> str:
+def _dashed(samples: Report) -> str:
     return "; dashed: mean of the references" if samples["references"] else ""
 
 
-def win_rate_plot(win_rates: Mapping[str, Record]) -> bytes:
+def win_rate_plot(win_rates: Mapping[str, Report]) -> bytes:
     """The win rate of each contest with its interval, beside a draw."""
     judges = ", ".join(dict.fromkeys(rate["judge"] for rate in win_rates.values()))
     figure, axes = _draw_rates(
         f"Judged by {judges}",
-        {TITLES[name]: (rate["rate"], rate) for name, rate in win_rates.items()},
+        {CONTEST_TITLES[name]: (rate["rate"], rate) for name, rate in win_rates.items()},
     )
     axes.set(xlim=(-0.03, 1.03), xlabel="wins, % of pairs with the 95 % interval, ties as halves")
     return _as_png(figure)
 
 
-def _draw_rates(title: str, rates: Mapping[str, tuple[float, Record]]) -> tuple[Figure, Axes]:
+def _draw_rates(title: str, rates: Mapping[str, tuple[float, Report]]) -> tuple[Figure, Axes]:
     """A row for each rate with its interval, the first one on top, and a line at 50 %."""
     figure = _figure(title, height=0.8 + 0.5 * len(rates))
     axes = figure.subplots()

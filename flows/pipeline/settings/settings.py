@@ -20,7 +20,7 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.supervised.config import SupervisedConfig
 
-PPO_SIZES = {
+PPO_SIZES: dict[str, Any] = {
     "batch_size": 512,
     "per_device_train_batch_size": 16,
     "total_episodes": 100_000,

@@ -1,6 +1,6 @@
 """Create the MLflow runs of one run of the flow: a parent, and a child for each step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,16 +23,6 @@ from pipeline.tracking.tracker import PARENT
 from ppo_core.errors import ModelError
 from serving.redaction import without_credentials
 
-STEPS = (
-    "load_policy",
-    "load_reward_model",
-    "validate_reward_model",
-    "train_policy",
-    "evaluate_win_rate",
-    "register",
-)
-"""Steps of the flow that have a run of their own."""
-
 STEP = "step"
 """Tag with the name of the step, or PARENT."""
 
@@ -40,7 +30,11 @@ MAX_PARAMS_PER_CALL = 100
 
 
 def start_runs(
-    name: str, flow_run: str, settings: Mapping[str, Any], tags: Mapping[str, str]
+    name: str,
+    flow_run: str,
+    settings: Mapping[str, Any],
+    tags: Mapping[str, str],
+    steps: Sequence[str],
 ) -> dict[str, str]:
     """Return the ids of the parent and of the run of each step, by `parent` and step name.
 
@@ -52,6 +46,7 @@ def start_runs(
         flow_run: id of the run of the flow.
         settings: parameters of the parent; tables in it are joined by dots.
         tags: tags of the parent.
+        steps: names of the steps that get a run.
 
     Raises:
         ModelError: MLflow does not answer, or refuses.
@@ -64,7 +59,7 @@ def start_runs(
         title = f"{datetime.now(UTC):%Y-%m-%d %H:%M} {name}"
         parent = _parent(client, experiment, title, flow_run, tags)
         _log_settings(client, parent, settings)
-        runs = {PARENT: parent, **_children(client, experiment, flow_run, parent)}
+        runs = {PARENT: parent, **_children(client, experiment, flow_run, parent, steps)}
     except MlflowException as error:
         raise ModelError(
             f"MLflow at {server} starts no run: {without_credentials(error)} Nothing would be "
@@ -91,15 +86,17 @@ def _parent(
     return _runs(client, experiment, flow_run)[PARENT]
 
 
-def _children(client: MlflowClient, experiment: str, flow_run: str, parent: str) -> dict[str, str]:
+def _children(
+    client: MlflowClient, experiment: str, flow_run: str, parent: str, steps: Sequence[str]
+) -> dict[str, str]:
     found = _runs(client, experiment, flow_run)
-    for step in STEPS:
+    for step in steps:
         if step not in found:
             tags = {FLOW_RUN: flow_run, STEP: step, MLFLOW_PARENT_RUN_ID: parent}
             run = client.create_run(experiment, run_name=step, tags=resolve_tags(tags))
             client.update_run(run.info.run_id, status="SCHEDULED")
     runs = _runs(client, experiment, flow_run)
-    return {step: runs[step] for step in STEPS}
+    return {step: runs[step] for step in steps}
 
 
 def _runs(client: MlflowClient, experiment: str, flow_run: str) -> dict[str, str]:

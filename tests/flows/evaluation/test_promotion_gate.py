@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.evaluation.promotion_gate import direct_contest, reasons_against, reasons_for
+from pipeline.evaluation.promotion_gate import direct_contest, reasons_to_promote, reasons_to_refuse
 from pipeline.settings.promotion_config import PromotionConfig
 from ppo_core.errors import ConfigError, DataError
 
@@ -47,10 +47,10 @@ def judged(
     *, candidate: int = 3, kl: float = 5.0, fit: bool = True, limits: Any = None, **figures: Any
 ) -> list[str]:
     result = evaluation(**figures)
-    return reasons_against(
+    return reasons_to_refuse(
         result,
-        {"fit": fit, "accepted_by_hand": not fit, "reasons": [] if fit else ["It guesses."]},
         limits or PromotionConfig(),
+        reward_model_fit=fit,
         candidate=candidate,
         champion=result["champion"],
         kl=kl,
@@ -105,8 +105,8 @@ def test_two_lengths_without_end_are_not_alike():
 def test_a_win_rate_that_is_no_number_refuses_whatever_its_lower_end(figure: str):
     result = evaluation()
     result["win_rate"]["ppo_vs_champion"][figure] = nan
-    (reason,) = reasons_against(
-        result, {"fit": True}, PromotionConfig(), candidate=3, champion=2, kl=1.0
+    (reason,) = reasons_to_refuse(
+        result, PromotionConfig(), reward_model_fit=True, candidate=3, champion=2, kl=1.0
     )
     assert "nan%" in reason
 
@@ -180,10 +180,10 @@ def test_a_late_run_does_not_replace_a_newer_champion():
 @pytest.mark.parametrize(("about", "now"), [(1, 2), (None, 2), (2, None)])
 def test_an_evaluation_about_another_champion_decides_nothing(about: int | None, now: int | None):
     with pytest.raises(DataError, match=rf"judged against champion {about}, and .* is {now}:"):
-        reasons_against(
+        reasons_to_refuse(
             evaluation(champion=about),
-            {"fit": True},
             PromotionConfig(),
+            reward_model_fit=True,
             candidate=3,
             champion=now,
             kl=1.0,
@@ -191,13 +191,13 @@ def test_an_evaluation_about_another_champion_decides_nothing(about: int | None,
 
 
 def test_what_a_promoted_candidate_won_is_told():
-    assert reasons_for(evaluation()) == [
+    assert reasons_to_promote(evaluation()) == [
         "It wins 60.0% of 200 pairs against the champion, version 2, 95 % interval 51.0% .. 70.0%, "
         "judged by rule.",
         "It wins 60.0% of 200 pairs against the references, 95 % interval 51.0% .. 70.0%, "
         "judged by rule.",
     ]
-    assert "against SFT" in reasons_for(evaluation(champion=None))[0]
+    assert "against SFT" in reasons_to_promote(evaluation(champion=None))[0]
 
 
 def test_the_champion_is_the_opponent_that_decides_where_there_is_one():

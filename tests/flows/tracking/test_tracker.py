@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from pipeline.tracking import tracker as tracker_module
 from pipeline.tracking.mlflow_client import EXPERIMENT
-from pipeline.tracking.mlflow_runs import STEPS, start_runs
+from pipeline.tracking.mlflow_runs import start_runs
 from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.tracker import Tracker
 from ppo_core.config.ppo_config import PPOConfig
@@ -50,8 +50,11 @@ def client(server: MlflowServer) -> Iterator[MlflowClient]:
         yield MlflowClient()
 
 
+STEPS = ["load_policy", "train_policy", "register"]
+
+
 def make_runs(flow_run: str, **settings) -> dict[str, str]:
-    return start_runs("cheerful", flow_run, settings, {})
+    return start_runs("cheerful", flow_run, settings, {}, STEPS)
 
 
 def history(client: MlflowClient, run: str) -> dict[str, list[tuple[int, float]]]:
@@ -71,7 +74,8 @@ def status(client: MlflowClient, run: str) -> str:
 
 
 def test_a_run_of_the_flow_is_a_parent_with_a_child_for_each_step(client, tmp_path):
-    runs = start_runs("cheerful", tmp_path.name, {"seed": 1, "ppo": {"lr": 0.1}}, {"commit": "abc"})
+    settings = {"seed": 1, "ppo": {"lr": 0.1}}
+    runs = start_runs("cheerful", tmp_path.name, settings, {"commit": "abc"}, STEPS)
     assert list(runs) == ["parent", *STEPS]
     parent = client.get_run(runs["parent"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d cheerful", parent.info.run_name)
