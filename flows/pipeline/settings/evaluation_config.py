@@ -1,4 +1,4 @@
-"""How policies are compared."""
+"""Settings of the evaluation."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ppo_core.config.checks import require, require_count
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """What is answered and judged, and when the result is no result.
+    """How many prompts are answered and how, and when the result is inconclusive.
 
     Raises:
         ConfigError: a value is out of range.
@@ -38,7 +38,7 @@ class EvaluationConfig:
     judge is asked about them too, and its agreement reported. Empty for none."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise if a value is out of range."""
         require_count(self, "num_examples")
         require(self, "temperature", self.temperature >= 0, "at least 0")
         require(self, "top_k", self.top_k >= 0, "at least 0")
