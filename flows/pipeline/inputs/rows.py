@@ -92,7 +92,7 @@ def read_rows(
             f"{len(quarantined)} of the {len(data)} rows of {source} have an empty prompt, or "
             f"something that is no text in {', '.join(texts)}{_named(types)}; the first is row "
             f"{quarantined[0]['row']}: {_shorten(quarantined[0])}. Up to {MAX_BAD_SHARE:.0%} "
-            "would be set aside. Mend or remove them."
+            "would be set aside. Correct or remove them."
         )
     return Rows(source, usable, quarantined, digest_rows(usable))
 
@@ -177,7 +177,7 @@ def _load_file(path: Path) -> datasets.Dataset:
         except datasets.exceptions.DatasetGenerationError as error:
             raise DataError(
                 f"{path} cannot be read as {reader}: {_first_line(error.__cause__ or error)}. "
-                "Mend the file; a jsonl file has one JSON object on each line, with the same "
+                "Correct the file; a jsonl file has one JSON object on each line, with the same "
                 "columns and types."
             ) from error
         except ValueError as error:

@@ -20,11 +20,11 @@ SHOWN_ENDS = ("rate", "low", "high")
 """Metrics of a contest that the table of win rates shows."""
 
 LIMITS = (
-    "It was compared with other models on the prompts named below and by one judge: that says "
-    "nothing about other tasks, languages or lengths of prompts.",
+    "It was compared with other models on the prompts named below and by one judge: the result "
+    "does not carry over to other tasks, languages or lengths of prompts.",
     "It learned what a reward model scores high, with the faults of that reward model and of the "
     "people and rules whose preferences it was trained on.",
-    "Nobody checked whether what it says is true, safe or legal. It is not for decisions about "
+    "Nobody checked whether its answers are true, safe or legal. It is not for decisions about "
     "people, nor for medical, legal or financial advice.",
 )
 """Limits of every version."""
@@ -101,8 +101,7 @@ def _loading(record: Report) -> str:
         f"pipeline = mlflow.transformers.load_model({uri})\n```\n\n"
         "`load_champion` of `flows/champion.py` loads it for a service, and verifies every file "
         "first. "
-        "Unless it is told otherwise it decodes as it was judged:\n\n"
-        + _pairs("argument", record["decoding"])
+        "By default it decodes as in its evaluation:\n\n" + _pairs("argument", record["decoding"])
     )
 
 

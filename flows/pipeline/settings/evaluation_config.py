@@ -20,10 +20,10 @@ class EvaluationConfig:
     """Temperature of the answers; 0 always takes the likeliest token."""
 
     top_k: int = 0
-    """Sample from the so many likeliest tokens; 0 from all."""
+    """Sample from this number of likeliest tokens; 0 samples from all tokens."""
 
     top_p: float = 1.0
-    """Sample from the likeliest tokens that hold this probability; 1 from all."""
+    """Sample from the likeliest tokens with this total probability; 1 samples from all tokens."""
 
     max_invalid: float = 0.05
     """Share of the pairs for which the judge may give no verdict; above it, the result is

@@ -68,7 +68,7 @@ def test_a_candidate_that_keeps_every_limit_is_promoted(champion: int | None):
         # The lower end must be above its limit: at the limit is not above.
         ("low", [0.5001, 1.0], [0.5, 0.4999, 0.0], "min_win_rate=0.5: production"),
         ("reference_low", [0.5001], [0.5, 0.4999], "min_reference_win_rate=0.5: production"),
-        ("kl", [0.0, -0.1, 20.0], [20.001, 1e9], "max_kl=20: so far away"),
+        ("kl", [0.0, -0.1, 20.0], [20.001, 1e9], "max_kl=20: so far from SFT"),
         ("words", [15.0, 30.0, 60.0], [14.9, 60.1, 0.0], "max_length_ratio=2 times the other"),
         ("rival_words", [15.0, 60.0], [14.9, 60.1, 0.0], "max_length_ratio=2 times the other"),
         ("repetition", [0.0, 0.3], [0.3001, 1.0], "max_repetition=0.3: people would read"),
