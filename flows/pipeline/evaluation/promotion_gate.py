@@ -150,6 +150,6 @@ def _reward_model(fit: bool) -> str:
     if fit:
         return ""
     return (
-        "Its reward model was refused, for the reasons in its report, and accepted by hand: PPO may "
-        "have exploited its faults. A person can promote the version too, with a reason."
+        "Its reward model was refused, for the reasons in its report, and accepted by hand: PPO "
+        "may have exploited its faults. A person can promote the version too, with a reason."
     )
