@@ -160,12 +160,12 @@ def test_a_reason_says_the_figure_and_whom_it_is_about():
 
 def test_an_inconclusive_evaluation_promotes_nobody_and_says_all_of_its_doubts():
     (reason,) = judged(low=0.99, doubts=("ppo_vs_sft: 9 flips", "The judge fell for 'empty'."))
-    assert reason.endswith("would decide: ppo_vs_sft: 9 flips; The judge fell for 'empty'.")
+    assert reason.endswith("cannot decide: ppo_vs_sft: 9 flips; The judge fell for 'empty'.")
 
 
 def test_a_reward_model_accepted_by_hand_did_not_pass():
     (reason,) = judged(fit=False)
-    assert "A person may promote the version as well" in reason
+    assert "A person can promote the version too" in reason
 
 
 def test_the_champion_itself_is_not_promoted_again():
