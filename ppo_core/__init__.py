@@ -1,7 +1,7 @@
-"""PPO for language models: the algorithm, apart from any flow, registry or store.
+"""PPO for language models, independent of any flow, registry or object store.
 
-The names below are loaded when they are first used, so that importing `ppo_core` costs
-nothing: launch machines parse the flow without torch.
+Public names are imported on first use, so that `import ppo_core` does not import torch: machines
+that launch a flow parse it without torch.
 """
 
 from importlib import import_module
@@ -37,7 +37,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its file, the first time that it is asked for."""
+    """Import a public name from its module on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ppo_core' has no attribute {name!r}")
     return getattr(import_module(f"ppo_core.{_HOMES[name]}"), name)

@@ -28,7 +28,7 @@ from pipeline.settings.settings import make_settings
 from pipeline.tracking.mlflow_runs import start_runs
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.config.unsupported_settings import INSTEAD
-from ppo_core.supervised.cli import LoraArguments, SupervisedArguments
+from ppo_core.supervised.cli import SupervisedArguments, SupervisedLoraArguments
 from ppo_core.supervised.config import SupervisedConfig
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import write_inputs, write_model
@@ -164,7 +164,7 @@ def test_the_flags_that_a_page_names_exist(page):
     named = set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", without_removed_lines(page.read_text())))
     kinds = (
         *(ppo_core.PPOConfig, ScriptArguments, ModelArguments),
-        *(SupervisedArguments, SupervisedConfig, LoraArguments),
+        *(SupervisedArguments, SupervisedConfig, SupervisedLoraArguments),
         *(WinRateArguments, EvaluationConfig, JudgingConfig),
     )
     flags = {field.name for kind in kinds for field in fields(kind)}

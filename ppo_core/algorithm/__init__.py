@@ -1,1 +1,1 @@
-"""The formulas of PPO: torch alone, floats and tensors in and out."""
+"""The formulas of PPO: functions of floats and tensors that import only torch."""

@@ -1,41 +1,41 @@
-"""A KL coefficient that follows the divergence it is to keep."""
+"""An adaptive KL coefficient that keeps the divergence near a target."""
 
 import math
 from collections.abc import Mapping
 
 LARGEST_ERROR = 0.2
-"""Share of the target beyond which a larger distance from it no longer counts."""
+"""Bound of the relative error of the divergence in one update."""
 
 
 class AdaptiveKL:
-    """Raises the coefficient while the policy is too far away, lowers it while it is too near.
+    """Raise the coefficient while the divergence is above its target, lower it while below.
 
         error   = clip(kl / target - 1, -0.2, 0.2)
         kl_coef = kl_coef * (1 + error * episodes / horizon)
 
-    (arXiv:1909.08593, section 2.2.) A proportional controller of log(kl_coef), which changes by
-    about a fifth over one horizon at most.
+    (arXiv:1909.08593, section 2.2): a proportional controller of log(kl_coef), which changes
+    kl_coef by at most about 20% over one horizon.
     """
 
     def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
-        """Start at `kl_coef`; `target` is in nats a response, `horizon` in episodes."""
+        """Start at `kl_coef`; `target` is in nats per response, `horizon` in episodes."""
         self.kl_coef = kl_coef
         self.target = target
         self.horizon = horizon
 
     def update(self, kl: float, episodes: int) -> None:
-        """Adapt to the mean divergence of a batch, in nats a response, of so many episodes.
+        """Adapt to `kl`, the mean divergence of a batch of `episodes` in nats per response.
 
-        One that is not a number, of a batch that nothing is learned from, changes nothing.
+        A NaN, from a batch that nothing was learned from, is ignored.
 
         Raises:
-            ValueError: the batch is so large beside the horizon that one update could make the
-                coefficient 0 or negative, which would reward distance from the reference.
+            ValueError: the batch is so large relative to the horizon that one update could make
+                the coefficient 0 or negative, which would reward divergence.
         """
         if (least := LARGEST_ERROR * episodes) >= self.horizon:
             raise ValueError(
-                f"kl_horizon={self.horizon} is too short for {episodes} episodes an update: one "
-                f"update could make kl_coef 0 or negative. Set it above {least:g}."
+                f"kl_horizon={self.horizon} is too short for {episodes} episodes per update: one "
+                f"update could make kl_coef 0 or negative. Set kl_horizon above {least:g}."
             )
         if math.isnan(kl):
             return
@@ -43,9 +43,9 @@ class AdaptiveKL:
         self.kl_coef *= 1 + error * episodes / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs; target and horizon are settings."""
+        """Return the state to resume from; target and horizon are settings."""
         return {"kl_coef": self.kl_coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Resume from the result of `state_dict`."""
         self.kl_coef = state["kl_coef"]

@@ -1,4 +1,4 @@
-"""The two losses of PPO, per token, and the weights of tokens in them."""
+"""Policy and value loss of PPO per token, and the weights of tokens in the total loss."""
 
 import torch
 from torch import Tensor
@@ -13,17 +13,18 @@ def policy_loss(
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Clipped surrogate loss (arXiv:1707.06347, eq. 7, negated), per token.
+    """Return the clipped surrogate loss (arXiv:1707.06347, eq. 7, negated) per token.
 
         ratio = exp(logprobs - old_logprobs)
         loss  = max(-A * ratio, -A * clip(ratio, 1 - cliprange, 1 + cliprange_high))
         loss  = min(loss, -dual_clip * A)  where A < 0
 
-    Without cliprange_high both sides are cliprange; a higher upper side lets unlikely tokens
-    grow (arXiv:2503.14476, eq. 10). dual_clip, above 1, bounds the loss of a token that was bad
-    and has become likely (arXiv:1912.09729, eq. 5); without it there is no bound.
+    cliprange_high defaults to cliprange; a larger value lets unlikely tokens become likelier
+    (arXiv:2503.14476, eq. 10). dual_clip, above 1, bounds the loss of a token with negative
+    advantage that became likelier (arXiv:1912.09729, eq. 5); None sets no bound.
 
-    All of one shape. Returns the loss, and True where a clip holds: there the gradient is 0.
+    All tensors have one shape. Returns the loss, and a mask that is True where a clip is active,
+    so that the gradient is 0.
     """
     high = cliprange if cliprange_high is None else cliprange_high
     ratio = torch.exp(logprobs - old_logprobs)
@@ -38,16 +39,16 @@ def policy_loss(
 
 
 def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Tensor:
-    """Truncated importance weight of each token that another distribution has drawn.
+    """Return truncated importance weights of tokens sampled from a behaviour distribution.
 
         weight = min(exp(logprobs - behaviour_logprobs), cap)
 
-    logprobs are the policy's when the tokens were drawn, behaviour_logprobs those of what drew
-    them: a part of the policy (top_k, top_p), where the weight is its share and at most 1
-    (arXiv:2110.00641, eq. 5), or another engine with the same weights, whose rounding differs
+    logprobs are the policy's at sampling time, behaviour_logprobs those of the distribution that
+    was sampled from: the policy truncated by top_k and top_p, where the weight is at most 1
+    (arXiv:2110.00641, eq. 5), or an inference engine with the same weights but other rounding
     (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
-    The cap bounds the variance and costs some bias (IMPALA, arXiv:1802.01561, section 4.1).
-    All of one shape.
+    The cap bounds the variance at the cost of some bias (IMPALA, arXiv:1802.01561, section 4.1).
+    All tensors have one shape.
     """
     return torch.exp(logprobs - behaviour_logprobs).clamp(max=cap)
 
@@ -55,11 +56,12 @@ def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: flo
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange_value: float
 ) -> tuple[Tensor, Tensor]:
-    """Clipped squared error of the critic, per token (PPO's first code, openai/baselines ppo2).
+    """Return the clipped squared error of the critic per token (openai/baselines, ppo2).
 
         loss = 1/2 max((v - R)^2, (clip(v, v_old - cliprange_value, v_old + cliprange_value) - R)^2)
 
-    All of one shape. Returns the loss, and True where the clipped side was the larger one.
+    All tensors have one shape. Returns the loss, and a mask that is True where the clipped term
+    is the larger one.
     """
     near = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
     unclipped = (values - returns) ** 2
@@ -75,18 +77,20 @@ def aggregation_weights(
     num_responses: float | Tensor,
     response_length: int,
 ) -> Tensor:
-    """Weight of every counted token of a row, so that the loss is sum of weight * loss per token.
+    """Return the weight (B,) of each counted token of a response in the total loss.
+
+    The total loss is the sum of weight * loss per token:
 
         token:        1 / num_tokens                         mean over all tokens
         sequence:     1 / (num_responses * lengths[b])       mean over responses of their means
         fixed_length: 1 / (num_responses * response_length)  arXiv:2503.20783
 
-    lengths (B,) counts the tokens of each row that the mask counts; num_tokens and num_responses
-    are totals of the whole optimizer step over all processes, so that no split changes the loss.
-    Returns (B,), 0 for a row that counts nothing.
+    lengths (B,) are the counted tokens of each response; num_tokens and num_responses are totals
+    of the optimizer step over all processes, so that the split into microbatches and processes
+    does not change the loss. A response without a counted token has weight 0.
 
     Raises:
-        ValueError: `how` is none of these.
+        ValueError: `how` is unknown.
     """
     counted = torch.ones_like(lengths)
     if how == "token":

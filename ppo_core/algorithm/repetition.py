@@ -1,24 +1,29 @@
-"""How much of a response is repetition."""
+"""The share of repeated n-grams in a response."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
 def repeated_share(ids: Tensor, lengths: Tensor, n: int = 3) -> Tensor:
-    """Share of each response's n-grams that occurred before in the same response.
+    """Return the share of repeated n-grams of each response, (B,) on the device of `ids`.
 
-        (number of n-grams - number of different n-grams) / number of n-grams
-
-    ids are (B, T) token ids, of which the first lengths[b] (B,) are counted. Returns (B,) on the
-    device of ids; a response of fewer than n + 1 tokens has 0. It is the seq-rep-n of
-    arXiv:1908.04319.
+    ids are (B, T) token ids; the first lengths[b] tokens of each response count, lengths is (B,).
     """
     shares = [
-        _share(row[:length], n) for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)
+        repeated_ngrams(response[:length], n)
+        for response, length in zip(ids.tolist(), lengths.tolist(), strict=True)
     ]
     return torch.tensor(shares, device=ids.device)
 
 
-def _share(tokens: list[int], n: int) -> float:
+def repeated_ngrams(tokens: Sequence[int] | Sequence[str], n: int) -> float:
+    """Return the share of n-grams that occurred earlier in the same sequence.
+
+        (number of n-grams - number of distinct n-grams) / number of n-grams
+
+    This is seq-rep-n of arXiv:1908.04319; 0 for fewer than n + 1 tokens.
+    """
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return (len(grams) - len(set(grams))) / max(1, len(grams))

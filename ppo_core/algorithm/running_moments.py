@@ -1,4 +1,4 @@
-"""Mean and standard deviation of all scores seen so far."""
+"""Running mean and standard deviation of scores."""
 
 import math
 from collections.abc import Mapping
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 ROUNDING = 1e-12
-"""A standard deviation below this share of the mean is what rounding makes of equal values."""
+"""A standard deviation below this share of the mean is rounding error of equal values."""
 
 
 class RunningMoments:
     """Mean and standard deviation of a stream of values.
 
-    Batches are joined by the parallel update of Chan, Golub and LeVeque (1979, eq. 2.1), in fp64
-    and around the mean, so that the split into batches changes nothing.
+    Batches are merged by the parallel update of Chan, Golub and LeVeque (1979, eq. 2.1) in fp64,
+    so the result does not depend on the split into batches.
     """
 
     def __init__(self) -> None:
@@ -24,9 +24,9 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Standard deviation with Bessel's correction; 1 where the values do not tell one.
+        """Return the standard deviation with Bessel's correction.
 
-        That is for fewer than two values, or equal ones: nothing is divided by 0 (TRL #727).
+        It is 1 for fewer than two values or equal values, to avoid division by 0 (TRL #727).
         """
         if self.count < 2:
             return 1.0
@@ -34,7 +34,7 @@ class RunningMoments:
         return deviation if deviation > ROUNDING * abs(self.mean) else 1.0
 
     def update(self, values: Tensor) -> None:
-        """Take in the next values (B,), which are finite."""
+        """Add the next values (B,), which must be finite."""
         values, count = values.double(), len(values)
         mean = values.mean().item()
         squares = ((values - mean) ** 2).sum().item()
@@ -43,15 +43,15 @@ class RunningMoments:
         self.mean += distance * count / together
         self.count = together
 
-    def scale(self, scores: Tensor, *, centre: bool) -> Tensor:
-        """Scores (B,) over the standard deviation; with `centre` less the mean first."""
-        return (scores - self.mean) / self.std if centre else scores / self.std
+    def scale(self, scores: Tensor, *, center: bool) -> Tensor:
+        """Return scores (B,) / std; with `center`, (scores - mean) / std."""
+        return (scores - self.mean) / self.std if center else scores / self.std
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs, as plain numbers."""
+        """Return the state to resume from, as plain numbers."""
         return {"count": self.count, "mean": self.mean, "squares": self._squares}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Resume from the result of `state_dict`."""
         self.count, self.mean = state["count"], state["mean"]
         self._squares = state["squares"]

@@ -1,16 +1,16 @@
-"""Sampling from the likeliest tokens alone."""
+"""Top-k and top-p truncation of next-token distributions."""
 
 import torch
 from torch import Tensor
 
 
 def truncated(logits: Tensor, *, top_k: int, top_p: float) -> Tensor:
-    """Tempered logits (B, V) with -inf for the tokens that are not to be drawn.
+    """Return tempered logits (B, V) with -inf for tokens outside the top-k and top-p sets.
 
-    First the top_k likeliest tokens stay (0: all of them), then of these the smallest set of the
-    likeliest whose probability reaches top_p (1: all; arXiv:1904.09751, section 3.1), and never
-    none. Of equal tokens the one with the lower id goes before the other. With nothing to cut,
-    the very tensor that came in is returned.
+    Keeps the top_k likeliest tokens (0: all), then among them the smallest set of likeliest tokens
+    whose probability reaches top_p (1: all; arXiv:1904.09751, section 3.1), at least one token.
+    Ties are broken in favor of the lower token id. Returns the input tensor itself if
+    nothing is truncated.
     """
     if top_k == 0 and top_p == 1:
         return logits

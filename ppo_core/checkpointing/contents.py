@@ -23,7 +23,7 @@ from ppo_core.checkpointing.optimizer_options import (
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import TrainingError
-from ppo_core.models.adapters import adapter_parameters, save_adapter
+from ppo_core.models.adapter_weights import adapter_parameters, save_adapter
 from ppo_core.ppo.ema import WeightAverage
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.optimizer import critic_parameters

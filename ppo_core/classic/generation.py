@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppo_core.algorithm.masking import length_mask, pad_rows
+from ppo_core.algorithm.masking import length_mask
+from ppo_core.data.batching import pad_rows
 from ppo_core.errors import ConfigError
 
 _OFF = (None,)

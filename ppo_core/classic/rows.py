@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ppo_core.algorithm.masking import pad_rows
+from ppo_core.data.batching import pad_rows
 from ppo_core.data.types import Rollout
 from ppo_core.errors import DataError
 

@@ -1,1 +1,1 @@
-"""Settings of a run, checked when they are made."""
+"""Settings of a run, validated on construction."""

@@ -1,4 +1,4 @@
-"""Settings from the command line, or from a TOML file with the same names."""
+"""Read settings from the command line, or from a TOML or JSON file with the same names."""
 
 import ast
 import inspect
@@ -16,15 +16,14 @@ from ppo_core.errors import ConfigError
 
 
 def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
-    """One instance of each dataclass in `kinds`, from flags.
+    """Return one instance of each dataclass in `kinds`, read from command-line arguments.
 
-    The first word may be a TOML file instead of a flag; it stands for one flag per line, and
-    flags after it win over it. A JSON file stands alone: its values are taken as they are, also
-    null, for which there is no flag.
+    The first argument may be a TOML file, one flag per line; flags that follow override it. A
+    JSON file must be the only argument; unlike flags, its values may be null.
 
     Raises:
-        ConfigError: a flag, a value or the file cannot be used.
-        SystemExit: --help was given and has been answered.
+        ConfigError: a flag, a value or the file is invalid.
+        SystemExit: --help was given; the help has been printed.
     """
     if len(argv) == 1 and argv[0].endswith(".json"):
         return _read_json(kinds, Path(argv[0]))
@@ -41,10 +40,10 @@ def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
 
 
 class DocumentedParser(HfArgumentParser):
-    """`HfArgumentParser` with the docstrings of the fields as help, and errors to catch."""
+    """`HfArgumentParser` that prints field docstrings as help and raises ConfigError."""
 
     def __init__(self, kinds: Sequence[type], *, prog: str, usage: str) -> None:
-        """Take the dataclasses whose fields are the flags, and the command as help shows it."""
+        """Make a flag of each field of the dataclasses; `prog` and `usage` are printed in help."""
         self._field_docs = {name: doc for kind in kinds for name, doc in field_docs(kind).items()}
         self._field_defaults = {
             field.name: field.default for kind in kinds for field in fields(kind)
@@ -57,11 +56,11 @@ class DocumentedParser(HfArgumentParser):
         )
 
     def parse(self, argv: Sequence[str]) -> list[Any]:
-        """One instance of each dataclass, from flags alone.
+        """Return one instance of each dataclass, read from flags only.
 
         Raises:
-            ConfigError: a flag is unknown, or a value cannot be used.
-            SystemExit: --help was given and has been answered.
+            ConfigError: a flag is unknown, or a value is invalid.
+            SystemExit: --help was given; the help has been printed.
         """
         *parsed, rest = self.parse_args_into_dataclasses(
             list(argv), return_remaining_strings=True, look_for_args_file=False
@@ -71,7 +70,7 @@ class DocumentedParser(HfArgumentParser):
         return parsed
 
     def add_argument(self, *flags: str, **options: Any) -> Any:
-        """Add a flag as argparse does, its help being the docstring of its field."""
+        """Add a flag as argparse does, with the docstring of its field as help."""
         name = flags[0].lstrip("-")
         if name in self._field_docs:
             options["help"] = self._field_docs[name].replace("%", "%%")
@@ -82,7 +81,7 @@ class DocumentedParser(HfArgumentParser):
         return super().add_argument(*flags, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print.
+        """Raise the error that argparse would print.
 
         Raises:
             ConfigError: always.
@@ -91,7 +90,7 @@ class DocumentedParser(HfArgumentParser):
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Name -> docstring of every field of a dataclass, inherited ones first, each in one line."""
+    """Return name -> one-line docstring of each field of a dataclass, inherited fields first."""
     docs: dict[str, str] = {}
     for owner in reversed([each for each in kind.__mro__ if is_dataclass(each)]):
         definition = ast.parse(inspect.getsource(owner)).body[0]
@@ -113,8 +112,8 @@ def _read_json(kinds: Sequence[type], path: Path) -> list[Any]:
         raise ConfigError(f"The settings in '{path}' cannot be read: {error}.") from error
     if not isinstance(settings, dict):
         raise ConfigError(
-            f"'{path}' holds a {type(settings).__name__}; settings are an object of names and "
-            'values: {"name": value}.'
+            f"'{path}' holds a {type(settings).__name__}, not settings. Write an object of names "
+            'and values: {"name": value}.'
         )
     known = [name for kind in kinds for name in field_docs(kind)]
     refuse_unsupported({n: value for n, value in settings.items() if n not in known}, known)
@@ -133,7 +132,7 @@ def _flags_of_file(path: Path) -> list[str]:
     for name, value in settings.items():
         if isinstance(value, dict):
             raise ConfigError(
-                f"'{path}' has a table [{name}]; it holds plain lines, name = value, without one."
+                f"'{path}' has a table [{name}]. Write plain lines, name = value, without tables."
             )
         several = isinstance(value, list)
         flags += [f"--{name}", *map(str, value)] if several else [f"--{name}={value}"]
@@ -141,7 +140,7 @@ def _flags_of_file(path: Path) -> list[str]:
 
 
 def _read_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Name -> value of flags that no field claims; a flag without a value is True."""
+    """Return name -> value of flags that no dataclass has; a flag without a value is True."""
     given: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):

@@ -4,7 +4,7 @@ from ppo_core.errors import ConfigError
 
 
 def require(config: object, name: str, holds: bool, what: str) -> None:
-    """Refuse a setting that is not what it must be.
+    """Raise if a check of a setting failed.
 
     Raises:
         ConfigError: `holds` is False; the message gives the name, the value and `what`.
@@ -14,10 +14,10 @@ def require(config: object, name: str, holds: bool, what: str) -> None:
 
 
 def require_count(config: object, name: str) -> None:
-    """Refuse a setting that is not a whole number of at least 1.
+    """Raise if a setting is not an integer of at least 1.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the value is not an integer, or is below 1.
     """
     value = getattr(config, name)
     require(config, name, isinstance(value, int) and value >= 1, "a whole number, at least 1")

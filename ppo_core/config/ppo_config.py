@@ -1,4 +1,4 @@
-"""Settings of the trainings: frozen, checked once, when they are made."""
+"""Settings of PPO: frozen, and validated on construction."""
 
 from dataclasses import dataclass, fields
 from math import isfinite
@@ -14,226 +14,236 @@ from ppo_core.errors import ConfigError
 @refusing_unsupported
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(RunConfig):
-    """Everything that decides what PPO does, apart from the models and the prompts.
+    """All settings of PPO apart from the models and the prompts.
 
-    Names are those of TRL's PPO (1.12 and the classic one); defaults are those of "The N+
-    Implementation Details of RLHF with PPO" (arXiv:2403.17031). What is not in those two is off.
+    Names are those of TRL's PPO (1.12 and the classic trainer); defaults are those of "The N+
+    Implementation Details of RLHF with PPO" (arXiv:2403.17031). Options found in neither are off.
 
     Raises:
-        ConfigError: a value is out of range, two values contradict each other, or a name of
-            `transformers.TrainingArguments` or of TRL is given that PPO here does not honour.
+        ConfigError: a value is out of range, two values contradict each other, or a setting of
+            `transformers.TrainingArguments` or TRL is given that is not supported here.
     """
 
-    # --- How much, and in which portions ---
+    # --- Length of the run and sizes of batches ---
 
     total_episodes: int | None = None
-    """Responses to sample in the whole run, rounded up to whole updates; None takes
-    `num_train_epochs` passes over the prompts."""
+    """Responses sampled in the full run, rounded up to full updates; None: `num_train_epochs`
+    passes over the prompts."""
 
     batch_size: int | None = None
-    """Responses sampled for one PPO update, over all processes. None takes
+    """Responses sampled for one PPO update, over all processes; None:
     per_device_train_batch_size x gradient_accumulation_steps x processes."""
 
     num_ppo_epochs: int = 4
-    """Passes over each batch of responses."""
+    """Optimization epochs over each batch of responses."""
 
     num_mini_batches: int = 1
-    """Optimizer steps in one pass; must divide the batch."""
+    """Minibatches, and so optimizer steps, in one epoch; must divide the batch size."""
 
     max_tokens_per_microbatch: int | None = None
-    """Tokens in one forward and backward pass of one process over prompts and responses, fillers
-    included; None takes as many as `per_device_train_batch_size` of the longest rows have. Memory
-    grows with it. Pretraining texts go by rows all the same."""
+    """Maximum tokens of prompts and responses in one forward and backward pass of one process,
+    padding included. Memory grows with it. None: the tokens of the `per_device_train_batch_size`
+    longest sequences. Pretraining texts are always batched by their number."""
 
     local_rollout_forward_batch_size: int = 64
-    """Prompts sampled, or responses scored, together by one process; memory grows with it,
+    """Prompts answered, or responses scored, in one batch per process. Memory grows with it;
     results do not depend on it."""
 
     # --- Sampling ---
 
     response_length: int = 53
-    """Most tokens of a response, the stop token included."""
+    """Maximum tokens of a response, the stop token included."""
 
     temperature: float = 0.7
-    """The policy is softmax(logits / temperature), in sampling and in training alike."""
+    """The policy is softmax(logits / temperature), both in sampling and in training."""
 
     top_k: int = 0
-    """Sample from the k likeliest tokens alone; 0 from all. The loss corrects for it."""
+    """Sample only from the k likeliest tokens; 0 samples from all. Importance weights in the
+    loss correct for the truncation."""
 
     top_p: float = 1.0
-    """Sample from the likeliest tokens that hold this probability; 1 from all. As `top_k`."""
+    """Sample only from the smallest set of likeliest tokens with this total probability
+    (arXiv:1904.09751); 1 samples from all. Corrected in the loss like `top_k`."""
 
     stop_token: Literal["eos"] | None = "eos"
-    """Ends a response: the tokenizer's end-of-sequence token, or nothing."""
+    """Token that ends a response: `eos`, the tokenizer's end-of-sequence token, or None for no
+    token."""
 
     stop_token_id: int | None = None
-    """Token that ends a response, in the place of `stop_token`."""
+    """Id of the token that ends a response; overrides `stop_token`."""
 
     use_vllm: bool = False
-    """Have a vLLM server sample the responses, with the policy's weights of the moment
-    (docs/vllm.md); evaluations are sampled here."""
+    """Sample the training responses on a vLLM server, which receives the current weights of the
+    policy before each rollout (docs/vllm.md). Evaluation is sampled without the server."""
 
     vllm_importance_sampling_cap: float = 2.0
-    """Largest weight of a token in the loss where the server's probability of it is not the
-    policy's: min(policy / server, cap), truncated importance sampling."""
+    """Upper bound of a token's importance weight min(p_policy / p_server, cap), which corrects
+    the loss where the server's probability of a token differs from the policy's."""
 
     # --- The reward of a response ---
 
     missing_eos_penalty: float | None = None
-    """Subtracted from the score of a response that has no stop token."""
+    """Subtracted from the score of a response without a stop token; None subtracts nothing."""
 
     length_penalty: float = 0.0
     """Subtracted from the score for each token of a response."""
 
     overlong_buffer: int = 0
-    """The last tokens of `response_length` in which a penalty grows from 0 to
-    `overlong_penalty` (arXiv:2503.14476, eq. 13); 0 for none."""
+    """Number of final tokens of `response_length` over which a penalty grows linearly from 0 to
+    `overlong_penalty` (arXiv:2503.14476, eq. 13); 0 disables the penalty."""
 
     overlong_penalty: float = 1.0
-    """The penalty of a response that fills `response_length`, if there is an overlong_buffer."""
+    """Penalty of a response of `response_length` tokens; used only if `overlong_buffer` > 0."""
 
     use_score_scaling: bool = False
     """Divide scores by their running standard deviation."""
 
     use_score_norm: bool = False
-    """Take their running mean off first; needs use_score_scaling."""
+    """Subtract the running mean of the scores before scaling; requires use_score_scaling."""
 
     reward_weights: list[float] | None = None
-    """Weights of several rewards, in their order; None weighs each by 1."""
+    """Weights of the reward functions, in their order; None gives each weight 1."""
 
     score_clip: float | None = None
-    """Clip scores to -score_clip .. score_clip, after scaling."""
+    """Clip scores to [-score_clip, score_clip] after scaling; None clips nothing."""
 
     # --- The divergence from the reference ---
 
     kl_coef: float = 0.05
-    """Weight of the KL divergence from the reference, per token; where it adapts, the first."""
+    """Weight of the KL divergence from the reference, per token; the initial weight if
+    `kl_target` is set."""
 
     kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
-    """How that divergence is estimated at a token (http://joschu.net/blog/kl-approx.html)."""
+    """Estimator of that divergence at each token (http://joschu.net/blog/kl-approx.html); `full`
+    computes it exactly over the vocabulary."""
 
     kl_in_loss: bool = False
-    """Put the divergence into the loss and not into the reward. Use k2 or full: the expected
-    gradient of k1 in the loss is 0, and that of k3 is the other direction's
-    (`ppo_core.algorithm.kl`)."""
+    """Add the divergence to the loss instead of subtracting it from the reward. Use k2 or full:
+    in the loss, the expected gradient of k1 is 0, and that of k3 is the gradient of
+    KL(reference || policy) (`ppo_core.algorithm.kl`)."""
 
     kl_target: float | None = None
-    """Nats a response that kl_coef is adapted to (arXiv:1909.08593, section 2.2); None: fixed."""
+    """Target of the divergence, in nats per response, to which kl_coef adapts (arXiv:1909.08593,
+    section 2.2); None keeps kl_coef fixed."""
 
     kl_horizon: int = 10_000
-    """Episodes over which an adapted kl_coef changes by about a fifth at most."""
+    """Episodes over which an adaptive kl_coef changes by at most about 20%."""
 
     reference_refresh_updates: int = 0
-    """Updates after which the reference becomes a copy of the policy; 0 never."""
+    """Copy the policy into the reference every this many updates; 0 never."""
 
     # --- Advantages ---
 
     whiten_rewards: bool = False
-    """Divide the token rewards by their standard deviation over the batch; the mean is kept."""
+    """Scale token rewards to standard deviation 1 over the batch; their mean is kept."""
 
     whiten_advantages: bool = True
-    """Standardise the advantages over the batch: mean 0, standard deviation 1."""
+    """Standardize advantages over the batch to mean 0 and standard deviation 1."""
 
     gamma: float = 1.0
-    """Discount per token."""
+    """Discount factor per token."""
 
     lam: float = 0.95
-    """Lambda of generalized advantage estimation."""
+    """Lambda of generalized advantage estimation (arXiv:1506.02438)."""
 
     lam_critic: float | None = None
-    """Lambda of the critic's targets (decoupled GAE, arXiv:2503.01491); None takes `lam`."""
+    """Lambda of the critic's targets (decoupled GAE, arXiv:2503.01491); None: `lam`."""
 
     # --- The losses ---
 
     cliprange: float = 0.2
-    """The probability ratio is clipped to 1 - cliprange .. 1 + cliprange."""
+    """Clip the probability ratio to [1 - cliprange, 1 + cliprange] (arXiv:1707.06347, eq. 7)."""
 
     cliprange_high: float | None = None
-    """The upper side on its own (clip-higher, arXiv:2503.14476); None takes `cliprange`."""
+    """Upper bound of the ratio is 1 + cliprange_high (clip-higher, arXiv:2503.14476); None:
+    `cliprange`."""
 
     dual_clip: float | None = None
-    """With a negative advantage the loss is at most dual_clip x |advantage|
-    (arXiv:1912.09729, eq. 5); above 1, None for no bound."""
+    """Bound the loss of a token with negative advantage by dual_clip x |advantage|
+    (arXiv:1912.09729, eq. 5). Must be above 1; None sets no bound."""
 
     loss_aggregation: Literal["token", "sequence", "fixed_length"] = "token"
-    """Mean over all tokens of a step, or over its responses' own means, or the sum divided by
-    responses x response_length (arXiv:2503.20783)."""
+    """Loss of an optimizer step: `token` is the mean over all tokens, `sequence` the mean over
+    the responses' means, `fixed_length` the sum divided by responses x response_length
+    (arXiv:2503.20783)."""
 
     vf_coef: float = 0.1
-    """Weight of the value loss beside the policy loss."""
+    """Weight of the value loss, relative to the policy loss."""
 
     cliprange_value: float = 0.2
-    """A new value is clipped to this distance from the value at sampling time."""
+    """Clip new values to at most this distance from the values at sampling time."""
 
     critic_learning_rate: float | None = None
-    """Peak learning rate of the critic; None takes `learning_rate`."""
+    """Peak learning rate of the critic; None: `learning_rate`."""
 
     critic_warmup_updates: int = 0
-    """First updates in which the critic alone learns."""
+    """Number of initial updates that train only the critic."""
 
     shared_critic: bool = False
-    """The critic is a value head on the policy's own backbone."""
+    """Use a value head on the policy's backbone as the critic."""
 
     ptx_coef: float = 0.0
-    """Weight of the language-modelling loss on pretraining texts (PPO-ptx, arXiv:2203.02155)."""
+    """Weight of the language-modeling loss on pretraining texts (PPO-ptx, arXiv:2203.02155)."""
 
     ema_decay: float | None = None
-    """Decay per update of a running mean of the policy's weights, which is then what is
-    evaluated and saved; None keeps no mean."""
+    """Decay per update of an exponential moving average of the policy's weights. If set, the
+    average is evaluated and saved instead of the trained weights. None keeps no average."""
 
     # --- When to stop, and when to warn ---
 
     target_kl: float | None = None
-    """Passes over a batch end when the policy has moved 1.5 x this many nats a token; all
-    processes agree on it."""
+    """Stop the epochs over a batch once the policy has moved more than 1.5 x this many nats per
+    token, over all processes; None never stops early."""
 
     ratio_threshold: float | None = None
-    """An optimizer step whose mean probability ratio is above it is skipped."""
+    """Skip an optimizer step whose mean probability ratio exceeds this; None skips none."""
 
     max_skipped_steps: int = 3
-    """Optimizer steps in a row skipped for a non-finite loss or gradient that end the run."""
+    """Consecutive optimizer steps skipped for a non-finite loss or gradient after which the run
+    fails."""
 
     warn_kl: float = 50.0
-    """Warn when a response is further than this many nats from the reference."""
+    """Warn when the KL divergence from the reference exceeds this many nats per response."""
 
     warn_ratio: float = 2.0
-    """Warn when the mean ratio of an update is above this, or below a fifth of its inverse."""
+    """Warn when the mean probability ratio of an update is above this, or below 1/5 of its
+    inverse."""
 
     warn_entropy: float = 0.05
-    """Warn when the next token's entropy falls below this many nats."""
+    """Warn when the mean entropy of the policy falls below this many nats per token."""
 
     warn_explained_variance: float = -0.5
-    """Warn when the critic explains less than this share of the returns' variance."""
+    """Warn when the critic explains less than this share of the variance of the returns."""
 
     warn_length_growth: float = 2.0
-    """Warn when responses are this many times as long as in the first update."""
+    """Warn when the mean response is this many times as long as in the first update."""
 
     warn_repetition: float = 0.5
-    """Warn when this share of the 3-grams of the responses are repeats."""
+    """Warn when more than this share of 3-grams in responses are repeats."""
 
     # --- Samples, and what scripts around the trainer read ---
 
     num_sample_generations: int = 10
-    """Times in a run that the evaluation prompts are answered and shown as a table."""
+    """Number of times in a run that the evaluation prompts are answered and printed as a table."""
 
     sft_model_path: str | None = None
-    """The policy to start from, as `python -m ppo_core` and scripts read it."""
+    """Folder or hub id of the initial policy; read by `python -m ppo_core` and scripts."""
 
     reward_model_path: str | None = None
-    """The reward model, as `python -m ppo_core` and scripts read it."""
+    """Folder or hub id of the reward model; read by `python -m ppo_core` and scripts."""
 
     model_adapter_name: str | None = None
-    """PEFT adapter that is trained, where the policy has several; None takes the active one."""
+    """Name of the PEFT adapter to train, if the policy has several; None: the active one."""
 
     ref_adapter_name: str | None = None
-    """PEFT adapter that is the reference; None is the base model without adapters."""
+    """Name of the PEFT adapter that is the reference; None: the base model without adapters."""
 
     ds3_gather_for_generation: bool = True
-    """Where weights are sharded (zero3, fsdp2), gather them once for a rollout, which is far
-    faster. False gathers layer by layer in each pass, for a policy that one process cannot hold."""
+    """With sharded weights (zero3, fsdp2), gather them once per rollout, which is far faster.
+    False gathers layer by layer in each forward pass, for policies too large for one process."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, before anything is loaded."""
+        """Check the values before anything is loaded."""
         _check_types(self)
         _check_ranges(self)
         _check_choices(self)
@@ -241,7 +251,7 @@ class PPOConfig(RunConfig):
 
 
 def _check_types(config: PPOConfig) -> None:
-    """Refuse text where a number belongs, and numbers that are not finite."""
+    """Raise if a number is not a finite number, or a switch not a bool."""
     for name, hint in get_type_hints(PPOConfig).items():
         kinds = set(get_args(hint) or (hint,))
         value = getattr(config, name)
@@ -271,7 +281,7 @@ def _check_ranges(config: PPOConfig) -> None:
             require_count(config, name)
     if config.save_total_limit == 1:
         raise ConfigError(
-            "save_total_limit=1 would leave nothing to go back to where the only checkpoint is "
+            "save_total_limit=1 would leave no checkpoint to resume from if the only one is "
             "damaged. Set at least 2, or None to keep all."
         )
     for name in (
@@ -340,8 +350,8 @@ def _check_combinations(config: PPOConfig) -> None:
     if config.batch_size is not None and (left := config.batch_size % config.num_mini_batches):
         raise ConfigError(
             f"num_mini_batches={config.num_mini_batches} does not divide "
-            f"batch_size={config.batch_size}: {left} responses would be dropped in every pass. "
-            "Choose a batch_size that is a multiple of it."
+            f"batch_size={config.batch_size}: {left} responses would be dropped in every epoch. "
+            "Choose a batch_size that is a multiple of num_mini_batches."
         )
     if config.warmup_steps and config.warmup_ratio:
         raise ConfigError(
@@ -350,8 +360,8 @@ def _check_combinations(config: PPOConfig) -> None:
         )
     if config.lr_scheduler_type == "constant" and (config.warmup_steps or config.warmup_ratio):
         raise ConfigError(
-            "lr_scheduler_type='constant' has no warm-up, and the one that is set would be ignored."
-            " Set lr_scheduler_type='constant_with_warmup'."
+            "lr_scheduler_type='constant' has no warm-up: warmup_steps and warmup_ratio would be "
+            "ignored. Set lr_scheduler_type='constant_with_warmup'."
         )
     if config.missing_eos_penalty and config.stop_token is None and config.stop_token_id is None:
         raise ConfigError(
@@ -360,7 +370,7 @@ def _check_combinations(config: PPOConfig) -> None:
         )
     if config.kl_target is not None and config.kl_coef == 0:
         raise ConfigError(
-            f"kl_target={config.kl_target} adapts kl_coef by factors, and from kl_coef=0 it would "
+            f"kl_target={config.kl_target} adapts kl_coef by multiplication, so kl_coef=0 would "
             "stay 0. Set kl_coef above 0."
         )
     if config.use_score_norm and not config.use_score_scaling:
@@ -370,7 +380,8 @@ def _check_combinations(config: PPOConfig) -> None:
     if config.overlong_buffer > config.response_length:
         raise ConfigError(
             f"overlong_buffer={config.overlong_buffer} is longer than "
-            f"response_length={config.response_length}: every response would be penalised."
+            f"response_length={config.response_length}: every response would be penalized. "
+            "Set it to at most response_length."
         )
     if (config.top_k or config.top_p < 1) and config.kl_estimator == "k1":
         raise ConfigError(
@@ -391,9 +402,9 @@ def _check_vllm(config: PPOConfig) -> None:
     require(config, "vllm_server_base_url", is_root, "http://HOST:PORT, without /v1")
     if config.use_vllm and config.vllm_weights_dir is None:
         raise ConfigError(
-            "use_vllm=True needs vllm_weights_dir: the server reads the policy's weights from a "
-            "folder that it sees at the same path, and without one it would sample from its own. "
-            "Set it, on one machine for example to /dev/shm/weights."
+            "use_vllm=True needs vllm_weights_dir: the server reads the policy's weights from that "
+            "folder, at the same path; without it the server would sample from its initial "
+            "weights. On a single machine, set it for example to /dev/shm/weights."
         )
     names = [field.name for field in fields(config) if field.name.startswith("vllm_")]
     defaults = {field.name: field.default for field in fields(config)}

@@ -1,4 +1,4 @@
-"""Names of other trainers' settings that PPO here does not honour, and what to use instead."""
+"""Settings of TRL and transformers that are not supported, and what to use instead."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -10,6 +10,9 @@ from ppo_core.errors import ConfigError
 
 Settings = TypeVar("Settings")
 
+Unsupported = Mapping[str, tuple[tuple[object, ...], str]]
+"""Name of a setting -> values that are accepted and ignored, and what to use instead."""
+
 _SIZES = (
     "it follows from batch_size, or per_device_train_batch_size x gradient_accumulation_steps x "
     "processes, and from num_mini_batches: set those"
@@ -17,18 +20,18 @@ _SIZES = (
 _LAUNCHER = "the launcher sets it: accelerate launch --config_file FILE -m ppo_core, or torchrun"
 _SHARDING = "set sharding='fsdp2' or 'zero3', or start with accelerate launch --config_file FILE"
 _NO_LOADER = "prompts are a list of token ids in memory, there is no data loader: leave it out"
-_NO_COMPILE = "models run as they are handed in: leave it out"
+_NO_COMPILE = "models are not compiled: leave it out"
 _NO_LOSS = "an evaluation answers prompts and scores them, it has no labels and no loss"
 _NO_BEST = "compare the evaluations and load the checkpoint that you want"
-_OPTIMIZER = "hand it over made: PPOTrainer(..., optimizers=(optimizer, scheduler))"
-_BFLOAT16 = "set bf16=True: half precision in fp16 needs loss scaling, which is not done here"
-_TRACKIO = "metrics go through transformers' integrations that report_to names"
+_OPTIMIZER = "pass your own: PPOTrainer(..., optimizers=(optimizer, scheduler))"
+_BFLOAT16 = "set bf16=True: fp16 would need loss scaling, which is not implemented"
+_TRACKIO = "metrics are sent by the transformers integrations in report_to: leave it out"
 _READ = "it is read from the model: leave it out"
-_TRACKED = "it only described the run: set run_name"
-_VLLM = "start the server with vllm serve, whose flags say it, and set vllm_server_base_url"
+_TRACKED = "it only labels the run: set run_name"
+_VLLM = "set it with a flag of vllm serve, and set vllm_server_base_url"
 _CHECKPOINTING = "set gradient_checkpointing=True, which is non-reentrant"
 
-INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
+INSTEAD: Unsupported = {
     # transformers.TrainingArguments: length, optimizer, precision
     "max_steps": ((-1,), "set total_episodes, the responses of the whole run"),
     "lr_scheduler_kwargs": ((None, {}), _OPTIMIZER),
@@ -50,8 +53,11 @@ INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
     "torch_compile_mode": ((None,), _NO_COMPILE),
     "use_liger_kernel": ((False,), "log-probabilities are computed in chunks already"),
     "liger_kernel_config": ((None,), "log-probabilities are computed in chunks already"),
-    "use_cache": ((False,), "sampling keeps a cache and training does not, always"),
-    "neftune_noise_alpha": ((None,), "noise would move the policy off what was sampled from"),
+    "use_cache": ((False,), "sampling always uses a cache, training never does"),
+    "neftune_noise_alpha": (
+        (None,),
+        "with noise, the trained policy would not be the one that sampled",
+    ),
     "torch_empty_cache_steps": (
         (None,),
         "lower per_device_train_batch_size or local_rollout_forward_batch_size",
@@ -73,7 +79,7 @@ INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
     "trackio_space_id": ((None,), _TRACKIO),
     "trackio_bucket_id": ((None,), _TRACKIO),
     "trackio_static_space_id": ((None,), _TRACKIO),
-    "debug": (("", []), "a loss or gradient that is not finite is always found and its step left"),
+    "debug": (("", []), "optimizer steps with a non-finite loss or gradient are always skipped"),
     "skip_memory_metrics": ((True,), "profile with torch.profiler"),
     # evaluation
     "eval_delay": ((0,), "set eval_steps"),
@@ -99,10 +105,10 @@ INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
     "hub_always_push": ((False,), "call trainer.push_to_hub() when you want an upload"),
     "hub_revision": ((None,), "call trainer.push_to_hub(), which uploads to the main branch"),
     "resume_from_checkpoint": ((None,), "call trainer.train(resume_from_checkpoint=...)"),
-    "ignore_data_skip": ((False,), "a resumed run goes on with the prompts that were due"),
-    "restore_callback_states_from_checkpoint": ((True,), "a resumed run restores them always"),
+    "ignore_data_skip": ((False,), "a resumed run always continues with the next prompts"),
+    "restore_callback_states_from_checkpoint": ((True,), "a resumed run always restores them"),
     # data
-    "remove_unused_columns": ((True, False), "only the prompt is ever read"),
+    "remove_unused_columns": ((True, False), "only the prompt is read"),
     "train_sampling_strategy": (("random",), "every pass over the prompts has a new seeded order"),
     "length_column_name": (("length",), "batches are sorted by length where that saves time"),
     "dataloader_drop_last": ((False,), "no prompt is dropped: a batch may span two passes"),
@@ -128,14 +134,14 @@ INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
     "do_train": ((True,), "trainer.train() trains"),
     "do_eval": ((), "set eval_strategy='steps' and eval_steps"),
     "do_predict": ((False,), "call trainer.generate_completions()"),
-    # TRL's PPOConfig: what it works out for itself
+    # TRL's PPOConfig: fields that it computes
     "world_size": ((None,), _LAUNCHER),
     "num_total_batches": ((None,), "set total_episodes; updates are total_episodes / batch_size"),
     "micro_batch_size": ((None,), _SIZES),
     "local_batch_size": ((None,), _SIZES),
     "mini_batch_size": ((None,), _SIZES),
     "local_mini_batch_size": ((None,), _SIZES),
-    # TRL's classic PPOConfig, which ppo_core.classic has: what is named otherwise here
+    # TRL's classic PPOConfig (see ppo_core.classic): settings with other names here
     "backward_batch_size": ((None,), _SIZES),
     "global_backward_batch_size": ((None,), _SIZES),
     "global_batch_size": ((None,), _SIZES),
@@ -158,17 +164,20 @@ INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
     "task_name": ((None,), _TRACKED),
     "query_dataset": ((), _TRACKED),
     "model_name": ((), _TRACKED),
-    "reward_model": ((), "hand it over: PPOTrainer(..., reward_model=...)"),
+    "reward_model": ((), "pass it: PPOTrainer(..., reward_model=...)"),
     "is_encoder_decoder": ((None,), _READ),
     "is_peft_model": ((None,), _READ),
     "optimize_cuda_cache": ((None, False), "memory is freed when a phase ends: leave it out"),
     "optimize_device_cache": ((False,), "memory is freed when a phase ends: leave it out"),
-    # what TRL's scripts take beside its settings
+    # arguments of TRL's scripts
     "trust_remote_code": (
         (False,),
         "code from a model's repository is never run; use a model that is part of transformers",
     ),
-    "lora_dropout": ((0.0,), "dropout is off in PPO: what learns must be the policy that sampled"),
+    "lora_dropout": (
+        (0.0,),
+        "dropout is off in PPO, as the trained policy must be the one that sampled",
+    ),
     "lora_task_type": (("CAUSAL_LM",), "the adapters are the policy's, a causal language model's"),
     "bnb_4bit_quant_storage": ((None,), "4-bit weights are stored in bytes, bitsandbytes' default"),
     "dataset_streaming": ((False,), "the prompts are read into memory"),
@@ -184,70 +193,66 @@ INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
     "vllm_enable_sleep_mode": ((False,), _VLLM),
     "vllm_importance_sampling_correction": (
         (True,),
-        "what the server's rounding changes is always corrected; vllm_importance_sampling_cap "
-        "bounds it",
+        "differences caused by the server's rounding are always corrected; "
+        "vllm_importance_sampling_cap bounds the correction",
     ),
-    "vllm_importance_sampling_mode": (("token_truncate",), "weights are per token, and truncated"),
+    "vllm_importance_sampling_mode": (("token_truncate",), "weights are per token and truncated"),
     # names of older transformers
     "overwrite_output_dir": ((False,), "choose another output_dir, or remove the old checkpoints"),
     "logging_dir": ((None,), "set the environment variable TENSORBOARD_LOGGING_DIR"),
     "save_safetensors": ((True,), "weights are always written as safetensors"),
-    "group_by_length": ((False,), "passes are sorted by length already, and batches stay random"),
+    "group_by_length": (
+        (False,),
+        "microbatches are sorted by length already, and batches stay random",
+    ),
     "evaluation_strategy": (("no",), "set eval_strategy"),
     "config": ((), "write the settings into a TOML file: python -m ppo_core settings.toml"),
 }
-"""Name -> the values that are what happens anyway, and what to use in the place of another."""
+"""Name -> accepted values, which describe what happens anyway, and what to use instead."""
 
 
 def refuse_unsupported(
-    given: Mapping[str, Any],
-    honoured: Collection[str],
-    instead: Mapping[str, tuple[tuple[object, ...], str]] = INSTEAD,
+    given: Mapping[str, Any], supported: Collection[str], instead: Unsupported = INSTEAD
 ) -> dict[str, Any]:
-    """The settings of `given` whose names are `honoured`.
+    """Return the settings of `given` whose names are `supported`.
 
-    Left out are names of other trainers, known from `instead`, whose value is what happens
-    anyway.
+    A setting in `instead` is dropped if its value is accepted there.
 
     Raises:
-        ConfigError: any other name is given, which would be accepted and ignored.
+        ConfigError: a setting is unknown, or has a value that is not supported.
     """
     for name, value in given.items():
-        if name not in honoured:
-            _refuse(name, value, honoured, instead)
-    return {name: value for name, value in given.items() if name in honoured}
+        if name not in supported:
+            _check_unsupported(name, value, supported, instead)
+    return {name: value for name, value in given.items() if name in supported}
 
 
-def _refuse(
-    name: str,
-    value: object,
-    honoured: Collection[str],
-    known: Mapping[str, tuple[tuple[object, ...], str]],
+def _check_unsupported(
+    name: str, value: object, supported: Collection[str], unsupported: Unsupported
 ) -> None:
-    if name not in known:
-        similar = get_close_matches(name, honoured, n=1)
+    if name not in unsupported:
+        similar = get_close_matches(name, supported, n=1)
         hint = f" Did you mean {similar[0]}?" if similar else " Remove it."
         raise ConfigError(f"There is no setting {name}, so {value!r} would change nothing.{hint}")
-    accepted, instead = known[name]
+    accepted, instead = unsupported[name]
     if value not in accepted:
-        raise ConfigError(f"{name}={value!r} is not honoured: {instead}.")
+        raise ConfigError(f"{name}={value!r} is not supported: {instead}.")
 
 
 def refusing_unsupported(
-    settings: type[Settings],
-    instead: Mapping[str, tuple[tuple[object, ...], str]] = INSTEAD,
+    settings: type[Settings], instead: Unsupported = INSTEAD
 ) -> type[Settings]:
-    """A dataclass of settings, made to refuse by name what it does not honour.
+    """Make the constructor of a settings dataclass call `refuse_unsupported`.
 
     Raises:
-        TypeError: it is no dataclass.
+        TypeError: `settings` is not a dataclass.
     """
-    honoured = [field.name for field in fields(settings)]  # type: ignore[arg-type]
+    supported = [field.name for field in fields(settings)]  # type: ignore[arg-type]
     generated: Callable[..., None] = vars(settings)["__init__"]
 
     @wraps(generated)
     def init(self: Settings, **given: Any) -> None:
-        generated(self, **refuse_unsupported(given, honoured, instead))
+        generated(self, **refuse_unsupported(given, supported, instead))
 
     settings.__init__ = init  # type: ignore[method-assign, assignment]
     return settings

@@ -1,4 +1,4 @@
-"""Chat messages: what they are, and their text by a tokenizer's own template."""
+"""Chat messages, rendered and encoded by the tokenizer's chat template."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.errors import DataError
 
 Messages = Sequence[Mapping[str, str]]
-"""A conversation: "role" and "content" of each message, oldest first."""
+"""A conversation: messages with "role" and "content", oldest first."""
 
 
 def is_messages(value: object) -> TypeGuard[Messages]:
-    """Whether a value is a conversation of at least one message, and not text or token ids."""
+    """Return whether a value is a non-empty conversation rather than text or token ids."""
     return (
         isinstance(value, Sequence)
         and len(value) > 0
@@ -24,7 +24,7 @@ def is_messages(value: object) -> TypeGuard[Messages]:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, *, answer_follows: bool
 ) -> str:
-    """The text of a conversation; `answer_follows` opens the assistant's turn behind it.
+    """Return the text of a conversation; `answer_follows` appends the start of an assistant turn.
 
     Raises:
         DataError: the tokenizer has no chat template, the template refuses the conversation,
@@ -33,13 +33,13 @@ def render_chat(
     if tokenizer.chat_template is None:
         raise DataError(
             "The tokenizer has no chat template, so messages cannot become text. Set its "
-            "chat_template, start from a chat model, or give text in the place of messages."
+            "chat_template, start from a chat model, or give text instead of messages."
         )
     for message in messages:
         if not all(isinstance(message.get(name), str) for name in ("role", "content")):
             raise DataError(
                 f"A message needs the texts 'role' and 'content'; it is {message!r:.120}. "
-                "Mend or drop the row."
+                "Fix or remove the row."
             )
     try:
         return str(
@@ -50,15 +50,15 @@ def render_chat(
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(
-            f"The chat template refuses messages of the roles {roles}: {error}. Bring the rows "
-            "into the order that it wants, or set another chat_template."
+            f"The chat template rejects messages with the roles {roles}: {error}. Reorder the "
+            "messages of each row as the template requires, or set another chat_template."
         ) from error
 
 
 def missing_end(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The end-of-sequence token, as a list, or nothing where a conversation's text ends in it.
+    """Return [end-of-sequence token], or [] if the text of a conversation already ends in it.
 
-    Many templates end a turn with that token and a line break; such a text needs no second one.
+    Many templates end a turn with that token and a line break, which counts as ended.
 
     Raises:
         DataError: the tokenizer has no end-of-sequence token.
@@ -69,10 +69,10 @@ def missing_end(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, end: bool) -> list[int]:
-    """Token ids of a whole conversation; `end` sees to an end-of-sequence token at its end.
+    """Return token ids of a conversation; `end` makes them end in an end-of-sequence token.
 
     Raises:
-        DataError: as `render_chat`, or there is no end-of-sequence token to append.
+        DataError: as `render_chat`; or `end` is True and the tokenizer has no such token.
     """
     text = render_chat(tokenizer, messages, answer_follows=False)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""Rows of a data set by its name: a file, a folder, or an id on the hub."""
+"""Load the rows of a data set from a file, a folder, or a hub id."""
 
 from pathlib import Path
 
@@ -8,22 +8,21 @@ from datasets.exceptions import DatasetGenerationError
 from ppo_core.errors import ConfigError, DataError
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-"""Reader of `datasets` by the ending of a file."""
+"""File suffix -> builder name of `datasets`."""
 
 
 def load_rows(path: str, split: str = "train", config: str | None = None) -> Dataset:
-    """The rows of one split of a data set.
+    """Return the rows of one split of a data set.
 
     Args:
-        path: a .jsonl, .json or .parquet file; a folder that `datasets` saved, or one of such
-            files; or a hub id. No code of a data set is run.
-        split: its name, or a slice such as `train[:100]`; a file is all `train`.
-        config: the configuration of a hub data set that has several.
+        path: a .jsonl, .json or .parquet file; a folder of such files, or written by
+            `save_to_disk`; or a hub id. Code of a data set is never run.
+        split: name of a split, or a slice such as `train[:100]`; a file has only `train`.
+        config: configuration name of a hub data set that has several.
 
     Raises:
         ConfigError: `config` is given with a local file or folder, which has none.
-        DataError: the data set, the configuration or the split is not there, cannot be read,
-            or has no row.
+        DataError: the data set, configuration or split is missing, unreadable or empty.
     """
     local = Path(path)
     if local.exists() and config is not None:
@@ -34,11 +33,11 @@ def load_rows(path: str, split: str = "train", config: str | None = None) -> Dat
         raise
     except DatasetGenerationError as error:
         raise _unreadable(path, split, error.__cause__ or error) from error
-    # What is not there or not reachable is an OSError; a wrong split or id is a ValueError.
+    # A missing or unreachable data set is an OSError; an invalid split or id is a ValueError.
     except (OSError, ValueError) as error:
         raise _unreadable(path, split, error) from error
     if len(rows) == 0:
-        raise DataError(f"The split '{split}' of '{path}' has no row. Name one with rows.")
+        raise DataError(f"The split '{split}' of '{path}' has no row. Choose another split.")
     return rows
 
 
@@ -52,7 +51,7 @@ def _read_local(path: Path, split: str) -> Dataset:
     if isinstance(saved, DatasetDict):
         if split not in saved:
             raise DataError(
-                f"'{path}' has no split '{split}'; it has: {', '.join(saved)}. Name one of them."
+                f"'{path}' has no split '{split}'; it has: {', '.join(saved)}. Choose one of them."
             )
         return saved[split]
     if split != "train":
@@ -69,7 +68,7 @@ def _read_file(path: Path, split: str) -> Dataset:
         )
     with path.open("rb") as file:
         if not file.read(1024).strip():
-            raise DataError(f"'{path}' is empty: it has no row. Name a file with at least one.")
+            raise DataError(f"'{path}' is empty. Give a file with at least one row.")
     return load_dataset(reader, data_files=str(path), split=split)
 
 
@@ -83,7 +82,7 @@ def _unreadable(path: str, split: str, error: BaseException) -> DataError:
     reason = " ".join(str(error).split()).rstrip(".")
     if Path(path).exists():
         return DataError(
-            f"The split '{split}' of '{path}' cannot be read: {reason}. Mend the file or name "
+            f"The split '{split}' of '{path}' cannot be read: {reason}. Fix the file or choose "
             "another split; each line of a jsonl file is one JSON object."
         )
     return DataError(

@@ -1,4 +1,4 @@
-"""The prompts of a run, as the data set has them and as token ids."""
+"""The prompts of a run, as given in the data set and as token ids."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -24,20 +24,20 @@ Collator = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts, row by row."""
+    """Prompts of a run, in the order of the data set."""
 
     prompts: list[Prompt]
-    """As they were given: text, messages or token ids."""
+    """Prompts as given: text, messages or token ids."""
 
     tokens: list[Tokens]
-    """The policy's token ids."""
+    """Token ids of each prompt, by the policy's tokenizer."""
 
     def digest(self) -> str:
-        """A short digest of the tokens, in their order."""
+        """Return a short digest of the token ids in order."""
         return hashlib.sha256(repr(self.tokens).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
-        """Number of prompts."""
+        """Return the number of prompts."""
         return len(self.tokens)
 
 
@@ -48,17 +48,17 @@ def make_prompt_set(
     config: PPOConfig,
     collator: Collator | None = None,
 ) -> PromptSet:
-    """The prompts of a data set, checked against the model that is to answer them.
+    """Return the prompts of a data set, checked against the model that answers them.
 
-    A `collator` gets one row at a time, and gives its "input_ids" and what of them is padding,
-    its "attention_mask", if any is.
+    A `collator` is called with one row at a time; it returns "input_ids" and optionally the
+    "attention_mask" that marks padding.
 
     Raises:
-        DataError: there is no prompt, one leaves no room for a response, or one has a token
-            that the model does not know.
+        DataError: there is no prompt, one leaves no space for a response, or one has a token
+            without an embedding in the model.
     """
     if collator is not None:
-        # Row by row the collator has little to fill up; the mask says what.
+        # One row at a time, so that the collator adds little padding, which the mask removes.
         dataset = [_collated(collator, dataset[number]) for number in range(len(dataset))]
     prompts = prompts_of(dataset)
     tokens = encode_prompts(tokenizer, prompts, num_proc=config.dataset_num_proc)
@@ -73,7 +73,7 @@ def _collated(collator: Collator, row: Any) -> dict[str, Tokens]:
     batch = collator([row])
     if "input_ids" not in batch:
         raise DataError(
-            f"The data collator gave {', '.join(batch)}, and no input_ids: there is no prompt. "
+            f"The data collator gave {', '.join(batch)}, and no input_ids to take a prompt from. "
             "Return input_ids, or leave data_collator=None."
         )
     names = [name for name in ("input_ids", "attention_mask") if name in batch]
@@ -81,11 +81,11 @@ def _collated(collator: Collator, row: Any) -> dict[str, Tokens]:
 
 
 def _check_known(prompts: Sequence[Tokens], vocabulary: int) -> None:
-    """A pad token that was added to the tokenizer has no embedding, and none is needed."""
+    """Raise if a prompt has a token without an embedding, such as an added pad token."""
     for number, tokens in enumerate(prompts):
         if (largest := max(tokens)) >= vocabulary:
             raise DataError(
-                f"Prompt {number} has the token {largest}, and the policy has embeddings for "
-                f"{vocabulary}. Leave the padding away (prompts are never padded here), or resize "
-                "the embeddings."
+                f"Prompt {number} has the token {largest}, but the policy has only {vocabulary} "
+                "embeddings. Remove padding from the prompts (none is needed here), or resize the "
+                "embeddings."
             )

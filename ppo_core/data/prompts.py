@@ -1,4 +1,4 @@
-"""Prompts: from data sets to token ids, from token ids to text, and their endless stream."""
+"""Prompts: read from data sets, encoded, decoded, checked, and drawn in random order."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,29 +15,28 @@ from ppo_core.errors import DataError
 Tokens = list[int]
 
 Prompt: TypeAlias = str | Messages | Sequence[int]
-"""Text, chat messages, or the policy's token ids (an array or a tensor will do as well)."""
+"""Text, chat messages, or the policy's token ids (also as an array or tensor)."""
 
 PROMPT_COLUMNS = ("input_ids", "prompt", "messages", "query")
-"""Where a row may keep its prompt; the first that is there is taken."""
+"""Columns that may hold the prompt of a row; the first one present is used."""
 
 
 # --- From data sets to prompts -----------------------------------------------------
 
 
 def prompts_of(dataset: Iterable[Any]) -> list[Prompt]:
-    """The prompts of a `datasets.Dataset`, of a list of rows, or of a list of prompts.
+    """Return the prompts of a `datasets.Dataset`, a list of rows, or a list of prompts.
 
-    A row is a mapping with one of `PROMPT_COLUMNS`. Tokens of "input_ids" that its
-    "attention_mask" hides are padding and left out; of "messages", an answer that the
-    assistant gives at the end is left out.
+    A row is a mapping with one of `PROMPT_COLUMNS`. Padding in "input_ids", as marked by
+    "attention_mask", is removed; so is a final assistant message in "messages".
 
     Raises:
-        DataError: it is one text, or a row has none of the columns.
+        DataError: the data set is one text or a mapping, or a row has none of the columns.
     """
     if isinstance(dataset, Mapping):
         raise DataError(
             f"The prompts are a mapping of {', '.join(map(str, dataset))}, not one data set. "
-            "Choose a split, as in dataset['train']."
+            "Choose a split, for example dataset['train']."
         )
     if isinstance(dataset, str):
         raise DataError(
@@ -54,8 +53,8 @@ def _prompt_of_row(columns: Mapping[str, Any], row: int) -> Prompt:
     name = next((name for name in PROMPT_COLUMNS if columns.get(name) is not None), None)
     if name is None:
         raise DataError(
-            f"Row {row} has no prompt: its columns are {', '.join(map(str, columns))}, and none of "
-            f"{', '.join(PROMPT_COLUMNS)} is there and filled. Rename a column."
+            f"Row {row} has no prompt: its columns are {', '.join(map(str, columns))}, and it has "
+            f"no value in {', '.join(PROMPT_COLUMNS)}. Rename a column."
         )
     prompt: Prompt = columns[name]
     if name == "input_ids" and columns.get("attention_mask") is not None:
@@ -69,13 +68,13 @@ def _without_padding(ids: Tokens, mask: Sequence[int], row: int) -> Tokens:
     if len(ids) != len(mask):
         raise DataError(
             f"Row {row} has {len(ids)} input_ids and an attention_mask of {len(mask)}; they must "
-            "be equally long. Tokenise the row again."
+            "have equal lengths. Tokenize the row again."
         )
-    return [token for token, seen in zip(ids, mask, strict=True) if seen]
+    return [token for token, visible in zip(ids, mask, strict=True) if visible]
 
 
 def _plain(ids: Any) -> Any:
-    """An array or a tensor as a list; anything else as it is."""
+    """Return an array or a tensor as a list, any other value unchanged."""
     return ids.tolist() if hasattr(ids, "tolist") else ids
 
 
@@ -83,14 +82,14 @@ def _plain(ids: Any) -> Any:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Tokens:
-    """Token ids of a prompt, without an end token.
+    """Return the token ids of a prompt, without an end-of-sequence token.
 
-    Text gets the tokenizer's own start tokens; messages are rendered by its chat template, up
-    to where the assistant answers; token ids are taken as they are.
+    Text gets the tokenizer's start tokens; messages are rendered by its chat template up to the
+    start of the assistant's response; token ids are returned unchanged.
 
     Raises:
-        DataError: it is none of these, an id lies outside the vocabulary, or there are
-            messages and no chat template.
+        DataError: the prompt has another type, an id is outside the vocabulary, or messages are
+            given and the tokenizer has no chat template.
     """
     if isinstance(prompt, str):
         return _encode_text(tokenizer, prompt)
@@ -114,13 +113,13 @@ def _checked_ids(tokenizer: PreTrainedTokenizerBase, ids: object) -> Tokens:
     if not isinstance(ids, Sequence) or not all(isinstance(token, Integral) for token in ids):
         raise DataError(
             f"A prompt is text, chat messages or token ids, not {type(ids).__name__}: "
-            f"{ids!r:.80}. Convert or drop it."
+            f"{ids!r:.80}. Convert or remove the prompt."
         )
     size = len(tokenizer)
-    strange = next((token for token in ids if not 0 <= token < size), None)
-    if strange is not None:
+    unknown = next((token for token in ids if not 0 <= token < size), None)
+    if unknown is not None:
         raise DataError(
-            f"Token {strange} of a prompt is not one of the tokenizer's {size} tokens: another "
+            f"Token {unknown} of a prompt is not one of the tokenizer's {size} tokens: another "
             "tokenizer made it. Encode the prompts again, or give them as text."
         )
     return [int(token) for token in ids]
@@ -129,16 +128,16 @@ def _checked_ids(tokenizer: PreTrainedTokenizerBase, ids: object) -> Tokens:
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], num_proc: int | None = None
 ) -> list[Tokens]:
-    """Token ids of many prompts, by `num_proc` processes if that is more than one.
+    """Return the token ids of many prompts, encoded by `num_proc` processes.
 
     Raises:
-        DataError: as `encode_prompt`, with the number of the row.
+        DataError: as `encode_prompt`, with the row number.
     """
     if num_proc is None or num_proc == 1:
         return [_encode_row(tokenizer, prompt, row) for row, prompt in enumerate(prompts)]
     from datasets import Dataset
 
-    # Arrow holds one type a column and fills up the keys that a message lacks; JSON does neither.
+    # As JSON, because an Arrow column holds one type and adds missing keys to messages.
     rows = Dataset.from_dict({"prompt": [json.dumps(prompt, default=_plain) for prompt in prompts]})
     encoded = rows.map(
         _encode_json, with_indices=True, fn_kwargs={"tokenizer": tokenizer}, num_proc=num_proc
@@ -160,10 +159,11 @@ def _encode_json(
 
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, text: str, *, end: bool) -> Tokens:
-    """Token ids of a response; `end` appends the end-of-sequence token.
+    """Return the token ids of a response; `end` appends the end-of-sequence token.
 
-    Supervised training, validation and scoring all encode prompt and response apart and join
-    the ids, so that a model is never scored on other tokens than it was trained on (TRL #1702).
+    Supervised training, validation and scoring all encode prompt and response separately and
+    concatenate the ids, so that a model is scored on the same tokens as it was trained on
+    (TRL #1702).
     """
     ids: Tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not end:
@@ -176,22 +176,23 @@ def encode_response(tokenizer: PreTrainedTokenizerBase, text: str, *, end: bool)
 def encode_dialogue(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, response: str, *, end: bool
 ) -> Tokens:
-    """Token ids of a prompt with its response, as a reward model with this tokenizer reads them.
+    """Return token ids of a prompt with its response, as input of a reward model.
 
-    Text is encoded apart and joined; messages are rendered by the tokenizer's own template with
-    the response as the assistant's turn. `end` sees to an end-of-sequence token at the end.
+    Prompt and response texts are encoded separately and concatenated; messages are rendered by
+    the tokenizer's chat template with the response as the assistant's turn. `end` makes the ids
+    end in an end-of-sequence token.
 
     Raises:
-        DataError: the prompt is token ids, which another tokenizer may have made; or there are
-            messages and no chat template.
+        DataError: the prompt is token ids, which may be another tokenizer's; or messages are given
+            and the tokenizer has no chat template.
     """
     if is_messages(prompt):
-        answer = {"role": "assistant", "content": response}
-        return encode_chat(tokenizer, [*prompt, answer], end=end)
+        reply = {"role": "assistant", "content": response}
+        return encode_chat(tokenizer, [*prompt, reply], end=end)
     if not isinstance(prompt, str):
         raise DataError(
-            f"A reward model reads text or messages, not {prompt!r:.80}. Decode token ids by the "
-            "tokenizer that made them."
+            f"A reward model reads text or messages, not {prompt!r:.80}. Decode token ids with the "
+            "tokenizer that encoded them."
         )
     return _encode_text(tokenizer, prompt) + encode_response(tokenizer, response, end=end)
 
@@ -200,9 +201,9 @@ def encode_dialogue(
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    """A prompt as people and reward functions read it.
+    """Return the text of a prompt for people and reward functions.
 
-    Messages are rendered by the chat template; token ids are decoded, special tokens left out.
+    Messages are rendered by the chat template; token ids are decoded without special tokens.
     """
     if isinstance(prompt, str):
         return prompt
@@ -213,20 +214,20 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, prompt: Tokens, response: Tokens) -> str:
-    """The text that a response adds to its prompt, special tokens left out.
+    """Return the text that a response adds to its prompt, without special tokens.
 
-    Tokenizers that mark word starts drop a leading space when a response is decoded alone;
-    it is kept here, so that prompt + text reads as the model wrote it.
+    Tokenizers that mark word starts drop a leading space when a response is decoded alone. Prompt
+    and response are decoded together to keep it.
     """
-    before = str(tokenizer.decode(prompt, skip_special_tokens=True))
-    whole = str(tokenizer.decode([*prompt, *response], skip_special_tokens=True))
-    if whole.startswith(before):
-        return whole[len(before) :]
+    prefix = str(tokenizer.decode(prompt, skip_special_tokens=True))
+    full = str(tokenizer.decode([*prompt, *response], skip_special_tokens=True))
+    if full.startswith(prefix):
+        return full[len(prefix) :]
     return str(tokenizer.decode(response, skip_special_tokens=True))
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
-    """The text of each response of a rollout, up to its stop token."""
+    """Return the text of each response of a rollout, up to its stop token."""
     return [
         response_text(tokenizer, prompt[:prompt_length], response[:response_length])
         for prompt, prompt_length, response, response_length in zip(
@@ -239,21 +240,22 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list
     ]
 
 
-# --- What a run draws from ---------------------------------------------------------
+# --- Checking and drawing prompts --------------------------------------------------
 
 
 def context_length(config: Any) -> int | None:
-    """Most tokens that a model takes; None where its configuration sets no bound."""
+    """Return the maximum sequence length of a model; None if its configuration sets none."""
     return getattr(config, "max_position_embeddings", None)
 
 
 def check_prompt_lengths(
     prompts: Sequence[Tokens], *, context: int | None, response_length: int
 ) -> None:
-    """Refuse prompts that leave no room for a response; a context of None has no bound.
+    """Raise if a prompt is empty or leaves too little of the context for a response.
 
     Raises:
-        DataError: a prompt has no token, or more than `context - response_length`.
+        DataError: there is no prompt, or one has no token, or one has more than
+            `context - response_length`; a context of None is unbounded.
     """
     if not prompts:
         raise DataError("There are no prompts; PPO needs at least one.")
@@ -265,28 +267,28 @@ def check_prompt_lengths(
         )
     if context is None:
         return
-    room = context - response_length
-    long = [i for i, prompt in enumerate(prompts) if len(prompt) > room]
+    max_prompt_length = context - response_length
+    long = [i for i, prompt in enumerate(prompts) if len(prompt) > max_prompt_length]
     if long:
         worst = max(long, key=lambda i: len(prompts[i]))
         raise DataError(
-            f"{len(long)} of {len(prompts)} prompts are longer than {room} tokens, the context of "
-            f"{context} less response_length={response_length}; the longest, in row {worst}, has "
-            f"{len(prompts[worst])}. Shorten or remove them, or lower response_length."
+            f"{len(long)} of {len(prompts)} prompts are longer than {max_prompt_length} tokens: "
+            f"the context is {context}, response_length is {response_length}. The longest, in row "
+            f"{worst}, has {len(prompts[worst])}. Shorten or remove them, or lower response_length."
         )
 
 
 class PromptStream:
-    """Batches of row numbers without end: every pass over the data in a new seeded order."""
+    """Endless batches of row numbers, in a new seeded order for each pass over the data."""
 
     def __init__(self, num_prompts: int, *, seed: int) -> None:
-        """Draw from rows 0 .. num_prompts - 1."""
+        """Draw row numbers from 0 to num_prompts - 1."""
         self._num_prompts = num_prompts
         self._seed = seed
         self.restart()
 
     def restart(self) -> None:
-        """Begin again with the first row of the first pass."""
+        """Restart at the beginning of the first pass."""
         self._generator = torch.Generator().manual_seed(self._seed)
         self._rows = self._draw_rows()
 
@@ -295,5 +297,5 @@ class PromptStream:
             yield from torch.randperm(self._num_prompts, generator=self._generator).tolist()
 
     def next_batch(self, batch_size: int) -> list[int]:
-        """The next row numbers; a batch may span two passes, so none is dropped."""
+        """Return the next row numbers; a batch may span two passes, so no row is dropped."""
         return [next(self._rows) for _ in range(batch_size)]

@@ -1,4 +1,4 @@
-"""What one phase of a PPO step hands to the next. Shapes as in `tensors`."""
+"""Records passed between the phases of a PPO step; dimensions as in `algorithm.masking`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -10,7 +10,7 @@ from torch import Tensor
 from ppo_core.algorithm.masking import length_mask
 
 SumOverProcesses = Callable[[Tensor], Tensor]
-"""Adds a tensor up over all processes; the identity where there is one."""
+"""Sums a tensor over all processes; the identity for a single process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +18,13 @@ class Rollout:
     """Prompts and the responses that the policy sampled for them."""
 
     prompt_ids: Tensor
-    """(B, P) token ids, filled up on the right."""
+    """(B, P) token ids, right-padded."""
 
     prompt_lengths: Tensor
     """(B,) tokens of each prompt."""
 
     response_ids: Tensor
-    """(B, T) token ids, filled up on the right."""
+    """(B, T) token ids, right-padded."""
 
     response_lengths: Tensor
     """(B,) tokens of each response, the stop token included; at least 1."""
@@ -36,26 +36,26 @@ class Rollout:
     """(B, T) log-probability of each token when it was sampled; 0 where not counted."""
 
     temperature: float
-    """The temperature it was sampled at."""
+    """Sampling temperature."""
 
     response_mask: Tensor
-    """(B, T) True for the tokens that count, the stop token included: the one mask of the step."""
+    """(B, T) True for counted tokens, the stop token included; the only mask of the step."""
 
     behaviour_logprobs: Tensor | None = None
-    """(B, T) log-probabilities under the distribution that was drawn from, where top_k, top_p or
-    another engine's rounding made it another than the policy's; None where it is the policy's."""
+    """(B, T) log-probabilities under the sampling distribution, if it differs from the policy's
+    through top_k, top_p or the rounding of another engine; else None."""
 
     def __len__(self) -> int:
-        """Responses in this rollout."""
+        """Return the number of responses."""
         return len(self.response_ids)
 
     @property
     def row_lengths(self) -> Tensor:
-        """(B,) tokens of prompt and response together."""
+        """Return the tokens (B,) of prompt and response together."""
         return self.prompt_lengths + self.response_lengths
 
     def token_rows(self, rows: Tensor) -> "TokenRows":
-        """Prompt and response of some rows joined, without a gap between them."""
+        """Return prompts and responses of the given rows, joined without padding between them."""
         prompt_lengths, responses = self.prompt_lengths[rows], self.response_ids[rows]
         lengths = self.row_lengths[rows]
         width = int(lengths.max())
@@ -66,47 +66,48 @@ class Rollout:
         row, t = present.nonzero(as_tuple=True)
         ids[row, prompt_lengths[row] + t] = responses[row, t]
         row, t = self.response_mask[rows].nonzero(as_tuple=True)
-        place = prompt_lengths[row] + t
+        position = prompt_lengths[row] + t
         return TokenRows(
             ids=ids,
             lengths=lengths,
             prompt_lengths=prompt_lengths,
             row=row,
-            state=place - 1,
-            targets=ids[row, place],
+            state=position - 1,
+            targets=ids[row, position],
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """Joined rows, and where in them the N counted tokens are, row by row."""
+    """Sequences of prompt and response, and the positions of their N counted tokens."""
 
     ids: Tensor
-    """(B, S) token ids, filled up on the right."""
+    """(B, S) token ids, right-padded."""
 
     lengths: Tensor
-    """(B,) tokens of each row."""
+    """(B,) tokens of each sequence."""
 
     prompt_lengths: Tensor
     """(B,) tokens of each prompt."""
 
     row: Tensor
-    """(N,) the row of each counted token."""
+    """(N,) the sequence of each counted token, in ascending order."""
 
     state: Tensor
-    """(N,) the place before each counted token: the state that the token was sampled in."""
+    """(N,) the position before each counted token, whose hidden state the token was sampled
+    from."""
 
     targets: Tensor
-    """(N,) the counted tokens themselves."""
+    """(N,) the counted tokens."""
 
     def to(self, device: torch.device) -> "TokenRows":
-        """The same on another device."""
+        """Return a copy on another device."""
         return TokenRows(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What reference, critic and reward model say about a rollout."""
+    """Outputs of reference, critic and reward model for a rollout."""
 
     ref_logprobs: Tensor
     """(B, T) log-probabilities under the reference; 0 where not counted."""
@@ -115,41 +116,41 @@ class Scores:
     """(B, T) the critic's value of the state before each token; 0 where not counted."""
 
     scores: Tensor
-    """(B,) what each response is worth."""
+    """(B,) total score of each response."""
 
     parts: dict[str, Tensor] = field(default_factory=dict)
-    """(B,) by the name of each reward, where there are several."""
+    """Name -> scores (B,) of each reward function, if there are several."""
 
     full_kl: Tensor | None = None
-    """(B, T) exact KL divergence at each counted token, where that is asked for."""
+    """(B, T) exact KL divergence at each counted token, if requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
-    """What the update learns from."""
+    """Training data of one update."""
 
     rollout: Rollout
     values: Tensor
     """(B, T) values at sampling time."""
 
     ref_logprobs: Tensor
-    """(B, T) log-probabilities under the reference, for a divergence in the loss."""
+    """(B, T) log-probabilities under the reference, for a KL divergence in the loss."""
 
     kl_loss_coef: float = 0.0
-    """Weight of that divergence in the loss."""
+    """Weight of the KL divergence in the loss."""
 
     advantages: Tensor
-    """(B, T) advantages, standardised if the settings say so."""
+    """(B, T) advantages, standardized if the settings say so."""
 
     returns: Tensor
-    """(B, T) what the critic is to predict: advantages before standardising, plus values."""
+    """(B, T) targets of the critic: advantages before standardization, plus values."""
 
 
 @dataclass(kw_only=True)
 class TokenSums:
-    """Sums over counted tokens of an update; divided by `tokens` they are its means.
+    """Sums over the counted tokens of an update; divide by `tokens` for means.
 
-    `ratio_error` and its square are of ratio - 1, whose spread would drown in that of the ratio.
+    `ratio_error` and its square are sums of ratio - 1, for a numerically exact variance.
     """
 
     tokens: float = 0.0
@@ -158,7 +159,7 @@ class TokenSums:
     entropy: float = 0.0
     approxkl: float = 0.0
     kl_from_old: float = 0.0
-    """k3 estimate of the divergence from the policy that sampled."""
+    """k3 estimate of the KL divergence from the policy at sampling time."""
 
     kl_loss: float = 0.0
     clipped: float = 0.0
@@ -168,10 +169,10 @@ class TokenSums:
     ratio_error_squared: float = 0.0
     first_tokens: float = 0.0
     first_ratio_error: float = 0.0
-    """|ratio - 1| in the first optimizer step, before the policy has moved: rounding alone."""
+    """Sum of |ratio - 1| in the first optimizer step, where only rounding changes the ratio."""
 
     def add(self, **sums: Tensor | float) -> None:
-        """Add what one microbatch saw."""
+        """Add the sums of one microbatch."""
         for name, value in sums.items():
             setattr(self, name, getattr(self, name) + float(value))
 
@@ -180,7 +181,7 @@ class TokenSums:
         self.add(**vars(other))
 
     def summed(self, sum_over_processes: SumOverProcesses) -> "TokenSums":
-        """The sums over all processes."""
+        """Return the sums over all processes."""
         names = [entry.name for entry in fields(self)]
         own = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64)
         return TokenSums(**dict(zip(names, sum_over_processes(own).tolist(), strict=True)))
@@ -190,7 +191,7 @@ Record = TypeVar("Record", Rollout, Scores, Experience)
 
 
 def map_tensors(record: Record, function: Callable[[Tensor], Tensor]) -> Record:
-    """The same record with `function` of each of its tensors, those of its parts included."""
+    """Return a copy of a record with `function` applied to each tensor, nested ones included."""
     return replace(
         record, **{name: _mapped(value, function) for name, value in vars(record).items()}
     )

@@ -1,49 +1,45 @@
-"""What PPO needs of PEFT: adapters on one base model, switched around its forward passes."""
+"""PEFT adapters on one base model: added, validated, and switched for each forward pass."""
 
 import copy
-import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ppo_core.errors import ModelError
-from ppo_core.models.quantization import is_quantised
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
     from typing_extensions import TypeIs
 
 METHODS = ("LORA", "LOHA", "LOKR", "IA3", "OFT")
-"""PEFT methods that keep every adapter in layers of its own, so that it can be switched."""
+"""PEFT methods whose adapters are separate layers, and so can be switched."""
 
 _CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
-_WHENCE = {"base_model_name_or_path", "revision", "peft_version", "inference_mode"}
-"""Settings of an adapter that change nothing in what it does."""
+_ORIGIN = {"base_model_name_or_path", "revision", "peft_version", "inference_mode"}
+"""Settings of an adapter that do not change its computation."""
 
 _Switches = list[tuple[Any, str | list[str], bool]]
-"""Each layer that has adapters, the ones that it uses, and whether it is switched off."""
+"""For each layer with adapters: the layer, its active adapters, and whether they are disabled."""
 
 
 def is_peft(model: object) -> "TypeIs[PeftModel]":
-    """Whether a model is a PeftModel; peft is not imported to find out."""
+    """Return whether a model is a PeftModel, without importing peft."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside of a PeftModel, its layers adapted; any other as it is.
+    """Return the transformers model inside a PeftModel (with adapted layers), or `model` itself.
 
     Raises:
-        ModelError: it is no transformers model, its adapters cannot be switched, or they are
+        ModelError: it is not a transformers model, its adapters cannot be switched, or they are
             merged into the base.
     """
     if is_peft(model):
@@ -51,7 +47,7 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
             _check_method(config)
         if any(layer.merged_adapters for layer, _, _ in _switches(model)):
             raise ModelError(
-                "An adapter is merged into the base, where it cannot be switched or trained. Call "
+                "An adapter is merged into the base, so it cannot be switched or trained. Call "
                 "model.unmerge_adapter() first."
             )
         model = model.get_base_model()
@@ -61,34 +57,34 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
 
 
 def lora_config(**settings: Any) -> "LoraConfig":
-    """A `peft.LoraConfig` of settings from a command line.
+    """Return a `peft.LoraConfig`; target_modules may be ["all-linear"], as from a command line.
 
     Raises:
         ModelError: the package peft is not installed.
     """
     if settings.get("target_modules") == ["all-linear"]:
-        # In a list the word would be the name of a module.
+        # PEFT takes a list as names of modules.
         settings = {**settings, "target_modules": "all-linear"}
     config: LoraConfig = load_peft().LoraConfig(**settings)
     return config
 
 
 def add_adapter(model: nn.Module, peft_config: "PeftConfig", name: str = "default") -> "PeftModel":
-    """Put a first, trainable adapter on a model, which is frozen and changed in place.
+    """Add a first, trainable adapter to a model, which is frozen and modified in place.
 
-    The adapter is in the model's own mode: PEFT creates it in training mode, where LoRA's
-    dropout would act although the model is in evaluation mode.
+    The adapter is set to the model's training or evaluation mode. PEFT creates it in training
+    mode, where LoRA's dropout would act although the model is in evaluation mode.
 
     Raises:
-        ModelError: peft is not installed, the model is none of transformers or has adapters
-            already, `peft_config` is no PeftConfig, or PPO or the model cannot take this one.
+        ModelError: peft is not installed; the model is not a transformers model or already has
+            adapters; `peft_config` is not a PeftConfig, or not supported by PPO or the model.
     """
     peft = load_peft()
     if is_peft(model) or getattr(model, "peft_config", None):
         raise ModelError(
-            "The model has an adapter already, and another one on top could not be loaded again "
-            "(TRL #4713). Hand it over without a peft_config to train its own, or merge it first: "
-            "model.merge_and_unload()."
+            "The model has an adapter already, and a second one on top could not be loaded again "
+            "(TRL #4713). Pass the model without a peft_config to train its adapter, or merge the "
+            "adapter first: model.merge_and_unload()."
         )
     config = _trainable(peft_config)
     try:
@@ -99,21 +95,21 @@ def add_adapter(model: nn.Module, peft_config: "PeftConfig", name: str = "defaul
 
 
 def add_critic_adapter(model: "PeftModel", peft_config: "PeftConfig", name: str = "critic") -> None:
-    """Put a second trainable adapter beside the active one, which stays active and trainable.
+    """Add a second trainable adapter; the active adapter stays active and trainable.
 
     Raises:
-        ModelError: `peft_config` is no PeftConfig, is of another method than the first, or PPO
-            or the model cannot take it; or the name is taken.
+        ModelError: `peft_config` is not a PeftConfig, has another method than the first adapter,
+            or is not supported by PPO or the model; or the name is in use.
     """
     add_beside(model, _trainable(peft_config), name)
     model.set_requires_grad(name)
 
 
 def check_adapter(model: "PeftModel", name: str) -> None:
-    """Refuse a name that no adapter has.
+    """Raise if the model has no adapter of this name.
 
     Raises:
-        ModelError: there is none; the message lists those there are.
+        ModelError: there is no such adapter; the message lists the model's adapters.
     """
     if name not in model.peft_config:
         raise ModelError(
@@ -124,149 +120,50 @@ def check_adapter(model: "PeftModel", name: str) -> None:
 
 @contextmanager
 def using_adapter(model: "PeftModel", name: str | None) -> Iterator[None]:
-    """Inside, forward passes use this adapter, or the base model alone where the name is None.
+    """Use this adapter in forward passes, or only the base model if the name is None.
 
-    Nothing but the choice changes: whatever required a gradient does so still, unlike with
-    PEFT's `set_adapter` and `disable_adapter`, so passes under several adapters can share one
-    backward pass. Afterwards the choice is as before.
+    Unlike PEFT's `set_adapter` and `disable_adapter`, this leaves `requires_grad` unchanged, so
+    that forward passes under several adapters can share one backward pass. On exit the previous
+    adapters are active again.
 
     Raises:
         ModelError: there is no adapter of this name.
     """
     if name is not None:
         check_adapter(model, name)
-    now = _switches(model)
-    with _switched([(layer, _choice(layer, name, used), name is None) for layer, used, _ in now]):
+    wanted = [
+        (layer, _choice(layer, name, active), name is None) for layer, active, _ in _switches(model)
+    ]
+    with _switched(wanted):
         yield
 
 
 def checkpoint_activations(model: "PeftModel") -> None:
-    """Compute activations again in the backward pass, each under its forward pass's adapter.
+    """Recompute activations in the backward pass under the adapter of their forward pass.
 
-    The backward pass runs outside of `using_adapter`: plain checkpointing would compute them
-    under whatever adapter is active by then, and give the gradient of another model without a
-    word. As always in transformers, it acts while the model is in training mode.
+    The backward pass runs outside `using_adapter`: plain checkpointing would recompute under the
+    adapter active at that time, and silently give the gradient of another model. As always in
+    transformers, checkpointing acts only in training mode.
     """
     settings = {"use_reentrant": False, "context_fn": partial(_recomputation, model)}
     plain_model(model).activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
 
 
-def merged_copy(
-    model: "PeftModel",
-    name: str | None = None,
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-) -> PreTrainedModel:
-    """A plain model with one adapter merged into its weights, the active one unless named.
-
-    It is saved and loaded without peft. The PeftModel is left as it is. `weights` are all of its
-    state, where the model itself holds a part of it only; the copy is good to be saved then.
-
-    Raises:
-        ModelError: there is no such adapter, or the base is quantized.
-    """
-    if is_quantised(model):
-        raise ModelError(
-            "An adapter merged into quantized weights is rounded to their few bits: another "
-            "policy than the one trained. Save the adapter, and merge it into the base loaded in "
-            "full precision."
-        )
-    name = name or model.active_adapter
-    if weights is not None:
-        return plain_model(_rebuilt(model, name, weights).merge_and_unload())
-    with using_adapter(model, name):
-        copied = copy.deepcopy(model)
-    return plain_model(copied.merge_and_unload())
-
-
-def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "PeftModel":
-    """The same model with one adapter, made anew: the parts of a sharded one cannot be copied."""
-    from torch.distributed.fsdp import FSDPModule
-
-    base = plain_model(model)
-    # FSDP2 puts classes of its own in front of a model's.
-    kind: Any = next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
-    with torch.device("meta"):
-        plain = kind(copy.deepcopy(base.config))
-        adapted = load_peft().get_peft_model(
-            plain, copy.deepcopy(model.peft_config[name]), adapter_name=name
-        )
-    own = {key: _plain_or_wrapped(key, weights) for key in adapted.state_dict()}
-    adapted.load_state_dict(own, assign=True)
-    return adapted
-
-
-def _plain_or_wrapped(key: str, weights: Mapping[str, Tensor]) -> Tensor:
-    """The tensor of a plain layer, around which an adapter that is left out may have been."""
-    layer, _, name = key.rpartition(".")
-    return weights[key] if key in weights else weights[f"{layer}.base_layer.{name}"]
-
-
-def save_adapter(
-    model: "PeftModel",
-    folder: str | Path,
-    name: str | None = None,
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Save one adapter, the active one unless named, for `PeftModel.from_pretrained(base, folder)`.
-
-    `weights` are the model's by the names of its parameters, at least those of the adapter, where
-    the model itself holds a part of them only.
-
-    Raises:
-        ModelError: there is no such adapter.
-    """
-    name = name or model.active_adapter
-    check_adapter(model, name)
-    # The base is not the adapter's, whatever PEFT would add of it by itself.
-    model.save_pretrained(
-        str(folder), selected_adapters=[name], save_embedding_layers=False, state_dict=weights
-    )
-    own = Path(folder) / name
-    if name != "default":  # PEFT puts every other name into a folder of its own
-        for file in own.iterdir():
-            file.replace(Path(folder) / file.name)
-        own.rmdir()
-    _sort_modules(Path(folder) / "adapter_config.json")
-
-
-def adapter_parameters(model: "PeftModel", name: str | None = None) -> dict[str, nn.Parameter]:
-    """The parameters of one adapter, the active one unless named, by their names in its file."""
-    from peft import get_peft_model_state_dict
-
-    return get_peft_model_state_dict(
-        model,
-        state_dict=dict(model.named_parameters()),
-        adapter_name=name or model.active_adapter,
-        save_embedding_layers=False,
-    )
-
-
 def adapter_settings(model: "PeftModel", name: str | None = None) -> dict[str, str]:
-    """What one adapter does with its weights, the active one unless named: scale, places, ..."""
+    """Return the settings of an adapter (default: the active one) that define its computation."""
     settings = model.peft_config[name or model.active_adapter].to_dict()
     return {
         key: str(sorted(value) if isinstance(value, set) else value)
         for key, value in settings.items()
-        if key not in _WHENCE
+        if key not in _ORIGIN
     }
 
 
-def _sort_modules(path: Path) -> None:
-    """PEFT writes names of modules as a set has them, another order in each process."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for key in ("target_modules", "modules_to_save", "exclude_modules"):
-        if isinstance(config.get(key), list):
-            config[key] = sorted(config[key])
-    path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-
-
 def load_peft() -> ModuleType:
-    """The package peft, which is an extra.
+    """Return the optional package peft.
 
     Raises:
-        ModelError: it is not installed.
+        ModelError: peft is not installed.
     """
     try:
         import peft
@@ -278,7 +175,7 @@ def load_peft() -> ModuleType:
 
 
 def _trainable(peft_config: "PeftConfig") -> "PeftConfig":
-    """A copy of a configuration, which PEFT fills in; refused if PPO cannot train it."""
+    """Return a copy of a configuration, which PEFT modifies; raise if PPO cannot train it."""
     if not isinstance(peft_config, load_peft().PeftConfig):
         raise ModelError(
             f"peft_config is a {type(peft_config).__name__}, and must be a PeftConfig, such as "
@@ -287,25 +184,25 @@ def _trainable(peft_config: "PeftConfig") -> "PeftConfig":
     _check_method(peft_config)
     if peft_config.inference_mode:
         raise ModelError(
-            "peft_config has inference_mode=True, as it is read from a saved adapter: nothing "
-            "would be trained. Set inference_mode=False, or load that adapter with "
+            "peft_config has inference_mode=True, as in the file of a saved adapter: nothing would "
+            "be trained. Set inference_mode=False, or load the adapter with "
             "PeftModel.from_pretrained(..., is_trainable=True)."
         )
     return copy.deepcopy(peft_config)
 
 
 def _check_method(config: "PeftConfig") -> None:
-    """Refuse an adapter that cannot be switched by layer, or leaves another model when off."""
+    """Raise if an adapter cannot be switched by layer, or modifies the base model."""
     initial = getattr(config, "init_lora_weights", True)
     bias = getattr(config, "bias", "none")
     if config.peft_type not in METHODS:
         problem = f"its method is none of {', '.join(METHODS)}, so it cannot be switched by layer"
     elif getattr(config, "alora_invocation_tokens", None):
-        problem = "it acts from an invocation token on, which hidden states alone do not show"
+        problem = "it acts from an invocation token on, which is unknown from hidden states"
     elif bias != "none":
-        problem = f"bias={bias!r} trains biases of the base, and the reference with them"
+        problem = f"bias={bias!r} trains biases of the base, and so changes the reference"
     elif isinstance(initial, str) and initial.startswith(_CHANGE_THE_BASE):
-        problem = f"init_lora_weights={initial!r} changes the base, and the reference with it"
+        problem = f"init_lora_weights={initial!r} changes the base, and so the reference"
     else:
         return
     raise ModelError(
@@ -315,7 +212,11 @@ def _check_method(config: "PeftConfig") -> None:
 
 
 def add_beside(model: "PeftModel", config: "PeftConfig", name: str) -> None:
-    """A further adapter, frozen and not active, in the model's own mode."""
+    """Add another adapter, frozen and inactive, in the model's training or evaluation mode.
+
+    Raises:
+        ModelError: PPO or the model does not support the adapter, or its name is in use.
+    """
     _check_method(config)
     try:
         model.add_adapter(name, config)
@@ -337,10 +238,10 @@ def _switches(model: "PeftModel") -> _Switches:
     return [(layer, layer.active_adapter, layer.disable_adapters) for layer in layers]
 
 
-def _choice(layer: Any, name: str | None, used: str | list[str]) -> str | list[str]:
-    """What a layer uses under an adapter; one that the adapter left alone uses nothing."""
+def _choice(layer: Any, name: str | None, active: str | list[str]) -> str | list[str]:
+    """Return the adapters that a layer uses under `name`: none if the adapter does not have it."""
     if name is None:
-        return used
+        return active
     return name if name in layer._get_available_adapters() else []
 
 
@@ -355,37 +256,14 @@ def _switched(wanted: _Switches) -> Iterator[None]:
 
 
 def _switch(wanted: _Switches) -> None:
-    for layer, used, off in wanted:
-        # PEFT's own setters change these two and requires_grad with them.
-        layer._active_adapter = used
-        layer._disable_adapters = off
+    for layer, active, disabled in wanted:
+        # Set directly, because PEFT's setters also change requires_grad.
+        layer._active_adapter = active
+        layer._disable_adapters = disabled
 
 
 def _recomputation(
     model: "PeftModel",
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a checkpointed forward pass, and of the same pass computed again."""
+    """Return the contexts of a checkpointed forward pass and of its recomputation."""
     return nullcontext(), _switched(_switches(model))
-
-
-def fill_adapter(
-    model: "PeftModel", name: str, weights: dict[str, Tensor], path: str | Path
-) -> None:
-    """Load weights that were saved in `path` into an adapter, all of them and nothing else.
-
-    Raises:
-        ModelError: they belong to an adapter on another base.
-    """
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-    empty = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    wanted = {(key, tuple(tensor.shape)) for key, tensor in empty.items()}
-    given = {(key, tuple(tensor.shape)) for key, tensor in weights.items()}
-    if wanted != given:
-        key, shape = min(wanted ^ given)
-        raise ModelError(
-            f"The adapter '{path}' was trained on another base than this "
-            f"{type(model.get_base_model()).__name__}: {len(wanted ^ given)} tensors do not fit, "
-            f"the first {key} of shape {shape}. Load the base that it was trained on."
-        )
-    set_peft_model_state_dict(model, weights, adapter_name=name)

@@ -1,7 +1,7 @@
-"""Models and tokenizers from a folder or the hub, refused where they cannot play their part.
+"""Load and check policies, reward models and tokenizers from a folder or the hub.
 
-What loads weights is imported when it is needed: to check a configuration or a tokenizer takes
-half of it.
+Modules that load weights are imported on use, because checking a configuration or a tokenizer
+does not need them.
 """
 
 from pathlib import Path
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id.
+    """Return the tokenizer of a folder or hub id.
 
     Raises:
-        ModelError: there is none.
+        ModelError: it cannot be loaded.
     """
     try:
         return AutoTokenizer.from_pretrained(path)
@@ -31,10 +31,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def load_config(path: str | Path) -> Any:
-    """The transformers configuration of a folder or hub id, without its weights.
+    """Return the transformers configuration of a folder or hub id, without loading weights.
 
     Raises:
-        ModelError: there is none, or only code that is not part of transformers can read it.
+        ModelError: there is none, or reading it requires code outside transformers.
     """
     try:
         return AutoConfig.from_pretrained(path)
@@ -43,7 +43,7 @@ def load_config(path: str | Path) -> Any:
 
 
 def load_policy(path: str | Path) -> "PreTrainedModel":
-    """A causal language model in fp32, ready to be sampled from.
+    """Return a causal language model in fp32 and evaluation mode.
 
     Raises:
         ModelError: there is none at this folder or hub id, or it is not decoder-only.
@@ -55,8 +55,8 @@ def load_policy(path: str | Path) -> "PreTrainedModel":
         raise ModelError(f"'{path}' has an encoder; the policy must be a decoder-only model.")
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
         raise ModelError(
-            f"'{path}' is {', '.join(config.architectures)}, a model that scores: its language "
-            "head would start random. Name the language model."
+            f"'{path}' is {', '.join(config.architectures)}, a model that scores: its LM head "
+            "would be random. Give a language model."
         )
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
@@ -68,24 +68,24 @@ def load_policy(path: str | Path) -> "PreTrainedModel":
 
 
 def check_reward_config(path: str | Path) -> None:
-    """Refuse a reward model that does not give one score, by its configuration alone.
+    """Raise if a model's configuration is not that of a reward model with one score.
 
     Raises:
-        ModelError: it has more or fewer than one label, an encoder and a decoder, or is no sequence
-            classifier.
+        ModelError: the model is not a sequence classifier, is an encoder-decoder, or has not
+            exactly one label.
     """
     config = load_config(path)
     architectures = config.architectures or []
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
         raise ModelError(
             f"'{path}' is {', '.join(architectures) or 'of unknown kind'}, not a "
-            "...ForSequenceClassification: its head would start random and its scores mean "
-            "nothing. Train a reward model from it with --preferences."
+            "...ForSequenceClassification: its head would be random and its scores meaningless. "
+            "Train a reward model from it with --preferences."
         )
     if config.is_encoder_decoder:
         raise ModelError(
-            f"The reward model '{path}' has an encoder and a decoder, which read one text twice. "
-            "Use a decoder-only or an encoder-only model."
+            f"The reward model '{path}' has an encoder and a decoder, which is not supported. Use "
+            "a decoder-only or an encoder-only model."
         )
     if config.num_labels != 1:
         raise ModelError(
@@ -97,7 +97,7 @@ def check_reward_config(path: str | Path) -> None:
 def load_reward_model(
     path: str | Path, *, bias: float = 0.0, gain: float = 1.0, end_of_text: bool = True
 ) -> "RewardModel":
-    """A sequence classifier with one label and its own tokenizer, as `RewardModel` has them.
+    """Return a `RewardModel` of a sequence classifier with one label, and its own tokenizer.
 
     Raises:
         ModelError: there is none at this folder or hub id, or it does not give one score.

@@ -1,4 +1,4 @@
-"""Base models in 4 or 8 bits: loaded by bitsandbytes, trained through adapters alone."""
+"""Base models in 4 or 8 bits by bitsandbytes, trainable only through adapters."""
 
 from importlib.util import find_spec
 
@@ -11,25 +11,25 @@ from ppo_core.errors import ConfigError, ModelError
 QUANT_TYPES = ("nf4", "fp4")
 
 
-def quantisation_config(
+def bitsandbytes_config(
     *,
     load_in_4bit: bool,
     load_in_8bit: bool,
     bnb_4bit_quant_type: str = "nf4",
     use_bnb_nested_quant: bool = False,
 ) -> BitsAndBytesConfig | None:
-    """What `from_pretrained(quantization_config=...)` takes, or None where nothing is quantized.
+    """Return the `quantization_config` of `from_pretrained`, or None if nothing is quantized.
 
-    Products of 4-bit weights are computed in bfloat16, or in float16 where the GPU has no
+    Matmuls with 4-bit weights are computed in bfloat16, or in float16 if the GPU does not support
     bfloat16 (QLoRA, arXiv:2305.14314).
 
     Raises:
-        ConfigError: 4 and 8 bits are both asked for, or the type of the 4 bits is unknown.
+        ConfigError: both 4 and 8 bits are set, or the 4-bit type is unknown.
         ModelError: there is no CUDA GPU, or bitsandbytes is not installed.
     """
     if load_in_4bit and load_in_8bit:
         raise ConfigError(
-            "load_in_4bit and load_in_8bit are both True, and weights have one precision. Set one."
+            "load_in_4bit and load_in_8bit are both True, but weights have one precision. Set one."
         )
     if bnb_4bit_quant_type not in QUANT_TYPES:
         raise ConfigError(
@@ -52,9 +52,9 @@ def quantisation_config(
 def _check_machine(setting: str) -> None:
     if not torch.cuda.is_available():
         raise ModelError(
-            f"{setting} needs a CUDA GPU, and torch sees none. Run on a machine with a GPU and a "
-            f"CUDA build of torch, or leave {setting} out: an adapter trains on a base in full "
-            "precision, too."
+            f"{setting} needs a CUDA GPU, and torch finds none. Run on a machine with a GPU and a "
+            f"CUDA build of torch, or leave {setting} out: adapters can also be trained on a base "
+            "in full precision."
         )
     if find_spec("bitsandbytes") is None:
         raise ModelError(
@@ -62,29 +62,29 @@ def _check_machine(setting: str) -> None:
         )
 
 
-def is_quantised(model: nn.Module) -> bool:
-    """Whether bitsandbytes holds the weights of a model, or of the base of a PeftModel."""
-    # Set by the quantizers of transformers; a PeftModel hands on what its base has.
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether a model, or the base of a PeftModel, is quantized by bitsandbytes."""
+    # Set by the quantizers of transformers; a PeftModel forwards attributes of its base.
     return any(getattr(model, flag, False) for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"))
 
 
-def check_quantised_trainable(model: nn.Module) -> None:
-    """Refuse to train quantized weights, which have no gradient: only an adapter on them learns.
+def check_quantized_trainable(model: nn.Module) -> None:
+    """Raise if a quantized model has no trainable adapter: quantized weights have no gradient.
 
     Raises:
-        ModelError: the model is quantized, and no trainable adapter is on it.
+        ModelError: the model is quantized and has no trainable adapter.
     """
-    if not is_quantised(model):
+    if not is_quantized(model):
         return
-    # Its norms and embeddings are not quantized and may ask for gradients: they are no adapter.
+    # Not by requires_grad, as norms and embeddings are not quantized and may require gradients.
     if not getattr(model, "peft_config", None):
         raise ModelError(
             f"{type(model).__name__} is quantized and has no adapter: its weights cannot be "
-            "trained. Hand over a peft_config (--use_peft), or load it without load_in_4bit and "
+            "trained. Pass a peft_config (--use_peft), or load the model without load_in_4bit and "
             "load_in_8bit."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
-            "The adapters on this quantized model are all frozen: nothing would learn. Load the "
-            "one to train with PeftModel.from_pretrained(..., is_trainable=True)."
+            "The adapters on this quantized model are all frozen: nothing would be trained. Load "
+            "the adapter to train with PeftModel.from_pretrained(..., is_trainable=True)."
         )

@@ -1,4 +1,4 @@
-"""A frozen copy of a model, from which KL divergences are measured."""
+"""A frozen copy of a model, the reference of KL divergences."""
 
 import copy
 import re
@@ -18,24 +18,23 @@ LAYER_PATTERNS = (
     "model.layers.{layer}",
     "decoder.block.{layer}",
 )
-"""Where families of transformers have their layers; `{layer}` stands for the number."""
+"""Parameter name prefixes of layers in transformers' families; `{layer}` is the layer number."""
 
 
 def create_reference_model(
     model: Model, num_shared_layers: int | None = None, pattern: str | None = None
 ) -> Model:
-    """A deep copy in evaluation mode of which no parameter is trained.
+    """Return a frozen deep copy in evaluation mode.
 
-    With `num_shared_layers`, the first so many layers and what comes before them (all
-    embeddings, and the encoder if there is one) are not copied: both models have the very same
-    parameters there, frozen in both. A head that is tied to the embeddings is shared with them.
-    `pattern` says how the layers are called, such as "transformer.h.{layer}"; the families of
-    `LAYER_PATTERNS` are known.
+    With `num_shared_layers`, the first layers, all embeddings and the encoder (if any) are not
+    copied: both models share these parameters, frozen in both. A head that is tied to the
+    embeddings is shared, too. `pattern` gives the names of the layers, such as
+    "transformer.h.{layer}"; None tries `LAYER_PATTERNS`.
 
     Raises:
-        ModelError: the model has an adapter or is partitioned by ZeRO-3, or no layer of it
-            fits the pattern.
-        ConfigError: there are not so many layers, or the pattern has no place for a number.
+        ModelError: the model has an adapter or is partitioned by ZeRO-3, or no layer matches the
+            pattern.
+        ConfigError: the model has fewer layers, or the pattern lacks `{layer}`.
     """
     _check_copyable(model)
     if num_shared_layers is None:
@@ -44,36 +43,36 @@ def create_reference_model(
         shared = set()
     else:
         shared = _first_parameters(model, num_shared_layers, pattern)
-    # Deep-copying takes what its memo has instead of a copy.
-    as_it_is = {id(p): p for name, p in model.named_parameters() if name in shared}
-    reference = copy.deepcopy(model, as_it_is)
+    # deepcopy does not copy objects that are in its memo.
+    memo = {id(p): p for name, p in model.named_parameters() if name in shared}
+    reference = copy.deepcopy(model, memo)
     return reference.requires_grad_(False).eval()
 
 
 def _check_copyable(model: nn.Module) -> None:
-    # PEFT leaves this attribute on whatever it put an adapter into.
+    # PEFT sets this attribute on a module to which it added an adapter.
     if any(getattr(module, "peft_config", None) for module in model.modules()):
         raise ModelError(
-            f"{type(model).__name__} has an adapter: its reference is itself with the adapter "
-            "disabled, and needs no copy. Hand over ref_model=None."
+            f"{type(model).__name__} has an adapter: its reference is the model itself with the "
+            "adapter disabled, without a copy. Pass ref_model=None."
         )
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelError(
-            f"The parameters of {type(model).__name__} are partitioned by DeepSpeed ZeRO-3, and a "
+            f"The parameters of {type(model).__name__} are partitioned by DeepSpeed ZeRO-3, so a "
             "copy would be empty (TRL #2557). Create the reference before the engine, or load it "
             "with from_pretrained."
         )
 
 
 def _first_parameters(model: nn.Module, layers: int, pattern: str | None) -> set[str]:
-    """Names of the parameters in the first layers and in what comes before them."""
+    """Return the names of parameters in the first layers, the embeddings and the encoder."""
     names = [name for name, _ in model.named_parameters()]
     numbers = _layer_numbers(names, pattern)
     if not numbers:
         tried = pattern or " or ".join(LAYER_PATTERNS)
         raise ModelError(
-            f"{type(model).__name__} has no layers called {tried}. "
-            f"Its parameters are called like {names[len(names) // 2]}: give a pattern that fits."
+            f"{type(model).__name__} has no layers named {tried}. A parameter of it is "
+            f"{names[len(names) // 2]}: give a pattern that matches."
         )
     count = max(numbers.values()) + 1
     if not 1 <= layers <= count:
@@ -86,20 +85,20 @@ def _first_parameters(model: nn.Module, layers: int, pattern: str | None) -> set
 
 
 def _layer_numbers(names: Iterable[str], pattern: str | None) -> dict[str, int]:
-    """The layer of each parameter that is in one, by the first pattern that fits any."""
+    """Return parameter name -> layer number, by the first pattern that matches any name."""
     if pattern is not None and "{layer}" not in pattern:
-        raise ConfigError(f"{pattern=} must contain {{layer}}, where the number of a layer is.")
+        raise ConfigError(f"{pattern=} must contain {{layer}} in place of the layer number.")
     for candidate in LAYER_PATTERNS if pattern is None else (pattern,):
-        before, _, after = candidate.partition("{layer}")
-        place = re.compile(rf"(?:^|\.){re.escape(before)}(\d+){re.escape(after)}\.")
-        found = {name: match for name in names if (match := place.search(name))}
+        prefix, _, suffix = candidate.partition("{layer}")
+        layer = re.compile(rf"(?:^|\.){re.escape(prefix)}(\d+){re.escape(suffix)}\.")
+        found = {name: match for name in names if (match := layer.search(name))}
         if found:
             return {name: int(match[1]) for name, match in found.items()}
     return {}
 
 
 def _names_before_layers(model: nn.Module) -> set[str]:
-    """Names of the parameters of embeddings, and of the encoder."""
+    """Return the names of parameters of the embeddings and the encoder."""
     before: list[nn.Module] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     policy: Any = getattr(model, "pretrained_model", model)
     if policy.config.is_encoder_decoder:

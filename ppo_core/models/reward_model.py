@@ -1,4 +1,4 @@
-"""The reward model: one score for a prompt with its response."""
+"""The reward model: scores a prompt with its response."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_core.algorithm.masking import at_least_fp32, length_mask, pad_rows
-from ppo_core.data.batching import length_sorted_batches
+from ppo_core.algorithm.logits import at_least_fp32
+from ppo_core.algorithm.masking import length_mask
+from ppo_core.data.batching import length_sorted_batches, pad_rows
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length, encode_dialogue
 from ppo_core.errors import DataError, ModelError
@@ -27,23 +28,20 @@ class RewardModel:
         gain: float = 1.0,
         end_of_text: bool = True,
     ) -> None:
-        """Take the model, and how it is to be read.
+        """Wrap a model and its tokenizer: score = (output - `bias`) * `gain`.
 
-        A score is (the model's output - `bias`) * `gain`: reference answers can score 0 on
-        average, and samples vary by 1.
-        `end_of_text` says whether the texts that it was trained on ended in the
-        end-of-sequence token. Whatever is scored ends likewise, also a response that was cut
-        off: a head that was trained on that token says little at any other (measured on film
-        reviews: 0.70 against 0.66 accuracy).
+        `end_of_text` tells whether the model was trained on texts that end in the end-of-sequence
+        token. If so, every scored text ends in it, even a truncated response, because the head is
+        trained at that token and less accurate at others.
 
         Raises:
-            ModelError: the model has several labels or an adapter, or the token it needs is
-                missing.
+            ModelError: the model has several labels or an adapter, or the tokenizer lacks the
+                end-of-sequence token that `end_of_text` needs.
         """
         if is_peft(model):
             raise ModelError(
-                "The reward model has an adapter on it. Merge it first, model.merge_and_unload(), "
-                "or load the adapter onto the policy's base with load_reward_adapter."
+                "The reward model has an adapter. Merge it first, model.merge_and_unload(), or "
+                "load the adapter onto the policy's base with load_reward_adapter."
             )
         if model.config.num_labels != 1:
             raise ModelError(
@@ -63,33 +61,34 @@ class RewardModel:
 
     @property
     def lm_head(self) -> nn.Linear | None:
-        """The head of a decoder-only classifier, which can score any position; else None."""
+        """Return the head of a decoder-only classifier, which scores any position; else None."""
         head = getattr(self.model, "score", None)
         return head if isinstance(head, nn.Linear) else None
 
     @property
     def backbone(self) -> DecoderBackbone:
-        """What is below the head; an adapter on the policy's base brings its own."""
+        """Return the backbone below the head."""
         own: DecoderBackbone | None = getattr(self.model, "backbone", None)
         return DecoderBackbone(self.model.base_model) if own is None else own
 
     def reads_tokens_of(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether a token id means the same to both; if not, only texts can be handed over.
+        """Return whether both tokenizers have the same vocabulary, apart from pad tokens.
 
-        Scripts add a pad token to one of them; no text contains it.
+        If not, the reward model must score texts instead of token ids. Scripts often add a pad
+        token to one tokenizer; no text contains it.
         """
         different = self.tokenizer.get_vocab().items() ^ tokenizer.get_vocab().items()
         return {token for token, _ in different} <= {tokenizer.pad_token, self.tokenizer.pad_token}
 
     @torch.no_grad()
     def score_rows(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Scores (B,) of token rows (B, S), filled up on the right, of the given lengths (B,).
+        """Return scores (B,) of right-padded sequences (B, S) of the given lengths (B,).
 
-        A decoder-only model is read at each row's last token. Which one that is, the lengths
-        say: comparing with the pad token would go wrong where pad equals eos (TRL #5303).
+        A decoder-only model scores at each sequence's last token, which is found by the lengths;
+        comparing with the pad token would be wrong where pad equals eos (TRL #5303).
 
         Raises:
-            DataError: a row is longer than the model's context.
+            DataError: a sequence is longer than the model's context.
         """
         context = context_length(self.model.config)
         if context is not None and int(lengths.max()) > context:
@@ -106,19 +105,19 @@ class RewardModel:
         return (at_least_fp32(scores) - self.bias) * self.gain
 
     def encode(self, prompt: str | Messages, response: str) -> list[int]:
-        """Token ids of a prompt with its response, by the reward model's tokenizer and template."""
+        """Return token ids of prompt and response, by the reward model's tokenizer and template."""
         return encode_dialogue(self.tokenizer, prompt, response, end=self.end_of_text)
 
     def score_encoded(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
-        """Scores (B,), on the CPU, of token rows of any lengths, `batch_size` at a time.
+        """Return scores (B,) on the CPU of token sequences, in batches of `batch_size`.
 
         Raises:
-            DataError: a row has no token, or more than the model's context.
+            DataError: a sequence has no token, or more than the model's context.
         """
         if not all(rows):
             raise DataError(
-                f"Text {[len(row) for row in rows].index(0)} has no token for the reward model to "
-                "read. Remove it."
+                f"Text {[len(row) for row in rows].index(0)} has no token for the reward model. "
+                "Remove the text."
             )
         scores = torch.empty(len(rows))
         device = self.model.device
@@ -130,6 +129,6 @@ class RewardModel:
     def score_texts(
         self, prompts: Sequence[str | Messages], responses: Sequence[str], batch_size: int = 64
     ) -> Tensor:
-        """Scores (B,), on the CPU, of responses to prompts."""
+        """Return scores (B,) on the CPU of responses to prompts."""
         rows = [self.encode(*texts) for texts in zip(prompts, responses, strict=True)]
         return self.score_encoded(rows, batch_size)

@@ -1,4 +1,4 @@
-"""Language models with a value head: the models of the classic PPO loop."""
+"""Language models with a value head, for the classic PPO loop."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils.hub import PushToHubMixin
 
-from ppo_core.algorithm.masking import at_least_fp32
+from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import add_adapter, checkpoint_activations, is_peft, plain_model
 from ppo_core.models.value_head_files import PREFIX, SavedHead, load_with_head, save_head
@@ -18,22 +18,22 @@ _HEAD_SETTINGS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initia
 
 
 class ValueHead(nn.Module):
-    """Dropout and a linear map: hidden states (..., D) to values (..., 1)."""
+    """Dropout and a linear layer from hidden states (..., D) to values (..., 1)."""
 
     def __init__(self, hidden_size: int, *, dropout: float) -> None:
-        """Make a head with torch's own random start of a linear map."""
+        """Make a head with torch's default initialization."""
         super().__init__()
         self.dropout = nn.Dropout(dropout)
         self.summary = nn.Linear(hidden_size, 1)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Values (..., 1), in the head's precision, of states (..., D) in any."""
+        """Return values (..., 1) of hidden states (..., D), computed in the head's precision."""
         values: Tensor = self.summary(self.dropout(states.to(self.summary.weight.dtype)))
         return values
 
 
 class ModelWithValueHead(nn.Module, PushToHubMixin):
-    """What the causal and the sequence-to-sequence model with a value head have in common."""
+    """Base class of causal and sequence-to-sequence models with a value head."""
 
     _auto_class: ClassVar[Any]
     _has_encoder: ClassVar[bool]
@@ -46,16 +46,17 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         v_head_init_strategy: str | None = None,
         v_head_initializer_range: float | None = None,
     ) -> None:
-        """Put a new value head on a model of transformers or a PeftModel, which stays what it is.
+        """Add a new value head to a transformers model or a PeftModel, which is not modified.
 
-        The head is at least fp32 and reads what the language-model head reads. Its dropout is
-        `summary_dropout_prob`, else that of the model's configuration, else 0.1. Its weights
-        start as torch's linear maps do; with `v_head_init_strategy="normal"` they start from
-        N(0, v_head_initializer_range), 0.2 unless set, and the bias at 0.
+        The head is in at least fp32 and has the input of the LM head. Its dropout probability is
+        `summary_dropout_prob`, else the value in the model's configuration, else 0.1. Its weights
+        have torch's default initialization; with `v_head_init_strategy="normal"` they are drawn
+        from a normal distribution of standard deviation `v_head_initializer_range` (default 0.2),
+        and the bias is 0.
 
         Raises:
-            ModelError: the model cannot have a value head of this class.
-            ConfigError: the settings of the head contradict each other.
+            ModelError: this class does not support the model.
+            ConfigError: settings of the head contradict each other.
         """
         super().__init__()
         policy = plain_model(pretrained_model)
@@ -68,7 +69,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         self.v_head.to(
             device=lm_head.weight.device, dtype=torch.promote_types(policy.dtype, torch.float32)
         )
-        _start_head(self.v_head, v_head_init_strategy, v_head_initializer_range)
+        _initialize(self.v_head, v_head_init_strategy, v_head_initializer_range)
 
     @classmethod
     def from_pretrained(
@@ -81,22 +82,21 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         is_trainable: bool = True,
         **kwargs: Any,
     ) -> Self:
-        """A model with the head that was saved with it, or else with a new one.
+        """Return a model with the value head saved with it, or a new head if there is none.
 
-        The first argument is a folder or hub id, of a model or of an adapter, or a model that
-        is made already. A `peft_config` puts a new adapter on it; `is_trainable` is said of an
-        adapter that is loaded. `dtype` (or its old name `torch_dtype`) is fp32 unless set, as
-        small steps are lost in half precision. The settings of the head go to the
-        constructor, all else (quantization_config, device_map, revision, ...) to transformers.
+        The first argument is a model, or the folder or hub id of a model or adapter. `peft_config`
+        adds a new adapter; `is_trainable` applies to a loaded adapter. `dtype` (formerly
+        `torch_dtype`) defaults to fp32, because small updates are lost in half precision. Settings
+        of the head are passed to the constructor, other arguments (quantization_config,
+        device_map, revision, ...) to transformers.
 
         Raises:
-            ModelError: no such model or head can be loaded, or not without running code that
-                came with it.
+            ModelError: the model or head cannot be loaded, or only by running its own code.
             ConfigError: arguments contradict each other.
         """
         head_settings = {name: kwargs.pop(name) for name in _HEAD_SETTINGS if name in kwargs}
         if dtype is not None and torch_dtype is not None:
-            raise ConfigError(f"{dtype=} and {torch_dtype=} are one setting. Keep the former.")
+            raise ConfigError(f"{dtype=} and {torch_dtype=} are the same setting. Keep dtype.")
         if dtype := dtype or torch_dtype:
             kwargs["dtype"] = dtype
         policy: Any = pretrained_model_name_or_path
@@ -108,8 +108,8 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
             )
         elif kwargs:
             raise ConfigError(
-                f"{', '.join(kwargs)} would have no effect: the model is loaded already. Give it "
-                "to the model's own from_pretrained, or hand over a path."
+                f"{', '.join(kwargs)} would have no effect: the model is loaded already. Pass it "
+                "to the model's own from_pretrained, or pass a path here."
             )
         if peft_config is not None:
             policy = add_adapter(policy, peft_config)
@@ -120,17 +120,17 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
 
     @property
     def config(self) -> Any:
-        """The configuration of the policy."""
+        """Return the configuration of the policy."""
         return self.pretrained_model.config
 
     @property
     def device(self) -> torch.device:
-        """Where the policy's weights are."""
+        """Return the device of the policy's weights."""
         return self.pretrained_model.device
 
     @property
     def is_peft_model(self) -> bool:
-        """Whether the policy is a PeftModel."""
+        """Return whether the policy is a PeftModel."""
         return is_peft(self.pretrained_model)
 
     def forward(
@@ -141,37 +141,37 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         return_past_key_values: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Logits (B, S, V), loss and values (B, S); S counts the decoder's tokens.
+        """Return logits (B, S, V), loss and values (B, S), where S counts the decoder's tokens.
 
-        Logits and values are at least fp32. The loss is the model's own, None without
-        `labels`. With `return_past_key_values` the cache comes fourth. Other arguments go to
-        the model.
+        Logits and values are in at least fp32. The loss is the model's own, None without
+        `labels`. With `return_past_key_values` the cache is the fourth result. Other arguments are
+        passed to the model.
         """
         lm_head = self.pretrained_model.get_output_embeddings()
-        seen: list[Tensor] = []
-        # It gets the last hidden state after norm, projection (OPT) and scaling (T5), and no other
-        # layer's states are kept.
-        with lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
+        head_inputs: list[Tensor] = []
+        # The head's input is the last hidden state after norm, projection (OPT) and scaling (T5);
+        # reading it by a hook avoids keeping the states of all layers.
+        with lm_head.register_forward_pre_hook(lambda _, inputs: head_inputs.append(inputs[0])):
             output = self.pretrained_model(
                 input_ids=input_ids, attention_mask=attention_mask, **kwargs
             )
-        (states,) = seen
+        (states,) = head_inputs
         values = self.v_head(states.to(self.v_head.summary.weight.device))[..., 0]
         logits = at_least_fp32(output.logits)
         result = (logits, output.loss, at_least_fp32(values).to(logits.device))
         return (*result, output.past_key_values) if return_past_key_values else result
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What the policy generates; see `transformers.GenerationMixin.generate`."""
+        """Generate with the policy; see `transformers.GenerationMixin.generate`."""
         return self.pretrained_model.generate(*args, **kwargs)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Keep fewer activations in training and compute them again (TRL #5245).
+        """Recompute activations in the backward pass to save memory (TRL #5245).
 
         Raises:
-            ConfigError: other than non-reentrant checkpointing is asked for under an adapter.
+            ConfigError: the policy has adapters and checkpointing is not non-reentrant.
         """
         if not is_peft(self.pretrained_model):
             self.pretrained_model.activation_checkpointing_enable(
@@ -181,12 +181,12 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
             checkpoint_activations(self.pretrained_model)
         else:
             raise ConfigError(
-                f"{gradient_checkpointing_kwargs=} would compute activations again under whatever "
-                "adapter is active by then. Leave it out: checkpointing is non-reentrant."
+                f"{gradient_checkpointing_kwargs=} would recompute activations under the adapter "
+                "that is active in the backward pass. Leave it out: checkpointing is non-reentrant."
             )
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep all activations."""
+        """Keep all activations for the backward pass."""
         self.pretrained_model.activation_checkpointing_disable()
 
     def save_pretrained(
@@ -197,24 +197,26 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         is_main_process: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Write a plain checkpoint of the policy, and the head in `value_head.safetensors`.
+        """Save the policy as a plain checkpoint, and the head in `value_head.safetensors`.
 
         transformers (or peft, for an adapter) loads the folder as the policy; `from_pretrained`
-        finds the head again. A `state_dict` of this whole model takes the place of its own
-        where that is split over processes. Other arguments, such as `max_shard_size`, go to
-        the policy; an adapter is always one file.
+        also loads the head. Pass the full `state_dict` of this model if its weights are sharded.
+        Other arguments, such as `max_shard_size`, are passed to the policy; an adapter is always
+        one file.
 
         Raises:
-            ConfigError: a pickle is asked for, or an upload from here.
-            ModelError: the `state_dict` is not of a model with a value head.
+            ConfigError: `safe_serialization=False` or `push_to_hub=True` is given.
+            ModelError: the `state_dict` is not that of a model with a value head.
         """
         if not kwargs.pop("safe_serialization", True):
             raise ConfigError(
-                "safe_serialization=False would write a pickle, which is not read here again. "
-                "Leave it out: weights are written as safetensors."
+                "safe_serialization=False would write a pickle, which from_pretrained does not "
+                "read. Leave it out: weights are written as safetensors."
             )
         if kwargs.pop("push_to_hub", False):
-            raise ConfigError("push_to_hub=True would upload no value head: call push_to_hub().")
+            raise ConfigError(
+                "push_to_hub=True would not upload the value head. Call push_to_hub() instead."
+            )
         head = self.v_head.state_dict() if state_dict is None else _part(state_dict, PREFIX)
         if state_dict is not None:
             kwargs["state_dict"] = _part(state_dict, _POLICY_PREFIX)
@@ -229,12 +231,12 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         shapes = {name: tuple(tensor.shape) for name, tensor in saved.tensors.items()}
         if shapes != (expected := {name: tuple(tensor.shape) for name, tensor in own.items()}):
             raise ModelError(
-                f"The saved value head has {shapes}, and this model needs {expected}. It was "
-                "trained on another model: load that one, or take the head's file away."
+                f"The saved value head has {shapes}, and this model needs {expected}: the head "
+                "was trained on another model. Load that model, or delete the file of the head."
             )
         tensors = dict(saved.tensors)
         if saved.of_trl and getattr(self.config, "scale_decoder_outputs", False):
-            # TRL's head reads the states of a T5 before they are scaled by D**-0.5.
+            # TRL applies the head to the states of a T5 before they are scaled by D**-0.5.
             tensors["summary.weight"] = tensors["summary.weight"] * self.config.d_model**0.5
         self.v_head.load_state_dict(tensors)
 
@@ -257,29 +259,29 @@ def _check_policy(policy: PreTrainedModel, *, has_encoder: bool) -> None:
     name = type(policy).__name__
     if policy.get_output_embeddings() is None:
         raise ModelError(
-            f"{name} has no language-model head: nothing could be sampled from it. Load it as a "
+            f"{name} has no language-model head, so nothing can be sampled. Load it as a "
             "...ForCausalLM or ...ForConditionalGeneration."
         )
     if policy.config.is_encoder_decoder != has_encoder:
         has, other = ("no encoder", "CausalLM") if has_encoder else ("an encoder", "Seq2SeqLM")
-        raise ModelError(f"{name} has {has}: take AutoModelFor{other}WithValueHead.")
+        raise ModelError(f"{name} has {has}: use AutoModelFor{other}WithValueHead.")
     if any(parameter.is_meta for parameter in policy.parameters()):
         raise ModelError(
-            f"Parts of {name} are offloaded to CPU or disk, where they cannot be trained. Give a "
-            "device_map that has room for all of it."
+            f"Parts of {name} are offloaded to CPU or disk, where they cannot be trained. Use a "
+            "device_map that fits the full model."
         )
 
 
-def _start_head(head: ValueHead, strategy: str | None, spread: float | None) -> None:
+def _initialize(head: ValueHead, strategy: str | None, std: float | None) -> None:
     if strategy not in (None, "normal"):
         raise ConfigError(f"v_head_init_strategy={strategy!r} must be 'normal' or None.")
-    if strategy is None and spread is not None:
+    if strategy is None and std is not None:
         raise ConfigError(
-            f"v_head_initializer_range={spread} takes effect only with "
+            f"v_head_initializer_range={std} takes effect only with "
             "v_head_init_strategy='normal'. Give both or neither."
         )
     if strategy == "normal":
-        nn.init.normal_(head.summary.weight, std=0.2 if spread is None else spread)
+        nn.init.normal_(head.summary.weight, std=0.2 if std is None else std)
         nn.init.zeros_(head.summary.bias)
 
 
@@ -287,7 +289,7 @@ def _part(state_dict: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     part = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
     if not part:
         raise ModelError(
-            f"The state_dict has no tensor {prefix}*: it is not of a model with a value head. "
-            "Give that of the whole model."
+            f"The state_dict has no tensor {prefix}*: it is not that of a model with a value head. "
+            "Pass the state_dict of the full model."
         )
     return part

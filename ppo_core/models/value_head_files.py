@@ -1,4 +1,4 @@
-"""Loading a policy, and its value head: beside its checkpoint, or within one that TRL saved."""
+"""Load a policy with its value head, from its own file or a checkpoint that TRL saved."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.quantization import quantisation_config
+from ppo_core.models.quantization import bitsandbytes_config
 
 HEAD_FILE = "value_head.safetensors"
 PREFIX = "v_head."
@@ -31,29 +31,29 @@ _HUB_ARGUMENTS = (
 
 
 class SavedHead(NamedTuple):
-    """A value head as it was found in a file."""
+    """A value head read from a file."""
 
     tensors: dict[str, Tensor]
-    """By name in the head: `summary.weight` (1, D) and `summary.bias` (1,)."""
+    """Tensors by their names in the head: `summary.weight` (1, D) and `summary.bias` (1,)."""
 
     of_trl: bool
-    """Whether it was found among the policy's weights, as TRL saves it."""
+    """Whether the head was among the policy's weights, as TRL saves it."""
 
 
 def load_with_head(
     auto_class: Any, path: str | Path, arguments: Mapping[str, Any], *, is_trainable: bool
 ) -> tuple[nn.Module, SavedHead | None]:
-    """The policy of a folder or hub id, a PeftModel if an adapter is there, and its head if any.
+    """Return the policy of a folder or hub id, and its value head or None.
 
-    `arguments` are those of transformers' `from_pretrained`; `load_in_4bit` and `load_in_8bit`
-    are understood as well.
+    The policy is a PeftModel if the path holds an adapter. `arguments` are those of transformers'
+    `from_pretrained`, and `load_in_4bit` and `load_in_8bit`.
 
     Raises:
-        ModelError: there is no such model, or it is code or a pickle.
+        ModelError: there is no such model, or it needs its own code or a pickle.
         ConfigError: arguments contradict each other.
     """
     _refuse_code(arguments)
-    arguments = {"use_safetensors": True, **_quantised(arguments)}
+    arguments = {"use_safetensors": True, **_with_quantization(arguments)}
     hub = {name: arguments[name] for name in _HUB_ARGUMENTS if name in arguments}
     try:
         head = read_head(path, **hub)
@@ -67,21 +67,21 @@ def load_with_head(
 
 
 def save_head(tensors: Mapping[str, Tensor], folder: str | Path) -> None:
-    """Write a head's tensors, named as in `SavedHead`, into `value_head.safetensors`."""
+    """Write the tensors of a head, named as in `SavedHead`, to `value_head.safetensors`."""
     named = {PREFIX + name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     save_file(named, Path(folder) / HEAD_FILE, metadata={"format": "pt"})
 
 
 def read_head(path: str | Path, **hub: Any) -> SavedHead | None:
-    """The value head of a folder or hub id; None where a policy was saved without one.
+    """Return the value head of a folder or hub id, or None if it has none.
 
     Raises:
-        ModelError: the weights are in a pickle, where a head cannot be looked for.
+        ModelError: the weights are in a pickle, which is not read.
     """
     if (own := _find(path, HEAD_FILE, **hub)) is not None:
         return SavedHead(_tensors_of_head(own), of_trl=False)
-    if (whole := _find(path, _WEIGHTS, **hub)) is not None:
-        tensors = _tensors_of_head(whole)
+    if (weights := _find(path, _WEIGHTS, **hub)) is not None:
+        tensors = _tensors_of_head(weights)
     elif (index := _find(path, _WEIGHTS_INDEX, **hub)) is not None:
         tensors = _tensors_of_shards(path, index, **hub)
     else:
@@ -93,20 +93,20 @@ def read_head(path: str | Path, **hub: Any) -> SavedHead | None:
 def _refuse_code(arguments: Mapping[str, Any]) -> None:
     if arguments.get("trust_remote_code"):
         raise ModelError(
-            "trust_remote_code=True would run code that came with the weights. Leave it out: the "
-            "models that transformers itself has can be loaded."
+            "trust_remote_code=True would run code that came with the weights. Leave it out, and "
+            "use a model that is part of transformers."
         )
     if arguments.get("use_safetensors") is False:
         raise ModelError(
             "use_safetensors=False would read a pickle, which can run code. Leave it out; if the "
-            "checkpoint has no safetensors, the error then says how to convert it."
+            "checkpoint has no safetensors, the error message says how to convert it."
         )
 
 
-def _quantised(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with `load_in_4bit` and `load_in_8bit` as a quantization_config."""
+def _with_quantization(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with `load_in_4bit` and `load_in_8bit` as a quantization_config."""
     others = dict(arguments)
-    config = quantisation_config(
+    config = bitsandbytes_config(
         load_in_4bit=others.pop("load_in_4bit", False),
         load_in_8bit=others.pop("load_in_8bit", False),
     )
@@ -114,8 +114,8 @@ def _quantised(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return others
     if others.get("quantization_config") is not None:
         raise ConfigError(
-            "load_in_4bit or load_in_8bit, and a quantization_config, are one setting. Keep the "
-            "latter."
+            "load_in_4bit or load_in_8bit is given together with a quantization_config, which sets "
+            "the same. Keep the quantization_config."
         )
     return {**others, "quantization_config": config}
 
@@ -136,10 +136,10 @@ def _load_adapter(
     config = PeftConfig.from_pretrained(str(path), **hub)
     if not config.base_model_name_or_path:
         raise ModelError(
-            f"The adapter '{path}' does not say which base it is on. Put the base's folder or hub "
-            'id into its adapter_config.json, as "base_model_name_or_path".'
+            f"The adapter '{path}' does not name its base model. Add the base's folder or hub id "
+            'to its adapter_config.json as "base_model_name_or_path".'
         )
-    # Revision and folder are said of the adapter.
+    # revision and subfolder belong to the adapter.
     of_base = {k: v for k, v in arguments.items() if k not in ("revision", "subfolder")}
     base = auto_class.from_pretrained(
         config.base_model_name_or_path, revision=config.revision, **of_base
@@ -150,7 +150,7 @@ def _load_adapter(
 
 
 def _find(path: str | Path, name: str, **hub: Any) -> Path | None:
-    """A file of a folder or hub id, downloaded if need be; None where there is none."""
+    """Return the path of a file in a folder or hub id, downloaded if needed, or None."""
     found = cached_file(path, name, **hub, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 
@@ -159,15 +159,15 @@ def _tensors_of_head(file: Path) -> dict[str, Tensor]:
     with safe_open(file, framework="pt") as tensors:
         return {
             name.removeprefix(PREFIX): tensors.get_tensor(name)
-            for name in tensors.keys()  # noqa: SIM118, it is no dict
+            for name in tensors.keys()  # noqa: SIM118, it is not a dict
             if name.startswith(PREFIX)
         }
 
 
 def _tensors_of_shards(path: str | Path, index: Path, **hub: Any) -> dict[str, Tensor]:
-    places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    shards = {shard for name, shard in places.items() if name.startswith(PREFIX)}
-    # One that is missing is left to transformers, which needs it as well and refuses by its name.
+    shard_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    shards = {shard for name, shard in shard_of.items() if name.startswith(PREFIX)}
+    # A missing shard is reported by transformers, which loads it afterwards.
     files = [file for shard in sorted(shards) if (file := _find(path, shard, **hub))]
     return {name: tensor for file in files for name, tensor in _tensors_of_head(file).items()}
 
@@ -176,9 +176,9 @@ def _refuse_pickle(path: str | Path, **hub: Any) -> None:
     for name in _PICKLES:
         if _find(path, name, **hub) is not None:
             raise ModelError(
-                f"'{path}' holds {name}, and no {_WEIGHTS}: a pickle can run code when it is "
-                "read, and a value head within it would be lost. If you trust its author, "
-                "convert each of its files once and put the result beside it:\n"
+                f"'{path}' holds {name}, and no {_WEIGHTS}. Pickles are not read, because they can "
+                "run code, and a value head in this one would be lost. If you trust its author, "
+                "convert each file once and put the result beside it:\n"
                 "    tensors = torch.load('pytorch_model.bin', weights_only=True)\n"
                 "    tensors = {name: tensor.clone() for name, tensor in tensors.items()}\n"
                 "    safetensors.torch.save_file(\n"

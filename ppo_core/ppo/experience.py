@@ -7,13 +7,13 @@ from torch import Tensor
 
 from ppo_core.algorithm.advantages import gae_advantages
 from ppo_core.algorithm.kl import kl_per_token
-from ppo_core.algorithm.masking import standardise
+from ppo_core.algorithm.masking import standardize
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.algorithm.token_rewards import (
     clip_scores,
     length_penalty,
     overlong_penalty,
-    penalise_missing_stop,
+    penalize_missing_stop,
     token_rewards,
 )
 from ppo_core.config.ppo_config import PPOConfig
@@ -32,11 +32,11 @@ def shaped_scores(
     """
     if config.use_score_scaling:
         moments.update(scores)
-        scores = moments.scale(scores, centre=config.use_score_norm)
+        scores = moments.scale(scores, center=config.use_score_norm)
     if config.score_clip is not None:
         scores = clip_scores(scores, config.score_clip)
     if config.missing_eos_penalty:
-        scores = penalise_missing_stop(scores, rollout.has_stop, config.missing_eos_penalty)
+        scores = penalize_missing_stop(scores, rollout.has_stop, config.missing_eos_penalty)
     if config.length_penalty:
         scores = length_penalty(scores, rollout.response_lengths, config.length_penalty)
     if config.overlong_buffer:
@@ -61,7 +61,7 @@ def make_experience(
     rollout: Rollout, scores: Scores, kl: Tensor, config: PPOConfig, *, kl_coef: float
 ) -> Experience:
     """What the update learns from; kl is (B, T), and kl_coef its weight at this moment."""
-    whiten = partial(standardise, mask=rollout.response_mask)
+    whiten = partial(standardize, mask=rollout.response_mask)
     in_reward = 0.0 if config.kl_in_loss else kl_coef
     rewards = token_rewards(scores.scores, kl, rollout.response_mask, kl_coef=in_reward)
     if config.whiten_rewards:

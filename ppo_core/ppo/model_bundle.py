@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import PreTrainedModel
 
-from ppo_core.models.actor_critic import Critic, LanguageModel
+from ppo_core.models.actor_critic import Critic
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.reward_functions import RewardMix
 
 if TYPE_CHECKING:

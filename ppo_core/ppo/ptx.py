@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.algorithm.masking import length_mask, pad_rows
+from ppo_core.algorithm.masking import length_mask
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.batching import pad_rows
 from ppo_core.data.chat_template import encode_chat, is_messages
 from ppo_core.data.prompts import Tokens, context_length, encode_prompt
 from ppo_core.data.types import TokenRows

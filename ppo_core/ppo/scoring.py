@@ -5,7 +5,8 @@ from torch import Tensor
 
 from ppo_core.data.batching import token_batches
 from ppo_core.data.types import Rollout
-from ppo_core.models.actor_critic import Critic, LanguageModel
+from ppo_core.models.actor_critic import Critic
+from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 
 

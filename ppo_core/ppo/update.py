@@ -16,8 +16,9 @@ from ppo_core.data.batching import token_batches
 from ppo_core.data.types import Experience, TokenRows, TokenSums
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import RunInterruptedError
-from ppo_core.models.actor_critic import ActorCritic, LanguageModel, Predictions
+from ppo_core.models.actor_critic import ActorCritic, Predictions
 from ppo_core.models.kernels.matmul_backend import LEAST_NUMBERS, are_by_onednn
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.objective import CountedTokens, Objective
 from ppo_core.ppo.ptx import PretrainingTexts, joined_texts, pretraining_loss
 from ppo_core.ppo.side_by_side import Both, one_after_the_other, side_by_side
@@ -222,7 +223,7 @@ class _OptimizerStep:
         lengths = self.experience.rollout.row_lengths[minibatch]
         most = config.max_tokens_per_microbatch
         batches = token_batches(
-            lengths, config.per_device_train_batch_size * number, most=most and most * number
+            lengths, config.per_device_train_batch_size * number, max_tokens=most and most * number
         )
         return [places[self.engine.rank :: number] for places in batches]
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_core.algorithm.masking import length_mask, pad_rows
-from ppo_core.data.batching import token_batches
+from ppo_core.algorithm.masking import length_mask
+from ppo_core.data.batching import pad_rows, token_batches
 from ppo_core.data.prompts import Tokens
 from ppo_core.models.kernels.attention import attend
 from ppo_core.models.kernels.decoder_families import Layers

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ppo_core.algorithm.masking import length_mask, pad_rows
-from ppo_core.data.batching import length_sorted_batches
+from ppo_core.algorithm.masking import length_mask
+from ppo_core.data.batching import length_sorted_batches, pad_rows
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ModelError
-from ppo_core.models.actor_critic import LanguageModel
 from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.continuous_batching import Decoded, Growing, Waiting
 from ppo_core.rollout.sampler import SamplingSettings, sample_tokens
 from ppo_core.rollout.transformers_decoder import begin_decoding, takes_more

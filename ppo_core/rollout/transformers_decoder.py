@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
-from ppo_core.algorithm.masking import pad_rows
-from ppo_core.data.batching import token_batches
+from ppo_core.data.batching import pad_rows, token_batches
 from ppo_core.data.prompts import Tokens
 from ppo_core.errors import ModelError
-from ppo_core.models.actor_critic import LanguageModel
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.kernels.decoder_families import plain_layers
 from ppo_core.models.kernels.packed_linear import packed
+from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.fast_decoder import PlainDecoding
 from ppo_core.rollout.kv_cache import ReservedCache, can_choose_rows, empty_cache, keeps_all
 

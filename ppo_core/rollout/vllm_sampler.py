@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ppo_core.algorithm.masking import length_mask, pad_rows
+from ppo_core.algorithm.masking import length_mask
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
-from ppo_core.models.actor_critic import LanguageModel
-from ppo_core.models.adapters import merged_copy
+from ppo_core.models.adapter_weights import merged_copy
+from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.sampler import SamplingSettings
 from ppo_core.rollout.vllm_client import Answer, VLLMServer
 

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import datasets
 from transformers.utils import logging
 
 from ppo_core.config.argument_parser import DocumentedParser
+from ppo_core.config.script_arguments import LoraArguments
 from ppo_core.data.dataset_files import load_rows
 from ppo_core.errors import ConfigError, PPOError
 from ppo_core.models.adapters import lora_config
@@ -36,29 +37,11 @@ class SupervisedArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraArguments:
-    """The adapters, if any are trained in the place of all weights."""
-
-    use_peft: bool = False
-    """Train LoRA adapters (arXiv:2106.09685), which are merged into the saved model."""
-
-    lora_r: int = 16
-    """Rank of the adapters."""
-
-    lora_alpha: int = 32
-    """The adapters are scaled by lora_alpha / lora_r."""
+class SupervisedLoraArguments(LoraArguments):
+    """LoRA settings of supervised training."""
 
     lora_dropout: float = 0.05
     """Dropout probability before the adapters."""
-
-    lora_target_modules: list[str] | None = None
-    """Modules that get adapters, or `all-linear`; None takes PEFT's choice for the model."""
-
-    def __post_init__(self) -> None:
-        """Refuse settings of adapters where there are none."""
-        changed = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
-        if changed and not self.use_peft:
-            raise ConfigError(f"{changed[0]} takes effect only with --use_peft. Give both.")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,9 +83,9 @@ def train(argv: Sequence[str]) -> dict[str, float]:
 
 def _parse(
     kind: str, flags: Sequence[str]
-) -> tuple[SupervisedArguments, SupervisedConfig, LoraArguments]:
+) -> tuple[SupervisedArguments, SupervisedConfig, SupervisedLoraArguments]:
     parser = DocumentedParser(
-        [SupervisedArguments, SupervisedConfig, LoraArguments],
+        [SupervisedArguments, SupervisedConfig, SupervisedLoraArguments],
         prog="python -m ppo_core.supervised",
         usage=f"%(prog)s {kind if kind in TRAININGS else '|'.join(TRAININGS)} [--name value]",
     )
@@ -117,7 +100,7 @@ def _rows(name: str) -> datasets.Dataset:
     return load_rows(name, split=split or "train")
 
 
-def _lora_config(lora: LoraArguments) -> Any:
+def _lora_config(lora: SupervisedLoraArguments) -> Any:
     return lora_config(
         r=lora.lora_r,
         lora_alpha=lora.lora_alpha,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.algorithm.masking import length_mask, pad_rows
+from ppo_core.algorithm.masking import length_mask
+from ppo_core.data.batching import pad_rows
 from ppo_core.data.chat_template import Messages, encode_chat, is_messages, missing_end, render_chat
 from ppo_core.data.prompts import encode_dialogue, encode_prompt, encode_response
 from ppo_core.errors import DataError

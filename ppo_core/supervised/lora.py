@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models import adapters
+from ppo_core.models.adapter_weights import save_adapter
+from ppo_core.models.adapters import add_adapter
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -64,11 +65,11 @@ def adapted(model: PreTrainedModel, peft_config: "PeftConfig", task_type: str) -
         )
     config = copy.deepcopy(peft_config)
     config.task_type = task_type
-    return adapters.add_adapter(model, config)
+    return add_adapter(model, config)
 
 
 def keep_and_merge(model: "PeftModel", output_dir: str | Path) -> PreTrainedModel:
     """Save the adapter in a folder of its own; returns the plain model that it makes."""
-    adapters.save_adapter(model, Path(output_dir) / ADAPTER_FOLDER)
+    save_adapter(model, Path(output_dir) / ADAPTER_FOLDER)
     merged: PreTrainedModel = model.merge_and_unload()
     return merged

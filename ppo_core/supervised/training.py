@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, set_seed
 
-from ppo_core.algorithm.masking import at_least_fp32
+from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.data.prompts import context_length
 from ppo_core.errors import ConfigError, DataError, ModelError
 from ppo_core.models.loading import load_policy, load_tokenizer

@@ -13,7 +13,7 @@ from ppo_core.data.dataset_files import load_rows
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import lora_config
 from ppo_core.models.loading import load_config, load_policy, load_reward_model, load_tokenizer
-from ppo_core.models.quantization import quantisation_config
+from ppo_core.models.quantization import bitsandbytes_config
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.supervised.training import PairRanker, make_classifier
 from ppo_core.training.trainer import PPOTrainer
@@ -95,7 +95,7 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype if model.dtype == "auto" else getattr(torch, model.dtype),
-        "quantization_config": quantisation_config(
+        "quantization_config": bitsandbytes_config(
             load_in_4bit=model.load_in_4bit,
             load_in_8bit=model.load_in_8bit,
             bnb_4bit_quant_type=model.bnb_4bit_quant_type,

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
-from ppo_core.models.adapters import merged_copy, save_adapter
-from ppo_core.models.quantization import is_quantised
+from ppo_core.models.adapter_weights import merged_copy, save_adapter
+from ppo_core.models.quantization import is_quantized
 from ppo_core.ppo.ema import WeightAverage
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.update import TrainState
@@ -95,7 +95,7 @@ class PolicyExporter:
 def _write_adapted(model: "PeftModel", folder: Path, weights: dict[str, Tensor] | None) -> None:
     """The adapter, and the policy it makes, unless merging would round it to a few bits."""
     save_adapter(model, folder / ADAPTER, weights=weights)
-    if is_quantised(model):
+    if is_quantized(model):
         logger.warning("The base is quantized: '%s' holds the adapter alone.", folder / ADAPTER)
     else:
         merged_copy(model, weights=weights).save_pretrained(folder)

@@ -10,17 +10,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.actor_critic import Critic, LanguageModel
+from ppo_core.models.actor_critic import Critic
+from ppo_core.models.adapter_weights import merged_copy
 from ppo_core.models.adapters import (
     add_adapter,
     check_adapter,
     checkpoint_activations,
     is_peft,
-    merged_copy,
     plain_model,
     using_adapter,
 )
-from ppo_core.models.quantization import check_quantised_trainable
+from ppo_core.models.policy import LanguageModel
+from ppo_core.models.quantization import check_quantized_trainable
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.value_head import ModelWithValueHead
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
@@ -65,7 +66,7 @@ def make_models(
     disable_dropout(model)
     engine.place(model.eval())
     policy = _make_policy(config, model)
-    check_quantised_trainable(model)
+    check_quantized_trainable(model)
     adapted = model if is_peft(model) else None
     critic = _make_critic(config, tokenizer, policy, adapted, value_head, value_model, rewards)
     if not any(parameter.requires_grad for parameter in policy_parameters(policy, critic)):

@@ -1,4 +1,4 @@
-"""A tokenizer with a chat template, made in memory, and a chat model with one thing to say."""
+"""A tokenizer with a chat template, and a chat model with a fixed response."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -11,26 +11,26 @@ from tests.helpers.tiny import EOS, make_tokenizer
 SYSTEM, USER, ASSISTANT = 53, 54, 55
 
 WORD, LETTER_A, LETTER_B = 56, 57, 58
-"""`VERDICT:`, `A` and `B` of a parrot's tokenizer."""
+"""Token ids of `VERDICT:`, `A` and `B` in the tokenizer of `write_parrot`."""
 
 _TURNS = "{% for m in messages %}{{ '<' + m.role + '> ' + m.content + END }}{% endfor %}"
 _ANSWER = "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
 
 ENDED = _TURNS.replace("END", "(' <eos> ' if m.role == 'assistant' else ' ')") + _ANSWER
-"""Ends every turn of the assistant with the end-of-sequence token and a space."""
+"""Template that ends each assistant turn with the end-of-sequence token and a space."""
 
 OPEN = _TURNS.replace("END", "' '") + _ANSWER
-"""Ends no turn."""
+"""Template without end-of-sequence tokens."""
 
 FORGETFUL = ENDED.replace("m.content", "(m.content if loop.last else 'w9')")
-"""Renders a turn otherwise once another follows."""
+"""Template that renders a turn differently if another turn follows."""
 
 STRICT = "{{ raise_exception('roles must alternate') }}"
-"""Refuses everything."""
+"""Template that raises for all messages."""
 
 
 def make_chat_tokenizer(template: str | None = ENDED) -> PreTrainedTokenizerFast:
-    """`w0 w1 ... w49` are tokens 3, 4, ... 52; the roles have a token each."""
+    """Return a tokenizer with tokens 3 ... 52 for `w0 ... w49`, and a token for each role."""
     tokenizer = make_tokenizer(words=50)
     tokenizer.add_tokens(["<system>", "<user>", "<assistant>"])
     tokenizer.chat_template = template
@@ -38,15 +38,16 @@ def make_chat_tokenizer(template: str | None = ENDED) -> PreTrainedTokenizerFast
 
 
 def say(*turns: str) -> list[dict[str, str]]:
-    """Messages by user and assistant in turn, the user first."""
+    """Return messages of user and assistant in alternation, the user first."""
     roles = ["user", "assistant"] * len(turns)
     return [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
 
 
 def write_parrot(folder: Path, says: list[int], *, template: str = ENDED, eos_token_id=EOS) -> str:
-    """A chat model that says the tokens behind the first one of `says`, whatever it is asked.
+    """Save a chat model that answers any prompt with the tokens of `says` after the first.
 
-    Its layers add nothing, so the token at hand alone decides on the next: a bigram model.
+    Its layers add nothing to the residual stream, so it is a bigram model: the current token alone
+    determines the next. Returns the folder.
     """
     tokenizer = make_chat_tokenizer(template)
     tokenizer.add_tokens(["VERDICT:", "A", "B"])

@@ -1,4 +1,4 @@
-"""A tiny random model of every family that a value head is put on."""
+"""A tiny random model of each family that is tested with a value head."""
 
 import torch
 from transformers import (
@@ -92,7 +92,7 @@ FAMILIES = {**DECODERS, **ENCODER_DECODERS}
 
 
 def make_model(family: str, *, seed: int = 0) -> PreTrainedModel:
-    """A random model in evaluation mode, every weight of it moved away from its start."""
+    """Return a random model in evaluation mode, with noise on all weights."""
     torch.manual_seed(seed)
     auto_class = AutoModelForSeq2SeqLM if family in ENCODER_DECODERS else AutoModelForCausalLM
     model = auto_class.from_config(type(FAMILIES[family])(**FAMILIES[family].to_dict()))
@@ -103,7 +103,7 @@ def make_model(family: str, *, seed: int = 0) -> PreTrainedModel:
 
 
 def make_inputs(family: str) -> dict[str, torch.Tensor]:
-    """Two rows of five tokens, the first of one row padded; four for the decoder, if any."""
+    """Return two sequences of five tokens, one left-padded by one; four tokens for a decoder."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCABULARY, (2, 5), generator=generator)
     mask = torch.ones_like(ids)

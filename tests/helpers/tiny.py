@@ -1,4 +1,4 @@
-"""Tiny real models and a tokenizer: what the tests use in place of the big ones."""
+"""Tiny real models and a tokenizer for tests."""
 
 import torch
 from tokenizers import Tokenizer
@@ -49,7 +49,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 def make_tokenizer(*, words: int = VOCABULARY - 3, prefix: str = "w") -> PreTrainedTokenizerFast:
-    """A word-level tokenizer: `w0 w1 ...` are tokens 3, 4, ..."""
+    """Return a word-level tokenizer in which `w0 w1 ...` are tokens 3, 4, ..."""
     vocabulary = {"<pad>": PAD, "<eos>": EOS, "<unk>": UNK}
     vocabulary |= {f"{prefix}{i}": i + 3 for i in range(words)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
@@ -60,13 +60,13 @@ def make_tokenizer(*, words: int = VOCABULARY - 3, prefix: str = "w") -> PreTrai
 
 
 def make_policy(family: str = "llama", *, seed: int = 0) -> PreTrainedModel:
-    """A random causal model, its weights spread out so that its choices differ."""
+    """Return a random causal model with noise on all weights, so that its logits differ."""
     torch.manual_seed(seed)
     return _spread(AutoModelForCausalLM.from_config(CONFIGS[family]))
 
 
 def make_classifier(family: str = "llama", *, seed: int = 1, labels: int = 1) -> PreTrainedModel:
-    """A random sequence classifier."""
+    """Return a random sequence classifier."""
     torch.manual_seed(seed)
     config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), "num_labels": labels})
     return _spread(AutoModelForSequenceClassification.from_config(config))
@@ -80,6 +80,6 @@ def _spread(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def make_prompts(lengths: list[int], *, seed: int = 0) -> list[list[int]]:
-    """Random prompts of these lengths, any token but the end-of-sequence one in them."""
+    """Return random prompts of the given lengths, without the end-of-sequence token."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]

@@ -1,4 +1,4 @@
-"""Reward models whose scores a reader can work out: real ones of transformers, no training."""
+"""Reward models with scores that a reader can compute: transformers models, untrained."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ class WordConfig(PreTrainedConfig):
 
 
 class WordModel(PreTrainedModel):
-    """Scores a text by the values of its words, under one of a few rules."""
+    """Score a text by the values of its words, combined by a rule."""
 
     config_class = WordConfig
 
@@ -59,7 +59,7 @@ def word_reward(
     end_of_text: bool = False,
     **vocabulary: Any,
 ) -> RewardModel:
-    """A reward model of this rule: words have the given values, and the others `every`."""
+    """Return a reward model: words have the given values, all other words the value `every`."""
     tokenizer = make_tokenizer(**vocabulary)
     weights = torch.full((VOCABULARY,), every)
     weights[[PAD, EOS]] = 0

@@ -6,6 +6,8 @@ A text in a script without spaces counts as one word, so these statistics do not
 from collections.abc import Sequence
 from statistics import fmean
 
+from ppo_core.algorithm.repetition import repeated_ngrams
+
 
 def mean_words(texts: Sequence[str]) -> float:
     """Return the mean number of words of at least one text."""
@@ -13,16 +15,5 @@ def mean_words(texts: Sequence[str]) -> float:
 
 
 def repeated_share(texts: Sequence[str], n: int = 3) -> float:
-    """Return the share of a text's word n-grams that occurred earlier in it, mean over the texts.
-
-        (number of n-grams - number of different n-grams) / number of n-grams
-
-    A text of fewer than n + 1 words has 0. This is seq-rep-n of arXiv:1908.04319;
-    `ppo_core.algorithm.repetition` computes it for tokens.
-    """
-    return fmean(_share(text.split(), n) for text in texts)
-
-
-def _share(words: list[str], n: int) -> float:
-    grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
-    return (len(grams) - len(set(grams))) / max(1, len(grams))
+    """Return the share of a text's n-grams of words that are repeats, mean over the texts."""
+    return fmean(repeated_ngrams(text.split(), n) for text in texts)

@@ -9,7 +9,8 @@ import torch
 
 from pipeline.reward_validation.odd_texts import longest_row
 from pipeline.reward_validation.rates import Array
-from ppo_core.algorithm.masking import at_least_fp32, pad_rows
+from ppo_core.algorithm.logits import at_least_fp32
+from ppo_core.data.batching import pad_rows
 from ppo_core.models.reward_model import RewardModel
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.evaluation.text_statistics import mean_words, repeated_share
-from ppo_core.algorithm.masking import pad_rows
 from ppo_core.algorithm.repetition import repeated_share as of_tokens
+from ppo_core.data.batching import pad_rows
 
 
 def test_words_are_what_stands_between_spaces():

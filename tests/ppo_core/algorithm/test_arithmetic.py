@@ -1,4 +1,4 @@
-"""The pure functions of PPO against sums done by hand, and the properties they keep."""
+"""The formulas of PPO against results computed by hand, and their properties."""
 
 import itertools
 import json
@@ -15,18 +15,19 @@ from torch.testing import assert_close
 from ppo_core.algorithm.advantages import gae_advantages
 from ppo_core.algorithm.kl import full_kl, kl_per_token
 from ppo_core.algorithm.kl_controller import AdaptiveKL
+from ppo_core.algorithm.logits import tempered
 from ppo_core.algorithm.losses import aggregation_weights, policy_loss, value_loss
-from ppo_core.algorithm.masking import length_mask, masked_mean, pad_rows, standardise, tempered
+from ppo_core.algorithm.masking import length_mask, masked_mean, standardize
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.algorithm.token_rewards import (
     clip_scores,
     length_penalty,
     overlong_penalty,
-    penalise_missing_stop,
+    penalize_missing_stop,
     token_rewards,
 )
 from ppo_core.algorithm.top_k_top_p import truncated
-from ppo_core.data.batching import PASS_COST, length_sorted_batches, token_batches
+from ppo_core.data.batching import PASS_COST, length_sorted_batches, pad_rows, token_batches
 
 NAN, INF = float("nan"), float("inf")
 
@@ -71,7 +72,7 @@ def test_k3_is_never_negative():
 
 
 def loss_gradient(logits, ref_logits, loss):
-    """Gradient of a loss per sampled token, in expectation over the V tokens: exactly."""
+    """Return the exact expectation over V tokens of the gradient of a loss per sampled token."""
     logits = logits.clone().requires_grad_()
     logprobs = logits.log_softmax(0)
     (logprobs.detach().exp() * loss(logprobs, ref_logits.log_softmax(0))).sum().backward()
@@ -156,7 +157,7 @@ def test_a_resumed_controller_goes_on_where_the_first_one_stopped():
 
 
 def test_a_missing_stop_costs_the_penalty_and_a_present_one_nothing():
-    actual = penalise_missing_stop(tensor([2.0, -1.0]), tensor([True, False]), 1.5)
+    actual = penalize_missing_stop(tensor([2.0, -1.0]), tensor([True, False]), 1.5)
     assert_close(actual, tensor([2.0, -2.5]))
 
 
@@ -210,8 +211,8 @@ def test_moments_by_hand():
     assert (moments.mean, moments.std) == pytest.approx((1.5, math.sqrt(0.5)))
     moments.update(tensor([6.0]))
     assert (moments.mean, moments.std) == pytest.approx((3.0, math.sqrt(7)))
-    assert_close(moments.scale(tensor([7.0]), centre=False), tensor([7 / math.sqrt(7)]))
-    assert_close(moments.scale(tensor([7.0]), centre=True), tensor([4 / math.sqrt(7)]))
+    assert_close(moments.scale(tensor([7.0]), center=False), tensor([7 / math.sqrt(7)]))
+    assert_close(moments.scale(tensor([7.0]), center=True), tensor([4 / math.sqrt(7)]))
 
 
 @settings(max_examples=50, deadline=None)
@@ -259,7 +260,7 @@ def test_scores_that_tell_no_deviation_are_divided_by_one(seen):
         if batch:
             moments.update(tensor(batch, dtype=torch.float64))
     assert moments.std == 1.0
-    assert_close(moments.scale(tensor([3.0]), centre=False), tensor([3.0]))
+    assert_close(moments.scale(tensor([3.0]), center=False), tensor([3.0]))
 
 
 def test_resumed_moments_go_on_where_the_first_ones_stopped():
@@ -443,9 +444,9 @@ def test_standardise_by_hand():
     mask = tensor([[True, True, False], [True, True, False]])
     deviation = math.sqrt(14 / 3)
     expected = tensor([[-2.0, -1.0, 0.0], [0.0, 3.0, 0.0]]) / deviation
-    assert_close(standardise(values, mask, keep_mean=False), expected)
+    assert_close(standardize(values, mask, keep_mean=False), expected)
     with_mean = torch.where(mask, expected + 3.0, 0.0)
-    assert_close(standardise(values, mask, keep_mean=True), with_mean)
+    assert_close(standardize(values, mask, keep_mean=True), with_mean)
 
 
 @settings(max_examples=50, deadline=None)
@@ -459,14 +460,14 @@ def test_standardised_values_have_mean_zero_and_deviation_one(seed, lengths, sca
     values = torch.randn(len(lengths), 8, generator=generator, dtype=torch.float64) * scale + 3
     mask = length_mask(tensor(lengths), 8)
     assume(values[mask].std() > 0.01)  # below, epsilon=1e-8 shows
-    out = standardise(values, mask, keep_mean=False)
+    out = standardize(values, mask, keep_mean=False)
     assert abs(out[mask].mean()) < 1e-6
     assert abs(out[mask].std() - 1) < 1e-4
     assert (out[~mask] == 0).all()
 
 
 def test_the_same_value_everywhere_standardises_to_zero_and_not_to_nan():
-    out = standardise(torch.full((2, 3), 4.0), torch.ones(2, 3, dtype=torch.bool), keep_mean=False)
+    out = standardize(torch.full((2, 3), 4.0), torch.ones(2, 3, dtype=torch.bool), keep_mean=False)
     assert_close(out, torch.zeros(2, 3))
 
 
@@ -555,7 +556,7 @@ def test_rows_are_padded_on_the_side_that_is_asked_for():
 @pytest.mark.parametrize(
     ("lengths", "size", "most", "expected"),
     [
-        # A pass costs as much as 128 tokens: fillers of 4 rows are cheaper than a pass more.
+        # A forward pass costs as much as 128 tokens: padding 4 sequences is cheaper.
         ([30, 9, 50, 9], 4, None, [[2, 0, 1, 3]]),
         # 40 rows of 20 beside a row of 400 would be 40 x 400 tokens.
         ([20] * 40 + [400], 8, None, [[40], list(range(40))]),
@@ -566,7 +567,7 @@ def test_rows_are_padded_on_the_side_that_is_asked_for():
     ],
 )
 def test_batches_of_tokens_are_cut_where_passes_cost_least(lengths, size, most, expected):
-    batches = token_batches(tensor(lengths), size, most=most)
+    batches = token_batches(tensor(lengths), size, max_tokens=most)
     assert [batch.tolist() for batch in batches] == expected
 
 
@@ -576,7 +577,7 @@ def test_batches_of_tokens_are_cut_where_passes_cost_least(lengths, size, most, 
     most=st.none() | st.integers(50, 1000),
 )
 def test_no_other_cut_of_the_sorted_rows_costs_less(lengths, size, most):
-    batches = token_batches(tensor(lengths), size, most=most)
+    batches = token_batches(tensor(lengths), size, max_tokens=most)
     ordered = sorted(lengths, reverse=True)
     assert sorted(torch.cat(batches).tolist()) == list(range(len(lengths)))
     assert [lengths[n] for batch in batches for n in batch] == ordered

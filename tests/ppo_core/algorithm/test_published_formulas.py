@@ -18,14 +18,15 @@ from torch.testing import assert_close
 from ppo_core.algorithm.advantages import gae_advantages
 from ppo_core.algorithm.kl import full_kl, kl_per_token
 from ppo_core.algorithm.kl_controller import AdaptiveKL
+from ppo_core.algorithm.logits import tempered
 from ppo_core.algorithm.losses import aggregation_weights, policy_loss, value_loss
-from ppo_core.algorithm.masking import standardise, tempered
+from ppo_core.algorithm.masking import standardize
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.algorithm.token_rewards import (
     clip_scores,
     length_penalty,
     overlong_penalty,
-    penalise_missing_stop,
+    penalize_missing_stop,
     token_rewards,
 )
 from ppo_core.algorithm.top_k_top_p import truncated
@@ -135,7 +136,7 @@ def test_penalties_and_bounds_of_scores_are_what_they_say():
     scores, lengths = floats(SCORES), tensor(LENGTHS)
     stops = [True, False, True, False]
     less = [score - (0 if stop else 1.5) for score, stop in zip(SCORES, stops, strict=True)]
-    assert_same(penalise_missing_stop(scores, tensor(stops), 1.5), less)
+    assert_same(penalize_missing_stop(scores, tensor(stops), 1.5), less)
     shorter = [score - 0.25 * n for score, n in zip(SCORES, LENGTHS, strict=True)]
     assert_same(length_penalty(scores, lengths, 0.25), shorter)
     assert_same(clip_scores(scores, 1.0), [min(max(score, -1.0), 1.0) for score in SCORES])
@@ -166,9 +167,9 @@ def test_running_moments_are_those_of_all_scores_so_far():
             assert math.isclose(moments.std, deviation, rel_tol=1e-12)
     mean = statistics.fmean(seen)
     assert_same(
-        moments.scale(floats(SCORES), centre=True), [(x - mean) / deviation for x in SCORES]
+        moments.scale(floats(SCORES), center=True), [(x - mean) / deviation for x in SCORES]
     )
-    assert_same(moments.scale(floats(SCORES), centre=False), [x / deviation for x in SCORES])
+    assert_same(moments.scale(floats(SCORES), center=False), [x / deviation for x in SCORES])
 
 
 # --- Rewards and advantages ---
@@ -231,7 +232,7 @@ def test_decoupled_lambdas_give_the_policy_one_estimate_and_the_critic_another()
 
 @pytest.mark.parametrize("keep_mean", [True, False])
 def test_whitening_is_over_the_counted_tokens_with_bessels_correction(keep_mean):
-    actual = standardise(floats(hide(ADVANTAGES, NAN)), tensor(MASK).bool(), keep_mean=keep_mean)
+    actual = standardize(floats(hide(ADVANTAGES, NAN)), tensor(MASK).bool(), keep_mean=keep_mean)
     assert_same(actual, plain_standardised(ADVANTAGES, keep_mean))
 
 
@@ -347,9 +348,9 @@ def assert_same_where(mask, actual, expected):
 def test_whitening_equals_trl(name):
     given, results = golden(name)
     values, mask = given["values"], given["mask"]
-    shifted = standardise(values, mask, keep_mean=False)
+    shifted = standardize(values, mask, keep_mean=False)
     assert_same_where(mask, shifted, results["shifted"])
-    assert_same_where(mask, standardise(values, mask, keep_mean=True), results["kept_mean"])
+    assert_same_where(mask, standardize(values, mask, keep_mean=True), results["kept_mean"])
 
 
 @pytest.mark.parametrize("estimator, theirs", [("k1", "kl"), ("abs", "abs"), ("k2", "mse")])
@@ -378,10 +379,10 @@ def test_advantages_of_the_classic_loop_equal_trl(name):
     mask = given["mask"]
     rewards, values = given["rewards"] * mask, given["values"] * mask
     if given["whiten_rewards"]:
-        rewards = standardise(rewards, mask, keep_mean=True)
+        rewards = standardize(rewards, mask, keep_mean=True)
     advantages = gae_advantages(rewards, values, gamma=given["gamma"], gae_lambda=given["lam"])
     assert_same_where(mask, advantages + values, results["returns"])
-    whitened = standardise(advantages, mask, keep_mean=False)
+    whitened = standardize(advantages, mask, keep_mean=False)
     assert_same_where(mask, whitened, results["advantages"])
 
 
@@ -413,13 +414,13 @@ def test_a_step_from_scores_to_advantages_equals_trl_where_no_row_is_padded(esti
     kl = kl_per_token(given["logprobs"], given["ref_logprobs"], given["kl_estimator"])
     rewards = token_rewards(given["scores"], kl, mask, kl_coef=given["kl_coef"])
     if given["whiten_rewards"]:
-        rewards = standardise(rewards, mask, keep_mean=True)
+        rewards = standardize(rewards, mask, keep_mean=True)
     advantages = gae_advantages(
         rewards, given["values"], gamma=given["gamma"], gae_lambda=given["lam"]
     )
     assert_same(rewards, results["rewards"])
     assert_same(advantages + given["values"], results["returns"])
-    assert_same(standardise(advantages, mask, keep_mean=False), results["advantages"])
+    assert_same(standardize(advantages, mask, keep_mean=False), results["advantages"])
 
 
 def test_the_losses_of_an_unpadded_batch_equal_trl():

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
-from ppo_core.algorithm.masking import pad_rows
 from ppo_core.algorithm.repetition import repeated_share
+from ppo_core.data.batching import pad_rows
 
 
 def share(*tokens: int, n: int = 3) -> float:

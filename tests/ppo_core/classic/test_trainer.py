@@ -862,7 +862,7 @@ def test_a_setting_that_changes_nothing_is_taken_and_another_is_refused(name: st
         assert PPOConfig(**{name: value}) == PPOConfig()
     with pytest.raises(ConfigError) as refused:
         PPOConfig(**{name: "something else"})
-    assert f"{name}='something else' is not honoured: {instead}." in str(refused.value)
+    assert f"{name}='something else' is not supported: {instead}." in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Settings of other trainers: honoured, accepted because nothing differs, or refused by name."""
+"""Settings of other trainers: supported, accepted because nothing differs, or refused by name."""
 
 import subprocess
 import sys
@@ -40,11 +40,11 @@ TRL_0_11 = (
 """Fields of TRL 0.11's classic PPOConfig."""
 
 
-def test_every_training_argument_is_honoured_or_known_by_name():
+def test_every_training_argument_is_supported_or_known_by_name():
     assert {field.name for field in fields(TrainingArguments)} <= {*OURS, *INSTEAD}
 
 
-def test_every_setting_of_trl_is_honoured_or_known_by_name():
+def test_every_setting_of_trl_is_supported_or_known_by_name():
     assert {*TRL_1_12, *TRL_0_11} <= {*OURS, *INSTEAD}
 
 
@@ -54,7 +54,7 @@ def test_the_page_on_migrating_has_every_setting():
     assert not [name for name in sorted(named) if f"`{name}`" not in page]
 
 
-def test_no_setting_is_both_honoured_and_refused():
+def test_no_setting_is_both_supported_and_refused():
     assert not set(OURS) & set(INSTEAD)
 
 
@@ -73,7 +73,7 @@ def test_what_happens_anyway_is_accepted_and_anything_else_is_refused(name: str)
 
 
 def test_fp16_is_refused_with_what_to_use():
-    with pytest.raises(ConfigError, match=r"fp16=True is not honoured: set bf16=True"):
+    with pytest.raises(ConfigError, match=r"fp16=True is not supported: set bf16=True"):
         PPOConfig(fp16=True)
 
 
@@ -98,7 +98,7 @@ def test_a_copy_with_changes_is_checked_alike():
         replace(PPOConfig(), max_steps=3)
 
 
-def test_honoured_settings_are_given_back_and_the_rest_left_out():
+def test_supported_settings_are_given_back_and_the_rest_left_out():
     given = {"seed": 3, "fp16": False, "temperature": 0.5}
     assert refuse_unsupported(given, OURS) == {"seed": 3, "temperature": 0.5}
 

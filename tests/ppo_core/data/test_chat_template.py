@@ -1,4 +1,4 @@
-"""Chat messages become text by the tokenizer's template, or are refused with the reason."""
+"""Chat messages rendered by the tokenizer's template, and the errors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rows by name: files, folders, splits, and what is refused."""
+"""Loading rows from files, folders and splits, and the errors."""
 
 import json
 

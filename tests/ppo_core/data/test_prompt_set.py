@@ -1,4 +1,4 @@
-"""Prompts of a run: as a data set has them, and as the policy reads them."""
+"""Prompts of a run: as given in a data set, and as token ids."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def prompt_set(dataset, *, tokenizer=None, collator=None, **changes):
 
 
 def make_padding_tokenizer():
-    """As scripts make it: a pad token that the embeddings do not have."""
+    """Return a tokenizer with an added pad token, which has no embedding."""
     tokenizer = make_tokenizer()
     tokenizer.pad_token = None
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})

@@ -134,7 +134,10 @@ def test_messages_are_rendered_by_the_reward_models_own_template(template):
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [(say("w0"), "no chat template"), ([3, 4], "Decode token ids by the tokenizer that made them")],
+    [
+        (say("w0"), "no chat template"),
+        ([3, 4], "Decode token ids with the tokenizer that encoded them"),
+    ],
 )
 def test_what_a_reward_model_cannot_read_is_refused(prompt, message):
     with pytest.raises(DataError, match=message):

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from ppo_core.checkpointing.files import latest_checkpoint
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import RunInterruptedError
-from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.models.policy import LanguageModel
 from ppo_core.training.trainer import PPOTrainer
 from tests.ppo_core.training.test_trainer import CLOCKS, CONFIG, make_trainer
 

@@ -19,12 +19,13 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.strategy import choose_sharding
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.models import lm_head
-from ppo_core.models.actor_critic import ActorCritic, Critic, LanguageModel
+from ppo_core.models.actor_critic import ActorCritic, Critic
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import critic_values, reference_logprobs
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
+from tests.helpers.rollouts import make_rollout
 from tests.helpers.tiny import EOS, VOCABULARY, make_policy
-from tests.ppo_core.models.test_actor_critic import make_rollout
 
 # The first process has the long responses, the other the short ones.
 ROLLOUT = make_rollout((3, 7, 1, 2, 6, 4, 5, 2), (9, 1, 8, 1, 9, 2, 7, 1))

@@ -1,4 +1,4 @@
-"""Adapters on one base: which of them a forward pass uses, and what learns from it."""
+"""Adapters on one base: which adapter a forward pass uses, and which parameters are trained."""
 
 import os
 import subprocess
@@ -12,18 +12,18 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
 from ppo_core.errors import ModelError
-from ppo_core.models.actor_critic import Critic, LanguageModel
+from ppo_core.models.actor_critic import Critic
+from ppo_core.models.adapter_weights import merged_copy, save_adapter
 from ppo_core.models.adapters import (
     add_adapter,
     add_critic_adapter,
     check_adapter,
     checkpoint_activations,
     is_peft,
-    merged_copy,
     plain_model,
-    save_adapter,
     using_adapter,
 )
+from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_adapter import AdapterClassifier, load_reward_adapter
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.rollout.generate import sample_responses
@@ -49,7 +49,7 @@ METHODS = {
 
 
 def spread(model, name: str, seed: int) -> None:
-    """Move an adapter away from its start, at which it does nothing."""
+    """Add noise to an adapter, which initially has no effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -58,7 +58,7 @@ def spread(model, name: str, seed: int) -> None:
 
 
 def make_adapted(method: str = "lora", *, family: str = "qwen2"):
-    """A policy and a critic adapter on one base, each with an effect of its own."""
+    """Return a base with a policy adapter and a critic adapter, both random."""
     model = add_adapter(make_policy(family), METHODS[method], "policy")
     add_critic_adapter(model, METHODS[method])
     spread(model, "policy", 1)
@@ -129,7 +129,7 @@ def test_what_is_no_peft_config_or_no_transformers_model_is_refused():
     [
         (peft.PromptTuningConfig(num_virtual_tokens=2), "cannot be switched by layer"),
         (peft.LNTuningConfig(), "cannot be switched by layer"),
-        (peft.LoraConfig(bias="all"), "the reference with them"),
+        (peft.LoraConfig(bias="all"), "so changes the reference"),
         (peft.LoraConfig(init_lora_weights="pissa"), "changes the base"),
         (peft.LoraConfig(init_lora_weights="olora"), "changes the base"),
         (peft.LoraConfig(alora_invocation_tokens=[5]), "invocation token"),
@@ -324,7 +324,7 @@ def test_a_critic_adapter_that_cannot_be_added_is_refused(config, name: str, wor
 
 
 def save_classifier(base, folder, *, labels: int = 1, **settings):
-    """A classifier by LoRA on the base, with random adapter and head, as PEFT saves it."""
+    """Save a LoRA classifier on the base, with random adapter and head, by PEFT."""
     base.save_pretrained(folder / "base")
     classifier = AutoModelForSequenceClassification.from_pretrained(
         folder / "base", num_labels=labels
@@ -363,7 +363,7 @@ def test_a_reward_adapter_loads_onto_other_families_too(tmp_path):
     model = add_adapter(base, peft.LoraConfig(target_modules=["c_attn"]))
     reward = RewardModel(load_reward_adapter(model, tmp_path / "reward"), make_tokenizer())
     expected = classifier(input_ids=IDS).logits[:, 0]
-    # The last place is each row's last token: no filler, and pad is not among the tokens.
+    # The last position is each sequence's last token: no padding, and no pad token in the ids.
     assert_close(reward.score_rows(IDS, torch.tensor([5, 5])), expected, atol=1e-5, rtol=0)
 
 
@@ -457,7 +457,8 @@ def test_a_saved_adapter_is_the_same_file_in_every_process(tmp_path):
     # PEFT keeps names in a set, whose order is another one for another hash seed.
     code = (
         "import sys; from peft import LoraConfig; from tests.helpers.tiny import make_policy; "
-        "from ppo_core.models.adapters import add_adapter, save_adapter; "
+        "from ppo_core.models.adapter_weights import save_adapter; "
+        "from ppo_core.models.adapters import add_adapter; "
         "names = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'up_proj', 'down_proj']; "
         "config = LoraConfig(task_type='CAUSAL_LM', target_modules=names); "
         "save_adapter(add_adapter(make_policy(), config), sys.argv[1])"

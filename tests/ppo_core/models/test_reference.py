@@ -1,4 +1,4 @@
-"""The frozen copy that divergences are measured from."""
+"""The frozen reference model."""
 
 import copy
 
@@ -45,7 +45,7 @@ def logits_of(model: nn.Module, family: str) -> torch.Tensor:
 
 @torch.no_grad()
 def move(model: nn.Module) -> None:
-    """What a step of an optimizer does."""
+    """Change all trainable parameters."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.add_(0.1)

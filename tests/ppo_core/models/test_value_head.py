@@ -1,4 +1,4 @@
-"""Language models with a value head: what scripts rely on, over all families."""
+"""Language models with a value head, for all families."""
 
 import json
 from pathlib import Path
@@ -95,7 +95,7 @@ def test_shards_change_nothing(family: str, tmp_path: Path):
 
 
 def save_as_trl(model, folder: Path, **how) -> None:
-    """One state dict, the head's tensors among the policy's."""
+    """Save one state dict with the tensors of policy and head, as TRL does."""
     head = {f"v_head.{name}": tensor for name, tensor in model.v_head.state_dict().items()}
     model.pretrained_model.save_pretrained(
         folder, state_dict=model.pretrained_model.state_dict() | head, **how
@@ -403,7 +403,7 @@ def test_gradients_reach_the_adapter_under_checkpointing(tmp_path: Path):
     [
         ({"trust_remote_code": True}, "run code"),
         ({"use_safetensors": False}, "pickle"),
-        ({"dtype": "auto", "torch_dtype": "auto"}, "one setting"),
+        ({"dtype": "auto", "torch_dtype": "auto"}, "the same setting"),
         ({"load_in_8bit": True}, "load_in_8bit needs"),
         ({"no_such_argument": 1}, "no_such_argument"),
     ],

@@ -8,7 +8,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 from ppo_core.errors import DataError, TrainingError
-from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.ptx import PretrainingTexts, joined_texts, pretraining_loss
 from tests.helpers.tiny import make_policy, make_prompts
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from ppo_core.data.prompts import encode_prompt, response_texts
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ConfigError, DataError, ModelError
-from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.reward_functions import RewardMix, make_rewards
 from ppo_core.ppo.scoring import score_tokens

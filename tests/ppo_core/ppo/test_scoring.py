@@ -7,12 +7,13 @@ import torch
 from torch.testing import assert_close
 
 from ppo_core.data.prompts import response_texts
-from ppo_core.models.actor_critic import Critic, LanguageModel
+from ppo_core.models.actor_critic import Critic
+from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.reward_functions import ModelReward
 from ppo_core.ppo.scoring import critic_values, full_kl, reference_logprobs, score_tokens
+from tests.helpers.rollouts import make_rollout, row_of
 from tests.helpers.tiny import EOS, make_classifier, make_policy, make_tokenizer
-from tests.ppo_core.models.test_actor_critic import make_rollout, row_of
 
 
 def make_wordy_rollout():

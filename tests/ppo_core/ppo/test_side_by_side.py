@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo import update
 from ppo_core.ppo.side_by_side import one_after_the_other, side_by_side
 from tests.helpers.tiny import make_policy

@@ -13,16 +13,17 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.types import Experience
 from ppo_core.distributed.engine import Engine
 from ppo_core.models import lm_head
-from ppo_core.models.actor_critic import ActorCritic, Critic, LanguageModel
+from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.kernels import matmul_backend
 from ppo_core.models.kernels.matmul_backend import are_by_onednn
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo import update
 from ppo_core.ppo.optimizer import parameter_groups
 from ppo_core.ppo.ptx import PretrainingTexts, joined_texts
 from ppo_core.ppo.schedule import make_schedule, make_scheduler
 from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
+from tests.helpers.rollouts import make_rollout, row_of
 from tests.helpers.tiny import VOCABULARY, make_policy, make_prompts
-from tests.ppo_core.models.test_actor_critic import make_rollout, row_of
 
 LENGTHS = (5, 1, 3, 5, 2, 4, 1, 1)
 

@@ -24,7 +24,7 @@ from ppo_core.data.prompts import (
     response_text,
 )
 from ppo_core.errors import DataError, ModelError, RunInterruptedError
-from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.kv_cache import ReservedCache
 from ppo_core.rollout.sampler import (

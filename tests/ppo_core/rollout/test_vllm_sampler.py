@@ -16,8 +16,8 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError, PPOError, TrainingError
-from ppo_core.models.actor_critic import LanguageModel
 from ppo_core.models.adapters import add_adapter, lora_config
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import reference_logprobs
 from ppo_core.reporting.metrics import sampler_metrics
 from ppo_core.rollout.generate import sample_responses

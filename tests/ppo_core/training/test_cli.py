@@ -115,10 +115,10 @@ def test_what_happens_anyway_is_accepted_as_a_flag():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--fp16", "fp16=True is not honoured: set bf16=True"),
-        ("--fp16 true", "fp16=True is not honoured"),
-        ("--max_steps=100", "max_steps=100 is not honoured: set total_episodes"),
-        ("--lora_task_type SEQ_CLS", "lora_task_type='SEQ_CLS' is not honoured"),
+        ("--fp16", "fp16=True is not supported: set bf16=True"),
+        ("--fp16 true", "fp16=True is not supported"),
+        ("--max_steps=100", "max_steps=100 is not supported: set total_episodes"),
+        ("--lora_task_type SEQ_CLS", "lora_task_type='SEQ_CLS' is not supported"),
         ("--trust_remote_code True", "code from a model's repository is never run"),
         ("--learning_rat 3e-6", "no setting learning_rat, .* Did you mean learning_rate"),
         ("--seed one", "argument --seed: invalid int value: 'one'"),
@@ -141,7 +141,7 @@ def test_what_cannot_be_used_is_refused_in_words(flags: str, words: str):
     [
         ("seed = ", "cannot be read"),
         ("[ppo]\nseed = 1", r"has a table \[ppo\]"),
-        ("max_steps = 3", "max_steps=3 is not honoured"),
+        ("max_steps = 3", "max_steps=3 is not supported"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, words: str):
@@ -203,7 +203,7 @@ def test_a_json_file_holds_values_as_they_are(tmp_path):
     assert script == ScriptArguments(reward_gain=0.1)
     assert model == ModelArguments(use_peft=True, lora_r=4)
     file.write_text('{"fp16": true}')
-    with pytest.raises(ConfigError, match="fp16=True is not honoured"):
+    with pytest.raises(ConfigError, match="fp16=True is not supported"):
         parse_arguments(KINDS, [str(file)])
     file.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -406,10 +406,10 @@ def test_prompts_have_to_be_named(models):
 def test_bad_input_is_one_message_and_exit_code_1():
     ran = run("ppo_core", "--dataset_name", "x", "--fp16", "true", check=False)
     assert ran.returncode == 1
-    assert ran.stderr.startswith("ppo_core: fp16=True is not honoured: set bf16=True")
+    assert ran.stderr.startswith("ppo_core: fp16=True is not supported: set bf16=True")
     assert len(ran.stderr.splitlines()) == 1
 
 
 def test_help_shows_the_docstrings():
     ran = run("ppo_core", "--help")
-    assert "Most tokens of a response, the stop token included." in " ".join(ran.stdout.split())
+    assert "Maximum tokens of a response, the stop token included." in " ".join(ran.stdout.split())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.models.policy import LanguageModel
 from ppo_core.training.evaluation import answer_prompts
 from tests.helpers.tiny import make_policy, make_tokenizer
 

@@ -24,12 +24,13 @@ from pipeline.judges.reply_cache import ReplyCache
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import make_settings
 from ppo_core import answer_prompts
-from ppo_core.algorithm.masking import standardise
+from ppo_core.algorithm.masking import standardize
 from ppo_core.algorithm.token_rewards import token_rewards
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.types import Rollout, Scores
 from ppo_core.errors import ConfigError, JudgeError, TrainingError
-from ppo_core.models.actor_critic import Critic, LanguageModel
+from ppo_core.models.actor_critic import Critic
+from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import critic_values
@@ -40,8 +41,8 @@ from ppo_core.supervised.data import encode_pair
 from tests.helpers.fault_server import fault_server, say
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import tiny_table
+from tests.helpers.rollouts import make_rollout, row_of
 from tests.helpers.tiny import EOS, make_classifier, make_policy, make_prompts, make_tokenizer
-from tests.ppo_core.models.test_actor_critic import make_rollout, row_of
 from tests.ppo_core.ppo.test_update import (
     make_config,
     make_experience,
@@ -307,7 +308,7 @@ def test_what_the_mask_hides_may_be_nan():
     rewards = token_rewards(tensor([5.0, 7.0]), hidden, mask, kl_coef=0.1)
     assert_close(rewards, tensor([[-0.1, 4.8, 0.0], [6.4, 0.0, 0.0]]))
     for keep_mean in (True, False):
-        out = standardise(hidden, mask, keep_mean=keep_mean)
+        out = standardize(hidden, mask, keep_mean=keep_mean)
         assert out.isfinite().all()
         assert (out[~mask] == 0).all()
 

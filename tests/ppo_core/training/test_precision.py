@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_core.models.actor_critic import LanguageModel
+from ppo_core.models.policy import LanguageModel
 from ppo_core.training import precision
 from ppo_core.training.precision import trains_in_bf16
 from tests.helpers.tiny import make_policy

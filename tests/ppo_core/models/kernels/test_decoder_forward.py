@@ -20,7 +20,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from ppo_core.algorithm.masking import pad_rows
+from ppo_core.data.batching import pad_rows
 from ppo_core.models.adapters import add_adapter
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.kernels import attention, matmul_backend

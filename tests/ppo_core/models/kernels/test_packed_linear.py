@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from ppo_core.data.types import Rollout
-from ppo_core.models.actor_critic import LanguageModel
 from ppo_core.models.adapters import add_adapter
 from ppo_core.models.kernels import packed_linear
 from ppo_core.models.kernels.packed_linear import packed
+from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
 from tests.helpers.tiny import EOS, make_policy, make_prompts
@@ -74,7 +74,7 @@ def test_the_same_responses_are_sampled(kind, monkeypatch):
         return asked_for[-1]
 
     monkeypatch.setattr("ppo_core.rollout.transformers_decoder.packed", note)
-    monkeypatch.setattr("ppo_core.models.actor_critic.packed", note)
+    monkeypatch.setattr("ppo_core.models.policy.packed", note)
     fast = sampled(policy)
     backbone, head = asked_for
     assert len(packed_in(backbone)) >= 2 * 4

@@ -1,0 +1,169 @@
+"""The policy, or its reference: a language model split into backbone and LM head."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ppo_core.data.types import TokenRows
+from ppo_core.errors import ModelError
+from ppo_core.models.backbones import Backbone, DecoderBackbone, EncoderDecoderBackbone, Within
+from ppo_core.models.kernels.matmul_backend import products_with
+from ppo_core.models.kernels.packed_linear import packed
+from ppo_core.models.lm_head import ChunkedLMHead
+
+
+@dataclass(frozen=True)
+class _LogitRule:
+    """Scaling and soft capping that some families apply to the output of their LM head."""
+
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "_LogitRule":
+        config = model.config
+        scale = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(scale, softcap)
+
+    @property
+    def is_identity(self) -> bool:
+        return self.scale == 1 and self.softcap is None
+
+    def apply(self, product: Tensor) -> Tensor:
+        """Return logits for the output of the head's matmul."""
+        logits = product if self.scale == 1 else product * self.scale
+        if self.softcap is None:
+            return logits
+        return torch.tanh(logits / self.softcap) * self.softcap
+
+
+class LanguageModel(nn.Module):
+    """A language model, split into its backbone and its LM head.
+
+    The head (D x V, often the largest matrix) is applied only at counted response positions and
+    in chunks, so that no (tokens, V) tensor outlives its chunk.
+    """
+
+    def __init__(self, model: PreTrainedModel, within: Within = nullcontext) -> None:
+        """Wrap a `...ForCausalLM` or `...ForConditionalGeneration`; it runs inside `within()`.
+
+        Raises:
+            ModelError: backbone and head do not reproduce the model's own logits, so
+                log-probabilities computed from them would be wrong.
+        """
+        super().__init__()
+        self.model = model
+        self.within = within
+        self.backbone: Backbone = (
+            EncoderDecoderBackbone(model, within)
+            if model.config.is_encoder_decoder
+            else DecoderBackbone(model.base_model, within)
+        )
+        self._rule = _LogitRule.of(model)
+        with within():
+            self._check_head()
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the weights."""
+        return self.model.device
+
+    @property
+    def head(self) -> nn.Module:
+        """Return the module that maps hidden states to logits."""
+        return self.model.get_output_embeddings()
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Compare with the model's own logits on a prompt and a response of two tokens each."""
+        ids = torch.arange(2, 6, device=self.device)[None]
+        two = torch.tensor([2], device=self.device)
+        rows = TokenRows(
+            ids=ids,
+            lengths=2 * two,
+            prompt_lengths=two,
+            row=torch.zeros_like(ids[0, 2:]),
+            state=torch.arange(1, 3, device=self.device),
+            targets=ids[0, 2:],
+        )
+        if isinstance(self.backbone, EncoderDecoderBackbone):
+            start = torch.full_like(ids[:, :1], self.model.config.decoder_start_token_id)
+            decoder_ids = torch.cat([start, ids[:, 2:3]], dim=1)
+            expected = self.model(input_ids=ids[:, :2], decoder_input_ids=decoder_ids).logits[0]
+        else:
+            expected = self.model(input_ids=ids, use_cache=False).logits[0, 1:3]
+        actual = self.logits(self.backbone.states(rows))
+        difference = (actual - expected).float().abs().max().item()
+        if not difference <= 1e-3 * max(1.0, expected.float().abs().max().item()):
+            raise ModelError(
+                f"{type(self.model).__name__} transforms its logits after the LM head in a way "
+                f"that is not supported (difference {difference:.3g}): log-probabilities would be "
+                "wrong. Add the transformation to ppo_core.models.policy._LogitRule."
+            )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (..., n, V) of hidden states (..., n, D)."""
+        return self._rule.apply(self._product(hidden))
+
+    def logits_of_rows(self, rows: int, passes: int) -> Callable[[Tensor], Tensor]:
+        """Return `logits`, optimized for `passes` calls on at most `rows` hidden states (b, D).
+
+        The result is valid only while the weights stay unchanged.
+        """
+        full_precision = partial(torch.autocast, "cpu", enabled=False)
+        with full_precision():
+            head = packed(self.head, rows, passes)
+        if head is self.head:
+            return self.logits
+
+        def logits(states: Tensor) -> Tensor:
+            with full_precision():
+                return self._rule.apply(head(states))
+
+        return logits
+
+    def _product(self, states: Tensor) -> Tensor:
+        head = cast(nn.Linear, self.head)
+        if states.device.type != "cpu":
+            with self.within():
+                return cast(Tensor, head(states))
+        # The weights' precision is kept under autocast, too: half precision gains little here and
+        # costs the log-probabilities digits (MiniMax-M1, arXiv:2506.13585, section 3.2).
+        full_precision = torch.autocast("cpu", enabled=False)
+        with self.within(), full_precision, products_with(head.in_features * head.out_features):
+            return cast(Tensor, head(states))
+
+    def lm_head(self, temperature: float) -> ChunkedLMHead:
+        """Return the head that computes next-token distributions at `temperature`, in chunks."""
+        return ChunkedLMHead(
+            module=self.head,
+            product=self._product,
+            rule=None if self._rule.is_identity else self._rule.apply,
+            temperature=temperature,
+        )
+
+    def forward(self, rows: TokenRows, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return log-probability (N,) of each counted token and the policy's entropy (N,) there.
+
+        The entropy carries no gradient.
+        """
+        return self.lm_head(temperature).logprobs(self.backbone.states(rows), rows.targets)
+
+    def full_kl(
+        self, states: Tensor, reference: "LanguageModel", rows: TokenRows, temperature: float
+    ) -> Tensor:
+        """Return KL(policy || reference) (N,) over the full vocabulary at each counted token.
+
+        `states` (N, D) are the policy's hidden states; gradients flow into the policy only.
+        """
+        with torch.no_grad():
+            ref_states = reference.backbone.states(rows)
+        heads = self.lm_head(temperature), reference.lm_head(temperature)
+        return heads[0].divergence(states, heads[1], ref_states)

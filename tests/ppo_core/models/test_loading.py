@@ -1,0 +1,59 @@
+"""Models and tokenizers from folders, and the errors."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import T5Config, T5ForConditionalGeneration
+
+from ppo_core.errors import ModelError
+from ppo_core.models.loading import (
+    check_reward_config,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+)
+from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+
+
+def test_models_survive_the_way_to_a_folder_and_back(tmp_path):
+    policy, classifier, tokenizer = make_policy(), make_classifier(), make_tokenizer()
+    policy.save_pretrained(tmp_path / "policy")
+    classifier.save_pretrained(tmp_path / "reward")
+    for name in ("policy", "reward"):
+        tokenizer.save_pretrained(tmp_path / name)
+    ids = torch.tensor([[5, 6]])
+    assert_close(load_policy(tmp_path / "policy")(ids).logits, policy(ids).logits)
+    assert load_tokenizer(tmp_path / "policy").get_vocab() == tokenizer.get_vocab()
+    reward_model = load_reward_model(tmp_path / "reward", bias=1.0, gain=2.0)
+    assert reward_model.reads_tokens_of(tokenizer)
+    expected = 2 * (classifier(ids).logits[0].detach() - 1.0)
+    assert_close(reward_model.score_encoded([[5, 6]], 1), expected)
+
+
+def test_what_cannot_be_a_policy_or_a_reward_model_is_refused_by_name(tmp_path):
+    make_classifier(labels=3).save_pretrained(tmp_path / "three")
+    make_policy().save_pretrained(tmp_path / "policy")
+    T5ForConditionalGeneration(
+        T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    ).save_pretrained(tmp_path / "t5")
+    scorer = T5Config(is_encoder_decoder=True, num_labels=1)
+    scorer.architectures = ["T5ForSequenceClassification"]
+    scorer.save_pretrained(tmp_path / "t5-scorer")
+    with pytest.raises(ModelError, match="encoder and a decoder"):
+        check_reward_config(tmp_path / "t5-scorer")
+    with pytest.raises(ModelError, match="has 3 labels"):
+        check_reward_config(tmp_path / "three")
+    with pytest.raises(ModelError, match=r"not a \.\.\.ForSequenceClassification"):
+        load_reward_model(tmp_path / "policy")
+    with pytest.raises(ModelError, match="has an encoder"):
+        load_policy(tmp_path / "t5")
+    with pytest.raises(ModelError, match="a model that scores"):
+        load_policy(tmp_path / "three")
+    torn = tmp_path / "policy" / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="No causal language model can be loaded"):
+        load_policy(tmp_path / "policy")
+    with pytest.raises(ModelError, match="nowhere"):
+        load_policy(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="nowhere"):
+        load_tokenizer(tmp_path / "nowhere")
