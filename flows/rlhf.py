@@ -32,7 +32,7 @@ from pipeline import stages
 from pipeline.settings.environment import prepare_environment
 from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 
-# Metaflow ships the folder of this file to remote machines; this line adds the library.
+# Metaflow sends the folder of this file to remote machines, and with this line ppo_core too.
 ppo_core.METAFLOW_PACKAGE_POLICY = "include"
 
 
@@ -41,7 +41,7 @@ RECORDS = 2
 
 
 class RunStoppedError(MetaflowException):
-    """An error that the project raised on purpose: Metaflow prints it without a traceback."""
+    """An error of the project, which Metaflow prints without a traceback."""
 
     headline = "The run stopped"
 
@@ -72,7 +72,7 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a settings file."""
+    """Return the tables of a settings file."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -145,7 +145,7 @@ class RLHF(FlowSpec):
     @phase
     @step
     def validate_reward_model(self) -> None:
-        """Measure the reward model on preferences it has not seen."""
+        """Measure the reward model on held-out preferences."""
         self.validation = stages.validation.validate_reward_model(
             self.settings, self.sft, self.rewarder, self.tracked
         )
@@ -157,7 +157,7 @@ class RLHF(FlowSpec):
     @parallel
     @step
     def train_policy(self) -> None:
-        """Train the policy with PPO, on as many machines as wanted, from the last checkpoint."""
+        """Train the policy with PPO on `num_nodes` machines, from the last checkpoint."""
         self.trained_here = stages.training.train_policy(
             self.settings,
             self.sft,
@@ -182,7 +182,7 @@ class RLHF(FlowSpec):
     @phase
     @step
     def evaluate_win_rate(self) -> None:
-        """Judge the policy's answers to unseen prompts against the champion's and others'."""
+        """Judge the policy's answers to unseen prompts against references, SFT and the champion."""
         self.evaluation = stages.evaluation.evaluate_win_rate(
             self.settings, self.sft, self.trained, self.champion, self.tracked
         )
@@ -212,7 +212,7 @@ class RLHF(FlowSpec):
     @phase
     @step
     def end(self) -> None:
-        """Sum the run up."""
+        """Write and print the summary."""
         self.summary = stages.summary.summarize(
             self.settings,
             self.validation,
@@ -223,14 +223,14 @@ class RLHF(FlowSpec):
         )
 
     def _tracked_steps(self) -> list[str]:
-        """Return the steps that have an MLflow run: all that are not there for Metaflow's sake."""
+        """Return the steps that have an MLflow run: all but the start, the join and the end."""
         graph = self._graph
         return [
             name for name in graph.sorted_nodes if graph[name].type not in ("start", "join", "end")
         ]
 
     def _command_line(self) -> dict[str, Any]:
-        """What was given on the command line, None where nothing was."""
+        """Return the parameters by the name of their setting; None if they were not given."""
         return {
             "policy": self.policy,
             "reward_model": self.reward_model,
@@ -238,7 +238,7 @@ class RLHF(FlowSpec):
             "prompts": self.prompts,
             "eval_prompts": self.eval_prompts,
             "judge": self.judge,
-            # A flag that is not given is False, and must not win over the file.
+            # A flag that was not given is False, and must not override the file.
             "accept_reward_model": self.accept_reward_model or None,
             "processes": self.processes,
             "num_nodes": self.num_nodes,

@@ -38,7 +38,7 @@ class Comparison:
 
     @cached_property
     def outcomes(self) -> tuple[str, ...]:
-        """Outcomes: `first` or `second` if both orders agree, `tie` if they differ, or `invalid`."""
+        """`first` or `second` if both orders agree, `tie` if they differ, or `invalid`."""
         return tuple(
             _agree(one.winner, other.winner)
             for one, other in zip(self.straight, self.swapped, strict=True)
@@ -46,7 +46,7 @@ class Comparison:
 
     @cached_property
     def flipped(self) -> tuple[bool, ...]:
-        """For each pair, whether the judge named the same position in both orders."""
+        """Where the judge named the same position in both orders, by pair."""
         return tuple(
             {one.winner, other.winner} == {"first", "second"}
             for one, other in zip(self.straight, self.swapped, strict=True)

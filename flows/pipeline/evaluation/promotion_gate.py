@@ -35,7 +35,7 @@ def reasons_to_refuse(
     if evaluation["champion"] != champion:
         raise DataError(
             f"The candidate was judged against champion {evaluation['champion']}, and the champion "
-            f"is {champion}: its win rate says nothing about that one. Judge it again."
+            f"is {champion}: the win rate is not against this champion. Judge it again."
         )
     win_rates = evaluation["win_rate"]
     found = [
@@ -91,8 +91,8 @@ def _age(candidate: int, champion: int | None) -> str:
     if champion == candidate:
         return f"Version {candidate} is the champion already."
     return (
-        f"Version {champion} is champion, and newer than this version {candidate}: a run that was "
-        "late would replace what came after it."
+        f"Version {champion} is champion, and newer than this version {candidate}: a late "
+        "run would replace a newer policy."
     )
 
 
@@ -100,10 +100,7 @@ def _inconclusive(evaluation: Report) -> str:
     if evaluation["conclusive"]:
         return ""
     doubts = "; ".join(reason.rstrip(".") for reason in evaluation["reasons"])
-    return (
-        "The evaluation is inconclusive, and win rates that cannot be believed would decide: "
-        f"{doubts}."
-    )
+    return f"The evaluation is inconclusive, so its win rates cannot decide: {doubts}."
 
 
 def _wins(win_rate: Report, opponent: str, limits: PromotionConfig, name: str) -> str:
@@ -121,8 +118,8 @@ def _divergence(kl: float, limits: PromotionConfig) -> str:
     if isfinite(kl) and kl <= limits.max_kl:
         return ""
     return (
-        f"Its answers are {kl:.3g} nats from SFT, and max_kl={limits.max_kl:g}: so far away a "
-        "policy usually lives on the reward model's faults."
+        f"Its answers are {kl:.3g} nats from SFT, and max_kl={limits.max_kl:g}: so far from SFT "
+        "a policy usually exploits faults of the reward model."
     )
 
 
@@ -134,7 +131,7 @@ def _length(evaluation: Report, limits: PromotionConfig) -> str:
     return (
         f"Its answers have {own:.1f} words on average, and those of "
         f"{_opponent(evaluation['champion'])} {other:.1f}: one is more than "
-        f"max_length_ratio={most:g} times the other, and the judge may have seen nothing but the "
+        f"max_length_ratio={most:g} times the other, and the judge may have seen only the "
         "length."
     )
 
@@ -144,9 +141,8 @@ def _repetition(evaluation: Report, limits: PromotionConfig) -> str:
     if share <= limits.max_repetition:
         return ""
     return (
-        f"{share:.1%} of the 3-grams of words in its answers repeat one before them, and "
-        f"max_repetition={limits.max_repetition:g}: people would read the same words again and "
-        "again."
+        f"{share:.1%} of the 3-grams of words in its answers repeat an earlier one, and "
+        f"max_repetition={limits.max_repetition:g}: people would read the same words repeatedly."
     )
 
 
@@ -154,7 +150,6 @@ def _reward_model(fit: bool) -> str:
     if fit:
         return ""
     return (
-        "Its reward model was refused, for the reasons in that report, and a person had it trained "
-        "against nevertheless: what PPO gained may be the reward model's faults. A person may "
-        "promote the version as well, and say why."
+        "Its reward model was refused, for the reasons in its report, and accepted by hand: PPO "
+        "may have exploited its faults. A person can promote the version too, with a reason."
     )

@@ -15,10 +15,5 @@ def mean_words(texts: Sequence[str]) -> float:
 
 
 def repeated_share(texts: Sequence[str], n: int = 3) -> float:
-    """Return the share of a text's word n-grams that occurred earlier in it, mean over the texts.
-
-        (number of n-grams - number of different n-grams) / number of n-grams
-
-    A text of fewer than n + 1 words has 0. This is seq-rep-n of arXiv:1908.04319.
-    """
+    """Return the share of a text's n-grams of words that are repeats, mean over the texts."""
     return fmean(repeated_ngrams(text.split(), n) for text in texts)

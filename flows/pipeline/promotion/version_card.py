@@ -1,4 +1,4 @@
-"""The model card of a registered version: what it is, what it won, and what it is not for."""
+"""The model card of a registered version."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,38 +14,38 @@ from ppo_core.reporting.sample_table import as_markdown
 from ppo_core.training.model_card import without_folders
 
 SHOWN_SAMPLES = 5
-"""Prompts whose answers are shown."""
+"""Number of prompts whose answers are shown."""
 
 SHOWN_ENDS = ("rate", "low", "high")
-"""Metrics of a contest that are in the table of win rates."""
+"""Metrics of a contest that the table of win rates shows."""
 
 LIMITS = (
-    "It was compared with other models on the prompts named below and by one judge: that says "
-    "nothing about other tasks, languages or lengths of prompts.",
+    "It was compared with other models on the prompts named below and by one judge: the result "
+    "does not carry over to other tasks, languages or lengths of prompts.",
     "It learned what a reward model scores high, with the faults of that reward model and of the "
     "people and rules whose preferences it was trained on.",
-    "Nobody checked whether what it says is true, safe or legal. It is not for decisions about "
+    "Nobody checked whether its answers are true, safe or legal. It is not for decisions about "
     "people, nor for medical, legal or financial advice.",
 )
-"""What holds for every version."""
+"""Limits of every version."""
 
 
 def version_card(record: Report) -> str:
-    """The card as markdown with a head in YAML; whatever the record quotes is escaped.
+    """Return the card as Markdown with a YAML header; quoted text is escaped.
 
     Args:
-        record: plain values:
+        record: a dict with
 
-            - `name` of the registered model, and its `version`, None while it has none;
-            - `models`: by their part (base, SFT, reward model, judge) the `name` and `digest` of
-              each, the digest None where there is none;
-            - `data`: by its part (prompts, preferences, ...) the `name`, `digest` and `rows`;
-            - `win_rate`: by contest `rate`, `low`, `high`, `n`, `ties` and `judge`;
-            - `reasons`: why the evaluation is inconclusive, if it is;
-            - `metrics`: numbers by their names;
-            - `decoding`: arguments of `generate` that it is served with by default;
-            - `samples`: rows of `prompt` and the answers by who gave them, at least one or none;
-            - `decision`: None before there is one, else `action`, `reasons`, `by` and `at`;
+            - `name`: name of the registered model; `version`: its number, or None before it exists;
+            - `models`: `name` and `digest` of each model by its part (base, SFT, reward model,
+              judge); a digest may be None;
+            - `data`: `name`, `digest` and `rows` of each data set by its use;
+            - `win_rate`: `rate`, `low`, `high`, `n`, `ties` and `judge` by contest;
+            - `reasons`: why the evaluation is inconclusive; may be empty;
+            - `metrics`: numbers by name;
+            - `decoding`: default arguments of `generate`;
+            - `samples`: rows of `prompt` and the answers by contestant; may be empty;
+            - `decision`: `action`, `reasons`, `by` and `at`, or None before the decision;
             - `settings`: nested tables.
     """
     sections = [
@@ -101,8 +101,7 @@ def _loading(record: Report) -> str:
         f"pipeline = mlflow.transformers.load_model({uri})\n```\n\n"
         "`load_champion` of `flows/champion.py` loads it for a service, and verifies every file "
         "first. "
-        "Unless it is told otherwise it decodes as it was judged:\n\n"
-        + _pairs("argument", record["decoding"])
+        "By default it decodes as in its evaluation:\n\n" + _pairs("argument", record["decoding"])
     )
 
 
@@ -139,7 +138,7 @@ def _data(data: Report) -> str:
 
 
 def _other_metrics(record: Report) -> Mapping[str, float]:
-    """The metrics that the table of win rates does not have."""
+    """Return the metrics that the table of win rates does not show."""
     shown = {f"win_rate/{contest}/{end}" for contest in record["win_rate"] for end in SHOWN_ENDS}
     return {name: value for name, value in record["metrics"].items() if name not in shown}
 
@@ -160,7 +159,7 @@ def _bullets(lines: Iterable[str]) -> str:
 
 
 def _line(text: str) -> str:
-    """The text as the start of a line, where `#` or `1.` would be markup too."""
+    """Return the text as Markdown for the start of a line, where `#` or `1.` are markup too."""
     shown = as_markdown(text)
     if shown.startswith(tuple("#+-=0123456789")):
         return f"&#{ord(shown[0])};{shown[1:]}"
@@ -183,7 +182,7 @@ def _cell(value: Any) -> str:
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
-    """The settings, paths without their folders."""
+    """Return the table of settings, with paths without their folders."""
     shown = {
         name: without_folders(value) if isinstance(value, str) else value
         for name, value in flatten(settings).items()

@@ -1,4 +1,4 @@
-"""What a person reads about an evaluation, from its result as a plain dict."""
+"""The document about an evaluation."""
 
 from pipeline.evaluation.length_control import RATIO_NAMES
 from pipeline.reports.document import (
@@ -15,15 +15,14 @@ from pipeline.reports.terminal import CONTEST_TITLES
 from pipeline.results import Report
 
 WHO = {"reference": "References", "sft": "SFT", "ppo": "PPO", "champion": "Champion"}
-"""Everybody whose answers are measured, in words."""
+"""Titles of the contestants."""
 
 
 def evaluation_document(evaluation: Report) -> Document:
-    """Whether PPO made the policy better, and whether the judge who says so can be believed.
+    """Return the document that says whether PPO improved the policy.
 
     Args:
-        evaluation: what the flow's step hands on: `evaluate`'s result with `improvement`, `kl`,
-            `distinct`, `length` and `repetition`.
+        evaluation: the report of `evaluate_policies`.
     """
     win_rates = evaluation["win_rate"]
     verdict, tone = _verdict(evaluation)
@@ -168,7 +167,7 @@ def _people(people: Report | None) -> Section:
 
 
 def _ensemble(win_rates: Report) -> Section:
-    """The judges one by one, where there are several."""
+    """Return the figures of each judge of an ensemble."""
     return Section(
         title="The judges of the ensemble",
         headers=("", "Judges", "Wins", "Same outcome", "Kappa"),

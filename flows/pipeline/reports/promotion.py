@@ -1,4 +1,4 @@
-"""What a person reads about the decision on a version, from plain dicts."""
+"""The document about the decision on a version."""
 
 from pipeline.evaluation.promotion_gate import direct_contest, words_of_both
 from pipeline.registry.decisions import Decision
@@ -16,7 +16,7 @@ def promotion_document(
     reward_model_fit: bool,
     kl: float,
 ) -> Document:
-    """Whether a version became the champion, and every figure beside the limit that it had to keep.
+    """Return the document that says whether a version was promoted, with each figure and its limit.
 
     Args:
         promotion: the decision.
@@ -25,7 +25,7 @@ def promotion_document(
         reward_model_fit: whether the reward model passed its gate.
         kl: KL divergence between the version and SFT, nats per answer.
     """
-    # Also where a person made it champion before the run decided.
+    # Also true if a person promoted the version before the run decided.
     promoted = promotion.champion == promotion.version
     return Document(
         subject="Does production load this policy?",

@@ -1,4 +1,4 @@
-"""What a person reads about a reward model, from its report as a plain dict."""
+"""The document about a reward model."""
 
 from pipeline.reports.document import (
     Document,
@@ -16,10 +16,10 @@ RATE_HEADERS = ("", "Right", "95 % interval", "Pairs")
 
 
 def reward_document(report: Report) -> Document:
-    """The report on a reward model: the verdict, and every figure beside what it is held against.
+    """Return the document with the verdict on a reward model and all figures with their baselines.
 
     Args:
-        report: `validate`'s result and `accepted_by_hand`.
+        report: the result of `validate`, and `accepted_by_hand`.
     """
     plots = reward_model_figures(report)
     verdict, tone = _verdict(report)
@@ -181,9 +181,9 @@ def _probes(probes: Report) -> Section:
 
 def _contract(contract: Report) -> Section:
     ways = {
-        "One text a batch, or many": contract["batch"],
-        "More fillers behind": contract["right_filler"],
-        "Fillers in front": contract["left_filler"],
+        "Batches of one text, or of many": contract["batch"],
+        "More padding on the right": contract["right_filler"],
+        "Padding on the left": contract["left_filler"],
     }
     vocabulary = contract["vocabulary"]
     return Section(
@@ -218,7 +218,7 @@ def _finite(score: float | None) -> str:
 
 
 def _short(digest: str) -> str:
-    """The first digits of a digest: enough to tell two apart, the rest is in the report."""
+    """Return the first digits of a digest; the report has all of them."""
     return digest[:12]
 
 

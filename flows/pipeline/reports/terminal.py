@@ -14,14 +14,14 @@ CONTEST_TITLES = {
     "ppo_vs_sft": "PPO against SFT",
     "ppo_vs_champion": "PPO against the champion",
 }
-"""Every contest that there may be, in words."""
+"""Titles of all contests."""
 
 SHOWN_METRICS = ("objective/scores", "objective/rlhf_reward", "objective/kl", "objective/entropy")
 
 
 def render_summary(summary: Mapping[str, Any]) -> str:
-    """The summary as text, 106 columns wide."""
-    # What judges and data sets are called is no markup and no emoji.
+    """Return the summary as text, 106 columns wide."""
+    # Names of judges and data sets are not markup.
     console = Console(file=io.StringIO(), width=106, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(_win_rates(summary["win_rate"]))

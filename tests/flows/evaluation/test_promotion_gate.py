@@ -68,7 +68,7 @@ def test_a_candidate_that_keeps_every_limit_is_promoted(champion: int | None):
         # The lower end must be above its limit: at the limit is not above.
         ("low", [0.5001, 1.0], [0.5, 0.4999, 0.0], "min_win_rate=0.5: production"),
         ("reference_low", [0.5001], [0.5, 0.4999], "min_reference_win_rate=0.5: production"),
-        ("kl", [0.0, -0.1, 20.0], [20.001, 1e9], "max_kl=20: so far away"),
+        ("kl", [0.0, -0.1, 20.0], [20.001, 1e9], "max_kl=20: so far from SFT"),
         ("words", [15.0, 30.0, 60.0], [14.9, 60.1, 0.0], "max_length_ratio=2 times the other"),
         ("rival_words", [15.0, 60.0], [14.9, 60.1, 0.0], "max_length_ratio=2 times the other"),
         ("repetition", [0.0, 0.3], [0.3001, 1.0], "max_repetition=0.3: people would read"),
@@ -160,12 +160,12 @@ def test_a_reason_says_the_figure_and_whom_it_is_about():
 
 def test_an_inconclusive_evaluation_promotes_nobody_and_says_all_of_its_doubts():
     (reason,) = judged(low=0.99, doubts=("ppo_vs_sft: 9 flips", "The judge fell for 'empty'."))
-    assert reason.endswith("would decide: ppo_vs_sft: 9 flips; The judge fell for 'empty'.")
+    assert reason.endswith("cannot decide: ppo_vs_sft: 9 flips; The judge fell for 'empty'.")
 
 
 def test_a_reward_model_accepted_by_hand_did_not_pass():
     (reason,) = judged(fit=False)
-    assert "A person may promote the version as well" in reason
+    assert "A person can promote the version too" in reason
 
 
 def test_the_champion_itself_is_not_promoted_again():
