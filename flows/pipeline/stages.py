@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_core.distributed.large_imports import large_imports
+from ppo_core.distributed.process import large_imports
 
 if TYPE_CHECKING:
     from pipeline.inputs.cache import Cached

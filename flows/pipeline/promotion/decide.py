@@ -17,7 +17,7 @@ from pipeline.registry.decisions import Decision
 from pipeline.registry.versions import find_policy
 from pipeline.settings.settings import Settings
 from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
-from ppo_core.distributed.large_imports import large_imports
+from ppo_core.distributed.process import large_imports
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config, load_tokenizer
 from serving.champion import fetch_champion
