@@ -1,4 +1,4 @@
-"""`python -m ppo_core`: what a shell, torchrun or `accelerate launch` starts."""
+"""`python -m ppo_core`: the command that a shell, torchrun or `accelerate launch` starts."""
 
 import sys
 from collections.abc import Sequence
@@ -7,25 +7,31 @@ from ppo_core.config.argument_parser import parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.distributed.interruption import EXIT_CODE
-from ppo_core.distributed.large_imports import large_imports
-from ppo_core.distributed.processes import end_with_parent, reported_errors
+from ppo_core.distributed.process import end_with_parent, large_imports, reported_errors
 from ppo_core.errors import PPOError, RunInterruptedError
+from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the flags say.
+    """Train with the settings of the flags.
 
-    Returns 0; 75 when SIGTERM came, and the run can go on from its checkpoint; or 1 when something
-    is wrong, which is then said.
+    Returns 0; 75 after SIGTERM, when the run can resume from its checkpoint; or 1 after printing an
+    error.
     """
     try:
         with reported_errors():
-            arguments = parse_arguments([PPOConfig, ScriptArguments, ModelArguments], argv)
-            # Only now: loading torch takes seconds, and a wrong flag is answered at once.
+            config, script, model = parse_arguments(
+                [PPOConfig, ScriptArguments, ModelArguments], argv
+            )
+            # After parsing: torch takes seconds to import, and a wrong flag is reported at once.
             with large_imports():
+                import torch
+
                 from ppo_core.training.cli import train
 
-            train(*arguments)
+            if config.use_cpu or not torch.cuda.is_available():
+                prepare_cpu_process()
+            train(config, script, model)
     except RunInterruptedError as error:
         print(f"ppo_core: {error}", file=sys.stderr)
         return EXIT_CODE

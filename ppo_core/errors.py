@@ -1,4 +1,4 @@
-"""What can go wrong, as a small tree: catch `PPOError` to catch all of it."""
+"""The exceptions that this project raises; `PPOError` is the base of all."""
 
 
 class PPOError(Exception):
@@ -14,7 +14,7 @@ class DataError(PPOError, ValueError):
 
 
 class ModelError(PPOError, ValueError):
-    """A model or tokenizer cannot play the part it was given."""
+    """A model or tokenizer cannot be used in its role."""
 
 
 class TrainingError(PPOError, RuntimeError):
@@ -22,12 +22,12 @@ class TrainingError(PPOError, RuntimeError):
 
 
 class RunInterruptedError(PPOError, RuntimeError):
-    """Training was told to stop, and can go on from its last checkpoint."""
+    """Training was told to stop, and can resume from its last checkpoint."""
 
 
 class ProcessError(PPOError, RuntimeError):
-    """A process of a training has died or frozen; the next one goes on from the checkpoint."""
+    """A process of a run died or froze; a new attempt resumes from the last checkpoint."""
 
 
 class JudgeError(PPOError, RuntimeError):
-    """A judge cannot be asked, or may not be asked more."""
+    """A judge cannot be called, or its budget is spent."""

@@ -1,4 +1,4 @@
-"""When checkpoints are written: at once, or by a thread while the training goes on."""
+"""Write checkpoints at once, or in a thread while training continues."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -7,20 +7,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 class AsyncWriter:
     """Writes one checkpoint at a time.
 
-    In the background `save` returns at once, and what goes wrong is raised by the next `save` or
-    `wait`. The interpreter does not end before the thread has.
+    In the background `save` returns at once, and an error is raised by the next `save` or `wait`.
+    The interpreter does not exit before the thread has finished.
     """
 
     def __init__(self, *, in_background: bool) -> None:
-        """Start no thread before the first checkpoint."""
+        """Create the writer; a thread starts with the first checkpoint."""
         self._thread = ThreadPoolExecutor(1, "checkpoint") if in_background else None
         self._pending: Future[None] | None = None
 
     def save(self, write: Callable[[], None]) -> None:
-        """Write, after the one before has been written.
+        """Wait for the previous checkpoint, then call write, which writes the next one.
 
         Raises:
-            TrainingError: it, or the one before, could not be written.
+            TrainingError: this checkpoint or the previous one could not be written.
         """
         self.wait()
         if self._thread is None:
@@ -29,7 +29,7 @@ class AsyncWriter:
             self._pending = self._thread.submit(write)
 
     def wait(self) -> None:
-        """Return when the last checkpoint is in its place.
+        """Return when the last checkpoint is complete.
 
         Raises:
             TrainingError: it could not be written.

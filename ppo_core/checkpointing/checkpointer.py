@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written between its steps, and gone on from to the bit."""
+"""Write the checkpoints of a run between its steps, and resume from them bit for bit."""
 
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,10 @@ from ppo_core.errors import ConfigError
 
 
 class Checkpointer:
-    """Writes and resumes the checkpoints of one run; all processes call, and each writes a part."""
+    """Writes and restores the checkpoints of one run; all processes call, each writes a part."""
 
     def __init__(self, contents: CheckpointContents) -> None:
-        """Write nothing yet."""
+        """Keep the contents; nothing is written yet."""
         self._contents = contents
         self._config, self._run = contents.config, contents.run
         self._peers = self._writers = ProcessGroup()
@@ -29,22 +29,23 @@ class Checkpointer:
         self._saver = AsyncWriter(in_background=self._config.async_save)
 
     def start(self, resume: str | Path | bool | None, *, anyway: bool = False) -> None:
-        """Become the writer of `output_dir`, and go on from a checkpoint if that is asked for.
+        """Acquire the lease of `output_dir`, and restore a checkpoint if `resume` asks for one.
 
-        `resume` is a checkpoint's folder, or True for the newest that is whole; where there is
-        none, the run starts. With `anyway` a checkpoint of another run is taken, and what
-        is different is a warning.
+        Args:
+            resume: the folder of a checkpoint, or True for the newest undamaged one, if there is
+                any.
+            anyway: accept a checkpoint of another run; log the differences as a warning.
 
         Raises:
-            ConfigError: `output_dir` cannot be made, or holds an earlier run's checkpoints that are
-                not resumed from.
+            ConfigError: `output_dir` cannot be created, or holds checkpoints of an earlier run
+                while `resume` is off.
             TrainingError: the checkpoint is damaged, or belongs to another run.
         """
         if not resume and self._run.updates:
-            return  # the same trainer goes on
+            return  # the same trainer continues
         patience = self._config.ddp_timeout
         self._peers = ProcessGroup.meet(patience)
-        # What is written meanwhile must not mix with what the training says.
+        # A thread that writes must not mix its messages with the training's.
         self._writers = ProcessGroup.meet(patience) if self._config.async_save else self._peers
         if not resume:
             self._peers.together(self._refuse_earlier)
@@ -59,24 +60,25 @@ class Checkpointer:
             self._contents.restore(checkpoint, anyway=anyway)
 
     def check_writer(self) -> None:
-        """See that no other process has taken over `output_dir`.
+        """Raise if another process has acquired the lease of `output_dir`.
 
         Raises:
-            TrainingError: in all processes: one has.
+            TrainingError: in all processes: another process has.
         """
         lease = self._lease
         if lease is not None:
             self._peers.together(lambda: lease.check() if self._peers.is_main else None)
 
     def save(self) -> None:
-        """Everything the next update depends on, in `output_dir/checkpoint-<updates>`.
+        """Write everything that the next update depends on to `output_dir/checkpoint-<updates>`.
 
-        With `async_save` it is copied now and written while the training goes on.
+        With `async_save` the contents are copied now and written while training continues.
 
         Raises:
-            TrainingError: in all processes: it cannot be written, or the one before could not.
+            TrainingError: in all processes: this checkpoint, or the previous one under
+                `async_save`, could not be written.
         """
-        # With save_strategy="no" a callback may still want one.
+        # With save_strategy="no" a callback can still ask for a checkpoint.
         lease = self._lease = self._lease or self._claim()
         folder = Path(self._config.output_dir) / f"checkpoint-{self._run.updates}"
         write = partial(
@@ -91,7 +93,7 @@ class Checkpointer:
         self._saver.save(write)
 
     def finish(self) -> None:
-        """Return when the last checkpoint is in its place.
+        """Return when the last checkpoint is complete.
 
         Raises:
             TrainingError: in all processes: it could not be written.
@@ -102,7 +104,7 @@ class Checkpointer:
         earlier = latest_checkpoint(self._config.output_dir)
         if earlier is not None and self._config.save_strategy != "no":
             raise ConfigError(
-                f"'{earlier}' is of an earlier run: this one's checkpoints would mix with it, and "
+                f"'{earlier}' is of an earlier run: the checkpoints of both would mix, and "
                 "resuming would take the wrong one. Resume with resume_from_checkpoint, choose "
                 "another output_dir, or remove the old checkpoints."
             )
@@ -120,6 +122,6 @@ class Checkpointer:
             return Lease.claim(folder)
         except OSError as error:
             raise ConfigError(
-                f"output_dir='{folder}' cannot be made or written: {error}. No checkpoint could be "
-                "written there. Choose another."
+                f"output_dir='{folder}' cannot be created or written: {error}. No checkpoint "
+                "could be saved there. Choose another folder."
             ) from error

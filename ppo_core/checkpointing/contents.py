@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds: everything that the next update depends on."""
+"""The contents of a run's checkpoint: everything that the next update depends on."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from ppo_core.checkpointing.optimizer_options import (
     check_optimizer_fits,
     optimizer_options,
     restore_options,
-    set_course,
+    set_schedule_step,
 )
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
@@ -35,17 +35,17 @@ from ppo_core.reporting.callbacks import Reporter
 CRITIC, OPTIMIZER, PROCESS, AVERAGE, REFERENCE = (
     "critic optimizer process average reference".split()
 )
-"""Names of groups of tensors, beside those of the run's own state."""
+"""Names of groups of tensors; the run state has further ones."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContents:
-    """The state of one run, taken apart for a checkpoint and put back; all processes call.
+    """Collects the state of one run for a checkpoint, and restores it; all processes call.
 
-    What is sharded is written whole, by the names of the parameters, so a checkpoint fits any
-    number of processes and any way of sharding.
+    Sharded tensors are written unsharded, by the names of the parameters, so a checkpoint fits
+    any number of processes and any sharding.
     """
 
     config: PPOConfig
@@ -59,28 +59,28 @@ class CheckpointContents:
     identity: Fingerprint
 
     def part(self) -> Part:
-        """This process's part, all of it copied."""
+        """Return a copy of the state that this process writes."""
         rng, rng_numbers = global_rng_state()
         process = f"{PROCESS}-{self.engine.rank}"
-        optimizer, kept = self._of_optimizer()
+        optimizer, kept = self._optimizer_share()
         groups: dict[str, Mapping[str, Tensor]] = {
             f"{OPTIMIZER}-{self.engine.rank}": optimizer,
             process: rng,
         }
         documents = {f"{process}.json": json.dumps(rng_numbers)}
-        whole = self._whole_models()
+        models = self._full_models()
         write_policy = self._policy_writer()
         if not self.engine.is_main:
             return Part(groups=groups, documents=documents)
-        of_run, state = self._state(kept)
+        run_groups, state = self._state(kept)
         return Part(
-            groups=groups | whole | of_run,
+            groups=groups | models | run_groups,
             documents=documents | {STATE: json.dumps(state)},
             write_policy=write_policy,
         )
 
-    def _of_optimizer(self) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-        """A fair share of the optimizer's state, and what it keeps for each parameter."""
+    def _optimizer_share(self) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+        """Return this process's share of the optimizer state, and each parameter's state keys."""
         loads = [0] * self.engine.num_processes
         share: dict[str, Tensor] = {}
         kept = {}
@@ -93,29 +93,29 @@ class CheckpointContents:
                 share |= {f"{name}/{key}": _copy(tensor) for key, tensor in state.items()}
         return share, kept
 
-    def _whole_models(self) -> dict[str, Mapping[str, Tensor]]:
-        """What is saved of the models beside the policy, in the main process."""
-        whole: dict[str, Mapping[str, Tensor]] = {CRITIC: self._whole(self._critic())}
+    def _full_models(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return the weights to save besides the policy's, in the main process."""
+        models: dict[str, Mapping[str, Tensor]] = {CRITIC: self._full(self._critic())}
         if self.config.reference_refresh_updates:
-            whole[REFERENCE] = self._whole(dict(self.parts.reference.named_parameters()))
+            models[REFERENCE] = self._full(dict(self.parts.reference.named_parameters()))
         if self.average is not None:
-            whole[AVERAGE] = {k: _copy(mean) for k, mean in self.average.tensors().items()}
-        return whole
+            models[AVERAGE] = {k: _copy(mean) for k, mean in self.average.tensors().items()}
+        return models
 
-    def _whole(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Copies of whole parameters in the main process, nothing elsewhere."""
-        whole = self.engine.whole_state_dict(nn.ParameterList(parameters.values()))
-        return dict(zip(parameters, whole.values(), strict=True)) if whole is not None else {}
+    def _full(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Return unsharded copies of parameters in the main process, an empty dict elsewhere."""
+        full = self.engine.full_state_dict(nn.ParameterList(parameters.values()))
+        return dict(zip(parameters, full.values(), strict=True)) if full is not None else {}
 
     def _policy_writer(self) -> Callable[[Path], None]:
-        """Writes the policy as it is trained now: an adapter stays one."""
+        """Return a function that writes the policy as it is trained: an adapter is not merged."""
         adapted, model = self.parts.adapted, self.parts.policy.model
         if adapted is None:
-            weights = self.engine.whole_state_dict(model)
+            weights = self.engine.full_state_dict(model)
         else:
             of_adapter = set(map(id, adapter_parameters(adapted).values()))
             named = {n: p for n, p in adapted.named_parameters() if id(p) in of_adapter}
-            weights = self._whole(named)
+            weights = self._full(named)
 
         def write(folder: Path) -> None:
             if adapted is None:
@@ -127,7 +127,7 @@ class CheckpointContents:
         return write
 
     def _state(self, kept: dict[str, list[str]]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The run's own groups of tensors, and all that JSON can hold."""
+        """Return the tensors of the run state, and the content of trainer_state.json."""
         train_state = self.train_state
         groups, run = self.run.as_checkpoint()
         return groups, {
@@ -146,28 +146,29 @@ class CheckpointContents:
         }
 
     def _names(self) -> dict[int, str]:
-        """The name of each parameter that is trained or lies below, by its identity."""
-        whole = self.engine.unwrap(self.train_state.module)
-        return {id(parameter): name for name, parameter in whole.named_parameters()}
+        """Return the name of each parameter of the trained module, by the parameter's id."""
+        module = self.engine.unwrap(self.train_state.module)
+        return {id(parameter): name for name, parameter in module.named_parameters()}
 
     def _critic(self) -> dict[str, nn.Parameter]:
         names = self._names()
         own = critic_parameters(self.parts.policy, self.parts.critic)
         return {names[id(parameter)]: parameter for parameter in own.values()}
 
-    # --- What is resumed ---
+    # --- Resuming ---
 
     def restore(self, checkpoint: Checkpoint, *, anyway: bool) -> None:
-        """Go on as if what the checkpoint holds had just been done.
+        """Continue from the state in a checkpoint.
+
+        With `anyway`, accept a checkpoint of another run and log the differences as a warning.
 
         Raises:
-            TrainingError: it is of another run or of other models. With `anyway`, another run's
-                is taken, and what is different is a warning.
+            TrainingError: the checkpoint is of another run or of other models.
         """
         state, train_state = checkpoint.state, self.train_state
         is_same = self._check_same_run(checkpoint, anyway=anyway)
         check_optimizer_fits(train_state.optimizer, state["optimizer"])
-        # An error may have broken off a step of this trainer.
+        # An earlier error may have interrupted a step of this trainer.
         self.engine.discard(train_state.module, train_state.optimizer)
         self.engine.load_weights(train_state.module, self._weights(checkpoint).get)
         if self.config.reference_refresh_updates:
@@ -179,8 +180,8 @@ class CheckpointContents:
         if is_same or not isinstance(train_state.scheduler, LambdaLR):
             restore_options(train_state.optimizer, state["optimizer"])
             train_state.scheduler.load_state_dict(state["scheduler"])
-        else:  # other settings were asked for, so rates and options are theirs from here on
-            set_course(train_state.scheduler, state["scheduler"]["last_epoch"])
+        else:  # the settings differ: take rates and options from the new ones
+            set_schedule_step(train_state.scheduler, state["scheduler"]["last_epoch"])
         train_state.skipped_steps = state["skipped_steps"]
         train_state.skipped_in_a_row = state["skipped_in_a_row"]
         if train_state.pretraining is not None and state["pretraining"] is not None:
@@ -196,27 +197,27 @@ class CheckpointContents:
             )
 
     def _check_same_run(self, checkpoint: Checkpoint, *, anyway: bool) -> bool:
-        """Whether settings, prompts and models are those of the checkpoint.
+        """Return whether settings, prompts and models match the checkpoint's.
 
         Raises:
-            TrainingError: they are not, and it is not to be resumed anyway.
+            TrainingError: they do not, and `anyway` is off.
         """
         different = self.identity.differences(checkpoint.state["identity"])
         if not different:
             return True
-        every = "; ".join(different)
+        differences = "; ".join(different)
         if not anyway:
             raise TrainingError(
-                f"The checkpoint '{checkpoint.folder}' was {every}: what follows would be neither "
-                "run. Resume with the settings and models of the checkpoint, start a new run from "
-                "its policy, or say --resume_anyway (resume_anyway=True)."
+                f"The checkpoint '{checkpoint.folder}' was {differences}: what follows would be "
+                "neither run. Resume with the settings and models of the checkpoint, start a new "
+                "run from its policy, or say --resume_anyway (resume_anyway=True)."
             )
         if self.engine.is_main:
-            logger.warning("Resuming anyway: '%s' was %s.", checkpoint.folder, every)
+            logger.warning("Resuming anyway: '%s' was %s.", checkpoint.folder, differences)
         return False
 
     def _weights(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-        """Policy and critic of a checkpoint, by the names in the module that is trained."""
+        """Return a checkpoint's policy and critic, by the names in the trained module."""
         names, adapted, model = self._names(), self.parts.adapted, self.parts.policy.model
         critic = checkpoint.tensors(CRITIC)
         if adapted is not None:
@@ -237,18 +238,18 @@ class CheckpointContents:
 
     def _restore_optimizer(self, checkpoint: Checkpoint) -> None:
         kept, saved = checkpoint.state["kept"], checkpoint.tensors(OPTIMIZER)
-        wanted = set()
+        asked = set()
 
         def state_of(name: str) -> dict[str, Tensor]:
-            wanted.add(name)
+            asked.add(name)
             return {key: saved[f"{name}/{key}"] for key in kept.get(name, ())}
 
         train_state = self.train_state
         self.engine.load_optimizer_states(train_state.module, train_state.optimizer, state_of)
-        if strange := wanted ^ kept.keys():
+        if strange := asked ^ kept.keys():
             raise TrainingError(
                 f"The optimizer state of '{checkpoint.folder}' is of other parameters, for example "
-                f"{min(strange)}: its moments would start afresh. Resume with the models that "
+                f"{min(strange)}: its moments would start from zero. Resume with the models that "
                 "wrote it, or start a new run from its policy."
             )
 

@@ -3,18 +3,17 @@
     output_dir/checkpoint-<step>/
         model.safetensors, config.json, ...   the policy, as transformers reads it
         <group>.safetensors                   critic, generators, ...
-        <group>-<rank>.safetensors            a group that the processes wrote together
-        trainer_state.json, <other>.json      the plain state
-        manifest.json                         size and SHA-256 of all the others, written last
+        <group>-<rank>.safetensors            one process's part of a group
+        trainer_state.json, <other>.json      state that is not tensors
+        manifest.json                         size and SHA-256 of all other files, written last
 
 Each process writes and digests its own files, in a hidden folder that is renamed when it is
-complete. A folder without a manifest is no checkpoint.
+complete. A folder without a manifest is not a checkpoint.
 """
 
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -27,11 +26,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ppo_core.data.atomic_files import sync_to_disk
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 
 JSON = Any
-"""What json writes and reads back unchanged: no tuples, and no keys but strings."""
+"""A value that json writes and reads back unchanged: no tuples, and only strings as keys."""
 
 Tensors = Mapping[str, Tensor]
 
@@ -39,7 +39,7 @@ MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
 SUPERSEDED = ".superseded"
-"""Ending of the names of checkpoints that a run was resumed from before."""
+"""Suffix of checkpoints that are later than the one that a run was resumed from."""
 
 ALONE = ProcessGroup()
 
@@ -47,21 +47,21 @@ logger = logging.getLogger(__name__)
 
 
 def write_nothing(folder: Path) -> None:
-    """What a process without a policy to write does."""
+    """Write no policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one process writes of a checkpoint; no file may be in two parts."""
+    """The part of a checkpoint that one process writes; no file may be in two parts."""
 
     groups: Mapping[str, Tensors] = field(default_factory=dict)
-    """Tensors by the stem of their file: a group's name, or "<group>-<rank>"."""
+    """Named tensors of each file, by its stem: a group's name, or "<group>-<rank>"."""
 
     documents: Mapping[str, str] = field(default_factory=dict)
-    """Texts by the name of their file."""
+    """Text of each JSON file, by its name."""
 
     write_policy: Callable[[Path], None] = write_nothing
-    """Writes the policy into the folder that it is given."""
+    """Write the policy into a folder."""
 
 
 # --- Writing -------------------------------------------------------------------
@@ -76,21 +76,21 @@ def save_checkpoint(
     held: Callable[[], AbstractContextManager[None]] = nullcontext,
     keep: int | None = None,
 ) -> None:
-    """Write a checkpoint as a whole or not at all; a killed process leaves the earlier ones.
+    """Write a checkpoint completely or not at all; earlier ones survive a killed process.
 
     Args:
-        folder: `output_dir/checkpoint-<step>`, on storage that all processes share; one of the
-            same step is replaced.
-        part: what this process writes.
-        peers: the processes, all of which call.
-        writer: tells this run's half-written folders from those of a run that it took over from.
-        held: around the moment in which the checkpoint takes its place and old ones go.
-        keep: the newest so many are kept, None keeps all.
+        folder: `output_dir/checkpoint-<step>`, on storage that all processes share; a checkpoint
+            of the same step is replaced.
+        part: the files that this process writes.
+        peers: the processes; all must call.
+        writer: distinguishes this run's unfinished folders from those of a run that it took over.
+        held: context in which the checkpoint is renamed and old ones are removed.
+        keep: number of newest checkpoints to keep; None keeps all.
 
     Raises:
         TrainingError: in all processes: the folder's name has no step, two files have the same
-            name, the disk is full or cannot be written, or `held` says that another process
-            writes here now.
+            name, the disk is full or cannot be written, or `held` finds that another process
+            has taken over the folder.
     """
     step = _step(folder)
     partial = folder.with_name(f".{folder.name}.partial-{writer}")
@@ -102,7 +102,7 @@ def save_checkpoint(
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"The checkpoint of step {step} could not be written to '{folder}': {error}. Earlier "
-            "checkpoints are as they were. Free some space, or lower save_total_limit, and resume "
+            "checkpoints are unchanged. Free some space, or lower save_total_limit, and resume "
             "from the latest."
         ) from error
     finally:
@@ -111,7 +111,7 @@ def save_checkpoint(
 
 
 def _write_part(folder: Path, part: Part) -> dict[str, dict[str, int | str]]:
-    """Write a process's files to the disk; their fingerprints by their paths in the folder."""
+    """Write a process's files to the disk; return the digest of each by its path in the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     part.write_policy(folder)
@@ -121,8 +121,8 @@ def _write_part(folder: Path, part: Part) -> dict[str, dict[str, int | str]]:
         _unused(folder / name).write_text(text)
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        _flush(path)
-        files[path.relative_to(folder).as_posix()] = _fingerprint(path)
+        sync_to_disk(path)
+        files[path.relative_to(folder).as_posix()] = _digest(path)
     return files
 
 
@@ -130,13 +130,13 @@ def _unused(path: Path) -> Path:
     if path.exists():
         raise TrainingError(
             f"Two files of a checkpoint have the name '{path.name}': one would overwrite the "
-            "other. Give the group of tensors another name than a file of the policy."
+            "other. Give the group of tensors another name."
         )
     return path
 
 
 def _separate(named: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """Plain tensors on the CPU; tied ones are written twice, which safetensors does not do."""
+    """Yield contiguous tensors on the CPU; tied ones are cloned, as safetensors requires."""
     seen = set()
     for name, tensor in named.items():
         plain = tensor.detach().cpu().contiguous()
@@ -152,25 +152,25 @@ def _finish(
     held: Callable[[], AbstractContextManager[None]],
     keep: int | None,
 ) -> None:
-    """Put the parts together, vouch for them, and put the checkpoint into its place."""
+    """Merge the parts, write the manifest, and rename the folder to its final name."""
     for rank in range(len(written)):
         part = partial / f"part-{rank}"
         for path in list(part.iterdir()):
             path.rename(_unused(partial / path.name))
         part.rmdir()
-    files = {name: fingerprint for part in written for name, fingerprint in part.items()}
+    files = {name: digest for part in written for name, digest in part.items()}
     manifest = partial / MANIFEST
     manifest.write_text(json.dumps({"files": files}, indent=1))
     for path in (manifest, *(path for path in partial.rglob("*") if path.is_dir()), partial):
-        _flush(path)
+        sync_to_disk(path)
     with held():
         _move_into_place(partial, folder)
-        _set_aside_later(folder)
+        _rename_superseded(folder)
         _remove_old(folder, keep)
 
 
 def _move_into_place(partial: Path, folder: Path) -> None:
-    """Rename; an earlier one stays readable under another name until the new one is there."""
+    """Rename the folder; an earlier one of this step stays readable as `.old` until then."""
     aside = folder.with_name(f"{folder.name}.old")
     if (folder / MANIFEST).is_file():
         _remove(aside)
@@ -178,12 +178,12 @@ def _move_into_place(partial: Path, folder: Path) -> None:
     else:
         _remove(folder)
     partial.rename(folder)
-    _flush(folder.parent)
+    sync_to_disk(folder.parent)
     _remove(aside)
 
 
-def _set_aside_later(newest: Path) -> None:
-    """Rename what a run wrote that was resumed from before it: nothing goes on from there again."""
+def _rename_superseded(newest: Path) -> None:
+    """Rename checkpoints of later steps, so that no run resumes from them again."""
     for step, path in _finished(newest.parent).items():
         if step > _step(newest):
             aside = path.with_name(f"checkpoint-{step}{SUPERSEDED}")
@@ -192,9 +192,9 @@ def _set_aside_later(newest: Path) -> None:
 
 
 def _remove_old(newest: Path, keep: int | None) -> None:
-    """Remove all but `keep` checkpoints, and what killed runs left half written.
+    """Remove all but `keep` checkpoints, and the unfinished folders of killed runs.
 
-    Folders that are not finished checkpoints stay.
+    Folders under a checkpoint's name that have no manifest stay.
     """
     found = _finished(newest.parent)
     replaced = [
@@ -204,9 +204,9 @@ def _remove_old(newest: Path, keep: int | None) -> None:
     ]
     for leftover in replaced:
         _remove(leftover)
-    for half in newest.parent.glob(".checkpoint-*.partial*"):
-        # A run that was taken over may still write there.
-        shutil.rmtree(half, ignore_errors=True)
+    for unfinished in newest.parent.glob(".checkpoint-*.partial*"):
+        # A run that lost its lease may still write there.
+        shutil.rmtree(unfinished, ignore_errors=True)
     excess = 0 if keep is None else max(0, len(found) - keep)
     for step in sorted(found)[:excess]:
         _remove(found[step])
@@ -216,7 +216,7 @@ def _step(folder: Path) -> int:
     match = FOLDER_NAME.fullmatch(folder.name)
     if match is None or match[2]:
         raise TrainingError(
-            f"'{folder}' is no name for a checkpoint: it would not be found again. Call it "
+            f"'{folder}' is no name for a checkpoint: it would not be found again. Name it "
             "checkpoint-<step>."
         )
     return int(match[1])
@@ -225,70 +225,85 @@ def _step(folder: Path) -> int:
 # --- Reading -------------------------------------------------------------------
 
 
+def current_name(name: str) -> str:
+    """Return a parameter's name of today; earlier versions wrote `critic.backbone.*`."""
+    return re.sub(r"^critic\.backbone\.", "critic.model.", name)
+
+
+def _with_current_names(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    return {current_name(name): value for name, value in pairs}
+
+
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of some files, by their names; each is read when it is asked for."""
+    """The tensors of several safetensors files by their names, read one at a time on access."""
 
     def __init__(self, files: list[Path]) -> None:
         """Open the files."""
         opened: list[Any] = [safe_open(file, "pt") for file in files]
-        self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        self._stored = {
+            current_name(name): (file, name)
+            for file in opened
+            for name in file.keys()  # noqa: SIM118
+        }
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor, on the CPU."""
-        tensor: Tensor = self._file_of[name].get_tensor(name)
+        """Read a tensor, on the CPU."""
+        file, stored_name = self._stored[name]
+        tensor: Tensor = file.get_tensor(stored_name)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        """The names."""
-        return iter(self._file_of)
+        """Iterate over the names."""
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        """How many there are."""
-        return len(self._file_of)
+        """Return the number of tensors."""
+        return len(self._stored)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were found to be those that were written."""
+    """A checkpoint whose files match its manifest."""
 
     folder: Path
     state: JSON
-    """What is in trainer_state.json."""
+    """The content of trainer_state.json."""
 
     def tensors(self, group: str) -> Mapping[str, Tensor]:
-        """A group, whatever number of processes wrote it; empty where there is none."""
+        """Return the tensors of a group from all processes' files; empty if there is none."""
         name = re.compile(rf"{re.escape(group)}(-\d+)?\.safetensors")
         files = sorted(path for path in self.folder.iterdir() if name.fullmatch(path.name))
         return StoredTensors(files)
 
     def document(self, name: str) -> JSON:
-        """The content of a JSON file."""
+        """Return the content of a JSON file."""
         return json.loads((self.folder / name).read_text())
 
 
 def read_checkpoint(folder: Path, peers: ProcessGroup = ALONE) -> Checkpoint:
-    """Hold every file of a checkpoint against its manifest, shared out over the processes.
+    """Verify every file of a checkpoint against its manifest; each process verifies a share.
 
     Raises:
-        TrainingError: in all processes: it is not finished, or a file is missing, truncated or
-            changed.
+        TrainingError: in all processes: the checkpoint is unfinished, or a file is missing,
+            truncated or changed.
     """
-    for words in peers.exchange(_damage(folder, slice(peers.rank, None, peers.number))):
-        if words is not None:
+    for damage in peers.exchange(_find_damage(folder, slice(peers.rank, None, peers.number))):
+        if damage is not None:
             raise TrainingError(
-                f"{words}. Resume from an earlier checkpoint, or restore this one from a copy; "
-                "going on from it would not be the same run."
+                f"{damage}. Resume from an earlier checkpoint, or restore this one from a copy; "
+                "continuing from it would not be the same run."
             )
-    return Checkpoint(folder, json.loads((folder / STATE).read_text()))
+    state = json.loads((folder / STATE).read_text(), object_pairs_hook=_with_current_names)
+    return Checkpoint(folder, state)
 
 
 def read_newest(output_dir: str | Path, peers: ProcessGroup = ALONE) -> Checkpoint | None:
-    """The newest checkpoint whose files are as they were written; None where there is none.
+    """Return the newest undamaged checkpoint; None where there is no checkpoint.
 
-    Warns of newer ones that are damaged.
+    Log a warning for each newer one that is damaged.
 
     Raises:
-        TrainingError: all are damaged; the message has what is wrong with each.
+        TrainingError: all are damaged; the message describes the damage of each.
     """
     damaged = []
     for folder in peers.of_main(_newest_first(output_dir)):
@@ -302,29 +317,29 @@ def read_newest(output_dir: str | Path, peers: ProcessGroup = ALONE) -> Checkpoi
         raise TrainingError(
             f"None of the checkpoints in '{output_dir}' can be resumed from:\n"
             + "\n".join(damaged)
-            + "\nRestore one from a copy, or move them away to start anew."
+            + "\nRestore one from a copy, or move them away to start a new run."
         )
     return None
 
 
 def latest_checkpoint(output_dir: str | Path) -> Path | None:
-    """The finished checkpoint of the highest step; None where there is none."""
+    """Return the finished checkpoint of the highest step; None where there is none."""
     found = _finished(output_dir)
     return found[max(found)] if found else None
 
 
 def _finished(output_dir: str | Path) -> dict[int, Path]:
-    """Finished checkpoints by step; one that was set aside counts where no other is there."""
+    """Return finished checkpoints by step; `.old` counts only where it is the only one."""
     found: dict[int, Path] = {}
     for path in sorted(Path(output_dir).glob("checkpoint-*"), reverse=True):
         match = FOLDER_NAME.fullmatch(path.name)
         if match and (path / MANIFEST).is_file():
-            found[int(match[1])] = path  # without .old sorts first, so it comes last
+            found[int(match[1])] = path  # without .old sorts first, so it is seen last
     return found
 
 
 def _newest_first(output_dir: str | Path) -> list[Path]:
-    """All folders that are called checkpoints, finished or not, the most promising ones first."""
+    """Return all folders named as checkpoints, finished or not, by descending step."""
     found = _finished(output_dir)
     unfinished = {
         int(match[1]): path
@@ -335,8 +350,8 @@ def _newest_first(output_dir: str | Path) -> list[Path]:
     return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
-def _damage(folder: Path, share: slice) -> str | None:
-    """What is wrong with a share of a checkpoint's files, in words; None where nothing is."""
+def _find_damage(folder: Path, share: slice) -> str | None:
+    """Describe the damage in a share of a checkpoint's files; None where there is none."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return f"'{folder}' has no {MANIFEST}: it is no checkpoint, or was never finished"
@@ -345,8 +360,8 @@ def _damage(folder: Path, share: slice) -> str | None:
         if STATE not in files:
             return f"'{manifest}' is damaged: it does not list {STATE}"
         for name in sorted(files)[share]:
-            if words := _changed(folder / name, files[name]):
-                return words
+            if damage := _find_change(folder / name, files[name]):
+                return damage
     except (ValueError, KeyError, TypeError) as error:
         return f"'{manifest}' is damaged: {error!r}"
     except OSError as error:
@@ -354,17 +369,17 @@ def _damage(folder: Path, share: slice) -> str | None:
     return None
 
 
-def _changed(path: Path, expected: JSON) -> str | None:
+def _find_change(path: Path, expected: JSON) -> str | None:
     if not path.is_file():
         return f"'{path}' is missing"
-    if (actual := _fingerprint(path)) != expected:
+    if (actual := _digest(path)) != expected:
         return (
             f"'{path}' has changed since it was written: {actual} where {MANIFEST} says {expected}"
         )
     return None
 
 
-def _fingerprint(path: Path) -> dict[str, int | str]:
+def _digest(path: Path) -> dict[str, int | str]:
     with path.open("rb") as file:
         return {
             "bytes": path.stat().st_size,
@@ -372,17 +387,8 @@ def _fingerprint(path: Path) -> dict[str, int | str]:
         }
 
 
-def _flush(path: Path) -> None:
-    """Have the system write a file, or a folder's list of names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _remove(folder: Path) -> None:
-    """Remove a folder, renamed first: half of it is no checkpoint, and goes with the next."""
+    """Rename and remove a folder: a partly removed one is never read, and is removed later."""
     if folder.exists():
         doomed = folder.with_name(f".{folder.name}.partial-removed")
         shutil.rmtree(doomed, ignore_errors=True)

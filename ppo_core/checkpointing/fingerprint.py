@@ -1,4 +1,4 @@
-"""What makes a run the one that wrote a checkpoint: its settings, its prompts, its models."""
+"""The fingerprint of a run: settings, prompts and models that a resumed run must share."""
 
 import hashlib
 import re
@@ -19,27 +19,27 @@ AROUND = re.compile(
     "output_dir|exp_name|run_name|report_to|disable_tqdm|dataset_num_proc|num_sample_generations|"
     "local_rollout_forward_batch_size|per_device_eval_batch_size|(logging|eval|save|hub|warn)_.*|"
     "push_to_hub|.*_model_path|max_skipped_steps|async_save|vllm_(server|weights)_.*|"
-    # Over how many processes, and how: numbers move by rounding alone.
+    # The number of processes and the sharding change results by rounding only.
     "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout"
 )
-"""Settings that do not decide what a run computes: they may differ where it is resumed."""
+"""Settings that do not change what a run computes: they may differ when it is resumed."""
 
 SAMPLED = 4096
-"""Most elements of a tensor that its fingerprint reads, evenly spread."""
+"""Maximum number of evenly spaced elements of a tensor that its fingerprint reads."""
 
 Layout = dict[str, str]
-"""What a model consists of: a word for each of its parameters, and for how it is read."""
+"""A description of each parameter of a model, and of how its output is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What must be the same where a run is resumed, as JSON can hold it."""
+    """What a resumed run must share with the run that wrote the checkpoint; JSON-compatible."""
 
     settings: dict[str, Any]
-    """Settings that decide what is computed, the sizes that follow, and the prompts' digest."""
+    """Settings that change the result, the sizes derived from them, and the prompts' digest."""
 
     models: dict[str, Layout]
-    """What a checkpoint does not hold, by its values; what it does hold, by its shapes."""
+    """Models: by values where a checkpoint does not hold them, by shapes where it does."""
 
     @classmethod
     def of(
@@ -49,21 +49,21 @@ class Fingerprint:
         prompts_digest: str,
         models: Mapping[str, Layout],
     ) -> "Fingerprint":
-        """That of a run."""
+        """Return the fingerprint of a run."""
         settings = {k: v for k, v in vars(config).items() if not AROUND.fullmatch(k)}
         settings |= vars(schedule) | {"prompts": prompts_digest}
         return cls(settings=settings, models=dict(models))
 
     def as_json(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Return the entry for the checkpoint."""
         return asdict(self)
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """What is different from the identity in a checkpoint, in words, by name."""
-        there, here = saved["settings"], self.settings
+        """Return a sentence for each difference from the fingerprint in a checkpoint."""
+        old, new = saved["settings"], self.settings
         settings = [
-            f"written with {name}={there.get(name)!r}, and now it is {here.get(name)!r}"
-            for name in _different(here, there)
+            f"written with {name}={old.get(name)!r}, and now it is {new.get(name)!r}"
+            for name in _different(new, old)
         ]
         models = [
             _of_model(part, self.models.get(part, {}), saved["models"].get(part, {}))
@@ -72,17 +72,17 @@ class Fingerprint:
         return settings + models
 
 
-def _different(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    names = [*here, *(name for name in there if name not in here)]
-    return [name for name in names if here.get(name) != there.get(name)]
+def _different(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    names = [*new, *(name for name in old if name not in new)]
+    return [name for name in names if new.get(name) != old.get(name)]
 
 
-def _of_model(part: str, here: Layout, there: Layout) -> str:
-    names = _different(here, there)
+def _of_model(part: str, new: Layout, old: Layout) -> str:
+    names = _different(new, old)
     name = names[0]
     return (
         f"written with another {part}: {len(names)} of its parts differ, the first {name}, "
-        f"which was {there.get(name, 'not there')} and now is {here.get(name, 'not there')}"
+        f"which was {old.get(name, 'not there')} and now is {new.get(name, 'not there')}"
     )
 
 
@@ -96,11 +96,11 @@ def given_models(
     *,
     adds_adapter: bool,
 ) -> dict[str, Layout]:
-    """What a checkpoint does not hold of the models that a script hands over, by its values.
+    """Fingerprint, by value, the given models that a checkpoint does not hold.
 
-    Of a reward model it is also how it is read.
-    The policy is among it where the reference is made from it, or stays below an adapter. Call it
-    before the models are prepared: afterwards a process may hold a part of them only.
+    The fingerprint of a reward model includes how its output is read. The policy is included
+    where the reference is a copy of it, or where it is the frozen base of an adapter. Call this
+    before the models are prepared: afterwards a process may hold only a shard of them.
     """
     given: dict[str, nn.Module] = {}
     plain = _without_value_head(model)
@@ -108,11 +108,11 @@ def given_models(
         given["reference"] = _without_value_head(ref_model)
     if ref_model is None or is_peft(plain) or adds_adapter:
         given["policy"] = plain
-    prints = {part: fingerprint(one) for part, one in given.items()}
-    for number, one in enumerate(reward_models):
-        reading = {name: str(getattr(one, name)) for name in ("bias", "gain", "end_of_text")}
-        prints[f"reward model {number}"] = fingerprint(one.model) | reading
-    return prints
+    fingerprints = {part: fingerprint(given_model) for part, given_model in given.items()}
+    for number, reward in enumerate(reward_models):
+        reading = {name: str(getattr(reward, name)) for name in ("bias", "gain", "end_of_text")}
+        fingerprints[f"reward model {number}"] = fingerprint(reward.model) | reading
+    return fingerprints
 
 
 def _without_value_head(model: nn.Module) -> nn.Module:
@@ -120,15 +120,15 @@ def _without_value_head(model: nn.Module) -> nn.Module:
 
 
 def layout(model: nn.Module) -> Layout:
-    """Type and shape of each parameter."""
+    """Return dtype and shape of each parameter."""
     return {name: _shape(p) for name, p in model.named_parameters()}
 
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> Layout:
-    """Type, shape and a digest of a sample of each parameter.
+    """Return dtype, shape and a digest of sampled elements of each parameter.
 
-    An adapter that is trained is left out, since a checkpoint holds it.
+    A trained adapter is left out, since a checkpoint holds it.
     """
     skip_trained = is_peft(model)
     return {

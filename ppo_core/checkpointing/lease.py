@@ -1,8 +1,8 @@
-"""Who may write the checkpoints of a folder: the newest claim wins, an earlier writer is shut out.
+"""The lease of a folder of checkpoints: the newest holder may write, earlier ones may not.
 
-A run that is started again cannot know whether its predecessor is dead, frozen, or cut off from
-the network and about to go on. So it takes a number above all earlier ones (a fencing token:
-Gray & Cheriton 1989, "Leases"), and nothing is put into place or removed without the highest.
+A restarted run cannot know whether its predecessor is dead, frozen, or cut off from the network
+and about to continue. So it takes a token above all earlier ones (a fencing token: Gray & Cheriton
+1989, "Leases"), and only the holder of the highest token publishes or removes checkpoints.
 """
 
 import json
@@ -16,37 +16,38 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from ppo_core.data.atomic_files import write_atomically
 from ppo_core.errors import TrainingError
 
 LEASE = "lease.json"
-"""File in the folder that says who claimed it last."""
+"""File in the folder that records the last claim."""
 
 LOCK = ".lease.lock"
 
 PATIENCE = 60.0
-"""Seconds to wait for the lock; whoever has it renames and removes folders, nothing else."""
+"""Seconds to wait for the lock, which is held only to rename and remove folders."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """One process's claim to a folder, good until another process claims it."""
+    """The claim of one process to a folder, valid until another process claims it."""
 
     folder: Path
     token: int
-    """Counts the claims to the folder, from 1."""
+    """Number of the claim to the folder, from 1."""
 
     host: str
     pid: int
     started: str
-    """When it was claimed, in UTC."""
+    """Time of the claim, in UTC."""
 
     @classmethod
     def claim(cls, folder: Path) -> "Lease":
-        """Become the writer of a folder, which is made; whoever was it before is shut out.
+        """Acquire the lease of a folder, creating the folder; earlier holders lose it.
 
         Raises:
-            TrainingError: the lock is not to be had, or the last claim cannot be read.
-            OSError: the folder cannot be made or written.
+            TrainingError: the lock cannot be acquired, or the last claim cannot be read.
+            OSError: the folder cannot be created or written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
@@ -62,10 +63,10 @@ class Lease:
         return lease
 
     def check(self) -> None:
-        """See that no other process has claimed the folder since.
+        """Raise if another process has claimed the folder since.
 
         Raises:
-            TrainingError: one has; the message says which.
+            TrainingError: one has; the message names it.
         """
         last = _read(self.folder)
         if last == self:
@@ -73,34 +74,29 @@ class Lease:
         by = f"{last}" if last else f"someone who removed '{self.folder / LEASE}'"
         raise TrainingError(
             f"Another process took over '{self.folder}': {by}; this is {self}. This one stops, "
-            "since two that write the same checkpoints would mix them. Let the other one go on; "
-            "if it should not have started, end it and resume."
+            "since two writers would mix their checkpoints. Let the other one continue; if it "
+            "should not have started, end it and resume."
         )
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, no other process can claim the folder: for a few quick operations.
+        """Keep other processes from claiming the folder inside the context; keep it short.
 
         Raises:
-            TrainingError: another process has claimed it before.
+            TrainingError: another process has already claimed the folder.
         """
         with _locked(self.folder):
             self.check()
             yield
 
     def __str__(self) -> str:
-        """How it is called in an error."""
+        """Return how error messages name the claim."""
         return f"process {self.pid} on {self.host} (token {self.token}, since {self.started})"
 
     def _write(self) -> None:
         entries = asdict(self)
         del entries["folder"]
-        new = self.folder / f".{LEASE}.new"
-        with new.open("w") as file:
-            json.dump(entries, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self.folder / LEASE)
+        write_atomically(self.folder / LEASE, json.dumps(entries))
 
 
 def _read(folder: Path) -> Lease | None:
@@ -111,9 +107,9 @@ def _read(folder: Path) -> Lease | None:
         return None
     except (ValueError, TypeError) as error:
         raise TrainingError(
-            f"'{path}' cannot be read: {error}. It says who writes the checkpoints beside it, and "
-            "without it two runs could mix theirs. See that no other run writes there, remove the "
-            "file, and resume."
+            f"'{path}' cannot be read: {error}. It records which process writes the checkpoints "
+            "beside it; without it two runs could mix their checkpoints. Make sure that no other "
+            "run writes there, remove the file, and resume."
         ) from error
 
 
@@ -124,7 +120,7 @@ def _locked(folder: Path) -> Iterator[None]:
             yield
     except Timeout as error:
         raise TrainingError(
-            f"'{folder / LOCK}' was not free for {PATIENCE:.0f} seconds: the last that claimed the "
-            f"folder is {_read(folder) or 'not known'}. It may be frozen while it writes a "
-            "checkpoint. End it, and resume."
+            f"'{folder / LOCK}' was not free for {PATIENCE:.0f} seconds: the last claim to the "
+            f"folder is by {_read(folder) or 'an unknown process'}, which may be frozen while it "
+            "writes a checkpoint. End it, and resume."
         ) from error

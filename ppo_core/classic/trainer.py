@@ -288,7 +288,7 @@ class PPOTrainer:
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write policy, value head, tokenizer and model card; all processes call it."""
-        weights = self.engine.whole_state_dict(self.model)
+        weights = self.engine.full_state_dict(self.model)
         if self.engine.is_main:
             self.model.save_pretrained(save_directory, state_dict=weights)
             self.tokenizer.save_pretrained(save_directory)

@@ -1,1 +1,1 @@
-"""Processes, sharding, and the launcher."""
+"""Processes, sharding, collectives, and the launcher."""

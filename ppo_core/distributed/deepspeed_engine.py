@@ -1,7 +1,4 @@
-"""DeepSpeed in its own words: its settings, its steps, and parameters that are in shards.
-
-Beside engine.py the only file that imports accelerate or deepspeed.
-"""
+"""DeepSpeed: its settings, its optimizer step, and its sharded parameters."""
 
 import copy
 import json
@@ -36,20 +33,20 @@ _REFUSED = {
 def make_plugin(
     path: str | None, sharding: Sharding | None = None, *, offload: bool = False
 ) -> DeepSpeedPlugin:
-    """Accelerate's DeepSpeed settings: from a JSON file or from `accelerate launch`, if they say.
+    """Return accelerate's plugin with DeepSpeed's settings.
 
-    Else they follow from `sharding` and `offload`. The batch sizes are those of the trainer, so
-    DeepSpeed's keys for them may be "auto" or left out. Whatever else is "auto" takes
-    DeepSpeed's default.
+    They come from the JSON file at `path`, else from `accelerate launch`, else from `sharding`
+    and `offload`. The trainer sets the batch sizes, so DeepSpeed's keys for them may be "auto" or
+    absent. Every other "auto" means DeepSpeed's default.
 
     Raises:
-        ConfigError: there is no such file, it is not JSON, the launcher names settings as well,
-            or a setting is one that the trainer makes or contradicts `sharding`.
+        ConfigError: the file cannot be read, the launcher has DeepSpeed settings too, a setting
+            belongs to the trainer, or the stage contradicts `sharding`.
     """
     if path is not None and "ACCELERATE_CONFIG_DS_FIELDS" in os.environ:
         raise ConfigError(
             f"deepspeed={path!r} is set, and accelerate launch was started with DeepSpeed settings "
-            "too. Name them in one place."
+            "too: one of them would be ignored. Remove one."
         )
     path = path or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if path is not None:
@@ -66,7 +63,7 @@ def make_plugin(
     stage = plugin.deepspeed_config["zero_optimization"]["stage"]
     if sharding is not None and sharding != f"zero{stage}":
         raise ConfigError(
-            f"sharding={sharding!r}, and {source} says stage {stage}. Leave one of them away."
+            f"sharding={sharding!r}, and {source} says stage {stage}. Remove one of the two."
         )
     return plugin
 
@@ -77,12 +74,12 @@ def _settings_of(sharding: Sharding | None, offload: bool) -> Settings:
         zero["offload_optimizer"] = {"device": "cpu"}
         if sharding == "zero3":
             zero["offload_param"] = {"device": "cpu"}
-    # The trainer's AdamW steps on the CPU too; DeepSpeed's own would be compiled on first use.
+    # The trainer's AdamW can step on the CPU; DeepSpeed's own would be compiled on first use.
     return {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
 
 
 def sharding_of(plugin: DeepSpeedPlugin) -> Sharding:
-    """What DeepSpeed's settings say; its stage 0 is data parallel."""
+    """Return the sharding of DeepSpeed's settings; its stage 0 is data parallel."""
     stage = plugin.deepspeed_config["zero_optimization"]["stage"]
     return KINDS[KINDS.index("ddp") + stage]
 
@@ -98,15 +95,15 @@ def _read(path: str) -> Settings:
 
 
 def fill_settings(settings: Settings, source: str) -> None:
-    """Check DeepSpeed's settings, read from `source`, and put the trainer's in; in place.
+    """Check DeepSpeed's settings from `source` and add the trainer's, in place.
 
     Raises:
         ConfigError: a setting contradicts the trainer; the message names it.
     """
     for key, instead in _REFUSED.items():
         if (value := _lookup(settings, key)) not in (None, False, 0, "auto"):
-            raise ConfigError(f"{key}={value!r} in {source} is not taken: {instead}.")
-    # The accumulation's end is told by hand, since its length changes from step to step.
+            raise ConfigError(f"{key}={value!r} in {source} is not supported: {instead}.")
+    # The engine marks the end of accumulation itself: its length changes from step to step.
     ours = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -115,7 +112,7 @@ def fill_settings(settings: Settings, source: str) -> None:
     for key, value in ours.items():
         if (found := settings.get(key)) not in (None, value, "auto"):
             raise ConfigError(
-                f"{key}={found!r} in {source} is not taken: the trainer sets the sizes of batches. "
+                f"{key}={found!r} in {source} is not supported: the trainer sets the batch sizes. "
                 'Write "auto" there and set per_device_train_batch_size.'
             )
     _drop_automatic(settings)
@@ -136,25 +133,25 @@ def _drop_automatic(settings: Settings) -> None:
             _drop_automatic(value)
 
 
-def build_models_whole() -> None:
-    """Models that are made from now on are whole until they are prepared, under ZeRO-3 too."""
+def build_models_unsharded() -> None:
+    """Let transformers build models unsharded until they are prepared, under ZeRO-3 too."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
 
 
 def unwrap(module: Any) -> nn.Module:
-    """The module inside of DeepSpeed's; any other as it is."""
+    """Return the module inside a DeepSpeedEngine, or the module itself."""
     from deepspeed import DeepSpeedEngine
 
     return module.module if isinstance(module, DeepSpeedEngine) else module
 
 
 def partition(module: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> None:
-    """Leave this process its shard of each parameter, one after the other, as ZeRO-3 cuts them.
+    """Shard each parameter as ZeRO-3 does, one at a time, so the full module need not fit.
 
-    So the whole module need not fit on the device, as it must where DeepSpeed is handed a whole
-    one. What is sharded already, because another model has it too, stays as it is.
+    DeepSpeed moves a module that it is given unsharded to the device in full. Parameters that are
+    sharded already, because another model shares them, stay as they are.
     """
     from deepspeed.runtime.zero import Init
 
@@ -170,8 +167,8 @@ def partition(module: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) 
         buffer.data = buffer.data.to(device)
 
 
-def shard_frozen(model: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> Any:
-    """DeepSpeed's engine around a model that is not trained, whose parameters are in shards."""
+def initialize_frozen(model: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> Any:
+    """Shard the parameters of a frozen model; return DeepSpeed's engine around it."""
     import deepspeed
 
     partition(model, plugin, device)
@@ -182,16 +179,16 @@ def shard_frozen(model: nn.Module, plugin: DeepSpeedPlugin, device: torch.device
 
 
 def zero_stage(module: nn.Module) -> int:
-    """Stage of ZeRO that shards a module; 0 if its parameters, gradients and moments are whole."""
+    """Return the stage of ZeRO that shards a module; 0 if nothing of it is sharded."""
     stage = getattr(module, "zero_optimization_stage", None)
     return int(stage()) if stage else 0
 
 
 def step(module: Any, max_grad_norm: float) -> Tensor:
-    """Clip and step a module in ZeRO's stages 1 to 3, whose gradients are in shards.
+    """Clip the sharded gradients of a module in ZeRO's stages 1 to 3, and step.
 
-    Returns the norm of all gradients before. ZeRO itself leaves out a step whose norm is not
-    finite, in all processes, since the norm is summed over them.
+    Return the global norm before clipping. ZeRO itself skips a step whose norm is not finite, in
+    all processes, since the norm is a sum over them.
     """
     module.optimizer.clip_grad = max_grad_norm
     module.step()
@@ -199,9 +196,9 @@ def step(module: Any, max_grad_norm: float) -> Tensor:
 
 
 def discard(module: Any) -> None:
-    """Drop the gradients of a module in ZeRO's stages 1 to 3, also those of half a step.
+    """Drop the gradients of a module in ZeRO's stages 1 to 3, also in the middle of a step.
 
-    DeepSpeed has no call for it, but drops gradients whose norm is not a number.
+    DeepSpeed has no call for this, but it drops gradients whose norm is NaN.
     """
     from deepspeed.utils import safe_set_local_grad
 
@@ -209,12 +206,12 @@ def discard(module: Any) -> None:
     zero = module.optimizer
     if zero_stage(module) == 3:
         if not zero.offload_optimizer and not any(zero.averaged_gradients.values()):
-            return  # no backward pass has left anything to drop
+            return  # there was no backward pass
         parameter = next(p for p in module.parameters() if p.requires_grad)
         safe_set_local_grad(parameter, torch.full_like(parameter.ds_tensor, torch.nan))
         module.step()
         return
-    # Norms of offloaded gradients were taken in the backward pass, so spoiling one comes too late.
+    # Norms of offloaded gradients were computed in the backward pass: a NaN gradient is too late.
     zero.scaled_global_norm = lambda: torch.tensor(torch.nan, device=module.device)
     try:
         module.step()
@@ -223,8 +220,8 @@ def discard(module: Any) -> None:
 
 
 @contextmanager
-def gathered(module: Any) -> Iterator[None]:
-    """Inside, a module under ZeRO-3 is whole in every process, and no forward pass communicates.
+def gathered_module(module: Any) -> Iterator[None]:
+    """Unshard a module under ZeRO-3 inside the context, where forward passes communicate nothing.
 
     So the processes may make different numbers of passes. Nothing may be changed inside.
     """
@@ -235,15 +232,15 @@ def gathered(module: Any) -> Iterator[None]:
         with unwrap_model_for_generation(module):
             yield
     finally:
-        # DeepSpeed hooks its fetching to the passes again, but not where an error came.
+        # DeepSpeed restores its fetching hooks, but not after an error.
         if not fetcher.forward_hooks:
             fetcher._register_deepspeed_module(fetcher.module)
 
 
 def forget_order(module: Any) -> None:
-    """Fetch parameters as they are needed, since passes follow that are no training step.
+    """Make DeepSpeed fetch parameters on demand in the passes that follow, outside training.
 
-    DeepSpeed fetches ahead in the order of the step before, and would go on to record one.
+    By default it prefetches in the order of the previous step, and records these passes as one.
     """
     coordinator = _fetcher(module).get_param_coordinator()
     if not coordinator.is_invalid_trace():
@@ -251,12 +248,12 @@ def forget_order(module: Any) -> None:
 
 
 def _fetcher(module: Any) -> Any:
-    """What fetches the parameters of a module under ZeRO-3, trained or not."""
+    """Return the object that fetches the parameters of a trained or frozen module under ZeRO-3."""
     return getattr(module.optimizer, "parameter_offload", module.optimizer)
 
 
 def gathered_parameter(parameter: Any) -> AbstractContextManager[Any]:
-    """Inside, a parameter is whole in every process, whether or not ZeRO-3 shards it."""
+    """Return a context in which a parameter is unsharded, whether or not ZeRO-3 shards it."""
     if not hasattr(parameter, "ds_id"):
         return nullcontext()
     from deepspeed.runtime.zero import GatheredParameters, ZeroParamStatus

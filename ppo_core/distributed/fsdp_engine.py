@@ -1,8 +1,8 @@
-"""FSDP2 in its own words: parameters in shards, and whole where they are needed.
+"""FSDP2: shard parameters, and unshard them where they are needed.
 
-Each layer of a model is a group of its own, gathered for its passes; embeddings, head and norms
-are the root's group. A root's group that was gathered for a pass without a gradient stays
-whole until `gathered` ends.
+Each layer of a model is a group of its own, unsharded for its passes; embeddings, head and norms
+are the root's group. The root's group stays unsharded after a pass without gradients, until
+`gathered` ends.
 """
 
 from collections.abc import Iterator
@@ -25,10 +25,10 @@ from ppo_core.errors import ConfigError
 
 
 def shard(module: nn.Module, device: torch.device, *, offload: bool) -> None:
-    """Keep this process's shard of each parameter alone; in place, the names stay.
+    """Shard each parameter in place over all processes; the names stay.
 
-    Weights move to the device layer by layer, so the whole module need not fit there. With
-    `offload` the shards, and what an optimizer keeps for them, are on the CPU.
+    Weights move to the device layer by layer, so the full module need not fit there. With
+    `offload` the shards and their optimizer states are on the CPU.
     """
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     has_gpu = device.type == "cuda"
@@ -36,13 +36,13 @@ def shard(module: nn.Module, device: torch.device, *, offload: bool) -> None:
     layers = {id(layer): layer for layer in _layers(module)}
     for part in [*layers.values(), module]:
         fully_shard(part, mesh=mesh, offload_policy=policy)
-    # Torch takes the first part that is called for the root, and parts are called one by one.
+    # Else torch makes the first submodule that is called the root; we call submodules one by one.
     root: Any = module
     root._get_fsdp_state()._lazy_init()
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The elements of the outermost lists of modules: where transformers has its layers."""
+    """Yield the elements of the outermost ModuleLists, where transformers keeps its layers."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -53,15 +53,15 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 def shard_trained(
     module: nn.Module, optimizer: Optimizer, device: torch.device, *, offload: bool
 ) -> None:
-    """Shard a module, and let its optimizer move the shards: the same object, the same groups.
+    """Shard a module in place, and its parameters in the groups of its optimizer.
 
     Raises:
-        ConfigError: the optimizer has taken steps already, on parameters that are whole.
+        ConfigError: the optimizer has already taken steps, on unsharded parameters.
     """
     if optimizer.state:
         raise ConfigError(
-            f"The {type(optimizer).__name__} that was handed over has taken steps already, and "
-            "sharding='fsdp2' would lose its moments. Hand over a fresh one."
+            f"The {type(optimizer).__name__} has already taken steps, and sharding='fsdp2' would "
+            "lose its moments. Pass a new optimizer."
         )
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     shard(module, device, offload=offload)
@@ -73,7 +73,7 @@ def shard_trained(
 
 
 def shard_frozen(module: nn.Module, device: torch.device, *, offload: bool) -> None:
-    """Shard a module that is not trained, whose backbone is called by itself as well."""
+    """Shard a frozen module in place; its backbone may be called without it."""
     shard(module, device, offload=offload)
     root: Any = module
     model: Any = getattr(module, "model", module)
@@ -82,17 +82,17 @@ def shard_frozen(module: nn.Module, device: torch.device, *, offload: bool) -> N
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 shards the module and is told so by it: the root, not a part of it."""
+    """Return whether the module is the root of a module that FSDP2 shards."""
     return isinstance(module, FSDPModule)
 
 
 @contextmanager
 def gathered(module: Any, *, layers: bool) -> Iterator[None]:
-    """Inside, the root's own group is whole; with `layers` all is, and no pass communicates."""
-    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    whole = parts if layers else [module]
-    for part in whole:
-        part.unshard()
+    """Unshard the root's group inside the context; with `layers` all, so no pass communicates."""
+    groups = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    unsharded = groups if layers else [module]
+    for group in unsharded:
+        group.unshard()
     if layers:
         module.set_reshard_after_forward(False)
     try:
@@ -101,29 +101,29 @@ def gathered(module: Any, *, layers: bool) -> Iterator[None]:
         if layers:
             module.set_reshard_after_forward(True)
             module.set_reshard_after_forward(False, recurse=False)
-        for part in whole:
-            part.reshard()
+        for group in unsharded:
+            group.reshard()
 
 
 def reshard(module: nn.Module) -> None:
-    """Drop what was gathered, so that what is written to the parameters stays; all else as it is.
+    """Reshard all groups, so that values written to the parameters are kept.
 
-    The root's group of a frozen module stays whole after its passes.
+    The root's group of a frozen module is unsharded after its passes.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, in every process; any other as it is."""
+def unsharded(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a sharded one, in every process, or the tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """This process's shard of a whole tensor, cut as `like` is; as it is if `like` is whole."""
+    """Shard a full tensor as `like` is sharded; return it unchanged if `like` is not."""
     if not isinstance(like, DTensor):
         return tensor
     on_device = tensor.to(like.device)
-    # No source: every process has the whole, and nothing is sent.
+    # No source rank: every process has the full tensor, so nothing is sent.
     return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""SIGTERM, as spot instances and schedulers send it: stop soon, and keep what was done."""
+"""SIGTERM as a request to save and stop: spot instances and schedulers send it."""
 
 import signal
 import threading
@@ -6,22 +6,22 @@ from types import FrameType, TracebackType
 from typing import Any
 
 EXIT_CODE = 75
-"""Of a process that was told to stop and can go on later: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of an interrupted process that can resume: EX_TEMPFAIL of sysexits.h."""
 
 
 class Interruption:
-    """Inside of its `with`, SIGTERM does not end the process but sets `requested`.
+    """A context in which SIGTERM does not end the process, but sets `requested`.
 
-    Python hands signals to the main thread alone: in another one SIGTERM stays what it was.
+    It has no effect outside the main thread, which alone receives Python's signals.
     """
 
     def __init__(self) -> None:
-        """Nothing is requested yet."""
+        """Start without a request."""
         self.requested = False
         self._before: Any = None
 
     def __enter__(self) -> None:
-        """From here on SIGTERM is a request; one that was answered before counts no longer."""
+        """Install the handler of SIGTERM, and forget an earlier request."""
         self.requested = False
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._request)
@@ -32,7 +32,7 @@ class Interruption:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """From here on SIGTERM is what it was before."""
+        """Restore the previous handler of SIGTERM."""
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None

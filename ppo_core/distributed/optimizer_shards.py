@@ -1,4 +1,4 @@
-"""What an optimizer keeps for one parameter, as whole tensors and back, to the bit."""
+"""The optimizer state of one parameter as unsharded tensors, restored bit for bit."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,34 +7,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ppo_core.distributed.fsdp_engine import sharded_like, whole
+from ppo_core.distributed.fsdp_engine import sharded_like, unsharded
 from ppo_core.errors import TrainingError
 
 _NUMBERS = {int: torch.int64, float: torch.float64}
 
 
 def read_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """An optimizer's state of a parameter, such as exp_avg, exp_avg_sq and step.
+    """Return the optimizer state of a parameter: exp_avg, exp_avg_sq, step, ...
 
-    Empty before its first step. A plain number is a tensor of int64 or float64 without
-    dimensions; what is None is left out. What is whole already is not copied.
+    It is empty before the first step. A plain number becomes a 0-dimensional tensor of int64 or
+    float64; entries that are None are left out. Tensors that are not sharded are not copied.
 
     Raises:
-        TrainingError: something in it is neither a tensor nor a number.
+        TrainingError: an entry is neither a tensor nor a number.
     """
     state = optimizer.state.get(parameter, {})
     return {
-        name: whole(as_tensor(optimizer, name, value))
+        name: unsharded(as_tensor(optimizer, name, value))
         for name, value in state.items()
         if value is not None
     }
 
 
 def as_tensor(optimizer: Optimizer, name: str, value: Any) -> Tensor:
-    """What an optimizer keeps by a name, as a tensor.
+    """Return an entry of an optimizer state as a tensor.
 
     Raises:
-        TrainingError: it is neither a tensor nor a number.
+        TrainingError: the entry is neither a tensor nor a number.
     """
     if isinstance(value, Tensor):
         return value
@@ -50,7 +50,7 @@ def as_tensor(optimizer: Optimizer, name: str, value: Any) -> Tensor:
 def write_state(
     optimizer: Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Put back what `read_state` gave; the tensors are copied, their precision stays."""
+    """Restore the state that `read_state` returned; tensors are copied and keep their dtype."""
     optimizer.state.pop(parameter, None)
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     for name, tensor in tensors.items():
@@ -64,19 +64,19 @@ def write_state(
 
 
 def as_value(tensor: Tensor, group: Mapping[str, Any], device: torch.device) -> Any:
-    """The number, or a copy of the tensor, that an optimizer keeps without dimensions.
+    """Return a 0-dimensional entry as the optimizer keeps it: a number or a copy of the tensor.
 
-    `group` are the options of the parameter's group, and `device` is where it is.
+    `group` holds the options of the parameter's group, and `device` is the parameter's device.
     """
     if tensor.dtype in _NUMBERS.values():
         return tensor.item()
-    # Torch counts steps on the CPU, unless its kernels read the count on the device.
+    # Torch counts steps on the CPU, except for kernels that read the count on the device.
     on_device = group.get("fused") or group.get("capturable")
     return tensor.to(device if on_device else "cpu", copy=True)
 
 
 def check_shape(name: str, expected: torch.Size, found: torch.Size) -> None:
-    """Refuse a tensor that would be broadcast.
+    """Raise if two shapes differ, where a copy could broadcast.
 
     Raises:
         TrainingError: the shapes differ.

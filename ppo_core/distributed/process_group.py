@@ -1,4 +1,4 @@
-"""The processes that write and read a checkpoint together."""
+"""A group of processes that exchange objects and share their errors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,34 +13,49 @@ from ppo_core.errors import PPOError, TrainingError
 Result = TypeVar("Result")
 
 
+def _num_processes() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
 def _alone(item: Any) -> list[Any]:
     return [item]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroup:
-    """The processes of a run, as one of them sees the others; without arguments it is alone."""
+    """All processes of a run, seen from one of them; without arguments, a single process."""
 
     rank: int = 0
-    """Number of this process, from 0."""
+    """Rank of this process, from 0."""
 
     number: int = 1
-    """How many there are."""
+    """Number of processes."""
 
     exchange: Callable[[Any], list[Any]] = _alone
-    """The items of all processes, in the order of their ranks; all must call it."""
+    """Return the items of all processes in the order of their ranks; all must call it."""
 
     @classmethod
     def meet(cls, timeout: float) -> "ProcessGroup":
-        """All processes of the run, over connections of their own; all must call it.
+        """Return all processes of the run, connected by a new gloo group; all must call it.
 
-        So they can talk from a thread while the training talks over its own, and on the CPU. A
-        process waits `timeout` seconds for the others.
+        The group works on the CPU and from a thread, while the training uses its own connections.
+        A process waits `timeout` seconds for the others.
         """
-        number = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        if number == 1:
+        if _num_processes() == 1:
             return cls()
-        group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        return cls._over(
+            torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        )
+
+    @classmethod
+    def of_training(cls) -> "ProcessGroup":
+        """Return all processes of the run, over the connections that the training uses."""
+        return cls() if _num_processes() == 1 else cls._over(None)
+
+    @classmethod
+    def _over(cls, group: "torch.distributed.ProcessGroup | None") -> "ProcessGroup":
+        """Return the processes of one of torch's groups; None is the default group."""
+        number = _num_processes()
 
         def exchange(item: Any) -> list[Any]:
             items: list[Any] = [None] * number
@@ -51,13 +66,16 @@ class ProcessGroup:
 
     @property
     def is_main(self) -> bool:
-        """True in the one process that puts the checkpoint into place and talks."""
+        """Whether this process publishes checkpoints and writes the log: rank 0."""
         return self.rank == 0
 
     def together(self, work: Callable[[], Result]) -> list[Result]:
-        """What each process's work gives; what one raises is raised in all of them.
+        """Run work in every process; return the results of all, in the order of their ranks.
 
-        So nobody waits for a process that has failed.
+        An error of one process is raised in all of them, so none waits for a failed process.
+
+        Raises:
+            TrainingError: work failed in another process.
         """
         try:
             result, failure = work(), None
@@ -66,11 +84,11 @@ class ProcessGroup:
         outcomes = self.exchange((result, failure and str(failure)))
         if failure is not None:
             raise failure
-        for rank, (_, words) in enumerate(outcomes):
-            if words is not None:
-                raise TrainingError(f"Process {rank} says: {words}")
+        for rank, (_, message) in enumerate(outcomes):
+            if message is not None:
+                raise TrainingError(f"Process {rank} says: {message}")
         return [result for result, _ in outcomes]
 
     def of_main(self, item: Any) -> Any:
-        """The main process's item, in every process."""
+        """Return the main process's item, in every process."""
         return self.exchange(item)[0]

@@ -1,4 +1,4 @@
-"""How the processes of a run share the work: what a setting and a launcher say, made one."""
+"""Choose how the processes share the work, from the settings and the launcher."""
 
 import os
 from typing import Literal, get_args
@@ -6,32 +6,32 @@ from typing import Literal, get_args
 from ppo_core.errors import ConfigError
 
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
-"""One process; data parallel; DeepSpeed's ZeRO in its three stages; torch's FSDP2."""
+"""One process; data parallel; the three stages of DeepSpeed's ZeRO; PyTorch's FSDP2."""
 
 KINDS: tuple[Sharding, ...] = get_args(Sharding)
 
 
 def uses_deepspeed(sharding: str | None) -> bool:
-    """Whether DeepSpeed does it."""
+    """Return whether DeepSpeed implements this sharding."""
     return sharding is not None and sharding.startswith("zero")
 
 
 def choose_sharding(
     sharding: Sharding | None, *, deepspeed: str | None, offload: bool
 ) -> Sharding | None:
-    """What is asked for; None is what DeepSpeed's settings say.
+    """Return the sharding to use; None leaves the stage of ZeRO to DeepSpeed's settings.
 
-    `deepspeed` is a file with DeepSpeed's settings. What `accelerate launch` was told, and
-    how many processes there are, is in the environment.
+    `deepspeed` is the path of a JSON file with DeepSpeed's settings. The options of `accelerate
+    launch` and the number of processes are read from the environment.
 
     Raises:
-        ConfigError: two of them contradict each other; the message names both.
+        ConfigError: two of these sources contradict each other; the message names both.
     """
     launched = launched_by_accelerate()
     if launched == "deepspeed" or deepspeed is not None:
-        chosen = _beside_deepspeed(sharding, deepspeed, offload)
+        chosen = _with_deepspeed(sharding, deepspeed, offload)
     elif launched == "fsdp":
-        chosen = _beside_fsdp(sharding)
+        chosen = _with_fsdp(sharding)
     else:
         chosen = sharding or ("ddp" if _num_processes() > 1 else "none")
     if chosen == "none" and _num_processes() > 1:
@@ -41,68 +41,68 @@ def choose_sharding(
         )
     if offload and chosen in ("none", "ddp"):
         raise ConfigError(
-            f"offload=True with sharding={chosen!r}: nothing is sharded, so nothing can be moved "
-            "to the CPU. Set sharding to zero1, zero2, zero3 or fsdp2, or offload=False."
+            f"offload=True with sharding={chosen!r}: nothing is sharded, so nothing could be "
+            "moved to the CPU. Set sharding to zero1, zero2, zero3 or fsdp2, or offload=False."
         )
     return chosen
 
 
 def launched_by_accelerate() -> Literal["deepspeed", "fsdp"] | None:
-    """The engine that `accelerate launch` was told to use, if any."""
+    """Return the engine that `accelerate launch` was told to use, if any."""
     if _is_on("ACCELERATE_USE_DEEPSPEED"):
         return "deepspeed"
     return "fsdp" if _is_on("ACCELERATE_USE_FSDP") else None
 
 
 def fsdp_offloads() -> bool:
-    """Whether the configuration of `accelerate launch` asks FSDP for offloading to the CPU."""
+    """Return whether the configuration of `accelerate launch` lets FSDP offload to the CPU."""
     return launched_by_accelerate() == "fsdp" and _is_on("FSDP_OFFLOAD_PARAMS")
 
 
-def _beside_deepspeed(
+def _with_deepspeed(
     sharding: Sharding | None, deepspeed: str | None, offload: bool
 ) -> Sharding | None:
     source = "accelerate launch with DeepSpeed" if deepspeed is None else f"deepspeed={deepspeed!r}"
     if sharding is not None and not uses_deepspeed(sharding):
         raise ConfigError(
-            f"sharding={sharding!r} and {source} contradict each other. Leave one of them away."
+            f"sharding={sharding!r} and {source} contradict each other. Remove one of them."
         )
     if offload:
         raise ConfigError(
-            f"offload=True and {source}: DeepSpeed's settings say what is offloaded. Set "
-            "offload_optimizer and offload_param there."
+            f"offload=True and {source}: DeepSpeed's own settings control offloading. Set "
+            "offload_optimizer and offload_param there, and offload=False."
         )
     return sharding
 
 
-_FSDP_REFUSED = {
+_FSDP_ACCEPTED = {
     "FSDP_VERSION": (("2",), "1", "sets fsdp_version: 2, which shards each parameter by itself"),
     "FSDP_RESHARD_AFTER_FORWARD": (
         ("true", "full_shard"),
         "true",
-        "says fsdp_reshard_after_forward: true; layers are sharded between their passes",
+        "sets fsdp_reshard_after_forward: true, which shards layers between their passes",
     ),
     "FSDP_ACTIVATION_CHECKPOINTING": (
         ("false",),
         "false",
-        "leaves fsdp_activation_checkpointing away; set gradient_checkpointing=True",
+        "omits fsdp_activation_checkpointing; set gradient_checkpointing=True instead",
     ),
     "FSDP_AUTO_WRAP_POLICY": (
         ("transformer_based_wrap",),
         "transformer_based_wrap",
-        "says fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP; each layer is a group",
+        "sets fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, which groups by layer",
     ),
 }
-"""What a configuration of FSDP may say, what it says if silent, and what a good one does."""
+"""Per variable of FSDP: accepted values, the default, and what an accepted configuration does."""
 
 
-def _beside_fsdp(sharding: Sharding | None) -> Sharding:
+def _with_fsdp(sharding: Sharding | None) -> Sharding:
     if sharding not in (None, "fsdp2"):
         raise ConfigError(
-            f"sharding={sharding!r} and accelerate launch with FSDP contradict each other. Leave "
-            "one of them away."
+            f"sharding={sharding!r} and accelerate launch with FSDP contradict each other. Remove "
+            "one of them."
         )
-    for name, (accepted, default, instead) in _FSDP_REFUSED.items():
+    for name, (accepted, default, instead) in _FSDP_ACCEPTED.items():
         value = os.environ.get(name, default)
         if value.lower() not in accepted:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""torchrun for a launcher: `python -m ppo_core.distributed.torchrun ...` takes what torchrun takes.
+"""torchrun for a launcher: `python -m ppo_core.distributed.torchrun` with torchrun's arguments.
 
-It ends with the process that started it, as the processes that it starts end with it, and it says
-which of them failed first in the file that the variable TORCHELASTIC_ERROR_FILE names.
+It ends with the process that started it, and the processes that it starts end with it. It writes
+which of them failed first to the file that the variable TORCHELASTIC_ERROR_FILE names.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
-from ppo_core.distributed.processes import (
+from ppo_core.distributed.process import (
     ERROR_FILE,
     PARENT,
     ErrorReport,
@@ -24,10 +24,10 @@ from ppo_core.distributed.processes import (
 )
 
 NOTICED_AFTER = 2.0
-"""Seconds in which the death of a process has been noticed; errors of the others come sooner."""
+"""Seconds until the death of a process is noticed; errors of the other processes come sooner."""
 
 _CONSEQUENCES = {-signal.SIGTERM, -signal.SIGABRT}
-"""How processes end because another one has: told to by torchrun, or in gloo's threads."""
+"""Exit codes of processes that end because another one did: by torchrun, or in gloo's threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +35,20 @@ class Failure:
     """The process that failed first."""
 
     rank: int
-    """Its number among all processes."""
+    """Its rank."""
 
     pid: int
-    """Its id on its machine."""
+    """Its process id on its machine."""
 
     exit_code: int
-    """What it ended with; below 0 a signal."""
+    """Its exit code; a negative one is a signal."""
 
     report: ErrorReport | None
-    """What it said itself, if it could."""
+    """Its own report, if it could write one."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the processes; returns 0, or 1 where one of them failed."""
+    """Run the processes; return 0, or 1 if one of them failed."""
     os.environ[PARENT] = str(os.getpid())
     try:
         run(parse_args(argv))
@@ -61,15 +61,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def first_failure(failures: Iterable[tuple[Failure, float]]) -> Failure:
-    """The failure that the others follow from.
+    """Return the failure that caused the other ones: the earliest, by corrected times.
 
-    A process that is killed takes its connections with it. The others may have reported that before
-    its death is noticed, so a signal counts as `NOTICED_AFTER` seconds earlier, unless it is one
-    that itself follows from the end of another process. What torchrun ended counts a second later:
-    torch cuts the time off to whole seconds, which would place it before the report of the reason.
+    The connections of a killed process break, and the other processes may report that before its
+    death is noticed. So death by a signal counts `NOTICED_AFTER` seconds earlier, unless the
+    signal itself follows from the end of another process. A process that torchrun ended counts a
+    second later: torch truncates its time to full seconds, which could put it before the cause.
 
     Args:
-        failures: each with its time: of the report, or the second when the end was noticed.
+        failures: failures with the time of the report, or the second when the end was noticed.
     """
 
     def moment(failure: Failure, time: float) -> float:

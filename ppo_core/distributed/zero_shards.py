@@ -1,7 +1,7 @@
-"""ZeRO's shards of weights in fp32 and of what the optimizer keeps, as whole tensors and back.
+"""ZeRO's shards of fp32 weights and optimizer states, to unsharded tensors and back.
 
-DeepSpeed lays the parameters of a group one behind the other and gives each process a stretch
-of that. The optimizer moves the stretch, a flat tensor in fp32, and keeps its moments for it.
+DeepSpeed concatenates the parameters of a group and gives each process one slice, its partition.
+The optimizer steps on the partition, a flat fp32 tensor, and keeps moments of its shape.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,35 +16,35 @@ from ppo_core.distributed.optimizer_shards import as_tensor, as_value, check_sha
 
 @dataclass(frozen=True)
 class _Piece:
-    """The part of a parameter that this process's stretch has, both counted in elements."""
+    """The elements of a parameter that are in this process's partition."""
 
     flat: nn.Parameter
-    """The stretch, in which the optimizer moves it."""
+    """The partition, on which the optimizer steps."""
 
     at: int
-    """Where the piece begins in the stretch."""
+    """First element in the partition."""
 
     start: int
-    """Where it begins in the parameter."""
+    """First element in the flattened parameter."""
 
     numel: int
-    """Its length; 0 if it is all in other processes."""
+    """Number of elements; 0 if all are in other processes."""
 
     def of(self, flat: Tensor) -> Tensor:
-        """The piece of the stretch, or of a moment that is laid out like it."""
+        """Return these elements of the partition, or of a moment of its shape."""
         return flat.detach()[self.at : self.at + self.numel]
 
-    def put(self, flat: Tensor, whole: Tensor) -> None:
-        """Copy the piece of a whole tensor to its place."""
-        self.of(flat).copy_(whole.flatten()[self.start : self.start + self.numel])
+    def put(self, flat: Tensor, full: Tensor) -> None:
+        """Copy these elements of a full tensor into the partition, or into a moment."""
+        self.of(flat).copy_(full.flatten()[self.start : self.start + self.numel])
 
     def gathered(self, flat: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
-        """The whole tensor, in every process; all must call."""
-        whole = torch.zeros(shape.numel(), dtype=flat.dtype, device=device)
-        whole[self.start : self.start + self.numel].copy_(self.of(flat))
-        # As integers the sum with zeros keeps every bit, also the sign of -0.0.
-        torch.distributed.all_reduce(whole.view(torch.int32))
-        return whole.view(shape)
+        """Return the full tensor, in every process; all must call."""
+        full = torch.zeros(shape.numel(), dtype=flat.dtype, device=device)
+        full[self.start : self.start + self.numel].copy_(self.of(flat))
+        # A sum of integers with zeros keeps every bit, also the sign of -0.0.
+        torch.distributed.all_reduce(full.view(torch.int32))
+        return full.view(shape)
 
 
 def _pieces(engine: Any) -> dict[nn.Parameter, _Piece]:
@@ -54,7 +54,7 @@ def _pieces(engine: Any) -> dict[nn.Parameter, _Piece]:
         pieces = {}
         for parameter in _trained(engine):
             group, at, numel = zero.grad_position[zero.get_param_id(parameter)]
-            # The last process's part is filled up to the length of the others'.
+            # The last partition is padded to the length of the other ones.
             start = min(numel * rank, parameter.ds_numel)
             own = min(numel, parameter.ds_numel - start)
             pieces[parameter] = _Piece(zero.fp32_partitioned_groups_flat[group], at, start, own)
@@ -66,8 +66,8 @@ def _pieces(engine: Any) -> dict[nn.Parameter, _Piece]:
             if found is None:
                 pieces[parameter] = _Piece(flat, 0, 0, 0)
             else:
-                there, here = found.hp_fragment_address, found.lp_fragment_address
-                pieces[parameter] = _Piece(flat, there.start, here.start, here.numel)
+                in_flat, in_own = found.hp_fragment_address, found.lp_fragment_address
+                pieces[parameter] = _Piece(flat, in_flat.start, in_own.start, in_own.numel)
     return pieces
 
 
@@ -75,26 +75,26 @@ def _trained(engine: Any) -> list[Any]:
     return [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
 
 
-def whole_shape(parameter: Any) -> torch.Size:
-    """The shape of a parameter, whether or not ZeRO-3 shards it."""
+def full_shape(parameter: Any) -> torch.Size:
+    """Return the full shape of a parameter, whether or not ZeRO-3 shards it."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @torch.no_grad()
 def load_weights(engine: Any, weight_of: Callable[[str], Tensor | None]) -> None:
-    """Whole tensors into the weights of a module under ZeRO, and into those in fp32."""
+    """Copy full tensors into the weights of a module under ZeRO and into its fp32 partitions."""
     pieces = _pieces(engine)
     for name, parameter in engine.module.named_parameters():
         weight = weight_of(name)
         if weight is not None:
-            check_shape(name, whole_shape(parameter), weight.shape)
+            check_shape(name, full_shape(parameter), weight.shape)
             set_weight(parameter, weight)
             if parameter in pieces:
                 pieces[parameter].put(pieces[parameter].flat, weight)
 
 
 def set_weight(parameter: Any, weight: Tensor) -> None:
-    """A whole tensor into a parameter, whether or not ZeRO-3 shards it."""
+    """Copy a full tensor into a parameter, whether or not ZeRO-3 shards it."""
     if not hasattr(parameter, "ds_id"):
         parameter.detach().copy_(weight)
         return
@@ -102,13 +102,13 @@ def set_weight(parameter: Any, weight: Tensor) -> None:
     start = min(shard.numel() * torch.distributed.get_rank(), parameter.ds_numel)
     own = min(shard.numel(), parameter.ds_numel - start)
     shard[:own].copy_(weight.flatten()[start : start + own])
-    # Small ones are kept whole as well.
+    # DeepSpeed keeps small parameters unsharded as well.
     if parameter.shape == parameter.ds_shape:
         parameter.detach().copy_(weight)
 
 
 def optimizer_states(engine: Any) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Name and state of each trained parameter, in whole tensors, in every process."""
+    """Yield name and optimizer state of each trained parameter, unsharded, in every process."""
     optimizer, pieces = engine.optimizer.optimizer, _pieces(engine)
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
@@ -121,7 +121,7 @@ def optimizer_states(engine: Any) -> Iterator[tuple[str, dict[str, Tensor]]]:
             yield (
                 name,
                 {
-                    key: piece.gathered(tensor, whole_shape(parameter), engine.device)
+                    key: piece.gathered(tensor, full_shape(parameter), engine.device)
                     if tensor.shape == piece.flat.shape
                     else tensor
                     for key, tensor in tensors.items()
@@ -131,7 +131,7 @@ def optimizer_states(engine: Any) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 @torch.no_grad()
 def load_optimizer_states(engine: Any, state_of: Callable[[str], dict[str, Tensor]]) -> None:
-    """Put back what `optimizer_states` gave, under any number of processes."""
+    """Restore the states that `optimizer_states` returned under any number of processes."""
     optimizer, pieces = engine.optimizer.optimizer, _pieces(engine)
     for flat in {id(piece.flat): piece.flat for piece in pieces.values()}.values():
         optimizer.state.pop(flat, None)
@@ -143,7 +143,7 @@ def load_optimizer_states(engine: Any, state_of: Callable[[str], dict[str, Tenso
                 if tensor.ndim == 0:
                     state[key] = as_value(tensor, optimizer.param_groups[0], piece.flat.device)
                     continue
-                check_shape(f"{key} of {name}", whole_shape(parameter), tensor.shape)
+                check_shape(f"{key} of {name}", full_shape(parameter), tensor.shape)
                 if key not in state:
                     state[key] = torch.zeros_like(piece.flat, dtype=tensor.dtype).detach()
                 piece.put(state[key], tensor)

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from ppo_core.algorithm.masking import length_mask
 from ppo_core.data.types import TokenRows
 from ppo_core.models.kernels import attention
-from ppo_core.models.kernels.decoder_families import Layers, plain_layers
+from ppo_core.models.kernels.decoder_families import DecoderLayers, fast_path
 from ppo_core.models.kernels.decoder_forward import states_at
-from ppo_core.models.kernels.matmul_backend import products_with
+from ppo_core.models.kernels.matmul_backend import large_matmuls
 
 Within = Callable[[], AbstractContextManager[Any]]
 """Makes the context of a forward pass, such as the adapter that it uses."""
@@ -49,7 +49,7 @@ class DecoderBackbone:
 
         `row` and `place` (N,) say where, row by row.
         """
-        parts = plain_layers(self.module)
+        parts = fast_path(self.module)
         if parts is None:
             return self.hidden_states(ids)[row, place]
         with self.within(), _products_of(parts, ids):
@@ -62,17 +62,17 @@ class DecoderBackbone:
         once more. Where attention is not our own nothing changes: it is multiplied by the same
         library, and the backward pass of PyTorch's takes five times as long by oneDNN.
         """
-        return _products_of(plain_layers(self.module), ids)
+        return _products_of(fast_path(self.module), ids)
 
     def states(self, rows: TokenRows) -> Tensor:
         """Hidden states (N, D) in which the counted tokens were sampled."""
         return self.states_at(rows.ids, rows.row, rows.state)
 
 
-def _products_of(parts: Layers | None, ids: Tensor) -> AbstractContextManager[None]:
+def _products_of(parts: DecoderLayers | None, ids: Tensor) -> AbstractContextManager[None]:
     if parts is None or not attention.is_own(ids.shape[1], ids.shape[1], ids.device):
         return nullcontext()
-    return products_with(max(weight.numel() for weight in parts.layers[0].mlp.parameters()))
+    return large_matmuls(max(weight.numel() for weight in parts.layers[0].mlp.parameters()))
 
 
 class EncoderDecoderBackbone:

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and losses of them, without ever holding all logits."""
+"""The LM head in chunks: log-probabilities and losses of chosen tokens."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ppo_core.algorithm.kl import full_kl
 from ppo_core.algorithm.logits import tempered
-from ppo_core.models.kernels.fused_linear_loss import TokenLoss, distribution, fused_loss
+from ppo_core.models.kernels.fused_linear_loss import TokenLoss, distribution, fused_linear_loss
 
 LOGITS_PER_CHUNK = 2**23
 """Logits that exist at a time: 32 MiB in fp32."""
@@ -19,39 +19,37 @@ ToLogits = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLMHead:
-    """What makes distributions over the next token out of hidden states, a chunk at a time."""
+    """The LM head at one temperature, applied to a chunk of hidden states at a time."""
 
     module: nn.Module
-    """Holds the matrix from hidden states to the vocabulary."""
+    """Holds the weights, (V, D) in a linear layer."""
 
-    product: ToLogits
-    """Hidden states (n, D) times that matrix: (n, V)."""
+    matmul: ToLogits
+    """Hidden states (n, D) to the module's output (n, V)."""
 
     rule: ToLogits | None
-    """What a family does with the product, if anything: scales or caps it."""
+    """Function of the output that a family applies (scales or caps it); None without one."""
 
     temperature: float
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Tempered logits (n, V) of hidden states (n, D)."""
-        return self.of_product(self.product(hidden))
-
-    def of_product(self, product: Tensor) -> Tensor:
-        """Tempered logits (n, V) of the matrix's product with hidden states."""
-        return tempered(self.rule(product) if self.rule else product, self.temperature)
+        """Return tempered logits (n, V) of hidden states (n, D)."""
+        output = self.matmul(hidden)
+        return tempered(self.rule(output) if self.rule else output, self.temperature)
 
     def logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target, and the entropy of its distribution: (N,), (N,).
+        """Return log-probabilities (N,) of targets, and entropies (N,) of the distributions.
 
         hidden is (N, D), targets (N,) token ids. Gradients flow to hidden and to the head through
-        the log-probabilities, by logits that are computed again; the entropy carries none.
+        the log-probabilities, and the backward pass computes the logits again; entropies carry no
+        gradient.
         """
 
         def of_chunk(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
             logits = self.logits(states)
             if not logits.requires_grad:
-                said = distribution(logits, chosen)
-                return said.logprobs, said.entropies
+                made = distribution(logits, chosen)
+                return made.logprobs, made.entropies
             logprobs = logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(dim=-1)
             return logprobs, distribution(logits.detach().clone(), chosen).entropies
 
@@ -65,21 +63,21 @@ class ChunkedLMHead:
     def loss(
         self, hidden: Tensor, targets: Tensor, token_loss: TokenLoss
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Summed loss of the targets' log-probabilities, these, and entropies: (), (N,), (N,).
+        """Return the summed token loss (), log-probabilities (N,) and entropies (N,) of targets.
 
-        Gradients flow through the loss alone. A loss of each token by itself lets a chunk's
-        gradients be computed while its logits exist, so that none are computed twice.
+        Gradients flow through the loss alone. Logits are computed once: the loss of a token
+        depends on its own log-probability, so a chunk's gradients are computed with its logits.
         """
-        if any(hasattr(parameter, "ds_id") for parameter in self.module.parameters()):
-            # ZeRO-3 holds no whole matrix to differentiate by; its hooks fetch it once more.
+        if self._is_sharded():
+            # ZeRO-3 gathers the weights by hooks, for a forward and a backward pass each.
             logprobs, entropies = self.logprobs(hidden, targets)
             return token_loss(logprobs, slice(None)).sum(), logprobs.detach(), entropies
-        return fused_loss(self, hidden, targets, token_loss)
+        return fused_linear_loss(self, hidden, targets, token_loss)
 
     def divergence(self, hidden: Tensor, reference: "ChunkedLMHead", ref_hidden: Tensor) -> Tensor:
-        """KL(policy || reference) (N,) over the whole vocabulary, for states (N, D) of each.
+        """Return KL(policy || reference) (N,) over the vocabulary, for states (N, D) of each.
 
-        The gradient flows into the policy alone, by logits that are computed again.
+        The gradient flows into the policy alone, and the backward pass computes the logits again.
         """
 
         def of_chunk(states: Tensor, ref_states: Tensor) -> Tensor:
@@ -94,18 +92,22 @@ class ChunkedLMHead:
         return torch.cat(parts)
 
     def chunks(self, hidden: Tensor) -> Iterator[slice]:
-        """Slices of the states, of nearly equal sizes.
+        """Yield slices of nearly equal sizes that cover hidden states (N, D).
 
-        ZeRO-3 fetches the head for each chunk from all processes, so they must all have equally
-        many: the most that one needs. In others chunks are smaller then, or empty.
+        Under ZeRO-3 all processes gather the head for each chunk, so each takes as many chunks as
+        the process that needs most; chunks elsewhere are smaller, or empty.
         """
         size = max(1, LOGITS_PER_CHUNK // int(self.module.out_features))  # type: ignore[arg-type]
         number = max(1, -(-len(hidden) // size))
-        if any(hasattr(parameter, "ds_id") for parameter in self.module.parameters()):
-            most = torch.tensor(number, device=hidden.device)
-            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-            number = int(most)
+        if self._is_sharded():
+            maximum = torch.tensor(number, device=hidden.device)
+            torch.distributed.all_reduce(maximum, torch.distributed.ReduceOp.MAX)
+            number = int(maximum)
         start = 0
         for part in torch.arange(len(hidden)).tensor_split(number):
             yield slice(start, start + len(part))
             start += len(part)
+
+    def _is_sharded(self) -> bool:
+        """Whether ZeRO-3 holds the weights in shards."""
+        return any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())

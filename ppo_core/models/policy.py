@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ppo_core.data.types import TokenRows
 from ppo_core.errors import ModelError
 from ppo_core.models.backbones import Backbone, DecoderBackbone, EncoderDecoderBackbone, Within
-from ppo_core.models.kernels.matmul_backend import products_with
+from ppo_core.models.kernels.matmul_backend import large_matmuls
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.lm_head import ChunkedLMHead
 
@@ -137,14 +137,14 @@ class LanguageModel(nn.Module):
         # The weights' precision is kept under autocast, too: half precision gains little here and
         # costs the log-probabilities digits (MiniMax-M1, arXiv:2506.13585, section 3.2).
         full_precision = torch.autocast("cpu", enabled=False)
-        with self.within(), full_precision, products_with(head.in_features * head.out_features):
+        with self.within(), full_precision, large_matmuls(head.in_features * head.out_features):
             return cast(Tensor, head(states))
 
     def lm_head(self, temperature: float) -> ChunkedLMHead:
         """Return the head that computes next-token distributions at `temperature`, in chunks."""
         return ChunkedLMHead(
             module=self.head,
-            product=self._product,
+            matmul=self._product,
             rule=None if self._rule.is_identity else self._rule.apply,
             temperature=temperature,
         )

@@ -17,7 +17,7 @@ from ppo_core.data.types import Experience, TokenRows, TokenSums
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import RunInterruptedError
 from ppo_core.models.actor_critic import ActorCritic, Predictions
-from ppo_core.models.kernels.matmul_backend import LEAST_NUMBERS, are_by_onednn
+from ppo_core.models.kernels.matmul_backend import MIN_NUMEL, uses_onednn
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.objective import CountedTokens, Objective
 from ppo_core.ppo.ptx import PretrainingTexts, joined_texts, pretraining_loss
@@ -142,12 +142,12 @@ def _passes(
         else [train_state.module, train_state.reference]
     )
     weights = [weight for model in models for weight in model.parameters()]
-    is_small = all(weight.numel() < LEAST_NUMBERS for weight in weights)
+    is_small = all(weight.numel() < MIN_NUMEL for weight in weights)
     at_once = (
         engine.is_plain
         and engine.device.type == "cpu"
         and torch.get_num_threads() > 1
-        and not are_by_onednn()
+        and not uses_onednn()
         and is_small
         and not config.gradient_checkpointing
         and cast(ActorCritic, train_state.module).shares_nothing

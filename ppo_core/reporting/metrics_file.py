@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ppo_core.data.atomic_files import write_atomically
+
 METRICS_FILE = "metrics.jsonl"
 """Name of the file in `output_dir`."""
 
@@ -28,12 +30,7 @@ class MetricsFile:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_metrics(self.path) if line["update"] <= updates]
-        unfinished = self.path.with_name(f".{self.path.name}")
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(self.path)
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def append(self, update: int, metrics: Mapping[str, float]) -> None:
         """Add the line of an update; it is on the disk before a checkpoint can follow it."""

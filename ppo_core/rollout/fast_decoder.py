@@ -11,7 +11,7 @@ from ppo_core.algorithm.masking import length_mask
 from ppo_core.data.batching import pad_rows, token_batches
 from ppo_core.data.prompts import Tokens
 from ppo_core.models.kernels.attention import attend
-from ppo_core.models.kernels.decoder_families import Layers
+from ppo_core.models.kernels.decoder_families import DecoderLayers
 from ppo_core.models.kernels.decoder_forward import Reading, embed, turn_of
 from ppo_core.models.kernels.rotary import by_head, write_by_head
 
@@ -29,7 +29,7 @@ class PlainDecoding:
 
     def __init__(
         self,
-        parts: Layers,
+        parts: DecoderLayers,
         prompts: Sequence[Tokens],
         room: int,
         *,

@@ -11,7 +11,7 @@ from ppo_core.data.batching import pad_rows, token_batches
 from ppo_core.data.prompts import Tokens
 from ppo_core.errors import ModelError
 from ppo_core.models.backbones import DecoderBackbone
-from ppo_core.models.kernels.decoder_families import plain_layers
+from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.fast_decoder import PlainDecoding
@@ -44,7 +44,7 @@ def takes_more(policy: LanguageModel, backbone: DecoderBackbone) -> bool:
     of a row depend on the longest beside it.
     """
     config = policy.model.config
-    keeps = plain_layers(backbone.module) is not None or keeps_all(empty_cache(config))
+    keeps = fast_path(backbone.module) is not None or keeps_all(empty_cache(config))
     return keeps and _rotary_kinds(config).isdisjoint({"dynamic", "longrope"})
 
 
@@ -68,9 +68,9 @@ def begin_decoding(
     A row that has so many is left out by `keep`. With `apart`, prompts of other lengths may be read
     in passes of their own: fewer fillers.
     """
-    if plain_layers(backbone.module) is None:
+    if fast_path(backbone.module) is None:
         return _TransformersDecoding(policy, backbone, prompts, room, apart=apart)
-    parts = plain_layers(packed(backbone.module, len(prompts), passes=room))
+    parts = fast_path(packed(backbone.module, len(prompts), passes=room))
     assert parts is not None, "The packed copy is of the same family."
     return PlainDecoding(parts, prompts, room, within=backbone.within, device=policy.device)
 

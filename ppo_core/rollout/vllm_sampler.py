@@ -19,9 +19,8 @@ from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
-from ppo_core.distributed.process_group import ProcessGroup
+from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import TrainingError
-from ppo_core.models.adapter_weights import merged_copy
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.sampler import SamplingSettings
 from ppo_core.rollout.vllm_client import Answer, VLLMServer
@@ -58,11 +57,7 @@ class VLLMSampler:
         self._policy = policy
         self._adapted = adapted
         self._engine = engine
-        self._peers = ProcessGroup(
-            rank=engine.rank,
-            number=engine.num_processes,
-            exchange=lambda item: engine.gather_objects([item]),
-        )
+        self._peers = engine.peers
         self._server = VLLMServer(
             config.vllm_server_base_url,
             timeout=config.vllm_server_timeout,
@@ -80,11 +75,7 @@ class VLLMSampler:
             TrainingError: they cannot be written, or the server does not load them.
             ModelError: they are an adapter's on a quantized base.
         """
-        engine, adapted = self._engine, self._adapted
-        if adapted is None:
-            weights = engine.whole_state_dict(self._policy.model)
-        else:
-            weights = engine.whole_state_dict(adapted) if engine.shards_weights else None
+        weights = gather_weights(self._engine, self._policy.model, self._adapted)
         version: str = self._peers.together(partial(self._publish, weights))[0]
         return version
 
@@ -96,10 +87,7 @@ class VLLMSampler:
         folder = Path(str(self._config.vllm_weights_dir)).resolve() / name
         try:
             with _no_progress_bar():
-                if self._adapted is None:
-                    self._policy.model.save_pretrained(folder, state_dict=weights)
-                else:
-                    merged_copy(self._adapted, weights=weights).save_pretrained(folder)
+                save_plain(self._policy.model, self._adapted, folder, weights)
             self._server.load(folder)
         except OSError as error:
             raise TrainingError(

@@ -2,7 +2,9 @@
 
 import sys
 
+from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
 from ppo_core.supervised.cli import main
 
 if __name__ == "__main__":
+    keep_few_compiled_matmuls()
     sys.exit(main(sys.argv[1:]))

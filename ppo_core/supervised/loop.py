@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from ppo_core.errors import ConfigError, TrainingError
-from ppo_core.models.kernels.prepared_products import keep_few_prepared_products
 from ppo_core.reporting.progress_bar import progress
 from ppo_core.supervised.config import SupervisedConfig
 from ppo_core.supervised.lora import keep_and_merge
@@ -58,7 +57,6 @@ def run_training(
         Path(output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir='{output_dir}' cannot be made: {error}.") from error
-    keep_few_prepared_products()
     trainer = Trainer(
         model=model,
         args=_training_arguments(config, output_dir),

@@ -12,7 +12,6 @@ from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import Prompt, encode_prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
-from ppo_core.models.kernels.prepared_products import keep_few_prepared_products
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.model_bundle import reward_holders
 from ppo_core.ppo.reward_functions import RewardMix
@@ -57,7 +56,6 @@ def answer_prompts(
     """
     if not prompts:
         return Answers(texts=[], kl=None)
-    keep_few_prepared_products()
     policy = LanguageModel(model)
     sampling = SamplingSettings(
         stop_token_id=stop_token(tokenizer, stop, stop_token_id),

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
-from ppo_core.models.adapter_weights import merged_copy, save_adapter
+from ppo_core.distributed.saving import gather_weights, save_plain
+from ppo_core.models.adapter_weights import save_adapter
 from ppo_core.models.quantization import is_quantized
 from ppo_core.ppo.ema import WeightAverage
 from ppo_core.ppo.model_bundle import ModelBundle
@@ -20,7 +21,7 @@ from ppo_core.reporting.callbacks import Reporter
 from ppo_core.training.model_card import push_folder, write_model_card
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    pass
 
 ADAPTER = "adapter"
 """Folder of the adapter beside the merged policy."""
@@ -53,16 +54,17 @@ class PolicyExporter:
 
     def _write_policy(self, folder: Path) -> None:
         adapted, model = self.parts.adapted, self.parts.policy.model
-        if adapted is None:
-            weights = self.engine.whole_state_dict(model)
-            if self.engine.is_main:
-                model.save_pretrained(folder, state_dict=weights)
+        weights = gather_weights(self.engine, model, adapted)
+        if not self.engine.is_main:
+            return
+        if adapted is not None:
+            save_adapter(adapted, folder / ADAPTER, weights=weights)
+        if adapted is not None and is_quantized(adapted):
+            # Merging would round the adapter to the few bits of the base.
+            logger.warning("The base is quantized: '%s' holds the adapter alone.", folder / ADAPTER)
         else:
-            weights = self.engine.whole_state_dict(adapted) if self.engine.shards_weights else None
-            if self.engine.is_main:
-                _write_adapted(adapted, folder, weights)
-        if self.engine.is_main:
-            self.tokenizer.save_pretrained(folder)
+            save_plain(model, adapted, folder, weights)
+        self.tokenizer.save_pretrained(folder)
 
     def write_card(self, *, model_name: str | None = None, **details: Any) -> None:
         """README.md with the settings and the last metrics."""
@@ -90,12 +92,3 @@ class PolicyExporter:
             private=self.config.hub_private_repo,
             commit_message=commit_message,
         )
-
-
-def _write_adapted(model: "PeftModel", folder: Path, weights: dict[str, Tensor] | None) -> None:
-    """The adapter, and the policy it makes, unless merging would round it to a few bits."""
-    save_adapter(model, folder / ADAPTER, weights=weights)
-    if is_quantized(model):
-        logger.warning("The base is quantized: '%s' holds the adapter alone.", folder / ADAPTER)
-    else:
-        merged_copy(model, weights=weights).save_pretrained(folder)

@@ -22,8 +22,6 @@ from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.models.actor_critic import ActorCritic
 from ppo_core.models.adapters import adapter_settings
-from ppo_core.models.kernels.cpu_memory import keep_freed_memory
-from ppo_core.models.kernels.prepared_products import keep_few_prepared_products
 from ppo_core.ppo.collector import Collector
 from ppo_core.ppo.ema import WeightAverage
 from ppo_core.ppo.optimizer import make_train_state
@@ -71,6 +69,9 @@ class PPOTrainer:
         pretrain_dataset: Any = None,
     ) -> None:
         """Take the models; `model` and `value_model` are trained in place.
+
+        A script on a CPU calls `ppo_core.models.kernels.cpu_memory.prepare_cpu_process()` first to
+        get the memory settings of `python -m ppo_core`; the trainer changes none of the process.
 
         Args:
             args: the settings.
@@ -121,9 +122,6 @@ class PPOTrainer:
             self.rewards.models(),
             adds_adapter=peft_config is not None,
         )
-        if self.engine.device.type == "cpu":
-            keep_freed_memory()
-            keep_few_prepared_products()
         parts = make_models(
             args,
             processing_class,

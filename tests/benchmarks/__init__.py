@@ -1,1 +1,1 @@
-"""How fast and how large a PPO step is, here and in TRL: `make bench` and `make bench-gpu`."""
+"""Time and memory of a PPO step, here and in TRL: `make bench` and `make bench-gpu`."""

@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks`: measure and show; see --help."""
+"""`python -m tests.benchmarks`: measure, and print the tables; see --help."""
 
 import argparse
 import json
@@ -35,20 +35,20 @@ from tests.benchmarks.results import write_results
 THREADS = 2
 SAMPLED_TOKENS = 53
 WIDTH = 180
-"""Columns that the widest table takes."""
+"""Characters of the widest table."""
 
 NO_GPU = 2
-"""Exit code where there is no CUDA device."""
+"""Exit code without a CUDA device."""
 
 
 def sampling(folder: Path, rounds: int) -> Table:
-    """Our decoding against `generate`, for each model."""
+    """Return the table of our sampling against `generate`, for each model."""
     shapes = (NEOX_0_9M, NEOX_10M, PYTHIA_31M, LLAMA_42M)
     for shape in shapes:
         save_models(Workload(shape=shape), folder / shape.name)
     models = [str(folder / shape.name) for shape in shapes]
     printed = run_python("measure_sampling", str(SAMPLED_TOKENS), str(rounds), *models)
-    # Libraries may have printed before.
+    # Earlier lines may be from libraries.
     seconds = json.loads(printed.splitlines()[-1])
     return tables.sampling_table(seconds, SAMPLED_TOKENS)
 
@@ -67,7 +67,7 @@ EXTRAS: dict[str, Callable[[Path, int], Table]] = {
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """What to measure, how often, and where the results go."""
+    """Read the command line: cases, number of pairs and output file."""
     names = [case.name for case in CASES] + list(EXTRAS)
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument(
@@ -91,7 +91,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def cpu_tables(chosen: argparse.Namespace) -> Iterator[Table]:
-    """The tables of the chosen cases, each as soon as it is measured."""
+    """Yield the table of each chosen case as soon as it is measured."""
     rates = measured_rates("cpu", threads=THREADS)
     yield tables.rates_table(rates)
 
@@ -112,12 +112,12 @@ def cpu_tables(chosen: argparse.Namespace) -> Iterator[Table]:
 
 
 def how_often(chosen: argparse.Namespace) -> dict[str, Any]:
-    """What all comparisons take from the command line."""
+    """Return the arguments of every comparison."""
     return {"pairs": chosen.pairs, "trl_python": chosen.trl_python}
 
 
 def compared(case: Case, measure: Callable[[Path], list[Pairing]]) -> Comparison:
-    """Save a case's models, compare, and delete them."""
+    """Save a case's models, compare both sides, and delete the models."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         save_models(case.workload, Path(folder))
@@ -126,7 +126,7 @@ def compared(case: Case, measure: Callable[[Path], list[Pairing]]) -> Comparison
 
 
 def gpu_tables(chosen: argparse.Namespace) -> Iterator[Table]:
-    """The table of the comparison on CUDA."""
+    """Yield the tables of the comparison on CUDA."""
     rates = measured_rates("cuda", threads=THREADS)
     yield tables.rates_table(rates)
     comparison = compared(GPU_CASE, partial(compare_gpu, GPU_CASE, **how_often(chosen)))
@@ -134,7 +134,7 @@ def gpu_tables(chosen: argparse.Namespace) -> Iterator[Table]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and show; returns the exit code."""
+    """Measure and print; return the exit code."""
     chosen = parse_arguments(arguments)
     console = Console(width=max(WIDTH, Console().width))
     if chosen.gpu and not torch.cuda.is_available():

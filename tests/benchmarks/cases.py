@@ -1,4 +1,4 @@
-"""What is measured: shapes of models, and what they are asked to do."""
+"""The measured cases: model shapes and workloads."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -8,7 +8,7 @@ Family = Literal["gpt_neox", "llama"]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The size of a model; policy, reference, critic and reward model have the same."""
+    """The shape of policy, reference, critic and reward model alike."""
 
     name: str
     family: Family
@@ -20,12 +20,12 @@ class Shape:
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the matrix of the embeddings."""
+        """Whether the LM head shares the weights of the embedding."""
         return self.family == "llama"
 
 
 def neox(name: str, *, vocabulary: int, width: int, layers: int, heads: int) -> Shape:
-    """A GPT-NeoX with the usual intermediate size."""
+    """Return the shape of a GPT-NeoX whose MLP is four times as wide as its states."""
     return Shape(
         name=name,
         family="gpt_neox",
@@ -54,47 +54,47 @@ LLAMA_42M = Shape(
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One PPO step; the same for both sides."""
+    """One PPO step, the same for both sides."""
 
     shape: Shape
     microbatch: int = 8
     """Responses in one forward and backward pass."""
 
     accumulation: int = 4
-    """Such passes before an optimizer step; their product is the batch."""
+    """Microbatches per optimizer step; microbatch * accumulation is the batch."""
 
     epochs: int = 4
     response_length: int = 53
     mean_length: float | None = None
-    """Mean length of the responses that end early; None lets all run to `response_length`."""
+    """Mean response length with a stop token; None: every response has `response_length` tokens."""
 
     prompt_lengths: tuple[int, ...] | None = None
-    """Tokens of each prompt of the batch; None draws them from 32 to 96."""
+    """Tokens of each prompt in the batch; None draws lengths from 32 to 96."""
 
     @property
     def batch(self) -> int:
-        """Episodes of one update."""
+        """Episodes in one update."""
         return self.microbatch * self.accumulation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A workload that both sides are compared on."""
+    """A workload for the comparison of both sides."""
 
     workload: Workload
     has_best: bool = False
-    """Whether our best setting is measured too."""
+    """Whether our fastest setting is measured too."""
 
     warmups: int = 1
-    """Updates of each process before the measured ones. The large models have none: theirs take
-    half a minute, beside which a first touch of memory is nothing."""
+    """Updates of each process before the measured ones. Large models have none: an update takes
+    half a minute, and a warmup would save little of it."""
 
     precision_rounds: int = 1
-    """Pairs with oneDNN's matrix products on both sides; 0 leaves them out."""
+    """Pairs of updates with fp32 matmuls by oneDNN on both sides; 0 skips this setting."""
 
     @property
     def name(self) -> str:
-        """The model and how its responses end."""
+        """Return the case's name: the model, and whether responses end early."""
         return f"{self.workload.shape.name}-{'early' if self.workload.mean_length else 'full'}"
 
 

@@ -1,4 +1,4 @@
-"""Ours and TRL, update by update in turns, on the same models and prompts."""
+"""Ours against TRL on the same models and prompts, in alternating updates."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,14 @@ from tests.benchmarks.tasks import SIDES, Run, Side, Task, Update
 
 @dataclass(frozen=True, kw_only=True)
 class Pairing:
-    """Two tasks that took turns: the updates of the same number are a pair."""
+    """Two tasks with alternating updates: updates of the same number are a pair."""
 
     title: str
     ours: Run
     theirs: Run
 
     def ratios(self) -> list[float]:
-        """Our episodes a second over theirs, pair by pair."""
+        """Return our episodes per second over TRL's, pair by pair."""
         return [
             self.ours.episodes_per_second(n) / self.theirs.episodes_per_second(n)
             for n in range(len(self.ours.updates))
@@ -31,26 +31,26 @@ class Pairing:
 
     @property
     def ratio(self) -> float:
-        """Their median."""
+        """Return the median of `ratios`."""
         return statistics.median(self.ratios())
 
     @property
     def memory_ratio(self) -> float:
-        """Our peak over theirs."""
+        """Return our peak memory over TRL's."""
         return self.ours.peak_bytes / self.theirs.peak_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What was measured of one case."""
+    """The measurements of one case."""
 
     case: Case
     pairings: Sequence[Pairing]
     seconds: float
-    """That it took, the processes' start included."""
+    """Wall time of the comparison, with the start of the processes."""
 
     def episode_flops(self, run: Run) -> float:
-        """Floating-point operations of the linear layers in an episode of a run's mean length."""
+        """Return FLOPs of the linear layers in an episode of the run's mean length."""
         workload = self.case.workload
         backbone, head = linear_parameters(workload.shape)
         prompts = make_prompts(workload)
@@ -64,7 +64,7 @@ class Comparison:
 
 
 def task_of(workload: Workload, models: Path, *, side: Side, **settings: Any) -> Task:
-    """The task of one process for a workload whose models are saved."""
+    """Return the task of one process; the workload's models must be saved in `models`."""
     return Task(
         side=side,
         models=str(models),
@@ -85,10 +85,10 @@ def alternate(
     resident: bool = True,
     trl_python: Path = TRL_PYTHON,
 ) -> list[Run]:
-    """Run the tasks in turns, an update each, `rounds` times; the measured updates of each.
+    """Run one update of each task in alternation, `rounds` times; return the measured updates.
 
-    All processes stay alive and wait meanwhile. Where they do not fit beside each other (a GPU)
-    they are not `resident`: each turn is then a process of its own.
+    With `resident`, all processes stay alive and wait for their turn. Without it each update is a
+    new process, for a GPU whose memory holds one.
     """
     updates: list[list[Update]] = [[] for _ in tasks]
     if not resident:
@@ -108,7 +108,7 @@ def alternate(
 def _started(
     tasks: Sequence[Task], warmups: int, rounds: int, trl_python: Path
 ) -> Iterator[list[Worker]]:
-    """Processes that wait for their first measured update."""
+    """Start the processes and run their warmups; kill the processes on exit."""
     with ExitStack() as stack:
         tasks = [replace(task, updates=warmups + rounds) for task in tasks]
         workers = [stack.enter_context(Worker(task, trl_python=trl_python)) for task in tasks]
@@ -121,8 +121,8 @@ def _started(
 
 
 def compare_cpu(case: Case, models: Path, *, pairs: int, trl_python: Path) -> list[Pairing]:
-    """All pairings of a case: TRL as it ships against ours in fp32 and at its best, and both with
-    oneDNN's fp32 products.
+    """Measure all pairings of a case: TRL as it ships against ours in fp32 and at its fastest, and
+    both with fp32 matmuls by oneDNN.
     """
 
     def task(side: Side, **settings: Any) -> Task:
@@ -144,7 +144,7 @@ def compare_cpu(case: Case, models: Path, *, pairs: int, trl_python: Path) -> li
 
 
 def compare_gpu(case: Case, models: Path, *, pairs: int, trl_python: Path) -> list[Pairing]:
-    """Both in bfloat16 on the GPU, one process at a time: two do not fit into its memory."""
+    """Compare in bfloat16 on the GPU, one process at a time: memory has no room for two."""
     tasks = [task_of(case.workload, models, side=side, device="cuda", bf16=True) for side in SIDES]
     ours, theirs = alternate(
         tasks, warmups=case.warmups, rounds=pairs, resident=False, trl_python=trl_python

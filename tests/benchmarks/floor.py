@@ -1,4 +1,4 @@
-"""The arithmetic that an episode needs, and how fast this machine multiplies matrices."""
+"""The FLOPs that an episode needs, and the matmul rate of this machine."""
 
 import time
 from dataclasses import dataclass
@@ -8,35 +8,35 @@ import torch
 PRECISIONS = ("highest", "medium")
 BF16 = "bf16"
 MATRICES = ((2048, 1024, 4096), (2048, 4096, 1024), (4096, 2048, 2048))
-"""Rows, inner and columns of large products; the best of them is the rate."""
+"""Sizes (rows, inner, columns) of large matmuls; the fastest gives the rate."""
 
 REPEATS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """Passes of the tokens of an episode; a training pass costs three forward ones."""
+    """Forward passes over an episode's tokens; forward and backward count as three."""
 
     epochs: int
 
     @property
     def backbone(self) -> int:
-        """Policy, reference, critic and reward once; policy and critic in each epoch."""
+        """Policy, reference, critic and reward once; policy and critic in every epoch."""
         return 4 + 2 * 3 * self.epochs
 
     @property
     def head(self) -> int:
-        """Policy and reference once; the policy in each epoch."""
+        """Policy and reference once; the policy in every epoch."""
         return 2 + 3 * self.epochs
 
 
 def episode_flops(
     *, backbone: int, head: int, prompt_tokens: float, response_tokens: float, epochs: int
 ) -> float:
-    """Floating-point operations of the linear layers in one episode of PPO.
+    """Return FLOPs of the linear layers in one episode of PPO.
 
-    2 a weight and token. `backbone` and `head` are weights; the head is counted at the tokens of
-    the response alone. Attention, norms and the optimizer are not counted.
+    Counts 2 FLOPs per weight and token. `backbone` and `head` are numbers of weights; the head runs
+    at response tokens alone. Attention, norms and the optimizer are not counted.
     """
     passes = Passes(epochs=epochs)
     through_backbone = passes.backbone * backbone * (prompt_tokens + response_tokens)
@@ -45,7 +45,7 @@ def episode_flops(
 
 
 def matmul_rate(precision: str, device: str, dtype: torch.dtype) -> float:
-    """The best rate of large matrix products, FLOP/s."""
+    """Return the best rate of large matmuls, FLOP/s."""
     torch.set_float32_matmul_precision(precision)
     return max(
         _rate_of(torch.randn(rows, inner), torch.randn(inner, columns), device, dtype)
@@ -66,7 +66,7 @@ def _rate_of(left: torch.Tensor, right: torch.Tensor, device: str, dtype: torch.
 
 
 def measured_rates(device: str, *, threads: int) -> dict[str, float]:
-    """The rate of each precision, and that of bfloat16."""
+    """Return FLOP/s by fp32 precision, and of bfloat16."""
     torch.set_num_threads(threads)
     rates = {name: matmul_rate(name, device, torch.float32) for name in PRECISIONS}
     return rates | {BF16: matmul_rate("highest", device, torch.bfloat16)}

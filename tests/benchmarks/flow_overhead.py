@@ -1,17 +1,14 @@
-"""What the flow costs around the work: Metaflow, MLflow, cards, and a process for each step.
+"""The overhead of the flow: Metaflow, MLflow, cards, and a process for each step.
 
-The same work is done twice: by `flows/rlhf.py`, and by one plain process that calls the same
-functions (`measure_flow_work`). The overhead is the difference of the two wall times, both with
-everything from the start of the first process to the end of the last one. So it holds all that the
-flow adds and nothing that has to be named: processes and their imports (the plain process imports
-once), Metaflow's scheduling and its store, MLflow's database, calls and uploads, hashes, reports,
-figures and cards. What the plain process does too is work: checking the inputs, training,
-validating the reward model, answering and judging. Making the files of the built-in task is
-neither: it is done before.
+`flows/rlhf.py` and one plain process that calls the same functions (`measure_flow_work`) do the
+same work. The overhead is the difference of their wall times, each from the start of the first
+process to the end of the last. It holds processes and their imports (the plain process imports
+once), Metaflow's scheduling and datastore, MLflow's database, calls and uploads, hashes, reports,
+figures and cards. Work that both do is not part of it: checking inputs, training, validating the
+reward model, answering and judging. The files of the built-in task are made beforehand.
 
-Nearly all of it is paid once a run, whatever its length. What grows with the run, a line of metrics
-an update and a sample of the machine every ten seconds, is in the difference as well, at the length
-that was run; it is sent by a thread beside the training.
+Nearly all of the overhead is independent of the length of the run. A line of metrics per update and
+a sample of the machine every ten seconds grow with the run; a thread sends them during training.
 """
 
 import json
@@ -32,11 +29,11 @@ EPISODES = 512
 """Responses that PPO samples: four updates of the built-in task."""
 
 THREADS = 1
-"""Of both: imports and calls use no more, and threads that wait for each other would be noise."""
+"""Threads of both processes. Imports use no more, and waiting threads would add noise."""
 
 TEN_MINUTES = 600.0
 ALLOWED_SHARE, ALLOWED_SECONDS = 0.03, 20.0
-"""What the overhead of a run may be: this share of it, and so many seconds."""
+"""Allowed overhead of a run: this share of its time, plus these seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +41,10 @@ class FlowOverhead:
     """Seconds of the flow and of a plain process that does the same work."""
 
     flow: Mapping[str, float]
-    """In the bodies of the flow's steps, imports of libraries included."""
+    """Seconds in each of the flow's steps, imports of libraries included."""
 
     script: Mapping[str, float]
-    """Of the same work in the plain process, by the same names; a step that it lacks is 0."""
+    """Seconds of the same work in the plain process, by step; a step without work is left out."""
 
     flow_seconds: float
     """From the start of the flow to its end."""
@@ -57,16 +54,16 @@ class FlowOverhead:
 
     @property
     def seconds(self) -> float:
-        """What the flow costs around the work."""
+        """Return the overhead in seconds."""
         return self.flow_seconds - self.script_seconds
 
     @property
     def share(self) -> float:
-        """Of a run of ten minutes."""
+        """Return the overhead as a share of a ten-minute run."""
         return self.seconds / TEN_MINUTES
 
     def between_steps(self) -> tuple[float, float]:
-        """Seconds outside of the steps: processes, scheduling, cards; of both."""
+        """Return seconds outside the steps (processes, scheduling, cards) of flow and script."""
         return (
             self.flow_seconds - sum(self.flow.values()),
             self.script_seconds - sum(self.script.values()),
@@ -76,8 +73,8 @@ class FlowOverhead:
 def measure_flow(folder: Path, *, episodes: int = EPISODES) -> FlowOverhead:
     """Do the built-in task by a plain process and by the flow, in a scratch folder.
 
-    Trainings are short, PPO samples `episodes` responses; models, prompts and answers that are
-    judged are those of the task.
+    Trainings are short, and PPO samples `episodes` responses. Models, prompts and judged answers
+    have the sizes of the task.
 
     Raises:
         MeasurementError: one of the processes failed.
@@ -96,7 +93,7 @@ def measure_flow(folder: Path, *, episodes: int = EPISODES) -> FlowOverhead:
     )
     return FlowOverhead(
         flow=json.loads(summary.read_text(encoding="utf-8"))["timings"]["seconds"],
-        # Libraries may have printed before.
+        # Earlier lines may be from libraries.
         script=json.loads(printed.splitlines()[-1]),
         flow_seconds=flow_seconds,
         script_seconds=script_seconds,
@@ -104,7 +101,7 @@ def measure_flow(folder: Path, *, episodes: int = EPISODES) -> FlowOverhead:
 
 
 def _run(command: list[str], folder: Path) -> tuple[float, str]:
-    """Seconds that a command takes in `folder`, and what it prints."""
+    """Run a command in `folder`; return its seconds and standard output."""
     variables = {
         **os.environ,
         "OMP_NUM_THREADS": str(THREADS),
@@ -125,7 +122,7 @@ def _run(command: list[str], folder: Path) -> tuple[float, str]:
 
 
 def flow_table(measured: FlowOverhead) -> Table:
-    """A row for each step, one for what is outside of them, and the whole."""
+    """Return a table with a row per step, one for the time between steps, and the total."""
     table = make_table(
         f"The flow around the training: {measured.seconds:.0f} s, "
         f"{measured.share:.1%} of a run of ten minutes "

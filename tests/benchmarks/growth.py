@@ -1,4 +1,4 @@
-"""How cost grows: with batch, length, vocabulary and model, and with padding."""
+"""Growth of cost with batch, length, vocabulary, model and padding."""
 
 import math
 import statistics
@@ -22,26 +22,26 @@ FACTORS = (1, 2, 4)
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """The k of cost = c size^k that fits best, by least squares of the logarithms."""
+    """Return the k of cost = c size^k, by least squares of the logarithms."""
     logs = ([math.log(size) for size in sizes], [math.log(cost) for cost in costs])
     return float(linregress(*logs).slope)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """What ever larger workloads cost."""
+    """The cost of workloads of increasing size."""
 
     what: str
     sizes: Sequence[float]
     seconds: Sequence[float]
-    """Of an episode."""
+    """Seconds per episode."""
 
     bytes: Sequence[int]
     """Peak memory above that of the imports."""
 
 
 def workloads_that_grow() -> dict[str, list[tuple[float, Workload]]]:
-    """By what grows: its size and the workload."""
+    """Return sizes and workloads, by the name of the size that grows."""
     shape = BASE.shape
     return {
         "batch": [(BASE.batch * f, replace(BASE, accumulation=2 * f)) for f in FACTORS],
@@ -65,7 +65,7 @@ def _with_shape(shape: Shape) -> Workload:
 
 
 def measure_alone(workloads: Sequence[Workload], folder: Path, *, rounds: int) -> list[Run]:
-    """Our updates of several workloads, in turns."""
+    """Measure our updates of several workloads, in alternation."""
     tasks = []
     for number, workload in enumerate(workloads):
         models = folder / str(number)
@@ -75,17 +75,17 @@ def measure_alone(workloads: Sequence[Workload], folder: Path, *, rounds: int) -
 
 
 def median_seconds(run: Run, *phases: str) -> float:
-    """The median over a run's updates of the seconds of some phases together."""
+    """Return the median over a run's updates of the summed seconds of phases."""
     return statistics.median(sum(getattr(u, phase) for phase in phases) for u in run.updates)
 
 
 def extra_bytes(run: Run) -> int:
-    """Peak memory above that of the imports."""
+    """Return peak memory above that of the imports."""
     return run.peak_bytes - run.updates[0].imports_bytes
 
 
 def measure_growth(folder: Path, *, rounds: int) -> list[Growth]:
-    """Time and memory of ours as each of four sizes grows."""
+    """Measure our time and memory as each of four sizes grows."""
     found = []
     for what, steps in workloads_that_grow().items():
         sizes, workloads = zip(*steps, strict=True)
@@ -101,7 +101,7 @@ def measure_growth(folder: Path, *, rounds: int) -> list[Growth]:
     return found
 
 
-# --- Padding: one long row among short ones ---
+# --- Padding: one long sequence among short ones ---
 
 RESPONSE = 16
 SHORT, LONG, SHORT_ROWS = 20, 400, 32
@@ -109,18 +109,18 @@ SHORT, LONG, SHORT_ROWS = 20, 400, 32
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """Seconds of batches of equally many tokens, in rows of unequal and of equal length."""
+    """Runs of two batches with equal numbers of tokens: unequal and equal sequence lengths."""
 
     unequal: Run
     equal: Run
 
     def ratio(self, *phases: str) -> float:
-        """Unequal over equal, of the medians of some phases together."""
+        """Return unequal over equal, of the median seconds of phases."""
         return median_seconds(self.unequal, *phases) / median_seconds(self.equal, *phases)
 
 
 def measure_padding(folder: Path, *, rounds: int) -> Padding:
-    """32 rows of 20 tokens and one of 400, against 33 rows of the mean length."""
+    """Measure 32 sequences of 20 tokens and one of 400 against 33 of the mean length."""
     rows, total = SHORT_ROWS + 1, SHORT_ROWS * SHORT + LONG
     unequal = [SHORT] * SHORT_ROWS + [LONG]
     equal = [total // rows + (number < total % rows) for number in range(rows)]
@@ -148,15 +148,15 @@ class VocabularyMemory:
     vocabularies: Sequence[int]
     state_bytes: Sequence[int]
     peak_bytes: Sequence[int]
-    """Above the imports."""
+    """Peak memory above the imports."""
 
     def above(self) -> list[int]:
-        """What is left for activations, caches and logits."""
+        """Return the bytes of activations, caches and logits."""
         return [p - s for p, s in zip(self.peak_bytes, self.state_bytes, strict=True)]
 
 
 def measure_memory(folder: Path) -> VocabularyMemory:
-    """One update with the vocabulary of the 10M model, and with twice as many tokens."""
+    """Measure one update with the vocabulary of the 10M model, and with twice that vocabulary."""
     shapes = [replace(NEOX_10M, vocabulary=NEOX_10M.vocabulary * f) for f in (1, 2)]
     runs = measure_alone([Workload(shape=shape) for shape in shapes], folder, rounds=1)
     return VocabularyMemory(
@@ -167,8 +167,8 @@ def measure_memory(folder: Path) -> VocabularyMemory:
 
 
 def state_bytes(policy: int, critic: int) -> int:
-    """Bytes in fp32 of weights, gradients and AdamW's two states, from numbers of weights.
+    """Return bytes of fp32 weights, gradients and AdamW states, from numbers of weights.
 
-    Policy and critic have all four; the reference and the reward model have weights alone.
+    Policy and critic have all of them; reference and reward model have weights alone.
     """
     return 4 * (4 * policy + 4 * critic + policy + critic)

@@ -1,4 +1,4 @@
-"""On what it was measured."""
+"""The machine of a measurement."""
 
 import platform
 from datetime import UTC, datetime
@@ -9,7 +9,7 @@ import psutil
 
 
 def machine_lines() -> list[str]:
-    """Processor, memory, versions, load and date, one a line. Looks on for two seconds."""
+    """Return lines about processor, memory, versions, load (over two seconds) and date."""
     load = ", ".join(f"{each:.2f}" for each in psutil.getloadavg())
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "numpy"))
     return [
@@ -24,7 +24,7 @@ def machine_lines() -> list[str]:
 
 
 def processor() -> str:
-    """The processor's name, and what it has for matrix products."""
+    """Return the processor's name and its vector extensions."""
     facts = dict(
         line.split(":", 1)
         for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()

@@ -3,9 +3,9 @@
     python -m tests.benchmarks.measure_flow_work make FOLDER EPISODES
     python -m tests.benchmarks.measure_flow_work run FOLDER
 
-The first makes the built-in task in FOLDER, with settings by which the flow does it too. The second
-does what the steps of `flows/rlhf.py` do, in their order and through the same functions, without
-Metaflow, MLflow and cards, as a person's script would, and prints the seconds by step as JSON.
+`make` writes the built-in task to FOLDER, with a settings file that the flow reads too. `run` calls
+the functions of the steps of `flows/rlhf.py` in their order, as a script would, without Metaflow,
+MLflow and cards, and prints the seconds by step as JSON.
 """
 
 import json
@@ -24,16 +24,17 @@ from pipeline.launch.job import write_job
 from pipeline.results import PreparedModel
 from pipeline.settings.settings import Settings, make_settings, read_preset
 from pipeline.settings.settings_file import settings_text
+from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
 from ppo_core.supervised.training import train_reward_model, train_sft
 
 SETTINGS = "settings.toml"
 
 TRAINING_ROWS = 2000
-"""Demonstrations and preferences that are trained on, of ten thousand each."""
+"""Training rows of demonstrations and of preferences, out of ten thousand each."""
 
 
 def make_task(folder: Path, episodes: int) -> None:
-    """Write the files of the built-in task, with fewer rows to train on, and settings for them."""
+    """Write the files of the built-in task, with fewer training rows, and its settings file."""
     task = folder / "task"
     build_demo_task(task, seed=1)
     for name in ("sft.jsonl", "preferences-train.jsonl"):
@@ -48,7 +49,7 @@ def make_task(folder: Path, episodes: int) -> None:
         "prompts": str(task / "prompts-train.jsonl"),
         "eval_prompts": str(task / "prompts-eval.jsonl"),
         "output_dir": str(folder / "outputs"),
-        # Trained on a sixth of the pairs it need not pass, and what follows is the same.
+        # A reward model of so few pairs may fail its validation; later steps cost the same.
         "accept_reward_model": True,
     }
     settings = make_settings(table, {"total_episodes": episodes})
@@ -56,7 +57,7 @@ def make_task(folder: Path, episodes: int) -> None:
 
 
 def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]:
-    """What each step of the flow works, by its name; each needs those before it."""
+    """Return the work of each step, by name, in the order of the flow."""
     sft, rewarder, policy = folder / "sft", folder / "reward-model", folder / "policy"
     report = {}
 
@@ -99,7 +100,8 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
 
 
 def run(folder: Path) -> dict[str, float]:
-    """Do all the work; returns the seconds of each step."""
+    """Do all the work; return the seconds of each step."""
+    keep_few_compiled_matmuls()
     settings = make_settings(tomllib.loads((folder / SETTINGS).read_text(encoding="utf-8")), {})
     script = folder / "script"
     script.mkdir()

@@ -1,16 +1,17 @@
-"""One process of ours: `python -m tests.benchmarks.measure_ours TASK`, paced by stdin."""
+"""Our measuring process: `python -m tests.benchmarks.measure_ours TASK`, paced by stdin."""
 
 from typing import Any
 
 import torch
 
 from ppo_core import PPOConfig, PPOTrainer, RewardModel
+from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 from tests.benchmarks.tasks import Task
 from tests.benchmarks.worker import Pace, begin, load, load_tokenizer
 
 
 def config(task: Task) -> PPOConfig:
-    """The settings of one task."""
+    """Return the settings of a task."""
     settings: dict[str, Any] = {
         "output_dir": f"{task.models}/ours",
         "batch_size": task.batch,
@@ -31,13 +32,13 @@ def config(task: Task) -> PPOConfig:
 
 
 def describe(logs: dict[str, float]) -> dict[str, float]:
-    """Phases and tokens of an update, as the trainer logs them."""
+    """Return an update's seconds by phase and mean tokens, from the trainer's log."""
     phases = {name: logs[f"time/{name}"] for name in ("sampling", "scoring", "updating")}
     return phases | {"tokens": logs["val/response_length"]}
 
 
 def measure(pace: Pace) -> None:
-    """Run all updates of a task."""
+    """Run the updates of a task."""
     task = pace.task
     tokenizer = load_tokenizer(task)
     pace.describe = describe
@@ -46,7 +47,7 @@ def measure(pace: Pace) -> None:
         processing_class=tokenizer,
         model=load(task, "policy"),
         ref_model=load(task, "policy"),
-        # TRL scores the tokens as they are sampled.
+        # TRL scores the sampled tokens without appending an end of text.
         reward_model=RewardModel(load(task, "reward"), tokenizer, end_of_text=False),
         value_model=load(task, "critic"),
         train_dataset=[{"input_ids": row} for row in task.prompts],
@@ -56,4 +57,7 @@ def measure(pace: Pace) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    measure(begin())
+    pace = begin()
+    if pace.task.device == "cpu":
+        prepare_cpu_process()
+    measure(pace)

@@ -1,7 +1,7 @@
 """`python -m tests.benchmarks.measure_sampling TOKENS ROUNDS MODELS...`: ours against `generate`.
 
-Both draw TOKENS tokens for each prompt, in turns. Prints the seconds of each round as JSON, by the
-name of the models' folder.
+Both draw TOKENS tokens for each prompt, in alternation. Prints the seconds of each round as JSON,
+by the name of the models' folder.
 """
 
 import json
@@ -20,14 +20,14 @@ from tests.benchmarks.models import PAD, TEMPERATURE
 
 
 def ours(policy: LanguageModel, prompts: list[list[int]], tokens: int) -> None:
-    """Responses of our own loop."""
+    """Sample responses with our loop."""
     settings = SamplingSettings(stop_token_id=NO_STOP_TOKEN, temperature=TEMPERATURE)
     uniforms = torch.rand(len(prompts), tokens)
     sample_responses(policy, prompts, uniforms, settings, batch_size=len(prompts))
 
 
 def generate(policy: LanguageModel, prompts: list[list[int]], tokens: int) -> None:
-    """Responses of transformers."""
+    """Sample responses with `generate` of transformers."""
     ids, lengths = pad_rows(prompts, side="left")
     visible = torch.arange(ids.shape[1]) >= (ids.shape[1] - lengths)[:, None]
     answers = policy.model.generate(
@@ -45,7 +45,7 @@ def generate(policy: LanguageModel, prompts: list[list[int]], tokens: int) -> No
 
 @torch.no_grad()
 def measure(folder: Path, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round by the way, after one that warms up."""
+    """Return seconds of each round, by sampler, after a warmup round."""
     model = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     policy = LanguageModel(model)

@@ -1,7 +1,7 @@
-"""One process of TRL: `python -m tests.benchmarks.measure_trl TASK`, in an environment of its own.
+"""TRL's measuring process: `python -m tests.benchmarks.measure_trl TASK`, in its own environment.
 
-Its settings are those that do the work of ours. What it does by default and does not do to the
-end (`bf16` and `gradient_checkpointing` are on, and change nothing) is switched off.
+The settings give TRL the same work as ours. `bf16` and `gradient_checkpointing`, which TRL turns on
+without effect, are off.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from tests.benchmarks.worker import Pace, begin, load, load_tokenizer
 
 
 def config(task: Task) -> PPOConfig:
-    """The settings of one task."""
+    """Return the settings of a task."""
     return PPOConfig(
         output_dir=f"{task.models}/trl",
         per_device_train_batch_size=task.microbatch,
@@ -38,10 +38,10 @@ def config(task: Task) -> PPOConfig:
 
 
 class Phases:
-    """Reads the clock where TRL's update goes from sampling to scoring and to learning.
+    """Reads the clock between sampling, scoring and updating in TRL's update.
 
-    Its `train()` is one function. The two module-level functions that it calls at those places
-    are wrapped.
+    TRL's `train()` is one function, so the two module-level functions that it calls between the
+    phases are wrapped.
     """
 
     def __init__(self, pace: Pace, trainer: PPOTrainer) -> None:
@@ -67,7 +67,7 @@ class Phases:
         return self.forward(model, *others)
 
     def describe(self, logs: dict[str, float]) -> dict[str, float]:
-        """Phases and tokens of the update that ends now."""
+        """Return seconds by phase and mean tokens of the update that just ended."""
         assert self.learning_began is not None
         return {
             "sampling": self.sampling_ended - self.sampling_began,
@@ -78,7 +78,7 @@ class Phases:
 
 
 def mean_length(answers: torch.Tensor, task: Task) -> float:
-    """Mean tokens of the answers (B, T), the first stop token included."""
+    """Return the mean length of responses (B, T), with the first stop token."""
     if not task.ends_early:
         return float(answers.shape[1])
     stop = load_tokenizer(task).eos_token_id
@@ -87,10 +87,10 @@ def mean_length(answers: torch.Tensor, task: Task) -> float:
 
 
 def batches(trainer: PPOTrainer, task: Task) -> DataLoader:
-    """The same prompts for each update, as ours has them.
+    """Return a data loader with the same prompts for every update, as in ours.
 
-    One batch more than is used: at the last of a data loader accelerate makes every microbatch an
-    optimizer step, 4 times as many as are due.
+    It has one batch more than is used: at the last batch of a data loader accelerate makes every
+    microbatch an optimizer step.
     """
     rows = [{"input_ids": row} for row in task.prompts] * (task.updates + 1)
     loader = DataLoader(rows, batch_size=task.batch, collate_fn=trainer.data_collator)
@@ -98,7 +98,7 @@ def batches(trainer: PPOTrainer, task: Task) -> DataLoader:
 
 
 def measure(pace: Pace) -> None:
-    """Run all updates of a task."""
+    """Run the updates of a task."""
     task = pace.task
     trainer = PPOTrainer(
         args=config(task),

@@ -1,4 +1,4 @@
-"""Random models and prompts, saved once so that all sides load the same."""
+"""Random models and prompts, saved once and loaded by both sides."""
 
 import json
 import math
@@ -28,14 +28,14 @@ FIRST_WORD = 3
 SEED = 1
 TEMPERATURE = 0.7
 CONSTANT = 0.5
-"""What the first place of every hidden state holds before the last norm."""
+"""First component of every hidden state before the last norm."""
 
 NEVER = -30.0
-"""Logit of a token that is not drawn, beside others of about 0."""
+"""Logit of a token that must not be drawn, where other logits are about 0."""
 
 
 def save_models(workload: Workload, folder: Path) -> None:
-    """Write policy, critic, reward model, tokenizer and prompts; the reference is the policy."""
+    """Save policy, critic, reward model, tokenizer and prompts; the reference is the policy."""
     torch.manual_seed(SEED)
     logging.disable_progress_bar()
     config = model_config(workload.shape)
@@ -52,7 +52,7 @@ def save_models(workload: Workload, folder: Path) -> None:
 
 
 def model_config(shape: Shape) -> PreTrainedConfig:
-    """Transformers' settings of a model, with one label where it is a classifier."""
+    """Return transformers' config of a model; a classifier has one label."""
     common = {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.width,
@@ -70,7 +70,7 @@ def model_config(shape: Shape) -> PreTrainedConfig:
 
 
 def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Words `w3 w4 ...`; TRL pads prompts on the left as this says."""
+    """Return a tokenizer of words `w3 w4 ...` that pads on the left, as TRL needs for prompts."""
     words = {"<pad>": PAD, "<eos>": EOS, "<unk>": UNKNOWN}
     words |= {f"w{number}": number for number in range(FIRST_WORD, vocabulary)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
@@ -85,7 +85,7 @@ def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def make_prompts(workload: Workload) -> list[list[int]]:
-    """The prompts of one update, which every update answers again."""
+    """Return the prompts of an update; every update has these prompts."""
     generator = torch.Generator().manual_seed(SEED)
     lengths = workload.prompt_lengths
     if lengths is None:
@@ -95,13 +95,13 @@ def make_prompts(workload: Workload) -> list[list[int]]:
 
 
 def random_rows(shape: Shape, count: int) -> Tensor:
-    """Words in no order (count, 64)."""
+    """Return random token ids (count, 64)."""
     generator = torch.Generator().manual_seed(SEED)
     return torch.randint(FIRST_WORD, shape.vocabulary, (count, 64), generator=generator)
 
 
 def stop_probability(mean_length: float, most: int) -> float:
-    """The probability q of a stop at each token for responses of this mean length.
+    """Return the probability q of stopping at each token for a mean response length.
 
     The length is min(geometric(q), most), whose mean is (1 - (1 - q)^most) / q.
     """
@@ -114,12 +114,12 @@ def stop_probability(mean_length: float, most: int) -> float:
 
 @torch.no_grad()
 def set_stop_probability(policy: PreTrainedModel, rows: Tensor, stop: float | None) -> None:
-    """Make the stop token about as probable as `stop` in every state; with None, never drawn.
+    """Give the stop token about the probability `stop` at every position; None: never drawn.
 
-    The first place of each hidden state is made the same for all tokens: nothing in the layers
-    writes to it. What the head has there for a token is then a bias, also where head and
-    embeddings are one matrix: neither token is ever read. The pad token is never drawn: TRL ends
-    a response at it.
+    The first component of every hidden state becomes a constant that no layer writes to, so the
+    head's weight there is a bias for each token. That holds with tied embeddings too, because
+    neither the stop nor the pad token is read. The pad token is never drawn: TRL ends a response
+    at it.
     """
     embeddings = policy.get_input_embeddings().weight
     head = policy.get_output_embeddings().weight
@@ -142,7 +142,7 @@ def set_stop_probability(policy: PreTrainedModel, rows: Tensor, stop: float | No
 
 
 def linear_parameters(shape: Shape) -> tuple[int, int]:
-    """Weights of the linear layers of the backbone, and of the head; no memory is taken."""
+    """Return numbers of weights in the backbone's linear layers and in the head."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(shape))
     backbone = sum(
@@ -152,7 +152,7 @@ def linear_parameters(shape: Shape) -> tuple[int, int]:
 
 
 def all_parameters(shape: Shape) -> tuple[int, int]:
-    """All weights of the policy, and of a model with one output."""
+    """Return the numbers of weights of the policy, and of a classifier."""
     with torch.device("meta"):
         config = model_config(shape)
         policy = AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""Measuring processes as the parent sees them."""
+"""Measuring processes, from the side of their parent."""
 
 import json
 import os
@@ -18,11 +18,11 @@ ERROR_LINES = 15
 
 
 class MeasurementError(Exception):
-    """A measuring process ended before it had measured."""
+    """A measuring process ended without a result."""
 
 
 class Worker:
-    """A process with its models loaded, which runs an update at a time."""
+    """A process that loads models once and runs one update per call."""
 
     def __init__(self, task: Task, *, trl_python: Path = TRL_PYTHON) -> None:
         self.task = task
@@ -52,18 +52,18 @@ class Worker:
         self._errors.close()
 
     def wait_until_ready(self) -> None:
-        """Wait until its models are loaded.
+        """Wait until the process has loaded its models.
 
         Raises:
-            MeasurementError: it ended instead; with the last lines that it wrote.
+            MeasurementError: the process ended; the message has its last lines.
         """
         self._read_line()
 
     def run_update(self) -> Update:
-        """Let it do one PPO step.
+        """Run one PPO step in the process.
 
         Raises:
-            MeasurementError: it ended instead.
+            MeasurementError: the process ended.
         """
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
@@ -85,7 +85,7 @@ class Worker:
 
 
 def environment(task: Task) -> dict[str, str]:
-    """The variables of a process: as many threads as the task says, and no network."""
+    """Return the environment of a process: the task's number of threads, and no network."""
     threads = str(task.threads)
     settings = {
         "OMP_NUM_THREADS": threads,
@@ -94,16 +94,16 @@ def environment(task: Task) -> dict[str, str]:
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
     if task.side == "trl" and task.bf16:
-        # Its own `bf16` does not reach accelerate.
+        # TRL's `bf16` setting does not reach accelerate.
         settings["ACCELERATE_MIXED_PRECISION"] = "bf16"
     return {**os.environ, **settings}
 
 
 def run_python(module: str, *arguments: str, threads: int = 2) -> str:
-    """Standard output of another of our modules, in a process of its own.
+    """Run a module of this package in a new process; return its standard output.
 
     Raises:
-        MeasurementError: it failed.
+        MeasurementError: the process failed.
     """
     variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""RESULTS.md: what the command writes, and what is kept by hand below it."""
+"""RESULTS.md: generated tables, and a part below them that is written by hand."""
 
 from collections.abc import Sequence
 from io import StringIO
@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 KEPT = "## What was tried and did not pay"
-"""The heading of the part of RESULTS.md that is written by hand."""
+"""Heading of the part that is written by hand."""
 
 
 def as_markdown(table: Table) -> str:
-    """A table of rich, with its title as a heading."""
+    """Return a table of rich as Markdown, with its title as a heading."""
     title, table.title = table.title, None
     shown, table.box = table.box, box.MARKDOWN
     text = StringIO()
@@ -24,7 +24,7 @@ def as_markdown(table: Table) -> str:
 
 
 def write_results(path: Path, machine: Sequence[str], tables: Sequence[Table]) -> None:
-    """Write machine and tables; what follows the heading `KEPT` stays as it is."""
+    """Write machine and tables; keep the text after the heading `KEPT`."""
     kept = ""
     if path.exists():
         _, _, kept = path.read_text().partition(KEPT)

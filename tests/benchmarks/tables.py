@@ -1,4 +1,4 @@
-"""What was measured, as tables of rich."""
+"""Measurements as tables of rich."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ MIB = 2**20
 
 
 def make_table(title: str, columns: str) -> Table:
-    """An empty table; columns are separated by |, and all but the first hold numbers."""
+    """Return an empty table; columns are separated by |, and all but the first hold numbers."""
     table = Table(title=title, title_justify="left", min_width=len(title))
     for number, name in enumerate(columns.split("|")):
         table.add_column(name, justify="right" if number else "left", no_wrap=number > 0)
@@ -22,19 +22,19 @@ def make_table(title: str, columns: str) -> Table:
 
 
 def phases(run: Run) -> str:
-    """Median seconds of sampling, scoring and updating."""
+    """Return median seconds of sampling, scoring and updating."""
     names = ("sampling", "scoring", "updating")
     medians = (statistics.median(getattr(u, name) for u in run.updates) for name in names)
     return " / ".join(f"{seconds:.2f}" for seconds in medians)
 
 
 def spread(values: Sequence[float]) -> str:
-    """The median, and the least and the greatest."""
+    """Return median, minimum and maximum."""
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def comparison_table(comparison: Comparison, rates: Mapping[str, float]) -> Table:
-    """A row for each side of each pairing; rates are FLOP/s of matrix products by precision."""
+    """Return a row for each side of each pairing; rates are FLOP/s of matmuls by precision."""
     case = comparison.case
     title = f"{case.name}: {case.workload.batch} episodes an update ({comparison.seconds:.0f} s)"
     table = make_table(
@@ -70,7 +70,7 @@ def _add_side(
 
 
 def rates_table(rates: Mapping[str, float]) -> Table:
-    """How fast this machine multiplies large matrices."""
+    """Return the table of the machine's matmul rates."""
     table = make_table("Matrix products", "precision|GFLOP/s")
     for name, rate in rates.items():
         table.add_row(name, f"{rate / 1e9:.0f}")
@@ -78,7 +78,7 @@ def rates_table(rates: Mapping[str, float]) -> Table:
 
 
 def sampling_table(seconds: Mapping[str, Mapping[str, Sequence[float]]], tokens: int) -> Table:
-    """Milliseconds a token step of the whole batch, by model."""
+    """Return milliseconds per decoding step of the full batch, by model."""
     table = make_table(
         f"Sampling {tokens} tokens each at batch 32, milliseconds a step",
         "model|ours|generate|ratio (min-max)",
@@ -95,7 +95,7 @@ def sampling_table(seconds: Mapping[str, Mapping[str, Sequence[float]]], tokens:
 
 
 def growth_table(growths: Sequence[Growth]) -> Table:
-    """Cost at each size, and the exponents."""
+    """Return cost at each size, and the exponents."""
     table = make_table(
         "Growth of ours: cost = c size^k",
         "what grows|sizes|ms an episode|k of time|MiB above imports|k of memory",
@@ -113,7 +113,7 @@ def growth_table(growths: Sequence[Growth]) -> Table:
 
 
 def padding_table(padding: Padding) -> Table:
-    """What unequal lengths cost."""
+    """Return the cost of unequal sequence lengths."""
     table = make_table(
         "Padding: 32 rows of 20 tokens and one of 400, against 33 rows of mean length",
         "rows|sampling / scoring / updating, s|scoring + updating, ratio|all, ratio",
@@ -125,7 +125,7 @@ def padding_table(padding: Padding) -> Table:
 
 
 def memory_table(memory: VocabularyMemory) -> Table:
-    """What the vocabulary costs beside the models' own states."""
+    """Return memory by vocabulary, with and without model states."""
     table = make_table(
         "Memory of neox-10m, MiB above the imports",
         "vocabulary|peak|weights, gradients, optimizer|the rest|rest, ratio",

@@ -1,4 +1,4 @@
-"""What the parent tells a measuring process, and what that answers: lines of JSON."""
+"""Messages between the parent and a measuring process: lines of JSON."""
 
 import json
 import statistics
@@ -12,12 +12,12 @@ SIDES: tuple[Side, Side] = ("ours", "trl")
 Precision = Literal["highest", "medium"]
 
 READY = "ready"
-"""What a process says when its models are loaded; the rest of its lines are JSON."""
+"""Line of a process that has loaded its models; later lines are JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one process does: `updates` PPO steps, each when it is told to."""
+    """The task of one process: `updates` PPO steps, each at the parent's command."""
 
     side: Side
     models: str
@@ -34,35 +34,35 @@ class Task:
 
     bf16: bool = False
     best: bool = False
-    """Our best setting in the place of the one that TRL is given too."""
+    """Use our fastest setting in place of the one that both sides share."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int = 2
 
     @property
     def batch(self) -> int:
-        """Episodes of one update."""
+        """Episodes in one update."""
         return self.microbatch * self.accumulation
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Token ids of the prompts of each update."""
+        """Return token ids of the prompts of every update."""
         rows: list[list[int]] = json.loads((Path(self.models) / "prompts.json").read_text())
         return rows
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the task as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> "Task":
-        """What `to_json` gave."""
+        """Read the output of `to_json`."""
         return cls(**json.loads(line))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What one PPO step took."""
+    """Time and memory of one PPO step."""
 
     seconds: float
     sampling: float
@@ -72,10 +72,10 @@ class Update:
     """Mean tokens of a response, the stop token included."""
 
     in_bf16: bool
-    """Whether it computed in bfloat16, as asked or chosen by itself."""
+    """Whether the step computed in bfloat16, set or chosen by the trainer."""
 
     peak_bytes: int
-    """Most memory of the process so far: resident, or allocated on the GPU."""
+    """Peak memory of the process: resident, or allocated on the GPU."""
 
     imports_bytes: int
     """Resident memory after the imports, before a model was loaded."""
@@ -83,21 +83,21 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The measured updates of one task, over all of its processes."""
+    """The measured updates of one task, of all its processes."""
 
     task: Task
     updates: Sequence[Update] = field(default_factory=list)
 
     def episodes_per_second(self, number: int) -> float:
-        """Of one update."""
+        """Return episodes per second of one update."""
         return self.task.batch / self.updates[number].seconds
 
     @property
     def mean_tokens(self) -> float:
-        """Mean tokens of a response."""
+        """Return mean tokens per response."""
         return statistics.mean(update.tokens for update in self.updates)
 
     @property
     def peak_bytes(self) -> int:
-        """Of the largest process."""
+        """Return the peak memory of the largest process."""
         return max(update.peak_bytes for update in self.updates)

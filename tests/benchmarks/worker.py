@@ -1,6 +1,6 @@
-"""What both measuring processes share: the pace, the clock, and the line of JSON an update gives.
+"""Parts of both measuring processes: pace, clock, and a line of JSON per update.
 
-The environment of TRL imports this too: it needs transformers and torch alone.
+TRL's environment imports this file, so it needs torch and transformers alone.
 """
 
 import json
@@ -26,19 +26,19 @@ from tests.benchmarks.tasks import READY, Task, Update
 
 
 def own_stdout() -> TextIO:
-    """Where the parent listens. Whatever else is printed goes to stderr from now on."""
+    """Return the channel to the parent; redirect everything printed later to stderr."""
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return channel
 
 
 def resident_bytes() -> int:
-    """Memory of this process now."""
+    """Return the resident memory of this process."""
     return psutil.Process().memory_info().rss
 
 
 def peak_bytes(device: str) -> int:
-    """Most memory of this process so far: resident, or allocated on the GPU.
+    """Return the peak memory of this process: resident, or allocated on the GPU.
 
     Not `ru_maxrss`, which a process inherits from the one that started it.
     """
@@ -50,20 +50,20 @@ def peak_bytes(device: str) -> int:
 
 
 def load(task: Task, part: str) -> PreTrainedModel:
-    """The policy (also the reference), critic or reward model, in fp32."""
+    """Load the policy (also the reference), critic or reward model, in fp32."""
     kind = AutoModelForCausalLM if part == "policy" else AutoModelForSequenceClassification
     return kind.from_pretrained(f"{task.models}/{part}", dtype=torch.float32).to(task.device)
 
 
 def load_tokenizer(task: Task) -> PreTrainedTokenizerBase:
-    """The tokenizer of all parts."""
+    """Load the tokenizer of all models."""
     return AutoTokenizer.from_pretrained(f"{task.models}/tokenizer")
 
 
 class Pace(TrainerCallback):
-    """Runs an update when a line comes on stdin, and answers with a line about it.
+    """Runs an update for each line on stdin, and prints a line with its measurements.
 
-    Both trainers log once an update, at its end. So two processes take turns, update by update.
+    Both trainers log once at the end of an update, so two processes alternate by update.
     """
 
     def __init__(self, task: Task, channel: TextIO, imports_bytes: int) -> None:
@@ -89,11 +89,11 @@ class Pace(TrainerCallback):
             imports_bytes=self.imports_bytes,
         )
         print(json.dumps(asdict(update)), file=self.channel, flush=True)
-        # After the last one too: a process that ends would disturb the turn of another.
+        # After the last update too: a process that exits would disturb the other's update.
         self._await_turn()
 
     def now(self) -> float:
-        """Seconds, when all that was begun on a GPU is done."""
+        """Return the clock in seconds, after pending GPU work."""
         if self.task.device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -105,7 +105,7 @@ class Pace(TrainerCallback):
 
 
 def begin() -> Pace:
-    """Read the task from the command line and set the machine up as it says."""
+    """Read the task from the command line, and set threads and precision."""
     imports_bytes = resident_bytes()
     channel = own_stdout()
     task = Task.from_json(sys.argv[1])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ppo_core.distributed.large_imports import large_imports
+from ppo_core.distributed.process import large_imports
 from tests.benchmarks.flow_overhead import FlowOverhead, flow_table
 from tests.helpers.paths import ROOT
 

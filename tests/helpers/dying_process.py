@@ -1,9 +1,9 @@
-"""`python -m ppo_core` as it is, which dies by SIGKILL at a moment that is chosen beforehand.
+"""`python -m ppo_core`, killed by SIGKILL at a moment that is chosen beforehand.
 
 The moment is an event of Python's profiler inside a phase, a call or a return in the code of
-ppo_core: "the 812th event of the update". The same run has the same events each time, so a moment
-can be come back to. A process that lives on leaves the numbers of its events. What the run
-imports later is imported here, as the profiler would slow it down.
+ppo_core: "the 812th event of the update". A run has the same events each time, so a moment can be
+reproduced. A process that is not killed saves its numbers of events. Modules that the run imports
+later are imported here, since the profiler would slow their import down.
 """
 
 import json
@@ -33,13 +33,13 @@ PHASES = {
     ("checkpointer.py", "save"): "save",
     ("files.py", "save_checkpoint"): "save",
 }
-"""The phase that lasts as long as a function of a file of ppo_core."""
+"""The phase that a function in a file of ppo_core begins and ends."""
 
 NAMES = {name for _, name in PHASES}
 
 
 class Profiler:
-    """Counts the events of each phase, in whatever thread it runs, and dies at one of them."""
+    """Counts the events of each phase, in any thread, and calls `die` at one of them."""
 
     def __init__(self, last: tuple[str, int] | None, die: Callable[[], None]) -> None:
         self.counts: Counter[str] = Counter()
@@ -66,10 +66,10 @@ class Profiler:
 
 
 def die(*, everyone: bool, delay: float) -> None:
-    """Kill this process `delay` seconds from now, and with `everyone` the others of the job."""
+    """Kill this process after `delay` seconds; with `everyone`, all processes of the job."""
     doomed = psutil.Process().parent().children() if everyone else [psutil.Process()]
     if delay and os.fork():
-        return  # the child kills, wherever this process is by then
+        return  # the child kills this process, whatever it is doing then
     time.sleep(delay)
     for process in doomed:
         if process.pid != os.getpid():

@@ -1,4 +1,4 @@
-"""What torchrun does with two processes, forked from one that has imported everything.
+"""Two processes as torchrun runs them, forked from one that has imported everything.
 
     python -m tests.helpers.forked_job '[PLAN, PLAN, ...]' FLAGS
 
@@ -13,15 +13,15 @@ import socket
 import sys
 import time
 
-from ppo_core.distributed.processes import PARENT
-from tests import dying_process
+from ppo_core.distributed.process import PARENT
+from tests.helpers import dying_process
 
 PATIENCE = 20.0
-"""Seconds for the other process to end by itself after SIGTERM."""
+"""Seconds that the other process has to end after SIGTERM."""
 
 
 def run_job(plan: str) -> list[int]:
-    """The exit codes of the processes, below 0 for signals."""
+    """Return the exit codes of the processes; negative ones are signals."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -48,7 +48,7 @@ def run_job(plan: str) -> list[int]:
 
 
 def fork(rank: int) -> int:
-    """Start a process, which does not return from here; its id in the one that started it."""
+    """Fork a process, which never returns from here; return its id in the parent."""
     if pid := os.fork():
         return pid
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}

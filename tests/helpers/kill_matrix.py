@@ -1,4 +1,4 @@
-"""Runs of two processes that are killed and resumed, and what is left of them in the end."""
+"""Runs of two processes that are killed and resumed, and their results."""
 
 import hashlib
 import json
@@ -27,27 +27,27 @@ FLAGS = f"""
     --save_steps 1 --save_total_limit 2 --num_sample_generations 0 --disable_tqdm true
     --resume_from_checkpoint latest
 """.split()
-"""Much that has to go on after a death: rate, coefficient, moments of scores, running mean."""
+"""Settings with much state to restore: schedule, KL coefficient, score moments, mean weights."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When which process of a run dies."""
+    """The moment at which a process of a run is killed."""
 
     phase: str
     event: int
-    """The how manyth event of the phase in this process, from 1."""
+    """Number of the event of the phase in this process, from 1."""
 
     rank: int
     everyone: bool
-    """Whether the other process dies with it, as when a machine is lost."""
+    """Whether the other process is killed too, as when a machine is lost."""
 
     delay: float
     """Seconds from the event to the kill; 0 kills between two calls."""
 
 
 class Matrix:
-    """A run to kill, with the models and prompts that it takes, in a folder."""
+    """A run to kill, with its models and prompts in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class Matrix:
         (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     def run(self, output: Path, moments: Sequence[Moment | None], *flags: str) -> str:
-        """Go on with the run in `output` to each moment, None being its end.
+        """Resume the run in `output` up to each moment; None is its end.
 
         Returns what it said on stderr. torchrun's part is played by `forked_job`.
         """
@@ -75,7 +75,7 @@ class Matrix:
         return job.stderr
 
     def run_under_torchrun(self, output: Path, moments: Sequence[Moment | None]) -> str:
-        """`run` as a user starts it: everything is imported anew after each death."""
+        """Run as a user does: each attempt starts new processes, which import everything."""
         said = ""
         for moment in moments:
             plan_here = {"DYING_PLAN": json.dumps(plan(output, moment))}
@@ -115,17 +115,17 @@ class Matrix:
 
 
 def plan(output: Path, moment: Moment | None) -> dict[str, Any]:
-    """What a dying process is told."""
+    """Return the plan for `dying_process`."""
     return {"moment": moment and asdict(moment), "counts": str(counts_folder(output))}
 
 
 def counts_folder(output: Path) -> Path:
-    """Where the processes of a run leave the numbers of their events."""
+    """Return the folder in which processes save their numbers of events."""
     return output.with_suffix(".counts")
 
 
 def read_counts(output: Path) -> list[dict[str, int]]:
-    """The events of each phase in a run that was not killed, for each process."""
+    """Return each process's number of events per phase in a run that was not killed."""
     return [json.loads((counts_folder(output) / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -136,7 +136,7 @@ def choose_moment(
     *,
     between: tuple[float, float] = (0.0, 0.99),
 ) -> Moment:
-    """A moment in this part of all that a run does in a phase."""
+    """Choose a random moment in this share of a phase's events."""
     rank = chance.randrange(2)
     return Moment(
         phase=phase,
@@ -148,7 +148,7 @@ def choose_moment(
 
 
 def left_behind(output: Path) -> dict[str, Any]:
-    """What a run has come to: a digest of each file and the metrics, without durations."""
+    """Return the result of a run: a digest of each file, and the metrics without durations."""
     last = output / f"checkpoint-{UPDATES}"
     files = [path for folder in (output, last) for path in folder.iterdir() if path.is_file()]
     digests: dict[str, Any] = {
@@ -165,7 +165,7 @@ def left_behind(output: Path) -> dict[str, Any]:
 
 
 def without_durations(value: Any) -> Any:
-    """JSON without what takes its value from a clock."""
+    """Return JSON without the entries that a clock determines."""
     if isinstance(value, list):
         return [without_durations(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What `test_recovery` runs in several processes: a run that others began, and that others end.
+"""The job of `test_recovery` in several processes: resume a run of one process, and save for one.
 
 The checkpoints are written while the processes go on talking to each other about the training.
 
@@ -37,7 +37,7 @@ CONFIG = dataclasses.replace(
 
 
 class Reward:
-    """The length of a response, with noise from the generators of its process or without."""
+    """The length of a response, with or without noise from the process's generators."""
 
     is_noisy = False
 
@@ -54,11 +54,11 @@ def trainer_of(folder: Path, sharding: str, **changes):
 
 
 def weights_and_moments(trainer) -> dict[str, Tensor]:
-    """Whole ones; the weights in the main process alone."""
+    """Return unsharded weights, in the main process only, and moments."""
     engine, train_state = trainer.engine, trainer._train_state
     states = engine.optimizer_states(train_state.module, train_state.optimizer)
     moments = {f"{name}/{k}": v.clone() for name, state in states for k, v in state.items()}
-    return moments | (engine.whole_state_dict(train_state.module) or {})
+    return moments | (engine.full_state_dict(train_state.module) or {})
 
 
 def main(folder: Path, sharding: str) -> None:
@@ -66,7 +66,7 @@ def main(folder: Path, sharding: str) -> None:
     reward = Reward()
     trainer = trainer_of(run, sharding, reward_model=reward)
 
-    # Go on with what one process began, and leave something for one to end.
+    # Resume the run that one process began, and save a checkpoint for one process to end.
     history = trainer.train(resume_from_checkpoint=folder / "begun" / "checkpoint-1")
     result = weights_and_moments(trainer)
     if trainer.engine.is_main:
@@ -74,7 +74,7 @@ def main(folder: Path, sharding: str) -> None:
         (folder / "ended.json").write_text(json.dumps(history))
         shutil.copytree(run / "checkpoint-3", folder / "left" / "checkpoint-3")
 
-    # The same updates, without a pause and with one, each process with a noise of its own.
+    # The same updates, uninterrupted and resumed, with different noise in each process.
     reward.is_noisy = True
     ends = []
     for update in (2, 3):

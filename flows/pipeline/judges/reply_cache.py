@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipeline.inputs.atomic_write import write_atomically
 from pipeline.judges.chat_model import Reply
+from ppo_core.data.atomic_files import write_atomically
 from ppo_core.errors import JudgeError
 
 
@@ -55,8 +55,7 @@ class ReplyCache:
         """Store a reply that has a text; it is on the disk when this returns."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"text": reply.text, "tokens": reply.tokens})
-        write_atomically(path, content.encode("ascii"), durable=True)
+        write_atomically(path, json.dumps({"text": reply.text, "tokens": reply.tokens}))
 
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}.json"

@@ -13,7 +13,6 @@ from ppo_core.data.batching import length_sorted_batches
 from ppo_core.data.chat_template import encode_chat, render_chat
 from ppo_core.data.prompts import Tokens, context_length, encode_prompt, response_texts
 from ppo_core.errors import DataError, ModelError
-from ppo_core.models.kernels.prepared_products import keep_few_prepared_products
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.generate import sample_responses
@@ -42,7 +41,6 @@ class TransformersModel:
         check_chat_model(path)
         self._tokenizer = load_tokenizer(path)
         model = load_policy(path)
-        keep_few_prepared_products()
         self._policy = LanguageModel(model)
         self._context = context_length(model.config)
         self._config = config

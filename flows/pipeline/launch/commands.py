@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ppo_core
-from ppo_core.distributed.processes import ERROR_FILE, PARENT
+from ppo_core.distributed.process import ERROR_FILE, PARENT
 
 PORTS = range(20_000, 30_000)
 """Ports for the rendezvous of several machines, below the ephemeral ports of the system."""

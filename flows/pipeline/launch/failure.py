@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ppo_core import errors
 from ppo_core.distributed.interruption import EXIT_CODE
-from ppo_core.distributed.processes import ErrorReport, read_report
+from ppo_core.distributed.process import ErrorReport, read_report
 from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 
 

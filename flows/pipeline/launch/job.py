@@ -4,10 +4,10 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipeline.inputs.atomic_write import write_atomically
 from pipeline.inputs.rows import read_rows
 from pipeline.settings.settings import Settings
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.data.atomic_files import write_atomically
 
 JOB_FILE = "settings.json"
 
@@ -36,7 +36,7 @@ def write_job(
     folder.mkdir(parents=True, exist_ok=True)
     prompts = read_rows(settings.prompts, ["prompt"], ["reference"]).column("prompt")
     rows = "".join(json.dumps({"prompt": text}) + "\n" for text in prompts)
-    write_atomically(folder / "prompts.jsonl", rows.encode())
+    write_atomically(folder / "prompts.jsonl", rows)
     config = {
         **asdict(settings.ppo),
         "output_dir": str(folder),
@@ -64,5 +64,5 @@ def write_job(
         )
     path = folder / JOB_FILE
     everything = config | asdict(script) | asdict(model)
-    write_atomically(path, json.dumps(everything, indent=2).encode())
+    write_atomically(path, json.dumps(everything, indent=2))
     return path

@@ -2,14 +2,10 @@
 
 import json
 import os
-import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -31,7 +27,8 @@ from pipeline.launch.process_tree import (
     terminate,
     tree,
 )
-from ppo_core.distributed.processes import PARENT, end_with_parent
+from ppo_core.distributed.interruption import Interruption
+from ppo_core.distributed.process import PARENT, end_with_parent
 from ppo_core.errors import ProcessError
 from ppo_core.reporting.metrics_file import METRICS_FILE
 
@@ -78,13 +75,14 @@ def train(
     processes = processes or gpus() or 1
     reason = folder / f"failure-{machines.index}.json"
     reason.unlink(missing_ok=True)
-    with _sigterm_as_event() as stop_requested:
+    interruption = Interruption()
+    with interruption:
         child = subprocess.Popen(
             command(job, processes, machines), env=environment_of(processes, machines, reason)
         )
         try:
             frozen = _follow(
-                child, stop_requested, _MetricsFollower(folder / METRICS_FILE, on_metrics)
+                child, interruption, _MetricsFollower(folder / METRICS_FILE, on_metrics)
             )
         finally:
             end_tree(child.pid)
@@ -105,7 +103,7 @@ def _orphaned() -> bool:
 
 
 def _follow(
-    child: subprocess.Popen[bytes], stop_requested: threading.Event, follower: "_MetricsFollower"
+    child: subprocess.Popen[bytes], interruption: Interruption, follower: "_MetricsFollower"
 ) -> list[str]:
     """Watch a child until it ends; kill frozen processes and return their names."""
     watch, next_look, forwarded = FrozenProcesses(child.pid), 0.0, False
@@ -115,7 +113,7 @@ def _follow(
         follower.read_new_lines()
         if ended:
             return frozen
-        if stop_requested.is_set() and not forwarded:
+        if interruption.requested and not forwarded:
             _request_stop(child.pid)
             forwarded = True
         if time.monotonic() >= next_look:
@@ -160,18 +158,3 @@ class _MetricsFollower:
                 self._position += len(line)
                 metrics: dict[str, Any] = json.loads(line)
                 self._on_metrics(metrics.pop("update"), metrics)
-
-
-@contextmanager
-def _sigterm_as_event() -> Iterator[threading.Event]:
-    """Make SIGTERM set an event while the context lasts, instead of ending this process."""
-    requested = threading.Event()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        requested.set()
-
-    before = signal.signal(signal.SIGTERM, note)
-    try:
-        yield requested
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -11,7 +11,7 @@ from pipeline.registry.champion_history import Champions
 from pipeline.registry.decisions import Decision
 from pipeline.results import EvaluatedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
-from ppo_core.distributed.large_imports import large_imports
+from ppo_core.distributed.process import large_imports
 
 
 def decide_promotion(

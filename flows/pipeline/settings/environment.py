@@ -8,6 +8,8 @@ from pathlib import Path
 
 from metaflow.util import get_username
 
+from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
+
 DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
@@ -33,6 +35,7 @@ def prepare_environment() -> None:
         os.environ["PATH"] = os.pathsep.join([folder, search])
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    keep_few_compiled_matmuls()
     # No garbage collection at exit: the process frees all its memory anyway.
     atexit.register(gc.freeze)
     if get_username() is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ppo_core.distributed.large_imports import large_imports
+from ppo_core.distributed.process import large_imports
 
 if TYPE_CHECKING:
     from pipeline.stages import (  # noqa: F401 - for mypy

@@ -15,7 +15,7 @@ from pipeline.results import PreparedModel
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import cache_folder, track
 from pipeline.tracking.tracker import Tracker
-from ppo_core.distributed.large_imports import large_imports
+from ppo_core.distributed.process import large_imports
 from ppo_core.supervised.config import SupervisedConfig
 
 SUPERVISED_CODE = (

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from pipeline.inputs.atomic_write import write_atomically
+from ppo_core.data.atomic_files import write_atomically
 
 Entry = dict[str, Any]
 """One line: `kind` (metrics, tag, file, status), `run`, `time` in ms since 1970, and its values."""
@@ -89,7 +89,7 @@ class Journal:
         """Store an artifact beside the journal and add it; `artifact` is its path in MLflow."""
         path = self.folder / "files" / run / artifact
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content)
+        write_atomically(path, content, durable=False)
         self.add_file(run, path, artifact.rpartition("/")[0])
 
     def next_step(self, run: str, prefix: str) -> int:
@@ -114,7 +114,7 @@ class Journal:
 
     def mark_sent(self, position: int) -> None:
         """Record that all entries before a position were sent."""
-        write_atomically(self._sent, f"{position}\n".encode())
+        write_atomically(self._sent, f"{position}\n", durable=False)
 
     def unsent(self, limit: int | None = None) -> list[tuple[Entry, int]]:
         """Return the next entries to send, each with the position to mark once it is sent."""

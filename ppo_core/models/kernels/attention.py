@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ppo_core.models.kernels.matmul_backend import small_products
+from ppo_core.models.kernels.matmul_backend import small_matmuls
 
 MOST_PAIRS = 256 * 256
 """Queries times keys up to which all weights of a row are held at once: for longer rows the
@@ -112,7 +112,7 @@ def _mix(
     queries = (queries * scale).view(rows * keys.shape[1], -1, length, size)
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     parts, kept = [], []
-    with small_products():
+    with small_matmuls():
         for block in blocks:
             asked = queries[:, :, block.queries].flatten(1, 2)
             scores = torch.bmm(asked, keys[:, block.keys].transpose(1, 2))
@@ -150,7 +150,7 @@ class _OwnAttention(torch.autograd.Function):
         gradient = gradient.reshape(queries.shape)
         of_queries = []
         of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
-        with small_products():
+        with small_matmuls():
             for block, weights in zip(ctx.blocks, kept, strict=True):
                 asked, pulled = (
                     of[:, :, block.queries].flatten(1, 2) for of in (queries, gradient)

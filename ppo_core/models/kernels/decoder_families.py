@@ -1,7 +1,7 @@
-"""The layers of decoder families that `plain_decoder` passes through by itself.
+"""The fast path: which backbones have one, and the parts that it is computed from.
 
-Each part stays the module of transformers that it is, with its weights, adapters and settings; what
-is read here is only how a layer puts them together.
+The parts are the backbone's own modules, with their weights, adapters and settings. This file knows
+how each family of transformers puts them together.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,37 +9,46 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2Model
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXLayer, GPTNeoXModel
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
-OfHeads = tuple[Tensor, Tensor, Tensor]
+from ppo_core.models.kernels.hooks import is_hooked
+
+QueriesKeysValues = tuple[Tensor, Tensor, Tensor]
 """Queries (B, S, H, E), keys and values (B, S, G, E)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
-    """A decoder layer: attention and a network, each behind a norm, added to what comes in."""
+class DecoderLayer:
+    """Attention and an MLP, each after its norm, added to the residual stream."""
 
     attention_norm: nn.Module
-    project: Callable[[Tensor], OfHeads]
+    project: Callable[[Tensor], QueriesKeysValues]
     """Normed states (B, S, D) to queries, keys and values."""
 
     output: nn.Module
-    """Weighted values (..., H * E) to what attention adds (..., D)."""
+    """Output projection of attention: (..., H * E) to (..., D)."""
 
     mlp_norm: nn.Module
     mlp: nn.Module
     scale: float
-    """Of the products of queries and keys."""
+    """Factor of the scores `queries @ keys.T`."""
 
     is_parallel: bool = False
-    """Whether the network reads what came in, and not what attention made of it."""
+    """Whether the MLP reads the layer's input in the place of the attention's output."""
 
-    def finish(self, states: Tensor, mixed: Tensor) -> Tensor:
-        """States (..., D) behind the layer, for the weighted values (..., H * E) of attention."""
-        attended = self.output(mixed)
+    def finish(self, states: Tensor, attention_output: Tensor) -> Tensor:
+        """Return the layer's output (..., D).
+
+        states (..., D) are its input, attention_output (..., H * E) the weighted values of all
+        heads before the output projection.
+        """
+        attended = self.output(attention_output)
         if self.is_parallel:
             return self.mlp(self.mlp_norm(states)) + attended + states
         states = attended + states
@@ -47,70 +56,81 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layers:
-    """A backbone in its parts."""
+class DecoderLayers:
+    """The parts of a decoder-only backbone."""
 
-    tokens: nn.Module
-    """Token ids to their embeddings."""
+    token_embedding: nn.Module
+    """Token ids (B, S) to embeddings (B, S, D)."""
 
-    places: nn.Module | None = None
-    """Places to embeddings of them, added to those of the tokens."""
+    position_embedding: nn.Module | None = None
+    """Positions (B or 1, S) to embeddings that are added to the tokens'; None with rotary."""
 
     rotary: nn.Module | None = None
-    """States and places to cosine and sine (B, S, R) each."""
+    """States and positions to cosine and sine (B or 1, S, R) of the rotary angles."""
 
-    layers: Sequence[Layer]
+    layers: Sequence[DecoderLayer]
     norm: nn.Module
 
 
-def plain_layers(backbone: nn.Module) -> Layers | None:
-    """The parts of a backbone as it is now, or None if it must be called as a whole.
+def fast_path(backbone: nn.Module) -> DecoderLayers | None:
+    """Return the parts of a backbone that has the fast path now, or None.
 
-    That is so for a family or a variant that is not known here; in training mode, which has
-    dropout and recomputed activations; for weights in half precision, where another order of sums
-    makes other tokens than whoever serves the model will see; and where something hangs on a
-    forward pass that would be left out, as FSDP2 and ZeRO-3 do to fetch the weights of a layer.
+    Where None is returned, call the backbone's own forward:
+
+    - the family, or this variant of it, is not known here;
+    - the backbone is in training mode, with dropout and recomputed activations;
+    - its weights are in half precision, where another order of summation changes which tokens
+      are sampled, compared with the library that will serve the model;
+    - its attention is not transformers' default: another `attn_implementation` was chosen, or
+      a function was registered in the place of the default;
+    - a module inside has a hook or a replaced `forward`, as FSDP2 and ZeRO-3 use them to gather
+      the weights of a layer.
     """
     family = _FAMILIES.get(type(backbone))
     if family is None or backbone.training or next(backbone.parameters()).dtype.itemsize < 4:
         return None
-    blocks, attention = family.blocks, family.attention
-    passed_by = [backbone]
-    for block in getattr(backbone, blocks):
-        passed_by += [block, getattr(block, attention)]
-    if any(_is_changed(module, type(backbone)) for module in passed_by):
+    if not _has_default_attention(backbone) or any(map(is_hooked, backbone.modules())):
+        return None
+    blocks = list(getattr(backbone, family.blocks))
+    replaced = [backbone, *blocks, *(getattr(block, family.attention) for block in blocks)]
+    if not all(_is_of_family(module, type(backbone)) for module in replaced):
         return None
     return family.read(backbone)
 
 
-def _is_changed(module: nn.Module, family: type[nn.Module]) -> bool:
-    """Whether a call of the module does anything but what the family's own forward does."""
-    return bool(
-        type(module).__module__ != family.__module__
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or "forward" in vars(module)
+def _has_default_attention(backbone: Any) -> bool:
+    # transformers records the default and an explicit "sdpa" alike.
+    return (
+        backbone.config._attn_implementation == "sdpa"
+        and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+        and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
     )
 
 
-def _gpt_neox(backbone: Any) -> Layers:
-    return Layers(
-        tokens=backbone.embed_in,
+def _is_of_family(module: nn.Module, family: type[nn.Module]) -> bool:
+    """Whether class and `forward` of a module, which the fast path does not call, are known."""
+    cls = type(module)
+    return cls.__module__ == cls.forward.__module__ == family.__module__
+
+
+def _gpt_neox(backbone: Any) -> DecoderLayers:
+    return DecoderLayers(
+        token_embedding=backbone.embed_in,
         rotary=backbone.rotary_emb,
         layers=[_gpt_neox_layer(layer) for layer in backbone.layers],
         norm=backbone.final_layer_norm,
     )
 
 
-def _gpt_neox_layer(layer: GPTNeoXLayer) -> Layer:
+def _gpt_neox_layer(layer: GPTNeoXLayer) -> DecoderLayer:
     attention = layer.attention
     size = attention.head_size
 
-    def project(normed: Tensor) -> OfHeads:
-        joined = attention.query_key_value(normed)
-        return joined.view(*normed.shape[:2], -1, 3, size).unbind(3)
+    def project(normed: Tensor) -> QueriesKeysValues:
+        fused = attention.query_key_value(normed)
+        return fused.view(*normed.shape[:2], -1, 3, size).unbind(3)
 
-    return Layer(
+    return DecoderLayer(
         attention_norm=layer.input_layernorm,
         project=project,
         output=attention.dense,
@@ -121,23 +141,23 @@ def _gpt_neox_layer(layer: GPTNeoXLayer) -> Layer:
     )
 
 
-def _llama(backbone: Any) -> Layers | None:
-    """Llama, and Qwen2 where no layer looks back over a part of its row alone."""
+def _llama(backbone: Any) -> DecoderLayers | None:
+    """Return the parts of Llama, or of Qwen2 without sliding-window attention."""
     kinds = getattr(backbone.config, "layer_types", None) or ["full_attention"]
     if set(kinds) != {"full_attention"}:
         return None
-    return Layers(
-        tokens=backbone.embed_tokens,
+    return DecoderLayers(
+        token_embedding=backbone.embed_tokens,
         rotary=backbone.rotary_emb,
         layers=[_llama_layer(layer) for layer in backbone.layers],
         norm=backbone.norm,
     )
 
 
-def _llama_layer(layer: Any) -> Layer:
+def _llama_layer(layer: Any) -> DecoderLayer:
     attention = layer.self_attn
 
-    def project(normed: Tensor) -> OfHeads:
+    def project(normed: Tensor) -> QueriesKeysValues:
         shape = *normed.shape[:2], -1, attention.head_dim
         return (
             attention.q_proj(normed).view(shape),
@@ -145,7 +165,7 @@ def _llama_layer(layer: Any) -> Layer:
             attention.v_proj(normed).view(shape),
         )
 
-    return Layer(
+    return DecoderLayer(
         attention_norm=layer.input_layernorm,
         project=project,
         output=attention.o_proj,
@@ -155,26 +175,26 @@ def _llama_layer(layer: Any) -> Layer:
     )
 
 
-def _gpt2(backbone: Any) -> Layers | None:
+def _gpt2(backbone: Any) -> DecoderLayers | None:
     if backbone.config.add_cross_attention:
         return None
-    return Layers(
-        tokens=backbone.wte,
-        places=backbone.wpe,
+    return DecoderLayers(
+        token_embedding=backbone.wte,
+        position_embedding=backbone.wpe,
         layers=[_gpt2_layer(block) for block in backbone.h],
         norm=backbone.ln_f,
     )
 
 
-def _gpt2_layer(block: GPT2Block) -> Layer:
+def _gpt2_layer(block: GPT2Block) -> DecoderLayer:
     attention = block.attn
 
-    def project(normed: Tensor) -> OfHeads:
-        joined = attention.c_attn(normed)
+    def project(normed: Tensor) -> QueriesKeysValues:
+        fused = attention.c_attn(normed)
         shape = *normed.shape[:2], 3, -1, attention.head_dim
-        return joined.view(shape).unbind(2)
+        return fused.view(shape).unbind(2)
 
-    return Layer(
+    return DecoderLayer(
         attention_norm=block.ln_1,
         project=project,
         output=attention.c_proj,
@@ -186,12 +206,12 @@ def _gpt2_layer(block: GPT2Block) -> Layer:
 
 class _Family(NamedTuple):
     blocks: str
-    """Where a backbone has its layers."""
+    """Attribute of a backbone that holds its layers."""
 
     attention: str
-    """Where a layer has its attention."""
+    """Attribute of a layer that holds its attention."""
 
-    read: Callable[[Any], Layers | None]
+    read: Callable[[Any], DecoderLayers | None]
 
 
 _FAMILIES: dict[type[nn.Module], _Family] = {

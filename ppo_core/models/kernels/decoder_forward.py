@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ppo_core.models.kernels.attention import attend, causal_mask
-from ppo_core.models.kernels.decoder_families import Layer, Layers
+from ppo_core.models.kernels.decoder_families import DecoderLayer, DecoderLayers
 from ppo_core.models.kernels.rotary import Turn, by_head
 
 
-def states_at(parts: Layers, ids: Tensor, row: Tensor, place: Tensor) -> Tensor:
+def states_at(parts: DecoderLayers, ids: Tensor, row: Tensor, place: Tensor) -> Tensor:
     """States (N, D) at chosen places of token ids (B, S), filled up on the right.
 
     `row` and `place` (N,) say where, row by row.
@@ -27,7 +27,7 @@ def states_at(parts: Layers, ids: Tensor, row: Tensor, place: Tensor) -> Tensor:
 class Reading:
     """Rows of tokens on their way through the layers."""
 
-    def __init__(self, parts: Layers, ids: Tensor) -> None:
+    def __init__(self, parts: DecoderLayers, ids: Tensor) -> None:
         """Take token ids (B, S), filled up on the right."""
         self._parts = parts
         places = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -35,12 +35,14 @@ class Reading:
         self._states = embed(parts, ids, places)
         self._turn = turn_of(parts, self._states, places)
 
-    def heads(self, layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, layer: DecoderLayer) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, S, H, E), keys and values (B, G, S, E) of all places."""
         queries, keys, values = layer.project(layer.attention_norm(self._states))
         return queries, by_head(keys, self._turn), by_head(values, None)
 
-    def pass_through(self, layer: Layer, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    def pass_through(
+        self, layer: DecoderLayer, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
         """Bring the states of all places behind a layer."""
         turned = by_head(queries, self._turn)
         mixed = attend(turned, keys, values, self._mask, layer.scale, is_causal=True)
@@ -48,7 +50,7 @@ class Reading:
 
     def finish(
         self,
-        layer: Layer,
+        layer: DecoderLayer,
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -74,13 +76,13 @@ def _by_row(row: Tensor, place: Tensor, num_rows: int) -> tuple[Tensor, Tensor, 
     return rows, places, nth
 
 
-def embed(parts: Layers, ids: Tensor, places: Tensor) -> Tensor:
+def embed(parts: DecoderLayers, ids: Tensor, places: Tensor) -> Tensor:
     """Embeddings (B, S, D) of token ids (B, S) at places (B or 1, S)."""
-    states: Tensor = parts.tokens(ids)
-    return states if parts.places is None else states + parts.places(places)
+    states: Tensor = parts.token_embedding(ids)
+    return states if parts.position_embedding is None else states + parts.position_embedding(places)
 
 
-def turn_of(parts: Layers, states: Tensor, places: Tensor) -> Turn | None:
+def turn_of(parts: DecoderLayers, states: Tensor, places: Tensor) -> Turn | None:
     """How heads are turned at places (B or 1, S); None where embeddings say the place."""
     if parts.rotary is None:
         return None

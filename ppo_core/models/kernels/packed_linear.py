@@ -1,9 +1,7 @@
-"""Matrices laid out for products with few rows, as decoding has them.
+"""Linear layers with weights packed by oneDNN, for the small batches of decoding.
 
-A product with 32 rows takes about as long as its matrix takes to be read. Laid out by oneDNN in the
-order in which it is read, a head of 256 x 50,304 took 5.8 ms on two cores of a Zen 4, as it lies in
-memory 8.7 by oneDNN and 14.8 by MKL; a layer's 512 x 1,376 took 0.29 and not 0.50. Products with
-the 2,048 rows of prompts gain a quarter.
+A matmul with few rows takes about as long as reading its matrix from memory. oneDNN's packed layout
+stores the matrix in the order in which it is read.
 """
 
 import copy
@@ -13,31 +11,33 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-SMALLEST = 2**16
-"""Numbers of a matrix from which on it is laid out anew; with fewer nothing is gained."""
+from ppo_core.models.kernels.hooks import is_hooked
 
-MOST_NUMBERS = 2**28
-"""Numbers of the matrices of a module, 1 GiB, up to which there is memory for them twice."""
+MIN_NUMEL = 2**16
+"""Elements of a matrix that is worth packing."""
 
-FEWEST_PASSES = 8
-"""Passes from which on it pays: to lay out 42 million weights took 70 ms, as long as a pass."""
+MAX_NUMEL = 2**28
+"""Elements of all matrices of a module: 1 GiB in fp32, which memory must hold twice."""
+
+MIN_PASSES = 8
+"""Passes that are worth the packing: it takes about as long as one pass."""
 
 
 def packed(module: nn.Module, rows: int, passes: int) -> nn.Module:
-    """The module, its large matrices laid out for so many passes of up to so many rows.
+    """Return a module with packed weights for `passes` passes of up to `rows` rows.
 
-    What comes back shares all else with the module, records no gradient, and is of use for as long
-    as the weights stay as they are. Where nothing is gained, on other devices than a CPU
-    among others, it is the module itself.
+    The copy shares everything else with the module, records no gradient, and is valid until the
+    weights change. Where packing gains nothing, or on another device than the CPU, the module
+    itself is returned.
     """
-    if passes < FEWEST_PASSES or _numbers(module) > MOST_NUMBERS:
+    if passes < MIN_PASSES or _packable_numel(module) > MAX_NUMEL:
         return module
     return _packed(module, rows)
 
 
 def _packed(module: nn.Module, rows: int) -> nn.Module:
     if _can_be_packed(module):
-        return _Packed(cast(nn.Linear | Conv1D, module), rows)
+        return _PackedLinear(cast(nn.Linear | Conv1D, module), rows)
     children = {name: _packed(child, rows) for name, child in _children(module).items()}
     if all(child is module._modules[name] for name, child in children.items()):
         return module
@@ -47,34 +47,31 @@ def _packed(module: nn.Module, rows: int) -> nn.Module:
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Those whose weights are what they multiply by.
-
-    An adapter may change the weights of the layer that it is around, so there are none inside it.
-    """
+    """Return the children; none for an adapter, which may change the weights of its layer."""
     is_known = type(module).__module__.startswith(("torch.nn.", "transformers."))
     return dict(module.named_children()) if is_known else {}
 
 
-def _numbers(module: nn.Module) -> int:
+def _packable_numel(module: nn.Module) -> int:
     if _can_be_packed(module):
         return cast(nn.Linear, module).weight.numel()
-    return sum(map(_numbers, _children(module).values()))
+    return sum(map(_packable_numel, _children(module).values()))
 
 
 def _can_be_packed(module: nn.Module) -> bool:
     return (
-        _has_library()
+        _onednn_supports_precision()
         and type(module) in (nn.Linear, Conv1D)
         and type(module.weight) is nn.Parameter
         and module.weight.device.type == "cpu"
         and module.weight.dtype == torch.float32
-        and module.weight.numel() >= SMALLEST
-        and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+        and module.weight.numel() >= MIN_NUMEL
+        and not is_hooked(module)
     )
 
 
-def _has_library() -> bool:
-    """Whether oneDNN multiplies here in the precision of the moment."""
+def _onednn_supports_precision() -> bool:
+    """Return whether oneDNN multiplies here in fp32, or in autocast's precision inside it."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
     if not torch.is_autocast_enabled("cpu"):
@@ -83,21 +80,21 @@ def _has_library() -> bool:
     return is_bf16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-class _Packed(nn.Module):
-    """A linear map, in the precision that it has where this is made."""
+class _PackedLinear(nn.Module):
+    """A linear layer in the precision of autocast at its construction, fp32 without autocast."""
 
     def __init__(self, module: nn.Linear | Conv1D, rows: int) -> None:
         super().__init__()
         matrix = module.weight.detach()
         if isinstance(module, Conv1D):
             matrix = matrix.T.contiguous()
-        in_half = torch.is_autocast_enabled("cpu")
-        self._dtype = torch.get_autocast_dtype("cpu") if in_half else matrix.dtype
+        is_autocast = torch.is_autocast_enabled("cpu")
+        self._dtype = torch.get_autocast_dtype("cpu") if is_autocast else matrix.dtype
         self._matrix = torch.ops.mkldnn._reorder_linear_weight(matrix.to(self._dtype), rows)
         self._bias = None if module.bias is None else module.bias.detach().to(self._dtype)
 
     def forward(self, states: Tensor) -> Tensor:
-        """States (..., D) times the matrix."""
+        """Return the layer's output for states (..., D)."""
         flat = states.to(self._dtype).flatten(0, -2)
-        made = torch.ops.mkldnn._linear_pointwise(flat, self._matrix, self._bias, "none", [], "")
-        return made.view(*states.shape[:-1], made.shape[-1])
+        output = torch.ops.mkldnn._linear_pointwise(flat, self._matrix, self._bias, "none", [], "")
+        return output.view(*states.shape[:-1], output.shape[-1])

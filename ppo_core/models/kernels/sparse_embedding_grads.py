@@ -1,8 +1,7 @@
-"""Gradients of embeddings that hold the rows of the tokens alone that were read.
+"""Sparse gradients of embeddings: only the rows of the tokens in a microbatch.
 
-A microbatch reads a few hundred of the rows of an embedding, and PyTorch would give it a gradient
-of all of them, mostly zeros, and add that to the one of the microbatch before: at 50,304 rows of
-256 numbers 51 MiB each.
+A dense gradient has a row for every token of the vocabulary, mostly zeros, and each microbatch
+would add all of them to the sum so far.
 """
 
 from collections.abc import Iterator
@@ -12,10 +11,11 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def gradients_of_read_rows(module: nn.Module) -> Iterator[None]:
-    """Inside, backward passes give the embeddings of a module sparse gradients.
+def sparse_embedding_grads(module: nn.Module) -> Iterator[None]:
+    """Give the embeddings of a module sparse gradients in backward passes inside.
 
-    At the end they are dense, as optimizers want them; before, where they have more rows than that.
+    On exit the gradients are dense, as optimizers need them. Inside, a gradient becomes dense once
+    it has more rows than the embedding.
     """
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
     embeddings = [embedding for embedding in embeddings if _can_be_sparse(embedding)]
@@ -33,13 +33,13 @@ def gradients_of_read_rows(module: nn.Module) -> Iterator[None]:
 
 
 def _can_be_sparse(embedding: nn.Embedding) -> bool:
-    # Adapters read the flag of the frozen embedding that they are on, and cannot do with it.
+    # A frozen embedding may carry an adapter, which reads the flag and fails with sparse gradients.
     is_plain = not embedding.sparse and not embedding.scale_grad_by_freq
     return is_plain and embedding.weight.requires_grad
 
 
 def _keep_small(weight: Tensor) -> None:
-    """A sum of sparse gradients has the rows of all of them."""
+    # Adding sparse gradients appends their rows.
     if weight.grad is not None and weight.grad.is_sparse and weight.grad._nnz() > len(weight):
         _make_dense(weight)
 

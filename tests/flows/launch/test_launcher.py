@@ -20,7 +20,7 @@ from pipeline.launch.commands import THIS_MACHINE, Machines, command, environmen
 from pipeline.launch.failure import Ended, as_error
 from pipeline.launch.launcher import train
 from pipeline.launch.process_tree import FrozenProcesses, take_over
-from ppo_core.distributed.processes import ErrorReport
+from ppo_core.distributed.process import ErrorReport
 from ppo_core.distributed.torchrun import Failure, first_failure
 from ppo_core.errors import ConfigError, ProcessError, RunInterruptedError
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
@@ -315,7 +315,7 @@ def test_the_traceback_of_the_process_that_failed_first_is_on_top(tmp_path: Path
     package.mkdir(parents=True)
     (package / "__main__.py").write_text(
         "import os, pathlib, sys, time\n"
-        "from ppo_core.distributed.processes import end_with_parent, reported_errors\n"
+        "from ppo_core.distributed.process import end_with_parent, reported_errors\n"
         "end_with_parent()\n"
         "reason = pathlib.Path(sys.argv[1]).parent / 'reason'\n"
         "if os.environ['RANK'] == '1':\n"

@@ -1,4 +1,4 @@
-"""Checkpoints: exact to the bit, whole or not there, and never trusted unverified."""
+"""Checkpoints: exact bit for bit, complete or absent, and verified before use."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ from ppo_core.checkpointing.optimizer_options import (
     check_optimizer_fits,
     optimizer_options,
     restore_options,
-    set_course,
+    set_schedule_step,
 )
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
@@ -78,7 +78,7 @@ def two_groups():
     return optimizer
 
 
-# --- What goes in comes out ----------------------------------------------------
+# --- Round trip ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def two_groups():
     ],
     ids=["0-d", "bf16", "integer", "empty", "bool", "transposed"],
 )
-def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path, value):
+def test_every_kind_of_tensor_is_restored_bit_for_bit(tmp_path, value):
     folder = save(tmp_path, 1, groups={"g": {"x": value}})
     read = read_checkpoint(folder).tensors("g")["x"]
     assert read.dtype == value.dtype and read.shape == value.shape
@@ -101,7 +101,7 @@ def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path, value):
     assert torch.equal(flat, expected)
 
 
-def test_tied_weights_come_back_under_both_names(tmp_path):
+def test_tied_weights_are_restored_under_both_names(tmp_path):
     weight = torch.randn(3)
     folder = save(tmp_path, 1, groups={"critic": {"a": weight, "b": weight, "part": weight[1:]}})
     read = read_checkpoint(folder).tensors("critic")
@@ -109,7 +109,7 @@ def test_tied_weights_come_back_under_both_names(tmp_path):
     assert torch.equal(read["part"], weight[1:])
 
 
-def test_groups_and_plain_state_come_back(tmp_path):
+def test_groups_and_json_state_are_restored(tmp_path):
     checkpoint = read_checkpoint(save(tmp_path, 12, value=3.0))
     assert checkpoint.state == {"step": 12, "episodes": 96}
     assert checkpoint.tensors("critic")["weight"].tolist() == [3.0] * 3
@@ -122,7 +122,7 @@ def test_a_group_that_several_processes_wrote_is_one(tmp_path):
     assert dict(checkpoint.tensors("optimizer")) == {"a": tensor(0), "b": tensor(1)}
 
 
-# --- Whole, or not there -------------------------------------------------------
+# --- Complete or absent -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_the_latest_is_the_highest_number_not_the_last_name(tmp_path):
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-100"
 
 
-def test_an_unfinished_folder_is_passed_over(tmp_path):
+def test_an_unfinished_folder_is_skipped(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-final").mkdir()
@@ -391,7 +391,7 @@ def test_a_folder_without_checkpoints_has_no_latest(tmp_path):
     ("keep", "kept"),
     [(2, [9, 10]), (3, [2, 9, 10]), (5, [2, 9, 10]), (None, [2, 9, 10])],
 )
-def test_the_oldest_checkpoints_go_first(tmp_path, keep, kept):
+def test_the_oldest_checkpoints_are_removed_first(tmp_path, keep, kept):
     for step in (2, 9):
         save(tmp_path, step)
     (tmp_path / "checkpoint-1").mkdir()
@@ -399,7 +399,7 @@ def test_the_oldest_checkpoints_go_first(tmp_path, keep, kept):
     assert names(tmp_path) == sorted(f"checkpoint-{step}" for step in [1, *kept])
 
 
-def test_what_a_run_was_resumed_from_before_is_set_aside_and_not_gone_on_from_again(tmp_path):
+def test_checkpoints_later_than_the_resumed_one_are_renamed_and_never_resumed_from(tmp_path):
     for step in (1, 2, 8, 9):
         save(tmp_path, step)
     save(tmp_path, 3, keep=2)
@@ -440,7 +440,7 @@ FILES = [
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove, take_that_of_another_step])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, caplog, damage, file):
+def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(tmp_path, caplog, damage, file):
     contents = [{"write_policy": lambda f, n=n: (f / "config.json").write_text(n)} for n in "123"]
     for step, content in enumerate(contents, start=1):
         groups = {"critic": {"w": tensor(step)}, "ema": {"w": tensor(step)}}
@@ -471,7 +471,7 @@ def test_a_folder_without_checkpoints_has_no_newest(tmp_path):
 
 
 def in_threads(number: int, work) -> list:
-    """What each of some processes gives; threads stand in for them, and a barrier for gloo."""
+    """Return each process's result; threads stand in for processes, and a barrier for gloo."""
     barrier, items = threading.Barrier(number), [None] * number
 
     def as_peer(rank: int):
@@ -512,7 +512,7 @@ def test_each_process_writes_its_own_files_and_one_manifest_vouches_for_all(tmp_
         assert "optimizer-2.safetensors' has changed" in str(error)
 
 
-def test_where_one_process_cannot_write_no_process_takes_the_checkpoint_for_written(tmp_path):
+def test_where_one_process_cannot_write_all_processes_fail(tmp_path):
     def write(peers: ProcessGroup) -> None:
         def fill_up(folder: Path) -> None:
             if peers.rank == 1:
@@ -536,7 +536,7 @@ def through_json(state):
     return json.loads(json.dumps(state))
 
 
-def test_the_options_of_an_optimizer_come_back():
+def test_the_options_of_an_optimizer_are_restored():
     saved = optimizer_of((2, 3), (4,))
     saved.param_groups[0] |= {"lr": 0.1 / 3, "initial_lr": 0.1, "betas": (0.8, 0.9)}
     fresh = optimizer_of((2, 3), (4,), steps=0)
@@ -547,8 +547,11 @@ def test_the_options_of_an_optimizer_come_back():
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (two_groups(), "it has 1 groups of parameters, here are 2"),
-        (optimizer_of((2, 3), (4,), kind=torch.optim.SGD, steps=0), "of AdamW, here is SGD"),
+        (two_groups(), "it has 1 groups of parameters, and this run has 2"),
+        (
+            optimizer_of((2, 3), (4,), kind=torch.optim.SGD, steps=0),
+            "belongs to AdamW, and this run uses SGD",
+        ),
     ],
     ids=["count", "kind"],
 )
@@ -557,7 +560,7 @@ def test_another_optimizer_is_refused(other, words):
         check_optimizer_fits(other, optimizer_options(optimizer_of((2, 3), (4,))))
 
 
-def test_a_schedule_is_set_to_where_it_would_be_after_so_many_steps():
+def test_a_schedule_is_set_to_a_step():
     schedules = []
     for _ in range(2):
         optimizer = optimizer_of((3,), steps=0)
@@ -566,7 +569,7 @@ def test_a_schedule_is_set_to_where_it_would_be_after_so_many_steps():
     for _ in range(4):
         stepped.optimizer.step(), stepped.step()
     set_there.optimizer.step()
-    set_course(set_there, 4)
+    set_schedule_step(set_there, 4)
     assert set_there.get_last_lr() == stepped.get_last_lr() == [pytest.approx(0.1 / 5)]
     stepped.step(), set_there.step()
     assert set_there.get_last_lr() == stepped.get_last_lr() == [pytest.approx(0.1 / 6)]
@@ -575,7 +578,7 @@ def test_a_schedule_is_set_to_where_it_would_be_after_so_many_steps():
 # --- Randomness ----------------------------------------------------------------
 
 
-def test_generators_go_on_where_they_were():
+def test_generators_continue_where_they_were():
     saved = {"sampling": torch.Generator().manual_seed(1), "order": torch.Generator()}
     torch.rand(5, generator=saved["sampling"])
     tensors = generator_tensors(saved)
@@ -592,11 +595,11 @@ def test_other_generators_are_refused():
         restore_generators({"order": torch.Generator()}, tensors)
 
 
-def test_the_global_generators_go_on_where_they_were():
+def test_the_global_generators_continue_where_they_were():
     def draw():
         return [random.gauss(0, 1), *np.random.randn(3), *torch.randn(3).tolist()]
 
-    # An odd number of normal draws leaves one in store in Python's and NumPy's generators.
+    # An odd number of normal draws leaves a cached one in Python's and NumPy's generators.
     draw()
     tensors, state = global_rng_state()
     expected = draw()

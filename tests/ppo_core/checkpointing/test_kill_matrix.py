@@ -1,4 +1,4 @@
-"""A run of two processes that is killed and resumed ends as if nothing had happened, to the bit."""
+"""A run of two processes that is killed and resumed ends as an undisturbed one, bit for bit."""
 
 import random
 from pathlib import Path
@@ -12,7 +12,7 @@ PHASES = ("rollout", "scoring", "update", "save")
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    """The run, and in `whole` what it comes to when nobody kills it."""
+    """The run, with the result of an undisturbed run in `whole`."""
     made = Matrix(tmp_path_factory.mktemp("matrix"))
     made.run(made.folder / "whole", [None])
     return made
@@ -26,7 +26,7 @@ def test_a_run_that_is_killed_three_times_ends_as_one_that_is_not(
 ):
     counts = read_counts(matrix.folder / "whole")
     chance = random.Random(6)
-    # Each in the middle of the second of the updates that are left.
+    # Each kill is in the middle of the second remaining update.
     second = (1.3 / UPDATES, 1.7 / UPDATES)
     moments = [
         choose_moment(counts, phase, chance, between=second)
@@ -44,10 +44,12 @@ def test_a_run_that_is_killed_three_times_ends_as_one_that_is_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_it_does_whenever_it_is_killed(matrix: Matrix, tmp_path: Path, seed: int):
+def test_a_run_killed_at_random_moments_ends_as_one_that_is_not(
+    matrix: Matrix, tmp_path: Path, seed: int
+):
     counts = read_counts(matrix.folder / "whole")
     moment = choose_moment(counts, PHASES[seed % 4], random.Random(seed))
-    # One half writes its checkpoints while it goes on with the training.
+    # Half of the runs write checkpoints while training continues.
     flags = ["--async_save=true"] if seed >= 10 else []
     output = tmp_path / "killed"
     matrix.run(output, [moment, None], *flags)

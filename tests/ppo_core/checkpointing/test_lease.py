@@ -1,4 +1,4 @@
-"""Two writers on one folder of checkpoints: the newest claim wins, the earlier is shut out."""
+"""Two writers on one folder of checkpoints: the newest claim wins, the earlier one stops."""
 
 import json
 import os
@@ -23,12 +23,12 @@ def save(output_dir: Path, step: int, lease: Lease) -> None:
     save_checkpoint(folder, part, writer=str(lease.token), held=lease.held)
 
 
-def test_claims_are_counted_and_the_folder_is_made(tmp_path):
+def test_claims_are_numbered_and_the_folder_is_created(tmp_path):
     folder = tmp_path / "new" / "run"
     assert [Lease.claim(folder).token for _ in range(3)] == [1, 2, 3]
 
 
-def test_the_last_claim_is_good_and_the_one_before_names_who_took_over(tmp_path):
+def test_the_last_claim_is_valid_and_the_previous_one_names_the_new_holder(tmp_path):
     first = Lease.claim(tmp_path)
     first.check()
     second = Lease.claim(tmp_path)
@@ -53,7 +53,7 @@ def test_a_lease_that_cannot_be_read_is_not_overwritten(tmp_path):
     assert (tmp_path / LEASE).read_text() == '{"token": 1}'
 
 
-def test_whoever_waits_for_a_frozen_writer_is_told_which(tmp_path, monkeypatch):
+def test_waiting_for_a_frozen_writer_ends_with_an_error_that_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr(lease_module, "PATIENCE", 0.1)
     lease = Lease.claim(tmp_path)
     with FileLock(tmp_path / LOCK), pytest.raises(TrainingError) as raised:
@@ -61,7 +61,7 @@ def test_whoever_waits_for_a_frozen_writer_is_told_which(tmp_path, monkeypatch):
     assert str(lease) in str(raised.value) and "End it" in str(raised.value)
 
 
-def test_a_checkpoint_of_the_writer_before_takes_no_place_and_removes_none(tmp_path):
+def test_the_previous_writer_publishes_and_removes_no_checkpoint(tmp_path):
     first, second = Lease.claim(tmp_path), Lease.claim(tmp_path)
     save(tmp_path, 4, second)
     for step in (4, 5):
@@ -90,7 +90,7 @@ except TrainingError as error:
 """
 
 
-def test_a_writer_that_was_frozen_while_another_took_over_is_shut_out(tmp_path):
+def test_a_writer_that_was_frozen_while_another_took_over_stops(tmp_path):
     frozen = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""A run that is gone on with after anything: to the bit, or not at all and with a reason."""
+"""A run resumes bit for bit after any interruption, or is refused with a reason."""
 
 import dataclasses
 import errno
@@ -37,13 +37,13 @@ from tests.ppo_core.training.test_trainer import make_trainer
 ALL_OF_IT = dataclasses.replace(
     LONG, total_episodes=32, batch_size=8, num_ppo_epochs=1, ptx_coef=0.1, kl_horizon=200
 )
-"""Settings under which everything that a checkpoint holds is used."""
+"""Settings that use everything that a checkpoint holds."""
 
 TEXTS = ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9", "w10 w11 w12", "w13 w14"]
 
 
 def noisy_length(prompts, responses):
-    """A reward that draws from every generator there is."""
+    """A reward that draws from all global random generators."""
     noise = random.random() + np.random.rand() + torch.rand(1).item()
     return [len(response) / 10 + noise for response in responses]
 
@@ -61,7 +61,7 @@ def seed_everything(seed: int) -> None:
 
 
 def outcome(trainer) -> str:
-    """A digest of weights, moments, means, the updates made and the sequence of metrics."""
+    """Return a digest of weights, moments, averaged weights, updates and metrics."""
     train_state = trainer._train_state
     state = train_state.optimizer.state
     tensors = [
@@ -86,7 +86,7 @@ def outcome(trainer) -> str:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> SimpleNamespace:
-    """One run that was not interrupted, the checkpoints of one that was, and those of none."""
+    """The checkpoints of an uninterrupted run, of a stopped one, and of one before its start."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("whole", "stopped", "fresh")}
 
     def start(name, **changes):
@@ -113,11 +113,11 @@ def resume(folder: Path, **changes):
     return trainer
 
 
-# --- Nothing that is saved is saved in vain ------------------------------------
+# --- Every saved state is needed ------------------------------------
 
 
 def vouch_for(folder: Path) -> None:
-    """Write the manifest again, as if what is in the folder had been saved."""
+    """Write a manifest for the present content of the folder."""
     files = {
         path.name: {
             "bytes": path.stat().st_size,
@@ -198,6 +198,28 @@ def test_each_saved_state_is_needed(left_out, runs, tmp_path):
     assert outcome(resume(tmp_path)) != runs.outcome
 
 
+def as_an_earlier_version_wrote(folder: Path) -> None:
+    """Rename the critic's backbone in a checkpoint as it was named before: critic.backbone.*."""
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file(
+            {k.replace("critic.model.", "critic.backbone."): t for k, t in tensors.items()}, path
+        )
+    state = (folder / STATE).read_text()
+    assert '"critic.model.' in state
+    (folder / STATE).write_text(state.replace('"critic.model.', '"critic.backbone.'))
+    vouch_for(folder)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed_to_the_bit(runs, tmp_path):
+    shutil.copytree(runs.stopped, tmp_path, dirs_exist_ok=True)
+    as_an_earlier_version_wrote(tmp_path / "checkpoint-2")
+    assert any(
+        "critic.backbone." in n for n in load_file(tmp_path / "checkpoint-2" / "critic.safetensors")
+    )
+    assert outcome(resume(tmp_path)) == runs.outcome
+
+
 def test_nothing_in_a_checkpoint_is_a_pickle(runs):
     suffixes = {path.suffix for path in (runs.whole / "checkpoint-4").iterdir()}
     assert suffixes <= {".json", ".safetensors", ".jinja"}
@@ -216,7 +238,7 @@ def test_no_file_of_a_checkpoint_can_be_damaged_unseen(runs, tmp_path, caplog):
         flipped = bytes([content[-3] ^ 4])
         for damaged in (content[:-1], content[:-3] + flipped + content[-2:], None, other):
             if damaged == content:
-                continue  # the same in every step, as the configuration is
+                continue  # equal in every step, as the configuration is
             folder = tmp_path / f"{tried}"
             shutil.copytree(runs.whole, folder)
             if damaged is None:
@@ -229,20 +251,20 @@ def test_no_file_of_a_checkpoint_can_be_damaged_unseen(runs, tmp_path, caplog):
     assert tried >= 4 * len(files) - 6
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(runs, tmp_path, caplog):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(runs, tmp_path, caplog):
     shutil.copytree(runs.whole, tmp_path, dirs_exist_ok=True)
-    with (tmp_path / "checkpoint-4" / "critic.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"?")
+    path = tmp_path / "checkpoint-4" / "critic.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
     assert outcome(resume(tmp_path)) == runs.outcome
     first, second = caplog.messages[-2:]
     assert "critic.safetensors' has changed since it was written" in first
     assert second.startswith("Resumed from") and "checkpoint-2: 2 updates are done" in second
-    # It was written again.
+    # The damaged checkpoint was written again.
     assert read_newest(tmp_path).state["step"] == 4
 
 
-def test_a_checkpoint_that_was_named_is_not_replaced_by_another(runs, tmp_path):
+def test_a_damaged_checkpoint_that_was_named_is_refused(runs, tmp_path):
     shutil.copytree(runs.whole, tmp_path, dirs_exist_ok=True)
     (tmp_path / "checkpoint-4" / "critic.safetensors").unlink()
     with pytest.raises(TrainingError, match=r"critic\.safetensors' is missing"):
@@ -263,7 +285,7 @@ def test_every_difference_is_named_and_can_be_overruled(runs, tmp_path, caplog):
         trainer_in(tmp_path, other).train(resume_from_checkpoint=True)
     trainer = trainer_in(tmp_path, other)
     history = trainer.train(resume_from_checkpoint=True, resume_anyway=True)
-    # Half of a linear schedule is over, and it is the new one.
+    # Half of a linear schedule with the new rate has passed.
     assert [metrics["lr"] for metrics in history] == pytest.approx([2.5e-4, 1.25e-4])
     assert [text for text in caplog.messages if "Resuming anyway" in text and "cliprange" in text]
 
@@ -318,7 +340,7 @@ def test_a_run_with_an_adapter_is_resumed_to_the_bit_on_its_own_base(tmp_path):
         resume(stopped, config=config, model=make_policy(seed=7), **LORA)
 
 
-def test_a_checkpoint_comes_after_all_that_its_update_draws(tmp_path):
+def test_a_checkpoint_is_written_after_all_random_draws_of_its_update(tmp_path):
     # The samples that are shown are scored too, and this reward draws random numbers.
     config = dataclasses.replace(ALL_OF_IT, num_sample_generations=4)
     shown = {"config": config, "eval_dataset": TEXTS}
@@ -331,7 +353,7 @@ def test_a_checkpoint_comes_after_all_that_its_update_draws(tmp_path):
     assert outcome(resume(stopped, **shown)) == outcome(whole)
 
 
-def test_texts_that_the_checkpoint_knows_nothing_of_can_be_added_anyway(tmp_path):
+def test_pretraining_texts_that_the_checkpoint_lacks_can_be_added_anyway(tmp_path):
     without = dataclasses.replace(ALL_OF_IT, ptx_coef=0.0)
     stop = [StopAfter(2)]
     trainer_in(tmp_path, without, pretrain_dataset=None, callbacks=stop).train()
@@ -339,7 +361,7 @@ def test_texts_that_the_checkpoint_knows_nothing_of_can_be_added_anyway(tmp_path
     assert len(trainer.train(resume_from_checkpoint=True, resume_anyway=True)) == 2
 
 
-# --- Writing while the training goes on ----------------------------------------
+# --- Writing while training continues ----------------------------------------
 
 
 def test_checkpoints_written_in_the_background_are_the_same(runs, tmp_path):
@@ -355,7 +377,7 @@ def test_checkpoints_written_in_the_background_are_the_same(runs, tmp_path):
             assert path.read_bytes() == (ours / path.name).read_bytes(), path.name
 
 
-def test_the_training_does_not_wait_for_the_disk_but_for_the_checkpoint_before():
+def test_training_waits_for_the_previous_checkpoint_only():
     saver, may_write, written = AsyncWriter(in_background=True), threading.Event(), []
 
     def write() -> None:
@@ -371,9 +393,7 @@ def test_the_training_does_not_wait_for_the_disk_but_for_the_checkpoint_before()
     assert written == [0, 1]
 
 
-def test_what_goes_wrong_in_the_background_is_said_once_and_at_the_end_at_the_latest(
-    tmp_path, monkeypatch
-):
+def test_an_error_in_the_background_is_raised_once(tmp_path, monkeypatch):
     def fill_up(folder):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -412,19 +432,19 @@ class SaveOnce(TrainerCallback):
         control.should_save |= state.global_step == 1
 
 
-def test_a_checkpoint_that_a_callback_wants_needs_the_claim_too(tmp_path):
+def test_a_checkpoint_that_a_callback_asks_for_needs_the_lease_too(tmp_path):
     silent = dataclasses.replace(ALL_OF_IT, save_strategy="no")
     trainer_in(tmp_path, silent, callbacks=[SaveOnce()]).train()
     assert Lease.claim(tmp_path).token == 2
     assert read_newest(tmp_path).folder == tmp_path / "checkpoint-1"
 
 
-def test_two_checkpoints_are_kept_at_least():
+def test_at_least_two_checkpoints_are_kept():
     with pytest.raises(ConfigError, match=r"save_total_limit=1 would leave nothing.*at least 2"):
         dataclasses.replace(ALL_OF_IT, save_total_limit=1)
 
 
-def test_a_resumed_run_says_so(runs, tmp_path, caplog):
+def test_a_resumed_run_logs_it(runs, tmp_path, caplog):
     shutil.copytree(runs.whole, tmp_path, dirs_exist_ok=True)
     caplog.set_level(logging.WARNING)
     assert trainer_in(tmp_path).train(resume_from_checkpoint=True) == []
@@ -441,8 +461,8 @@ def test_a_resumed_run_says_so(runs, tmp_path, caplog):
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero2", "zero3", "fsdp2")),
     ],
 )
-def test_two_processes_go_on_to_the_bit_and_for_one_and_one_for_two(sharding, tmp_path):
-    # Imported here, since it imports this file.
+def test_a_run_resumes_with_another_number_of_processes(sharding, tmp_path):
+    # Imported here, because recovery_job imports this file.
     from tests.helpers.recovery_job import trainer_of, weights_and_moments
 
     whole = trainer_of(tmp_path / "whole", "none")

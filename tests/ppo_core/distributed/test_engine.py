@@ -1,4 +1,4 @@
-"""What an engine does with one process, and what it refuses; `test_sharding` has several."""
+"""The engine in one process, and what it refuses; `test_strategy` tests several processes."""
 
 import pytest
 import torch
@@ -55,9 +55,9 @@ def test_bf16_computes_in_bfloat16_and_keeps_the_weights_in_fp32():
     assert seen[-1] == torch.float32
 
 
-def test_a_whole_state_dict_is_a_copy_in_which_tied_weights_stay_tied():
+def test_a_full_state_dict_is_a_copy_in_which_tied_weights_stay_tied():
     model = make_policy("gpt2")
-    weights = Engine().whole_state_dict(model)
+    weights = Engine().full_state_dict(model)
     embeddings = weights["transformer.wte.weight"]
     assert weights["lm_head.weight"] is embeddings
     assert embeddings.data_ptr() != model.transformer.wte.weight.data_ptr()
@@ -77,7 +77,7 @@ def test_a_whole_state_dict_is_a_copy_in_which_tied_weights_stay_tied():
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
     ],
 )
-def test_deepspeed_settings_that_are_the_trainers_are_refused_by_name(settings, message):
+def test_deepspeed_settings_that_the_trainer_sets_are_refused_by_name(settings, message):
     with pytest.raises(ConfigError, match=message):
         fill_settings(settings, "'zero.json'")
 

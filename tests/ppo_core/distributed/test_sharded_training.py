@@ -1,4 +1,4 @@
-"""Whole trainings over two processes, with models of every kind, end as one process's does."""
+"""Full trainings in two processes, with every kind of model, end as in one process."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ UNEVEN = dataclasses.replace(
     save_strategy="steps",
     save_steps=1,
 )
-"""Nothing divides by two, and every model is in every pass."""
+"""No size is divisible by two, and every model takes part in the update."""
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"ptx_coef": 0.1},
@@ -50,7 +50,7 @@ TOLERANCE = 1e-5
 
 
 def make_run(case: str, folder: Path, **settings: Any) -> PPOTrainer:
-    """The trainer of a case; its reward adapter, if it has one, lies beside its folder."""
+    """Return the trainer of a case; its reward adapter, if any, is beside its folder."""
     parts: dict[str, Any] = {"ref_model": None}
     if case == "plain":
         parts["pretrain_dataset"] = [text for text in PROMPTS if " " in text]
@@ -68,7 +68,7 @@ def make_run(case: str, folder: Path, **settings: Any) -> PPOTrainer:
 
 
 def train(case: str, folder: str, settings: dict[str, Any]) -> None:
-    """A training, and its second half once more; the main process leaves what came of it."""
+    """Train, and resume for the second half again; the main process saves the result."""
     torch.set_num_threads(1)
     trainer = make_run(case, Path(folder), **settings)
     history = without_clocks(trainer.train())
@@ -88,12 +88,12 @@ def train(case: str, folder: str, settings: dict[str, Any]) -> None:
 
 
 def call_of(case: str, folder: Path, settings: dict[str, Any]) -> str:
-    return f"test_sharded_training.train{(case, str(folder), settings)}"
+    return f"tests.ppo_core.distributed.test_sharded_training.train{(case, str(folder), settings)}"
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Any:
-    """Gives the folder of a case's training in one process."""
+    """Return a function that trains a case in one process and returns its folder."""
     folders: dict[str, Path] = {}
 
     def of_case(case: str) -> Path:
@@ -102,9 +102,7 @@ def alone(tmp_path_factory) -> Any:
             folders[case].mkdir()
             if case == "reward adapter":
                 save_classifier(make_policy("qwen2"), folders[case].parent)
-            run_python(
-                folders[case], f"test_sharded_training.train{(case, str(folders[case]), {})}", []
-            )
+            run_python(folders[case], call_of(case, folders[case], {}), [])
         return folders[case]
 
     return of_case

@@ -1,4 +1,4 @@
-"""Two processes, whole or sharded: the same losses, weights, moments and samples as in one."""
+"""Two processes, sharded or not: the same losses, weights, moments and samples as in one."""
 
 import json
 import math
@@ -37,7 +37,7 @@ UNIFORMS = torch.rand(4, 12, generator=torch.Generator().manual_seed(3))
 
 
 class Run:
-    """A policy and a critic that learn, with the exact divergence from a reference in the loss."""
+    """Trains a policy and a critic, with the exact KL from a reference in the loss."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -56,7 +56,7 @@ class Run:
     def add_gradients(
         self, microbatch_size: int, *, factor: float = 1.0, unfinished: bool = False
     ) -> float:
-        """Those of the mean over all tokens, which is returned.
+        """Add the gradients of the mean loss over all tokens; return that mean.
 
         `factor` spoils the gradient of the first process; `unfinished` expects more to come.
         """
@@ -75,12 +75,12 @@ class Run:
         return self.engine.sum(total).item()
 
     def step(self, microbatch_size: int, *, factor: float = 1.0) -> tuple[float, float]:
-        """Learn from all tokens; the loss, and the norm of its gradient."""
+        """Step on all tokens; return the loss and the norm of its gradient."""
         loss = self.add_gradients(microbatch_size, factor=factor)
         return loss, self.engine.step(self.module, self.optimizer, MAX_GRAD_NORM).item()
 
     def learn(self, *, disturbed: bool = False) -> list[tuple[float, float]]:
-        """Three steps of different numbers of microbatches."""
+        """Take three steps with different numbers of microbatches."""
         found = []
         for size in MICROBATCH_SIZES:
             if disturbed:
@@ -90,18 +90,18 @@ class Run:
         return found
 
     def disturb(self, microbatch_size: int) -> None:
-        """What leaves no trace: a spoiled gradient, a step given up, a rollout broken off."""
-        before = in_every_process(self.engine.whole_state_dict(self.module))
+        """Check that a NaN gradient, a dropped step and an aborted rollout change nothing."""
+        before = in_every_process(self.engine.full_state_dict(self.module))
         assert not math.isfinite(self.step(microbatch_size, factor=math.nan)[1])
         for unfinished in (True, False):
             self.add_gradients(microbatch_size, unfinished=unfinished)
             self.engine.discard(self.module, self.optimizer)
         with pytest.raises(RunInterruptedError), self.engine.gathered(self.module):
             raise RunInterruptedError("SIGTERM")
-        assert_same(in_every_process(self.engine.whole_state_dict(self.module)), before)
+        assert_same(in_every_process(self.engine.full_state_dict(self.module)), before)
 
     def say(self) -> dict[str, Tensor]:
-        """Samples, log-probabilities of the reference and values, of the whole batch."""
+        """Return samples, the reference's log-probabilities and values of the full batch."""
         engine, share = self.engine, self.engine.share(len(PROMPTS))
         with engine.gathered(self.module):
             sampled = sample_responses(
@@ -139,7 +139,7 @@ class Run:
 
 
 def run_in_a_process(folder: str, settings: dict[str, Any], expected: str | None = None) -> None:
-    """What each process of a job does; the main one leaves what it found in the folder."""
+    """Run one process of a job; the main process saves its results in the folder."""
     torch.set_num_threads(1)
     lm_head.LOGITS_PER_CHUNK = 3 * VOCABULARY  # several chunks, more in the first process
     engine = Engine(**settings)
@@ -150,8 +150,8 @@ def run_in_a_process(folder: str, settings: dict[str, Any], expected: str | None
     run = Run(engine)
     learned = run.learn(disturbed=True)
     said, states = run.say(), run.states()
-    weights = in_every_process(engine.whole_state_dict(run.module))
-    reference, policy = (engine.whole_state_dict(part) for part in (run.reference, run.policy))
+    weights = in_every_process(engine.full_state_dict(run.module))
+    reference, policy = (engine.full_state_dict(part) for part in (run.reference, run.policy))
     if engine.shards_weights and engine.num_processes > 1:
         assert sum(size_here(p) for p in run.module.parameters()) < 0.6 * sum(
             weight.numel() for weight in weights.values()
@@ -160,17 +160,17 @@ def run_in_a_process(folder: str, settings: dict[str, Any], expected: str | None
     again = []
     for _ in range(2):
         found = run.step(2)
-        again.append((found, in_every_process(engine.whole_state_dict(run.module)), run.states()))
+        again.append((found, in_every_process(engine.full_state_dict(run.module)), run.states()))
         run.go_back(weights, states)
         assert_same(run.states(), states)
-        assert_same(in_every_process(engine.whole_state_dict(run.module)), weights)
+        assert_same(in_every_process(engine.full_state_dict(run.module)), weights)
     assert again[0][0] == again[1][0]
     assert_same(again[0][1], again[1][1])
     assert_same(again[0][2], again[1][2])
     assert not torch.equal(again[0][1]["critic.head.weight"], weights["critic.head.weight"])
     # A reference that follows the policy.
     engine.copy_weights(run.policy, run.reference)
-    followed = engine.whole_state_dict(run.reference)
+    followed = engine.full_state_dict(run.reference)
     if engine.is_main:
         assert_same(followed, {name: weights[f"policy.{name}"] for name in followed})
         assert_same(followed, policy)
@@ -198,7 +198,7 @@ def in_every_process(tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
 
 
 def size_here(parameter: Any) -> int:
-    """Elements of a parameter that this process holds."""
+    """Return the number of elements of a parameter that this process holds."""
     shard = getattr(parameter, "ds_tensor", None)
     if shard is not None:
         return shard.numel()
@@ -206,19 +206,20 @@ def size_here(parameter: Any) -> int:
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """To the bit."""
+    """Assert equality bit for bit."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
 
 
 def run_python(folder: Path, call: str, launcher: list[str]) -> None:
-    """Call a function of a test's file in the processes of a launcher."""
+    """Run the expression `<module>.<function>(...)` in the processes of a launcher."""
     script = folder / "job.py"
+    module = call.partition("(")[0].rpartition(".")[0]
     script.write_text(
-        "from ppo_core.distributed.processes import end_with_parent\n"
+        "from ppo_core.distributed.process import end_with_parent\n"
         "end_with_parent()\n"
-        f"from tests import {call.partition('.')[0]}\n{call}\n"
+        f"import {module}\n{call}\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
     job = subprocess.run(
@@ -231,12 +232,14 @@ def run_python(folder: Path, call: str, launcher: list[str]) -> None:
     assert job.returncode == 0, job.stderr[-6000:]
 
 
+MODULE = "tests.ppo_core.distributed.test_strategy"
+
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 @pytest.fixture(scope="module")
 def one(request):
-    """What one process finds."""
+    """The results of one process."""
     kept = lm_head.LOGITS_PER_CHUNK
     lm_head.LOGITS_PER_CHUNK = 3 * VOCABULARY
     run = Run(Engine())
@@ -279,10 +282,8 @@ SHARD_WISE = {"offload": True, "gather_for_generation": False}
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_two_processes_find_what_one_finds(tmp_path, one, settings):
-    run_python(
-        tmp_path, f"test_sharding.run_in_a_process({str(tmp_path)!r}, {settings!r})", TORCHRUN
-    )
+def test_two_processes_get_the_results_of_one(tmp_path, one, settings):
+    run_python(tmp_path, f"{MODULE}.run_in_a_process({str(tmp_path)!r}, {settings!r})", TORCHRUN)
     check_against_one_process(tmp_path, one)
 
 
@@ -297,16 +298,16 @@ LAUNCHES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_accelerate_launch_does_what_it_is_told(tmp_path, one, name):
+def test_accelerate_launch_chooses_the_sharding(tmp_path, one, name):
     launcher = f"-m accelerate.commands.launch {LAUNCHES[name]} --main_process_port 0"
-    call = f"test_sharding.run_in_a_process({str(tmp_path)!r}, {{}}, expected={name.split()[-1]!r})"
+    call = f"{MODULE}.run_in_a_process({str(tmp_path)!r}, {{}}, expected={name.split()[-1]!r})"
     run_python(tmp_path, call, launcher.split())
     check_against_one_process(tmp_path, one)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [TORCHRUN, []], ids=["two processes", "one process"])
-def test_settings_in_a_file_as_transformers_has_them(tmp_path, one, launcher):
+def test_deepspeed_settings_from_a_file(tmp_path, one, launcher):
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"}
     automatic = dict.fromkeys(
         (
@@ -322,7 +323,7 @@ def test_settings_in_a_file_as_transformers_has_them(tmp_path, one, launcher):
         json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}} | automatic)
     )
     settings = {"deepspeed": str(path), "gather_for_generation": bool(launcher)}
-    call = f"test_sharding.run_in_a_process({str(tmp_path)!r}, {settings!r}, expected='zero3')"
+    call = f"{MODULE}.run_in_a_process({str(tmp_path)!r}, {settings!r}, expected='zero3')"
     run_python(tmp_path, call, launcher)
     check_against_one_process(tmp_path, one)
 
@@ -347,7 +348,7 @@ TWO = {"WORLD_SIZE": "2"}
         (DEEPSPEED, {"sharding": "zero2"}, "zero2"),
     ],
 )
-def test_what_setting_and_launcher_say_is_made_one(monkeypatch, environment, given, chosen):
+def test_setting_and_launcher_choose_one_sharding(monkeypatch, environment, given, chosen):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert choose_sharding(**NOTHING | given) == chosen

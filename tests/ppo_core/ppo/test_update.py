@@ -15,7 +15,7 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.models import lm_head
 from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.kernels import matmul_backend
-from ppo_core.models.kernels.matmul_backend import are_by_onednn
+from ppo_core.models.kernels.matmul_backend import uses_onednn
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo import update
 from ppo_core.ppo.optimizer import parameter_groups
@@ -314,7 +314,7 @@ class WatchedEngine(Engine):
         self.by_onednn: list[bool] = []
 
     def backward(self, loss: Tensor) -> None:
-        self.by_onednn.append(are_by_onednn())
+        self.by_onednn.append(uses_onednn())
         super().backward(loss)
 
 
@@ -330,9 +330,9 @@ def test_large_layers_are_multiplied_by_onednn_on_the_way_back(
 ):
     largest_of_a_layer = 32 * 64
     least = largest_of_a_layer if is_large else largest_of_a_layer + 1
-    monkeypatch.setattr(matmul_backend, "MOST_ERROR", 1.0)  # also on a processor that rounds
+    monkeypatch.setattr(matmul_backend, "MAX_ERROR", 1.0)  # also on a processor that rounds
     for module in (matmul_backend, update):
-        monkeypatch.setattr(module, "LEAST_NUMBERS", least)
+        monkeypatch.setattr(module, "MIN_NUMEL", least)
     config, experience, engine = make_config(), make_experience(), WatchedEngine()
     update_policy(make(), experience, config, engine, make_progress(config, experience))
     assert engine.by_onednn == [is_large] * ways_back

@@ -29,6 +29,7 @@ from tests.ppo_core.distributed.test_strategy import TORCHRUN, run_python
 from tests.ppo_core.ppo.test_update import make_config, make_experience, weights_after
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer, weights
 
+MODULE = "tests.ppo_core.rollout.test_vllm_sampler"
 STOP = 9
 LENGTH = 8
 PROMPTS = make_prompts([2, 5, 3, 7, 4, 4, 6, 2])
@@ -280,7 +281,7 @@ def test_two_processes_end_as_one_with_weights_in_shards_or_not(name, changes, s
     for launcher, settings in ((TORCHRUN, changes), ([], {})):
         folder = tmp_path / f"{name}-{len(launcher)}"
         folder.mkdir()
-        call = f"test_vllm_rollout.train_in_a_process{(str(folder), server.url, settings)}"
+        call = f"{MODULE}.train_in_a_process{(str(folder), server.url, settings)}"
         run_python(folder, call, launcher)
         policies.append(load_file(folder / "policy" / "model.safetensors"))
     shared, alone = policies
@@ -296,7 +297,7 @@ def test_two_processes_end_as_one_with_weights_in_shards_or_not(name, changes, s
 @pytest.mark.slow
 def test_what_one_process_misses_ends_both(tmp_path, server):
     server.dev_mode = False
-    call = f"test_vllm_rollout.train_in_a_process{(str(tmp_path), server.url, {})}"
+    call = f"{MODULE}.train_in_a_process{(str(tmp_path), server.url, {})}"
     with pytest.raises(AssertionError, match="Process 0 says: The vLLM server at") as caught:
         run_python(tmp_path, call, TORCHRUN)
     assert "VLLM_SERVER_DEV_MODE=1" in str(caught.value)

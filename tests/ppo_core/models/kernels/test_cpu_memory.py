@@ -1,10 +1,18 @@
-"""Memory that is freed and allocated again."""
+"""Memory of a process that computes on the CPU."""
 
+import ast
+import ctypes
+import os
 import platform
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from ppo_core.models.kernels import cpu_memory
+from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls, keep_freed_memory
+from tests.helpers.paths import ROOT
 
 COUNT_FAULTS = """
 import resource, torch
@@ -29,8 +37,120 @@ print(given_back, of_large_tensors())
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
 def test_a_large_tensor_takes_the_memory_of_the_one_before():
     command = [sys.executable, "-c", COUNT_FAULTS]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    given_back, kept = map(int, said.stdout.split())
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    given_back, kept = map(int, printed.stdout.split())
     # 10 x 64 MiB in pages of 4 KiB, or in large ones of 2 MiB.
     assert given_back >= 10 * 32
     assert kept < given_back / 10
+
+
+class FakeLibc:
+    """A C library that accepts or refuses every parameter."""
+
+    def __init__(self, *, accepts: bool) -> None:
+        self.accepts = accepts
+        self.parameters: list[int] = []
+
+    def mallopt(self, parameter: int, value: int) -> int:
+        assert value == 2**30
+        self.parameters.append(parameter)
+        return int(self.accepts)
+
+
+@pytest.mark.parametrize(
+    ("name", "accepts", "expected"),
+    [("glibc", True, [-3, -1]), ("glibc", False, [-3]), ("", True, [])],
+    ids=["accepted", "refused by an older glibc", "another C library"],
+)
+def test_the_second_threshold_is_set_only_after_the_first(name, accepts, expected, monkeypatch):
+    libc = FakeLibc(accepts=accepts)
+    monkeypatch.setattr(platform, "libc_ver", lambda: (name, ""))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: libc)
+    keep_freed_memory()
+    assert libc.parameters == expected
+
+
+CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+
+
+def test_capacities_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(CAPACITIES[0], "7")
+    monkeypatch.setenv(CAPACITIES[1], "")  # restored afterwards
+    monkeypatch.delenv(CAPACITIES[1])
+    keep_few_compiled_matmuls()
+    assert [os.environ[name] for name in CAPACITIES] == ["7", str(cpu_memory.KEPT_MATMULS)]
+
+
+GROWTH = """
+import sys, psutil, torch
+from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
+
+def mebibytes():
+    return psutil.Process().memory_info().rss / 2**20
+
+if sys.argv[1] == "few":
+    keep_few_compiled_matmuls()
+matrix, rows = torch.ones(768, 192).bfloat16(), torch.ones(1200, 192).bfloat16()
+
+def multiply(counts):
+    before = mebibytes()
+    for count in counts:
+        torch.nn.functional.linear(rows[:count], matrix)
+    return mebibytes() - before
+
+multiply(range(300, 600, 5))  # more than are kept
+print(multiply(range(600, 1200, 5)))
+"""
+
+
+def growth(kept: str) -> float:
+    """MiB by which a process grows with 120 further shapes."""
+    environment = {name: value for name, value in os.environ.items() if name not in CAPACITIES}
+    command = [sys.executable, "-c", GROWTH, kept]
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=120, env=environment
+    )
+    return float(printed.stdout)
+
+
+@pytest.mark.skipif(
+    not torch.cpu.get_capabilities().get("avx512_bf16", False),
+    reason="a processor whose bfloat16 matmuls need no oneDNN",
+)
+def test_a_process_does_not_grow_with_each_new_shape():
+    assert growth("few") < growth("all") / 3
+
+
+COMMANDS = {
+    "ppo_core/__main__.py",
+    "ppo_core/supervised/__main__.py",
+    "flows/pipeline/settings/environment.py",
+}
+
+
+def test_only_commands_change_the_process():
+    users = set()
+    for path in [*(ROOT / "ppo_core").rglob("*.py"), *(ROOT / "flows").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == cpu_memory.__name__:
+                users.add(str(path.relative_to(ROOT)))
+    assert users == COMMANDS
+
+
+SNAPSHOTS = """
+import gc, os, torch
+
+def process():
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    collection = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
+    return dict(os.environ), threads, precision, collection
+
+before = process()
+import ppo_core.training.trainer, ppo_core.training.evaluation
+import ppo_core.supervised.training, ppo_core.classic.trainer
+assert process() == before, (process(), before)
+"""
+
+
+def test_an_import_changes_nothing_of_the_process():
+    subprocess.run([sys.executable, "-c", SNAPSHOTS], cwd=ROOT, check=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Weights laid out for few rows: the same numbers, and nothing of the model changed."""
+"""Packed linear layers: equal outputs, and the model unchanged."""
 
 from typing import Any
 
@@ -24,17 +24,17 @@ needs_bf16 = pytest.mark.skipif(
     not torch.cpu.get_capabilities().get("avx512_bf16", False), reason="no bfloat16 units"
 )
 
-MANY = packed_linear.FEWEST_PASSES
+MANY = packed_linear.MIN_PASSES
 
 
 def packed_in(module: nn.Module) -> set[str]:
-    """Names of the matrices that are laid out anew."""
+    """Names of the packed layers."""
     parts = module.named_modules()
-    return {name for name, part in parts if isinstance(part, packed_linear._Packed)}
+    return {name for name, part in parts if isinstance(part, packed_linear._PackedLinear)}
 
 
 def sampled(policy: LanguageModel) -> Rollout:
-    """Responses of which some end early, so that the rows of a pass become fewer."""
+    """Responses of different lengths, so that later passes have fewer sequences."""
     uniforms = torch.rand(20, 40, generator=torch.Generator().manual_seed(3))
     settings = SamplingSettings(stop_token_id=EOS, temperature=3.0)
     prompts = make_prompts([3 + n % 7 for n in range(20)])
@@ -62,21 +62,21 @@ def make_model(kind: str) -> LanguageModel:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox", "qwen2", *ADAPTERS])
-def test_the_same_responses_are_sampled(kind, monkeypatch):
+def test_packed_models_sample_equal_responses(kind, monkeypatch):
     policy = make_model(kind)
     plain = sampled(policy)
     assert plain.response_lengths.unique().numel() > 3
-    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
-    asked_for = []
+    monkeypatch.setattr(packed_linear, "MIN_NUMEL", 0)
+    returned = []
 
     def note(module: nn.Module, rows: int, passes: int) -> nn.Module:
-        asked_for.append(packed(module, rows, passes))
-        return asked_for[-1]
+        returned.append(packed(module, rows, passes))
+        return returned[-1]
 
     monkeypatch.setattr("ppo_core.rollout.transformers_decoder.packed", note)
     monkeypatch.setattr("ppo_core.models.policy.packed", note)
     fast = sampled(policy)
-    backbone, head = asked_for
+    backbone, head = returned
     assert len(packed_in(backbone)) >= 2 * 4
     assert packed_in(head) == (set() if kind == "an adapted head" else {""})
     assert fast.response_ids.tolist() == plain.response_ids.tolist()
@@ -84,8 +84,8 @@ def test_the_same_responses_are_sampled(kind, monkeypatch):
 
 
 @needs_bf16
-def test_in_half_precision_the_head_stays_in_that_of_its_weights(monkeypatch):
-    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
+def test_the_packed_head_stays_in_fp32_under_autocast(monkeypatch):
+    monkeypatch.setattr(packed_linear, "MIN_NUMEL", 0)
     policy = LanguageModel(make_policy())
     states = torch.randn(20, 32)
     expected = policy.logits(states)
@@ -101,7 +101,7 @@ def make_layers() -> Any:
 
 
 @pytest.mark.parametrize("rows", [1, 16, 33, 100])
-def test_the_large_matrices_alone_are_laid_out(rows):
+def test_only_large_matrices_are_packed(rows):
     layers = make_layers()
     states = torch.randn(rows, 256)
     with torch.no_grad():
@@ -114,46 +114,46 @@ def test_the_large_matrices_alone_are_laid_out(rows):
 
 
 @needs_bf16
-def test_a_product_in_half_precision_is_what_autocast_makes():
+def test_a_packed_matmul_under_autocast_equals_autocasts():
     layers = make_layers()
     states = torch.randn(32, 256)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         fast = packed(layers[0], 32, MANY)
-        product = fast(states)
+        output = fast(states)
         expected = layers[0](states)
     assert packed_in(fast) == {""}
-    assert product.dtype == expected.dtype == torch.bfloat16
-    assert_close(product, expected, rtol=2**-7, atol=2**-7)
+    assert output.dtype == expected.dtype == torch.bfloat16
+    assert_close(output, expected, rtol=2**-7, atol=2**-7)
 
 
-def change_nothing_but_watch(linear: nn.Linear) -> None:
+def add_a_hook(linear: nn.Linear) -> None:
     linear.register_forward_pre_hook(lambda *_: None)
 
 
-def replace_its_forward(linear: Any) -> None:
+def replace_forward(linear: Any) -> None:
     linear.forward = linear.forward
 
 
-def make_it_fp64(linear: nn.Linear) -> None:
+def make_fp64(linear: nn.Linear) -> None:
     linear.double()
 
 
-@pytest.mark.parametrize("change", [change_nothing_but_watch, replace_its_forward, make_it_fp64])
-def test_what_is_more_than_a_product_in_fp32_stays(change):
+@pytest.mark.parametrize("change", [add_a_hook, replace_forward, make_fp64])
+def test_a_layer_with_hooks_or_another_precision_is_not_packed(change):
     layers = make_layers()
     change(layers[0])
     assert packed(layers, 32, MANY) is layers
 
 
-def test_what_is_used_too_rarely_or_too_large_stays(monkeypatch):
+def test_too_few_passes_or_too_large_modules_are_not_packed(monkeypatch):
     layers = make_layers()
-    assert packed(layers, 32, packed_linear.FEWEST_PASSES - 1) is layers
-    monkeypatch.setattr(packed_linear, "MOST_NUMBERS", 256 * 300 - 1)
+    assert packed(layers, 32, packed_linear.MIN_PASSES - 1) is layers
+    monkeypatch.setattr(packed_linear, "MAX_NUMEL", 256 * 300 - 1)
     assert packed(layers, 32, MANY) is layers
 
 
-def test_a_whole_policy_goes_on_as_before(monkeypatch):
-    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
+def test_sampling_leaves_the_policy_unpacked(monkeypatch):
+    monkeypatch.setattr(packed_linear, "MIN_NUMEL", 0)
     model = make_policy()
     ids = torch.arange(3, 13)[None]
 

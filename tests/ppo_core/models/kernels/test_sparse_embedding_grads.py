@@ -1,4 +1,4 @@
-"""Gradients of embeddings that hold the rows that were read."""
+"""Sparse embedding gradients against dense ones."""
 
 import peft
 import pytest
@@ -8,14 +8,14 @@ from torch.testing import assert_close
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppo_core.models.adapters import add_adapter
-from ppo_core.models.kernels.sparse_embedding_grads import gradients_of_read_rows
+from ppo_core.models.kernels.sparse_embedding_grads import sparse_embedding_grads
 from tests.helpers.tiny import VOCABULARY, make_policy
 
 TIED = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2, n_positions=16)
 ROWS = torch.tensor([[[3, 4, 4, 5]], [[9, 3, 2, 2]]])
 
 
-def learn(policy: nn.Module) -> None:
+def backward(policy: nn.Module) -> None:
     """Two microbatches."""
     policy.zero_grad()
     for ids in ROWS:
@@ -47,32 +47,32 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_they_are_those_of_all_rows(model):
+def test_they_equal_dense_gradients(model):
     torch.manual_seed(0)
     policy = MODELS[model]()
-    learn(policy)
+    backward(policy)
     expected = gradients_of(policy)
-    with gradients_of_read_rows(policy):
-        learn(policy)
+    with sparse_embedding_grads(policy):
+        backward(policy)
     assert_close(gradients_of(policy), expected, rtol=1e-5, atol=1e-7)
     assert not any(getattr(part, "sparse", False) for part in policy.modules())
 
 
-def test_they_never_have_more_rows_than_all():
+def test_they_become_dense_when_they_have_more_rows_than_the_vocabulary():
     policy = make_policy()
     weight = policy.get_input_embeddings().weight
-    with gradients_of_read_rows(policy):
-        learn(policy)
+    with sparse_embedding_grads(policy):
+        backward(policy)
         assert weight.grad._nnz() == ROWS.numel()
         policy(torch.arange(VOCABULARY)[None]).logits.sum().backward()
         assert not weight.grad.is_sparse
-        learn_more = policy(ROWS[0], labels=ROWS[0]).loss
-        learn_more.backward()
+        more = policy(ROWS[0], labels=ROWS[0]).loss
+        more.backward()
         assert not weight.grad.is_sparse
 
 
-def test_an_embedding_scaled_by_how_often_it_is_read_keeps_all_rows():
+def test_an_embedding_with_scale_grad_by_freq_stays_dense():
     embedding = nn.Embedding(5, 2, scale_grad_by_freq=True)
-    with gradients_of_read_rows(embedding):
+    with sparse_embedding_grads(embedding):
         embedding(torch.tensor([1, 1, 2])).sum().backward()
         assert embedding.weight.grad.tolist() == [[0, 0], [1, 1], [1, 1], [0, 0], [0, 0]]

@@ -1,4 +1,4 @@
-"""A process that has talked over gloo ends with 0, also if gloo's threads are late."""
+"""A process that used gloo exits with 0, even if gloo's threads finish late."""
 
 import signal
 import subprocess
@@ -11,23 +11,23 @@ LATE = """
 import sys, time
 import torch
 import torch.distributed as dist
-from ppo_core.distributed.gloo_exit import let_gloo_finish_at_exit
+from ppo_core.distributed.process import let_gloo_finish_at_exit
 
 folder, mended = sys.argv[1:]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
 if mended == "True":
     let_gloo_finish_at_exit()
-sys.setswitchinterval(60)  # Python code keeps the lock, as on a busy machine
+sys.setswitchinterval(60)  # Python code keeps the GIL, as on a busy machine
 large = torch.ones(2**22)
 dist.all_gather([torch.empty_like(large)], large, async_op=True)
-done = time.monotonic() + 1.5  # until then gloo has copied it and waits for the lock
+done = time.monotonic() + 1.5  # by then gloo has copied the tensor and waits for the GIL
 while time.monotonic() < done:
     pass
 """
 
 
 @pytest.mark.parametrize("mended", [True, False])
-def test_a_thread_of_gloo_that_waits_for_python_gets_its_turn_before_the_end(
+def test_a_thread_of_gloo_that_waits_for_the_gil_gets_it_before_the_exit(
     tmp_path: Path, mended: bool
 ):
     end = subprocess.run(
@@ -36,5 +36,5 @@ def test_a_thread_of_gloo_that_waits_for_python_gets_its_turn_before_the_end(
         text=True,
         timeout=60,
     )
-    # The day it ends well without, torch has mended it and `gloo_exit` can go.
+    # Once this passes without it, torch has fixed the bug: remove `let_gloo_finish_at_exit`.
     assert end.returncode == (0 if mended else -signal.SIGABRT), end.stderr
