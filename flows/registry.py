@@ -1,11 +1,11 @@
-"""Which version of a registered model production loads: look at it, and change it by hand.
+"""Show and change the version of a registered model that production loads.
 
     python flows/registry.py show NAME
     python flows/registry.py history NAME
     python flows/registry.py rollback NAME [--reason TEXT]
     python flows/registry.py promote NAME VERSION --reason TEXT
 
-`show` and `history` change nothing. The registry is that of MLFLOW_TRACKING_URI.
+`show` and `history` change nothing. The registry is the one at MLFLOW_TRACKING_URI.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from ppo_core.errors import PPOError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what was asked; returns 0, or 1 where it cannot be done."""
+    """Run the command; return 0, or 1 after an error."""
     arguments = _parser().parse_args(argv)
     try:
         _run(arguments)
@@ -30,25 +30,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(name: str) -> None:
-    """Print the champion, the one before and the challenger, and whether aliases agree."""
+    """Print the champion, its predecessor and the challenger, and any difference of the aliases."""
     from pipeline.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases
     from pipeline.registry.champions import read_champions
 
     champions, aliases = read_champions(name), read_aliases(name)
     for alias in (CHAMPION, PREVIOUS, CHALLENGER):
         _print_version(name, alias, aliases.get(alias))
-    said = {CHAMPION: champions.champion, PREVIOUS: champions.previous}
+    recorded = {CHAMPION: champions.champion, PREVIOUS: champions.previous}
     differences = [
         f"The alias {alias} is {_version(aliases.get(alias))}, by the history it is "
         f"{_version(version)}."
-        for alias, version in said.items()
+        for alias, version in recorded.items()
         if aliases.get(alias) != version
     ]
     print("\n".join(differences) or "Aliases and history agree.")
 
 
 def history(name: str) -> None:
-    """Print every decision on the registered model, the oldest first."""
+    """Print all decisions on the registered model, oldest first."""
     from pipeline.registry.champions import read_champions
 
     decisions = read_champions(name).decisions
@@ -64,7 +64,7 @@ def history(name: str) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    # After the environment has been prepared: MLflow reads it when it is imported.
+    # Imported here: MLflow reads the prepared environment when it is imported.
     from pipeline.registry.champions import promote_by_hand, roll_back
     from pipeline.tracking.mlflow_client import check_registry
 
@@ -108,16 +108,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _print_version(name: str, alias: str, version: int | None) -> None:
-    """What stands behind an alias: the version, its win rates, and what was decided about it."""
+    """Print the version of an alias, its win rates, and the decision about it."""
     from pipeline.registry.aliases import read_version
-    from pipeline.reports.terminal import TITLES
+    from pipeline.reports.terminal import CONTEST_TITLES
 
     if version is None:
         _print_block(f"{alias}: none")
         return
     notes = read_version(name, version)
     at, by, reasons = (notes.tags.get(f"promotion_{what}") for what in ("at", "by", "reasons"))
-    rates = (f"{TITLES.get(one, one)}: {rate:.1%}" for one, rate in notes.win_rates.items())
+    rates = (f"{CONTEST_TITLES.get(one, one)}: {rate:.1%}" for one, rate in notes.win_rates.items())
     _print_block(
         f"{alias}: version {version}, {notes.tags.get('promotion', 'not decided yet')}",
         *([f"{at}, by {by}"] if at else []),
@@ -131,7 +131,7 @@ def _version(version: int | None) -> str:
 
 
 def _print_block(head: str, *lines: str) -> None:
-    """Print lines below a head; what somebody wrote is no command for the terminal."""
+    """Print lines below a heading, without control characters."""
     for line in (head, *(f"    {line}" for line in lines)):
         print("".join(c if c.isprintable() else " " for c in line))
     print()

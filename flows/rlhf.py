@@ -32,32 +32,39 @@ from pipeline import stages
 from pipeline.settings.environment import prepare_environment
 from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 
-# Metaflow ships the folder of this file to remote machines; this line adds the library.
-ppo_core.METAFLOW_PACKAGE_POLICY = "include"  # type: ignore[attr-defined]
+# Metaflow sends the folder of this file to remote machines, and with this line ppo_core too.
+ppo_core.METAFLOW_PACKAGE_POLICY = "include"
 
 
-RETRIED = {"train_policy"}
-"""Steps that Metaflow tries again."""
+RECORDS = 2
+"""Version of the records that steps hand on; raised when an earlier run cannot be resumed."""
 
 
 class RunStoppedError(MetaflowException):
-    """An error that the project raised on purpose: Metaflow prints it without a traceback."""
+    """An error of the project, which Metaflow prints without a traceback."""
 
     headline = "The run stopped"
 
 
 @user_step_decorator
 def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None) -> Iterator[None]:
-    """Measure how long a step works, and report an error of the project as its message.
+    """Measure the seconds of a step, and print an error of the project without a traceback.
 
-    A step that is tried again is tried again only where that can mend the error.
+    A step with `@retry` is retried only after errors that a second attempt can avoid.
     """
+    # Before it merges the artifacts of its inputs, a join has none.
+    if step_name != "start" and inputs is None and getattr(flow, "records", None) != RECORDS:
+        raise RunStoppedError(
+            "The resumed run was started by another version of this flow, and its results cannot "
+            "be read. Start a new run: models that are already trained are reused."
+        )
     started = time.perf_counter()
     try:
         yield
     except PPOError as error:
-        lasting = not isinstance(error, (ProcessError, RunInterruptedError))
-        if lasting and step_name in RETRIED:
+        permanent = not isinstance(error, (ProcessError, RunInterruptedError))
+        retried = any(one.name == "retry" for one in getattr(flow, step_name).decorators)
+        if permanent and retried:
             print(f"{RunStoppedError.headline}:\n{error}", file=sys.stderr, flush=True)
             sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
         raise RunStoppedError(str(error)) from error
@@ -65,7 +72,7 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a settings file."""
+    """Return the tables of a settings file."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -111,35 +118,38 @@ class RLHF(FlowSpec):
     @step
     def start(self) -> None:
         """Read the settings, check every input, and find the champion to beat."""
-        given = stages.read_settings(self.file_settings, self._command_line())
-        self.settings = stages.prepare(given)
-        self.champion = stages.find_champion(self.settings)
-        self.tracked = stages.start_run(given, self.settings, current.flow_name, current.run_id)
+        self.records = RECORDS
+        given = stages.start.make_settings(self.file_settings, self._command_line())
+        self.settings = stages.start.prepare_inputs(given)
+        self.champion = stages.start.find_champion(self.settings)
+        self.tracked = stages.start.start_run(
+            given, self.settings, current.flow_name, current.run_id, self._tracked_steps()
+        )
         self.next(self.load_policy)
 
     @phase
     @step
     def load_policy(self) -> None:
         """Load the policy, or fine-tune it first."""
-        self.sft = stages.load_policy(self.settings, self.tracked)
+        self.sft = stages.models.load_policy(self.settings, self.tracked)
         self.next(self.load_reward_model)
 
     @phase
     @step
     def load_reward_model(self) -> None:
         """Load the reward model, or train it on preferences."""
-        self.rewarder = stages.load_reward_model(self.settings, self.sft, self.tracked)
+        self.rewarder = stages.models.load_reward_model(self.settings, self.sft, self.tracked)
         self.next(self.validate_reward_model)
 
     @card(type="blank")
     @phase
     @step
     def validate_reward_model(self) -> None:
-        """Measure the reward model on preferences it has not seen."""
-        self.validation = stages.validate_reward_model(
+        """Measure the reward model on held-out preferences."""
+        self.validation = stages.validation.validate_reward_model(
             self.settings, self.sft, self.rewarder, self.tracked
         )
-        current.card.extend(stages.reward_model_card(self.validation))
+        current.card.extend(stages.cards.reward_model_card(self.validation))
         self.next(self.train_policy, num_parallel=self.settings.num_nodes)
 
     @retry(times=3, minutes_between_retries=0)
@@ -147,8 +157,8 @@ class RLHF(FlowSpec):
     @parallel
     @step
     def train_policy(self) -> None:
-        """Train the policy with PPO, on as many machines as wanted, from the last checkpoint."""
-        self.trained = stages.train_policy(
+        """Train the policy with PPO on `num_nodes` machines, from the last checkpoint."""
+        self.trained_here = stages.training.train_policy(
             self.settings,
             self.sft,
             self.rewarder,
@@ -162,21 +172,21 @@ class RLHF(FlowSpec):
     @phase
     @step
     def join_machines(self, inputs: Any) -> None:
-        """Go on with what the first machine has."""
-        (first,) = [each for each in inputs if each.trained]
-        self.trained, self.seconds = first.trained, first.seconds
-        self.merge_artifacts(inputs, exclude=["trained", "seconds"])
+        """Continue with the policy that the first machine returned."""
+        (first,) = [each for each in inputs if each.trained_here]
+        self.trained, self.seconds = first.trained_here, first.seconds
+        self.merge_artifacts(inputs, exclude=["trained_here", "seconds"])
         self.next(self.evaluate_win_rate)
 
     @card(type="blank")
     @phase
     @step
     def evaluate_win_rate(self) -> None:
-        """Judge the policy's answers to unseen prompts against the champion's and others'."""
-        self.evaluation = stages.evaluate_win_rate(
+        """Judge the policy's answers to unseen prompts against references, SFT and the champion."""
+        self.evaluation = stages.evaluation.evaluate_win_rate(
             self.settings, self.sft, self.trained, self.champion, self.tracked
         )
-        current.card.extend(stages.evaluation_card(self.evaluation))
+        current.card.extend(stages.cards.evaluation_card(self.evaluation))
         self.next(self.register)
 
     @card(type="blank")
@@ -184,23 +194,26 @@ class RLHF(FlowSpec):
     @step
     def register(self) -> None:
         """Register the policy in MLflow, and promote it to champion or refuse it."""
-        self.registered = stages.register(
-            self.settings,
-            self.sft,
-            self.rewarder,
-            self.validation,
-            self.trained,
-            self.evaluation,
-            self.tracked,
+        candidate = stages.registration.Candidate(
+            settings=self.settings,
+            run=self.tracked,
+            sft=self.sft,
+            reward_model=self.rewarder,
+            trained=self.trained,
+            validation=self.validation,
+            evaluation=self.evaluation,
         )
-        current.card.extend(stages.promotion_card(self.settings, self.validation, self.registered))
+        self.registered = stages.registration.register_policy(candidate)
+        current.card.extend(
+            stages.cards.promotion_card(self.registered, self.validation, self.settings.promotion)
+        )
         self.next(self.end)
 
     @phase
     @step
     def end(self) -> None:
-        """Sum the run up."""
-        self.summary = stages.summarize(
+        """Write and print the summary."""
+        self.summary = stages.summary.summarize(
             self.settings,
             self.validation,
             self.trained,
@@ -209,8 +222,15 @@ class RLHF(FlowSpec):
             self.seconds,
         )
 
+    def _tracked_steps(self) -> list[str]:
+        """Return the steps that have an MLflow run: all but the start, the join and the end."""
+        graph = self._graph
+        return [
+            name for name in graph.sorted_nodes if graph[name].type not in ("start", "join", "end")
+        ]
+
     def _command_line(self) -> dict[str, Any]:
-        """What was given on the command line, None where nothing was."""
+        """Return the parameters by the name of their setting; None if they were not given."""
         return {
             "policy": self.policy,
             "reward_model": self.reward_model,
@@ -218,7 +238,7 @@ class RLHF(FlowSpec):
             "prompts": self.prompts,
             "eval_prompts": self.eval_prompts,
             "judge": self.judge,
-            # A flag that is not given is False, and must not win over the file.
+            # A flag that was not given is False, and must not override the file.
             "accept_reward_model": self.accept_reward_model or None,
             "processes": self.processes,
             "num_nodes": self.num_nodes,

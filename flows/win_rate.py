@@ -1,8 +1,8 @@
-"""How often a model wins against the references of a data set, as a judge sees it.
+"""Win rate of a model against the references of a data set, by a judge.
 
     python flows/win_rate.py --model PATH_OR_URI --judge openai:MODEL --num-examples 1000
 
-It needs nothing of a run of the flow: any model, any judge, any rows of prompt and reference.
+It needs no run of the flow: any model, any judge, and rows of prompt and reference.
 """
 
 import json
@@ -34,7 +34,7 @@ from ppo_core.training.evaluation import answer_prompts
 
 @dataclass(frozen=True, kw_only=True)
 class WinRateArguments:
-    """The model, the prompts, and how it answers them.
+    """The model, the judge, the prompts, and how answers are sampled.
 
     Raises:
         ConfigError: a value is out of range.
@@ -73,14 +73,14 @@ class WinRateArguments:
     """File for all figures and settings; empty for none."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise if a value is out of range."""
         require_count(self, "response_length")
         require_count(self, "batch_size")
         require(self, "seed", 0 <= self.seed < 2**32, "at least 0 and below 2 ** 32")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the win rate; returns 0, or 1 where there is none, or none that can be relied on."""
+    """Print the win rate; return 0, or 1 after an error or an inconclusive result."""
     try:
         arguments, config, judging = DocumentedParser(
             [WinRateArguments, EvaluationConfig, JudgingConfig],
@@ -104,13 +104,13 @@ def main(argv: Sequence[str]) -> int:
 def run(
     arguments: WinRateArguments, config: EvaluationConfig, judging: JudgingConfig
 ) -> Evaluation:
-    """Let the model answer and the judge compare, once everything has been checked.
+    """Check the arguments, let the model answer, and let the judge compare.
 
     Raises:
         ConfigError: a setting cannot work.
         DataError: the rows cannot be used.
         ModelError: the model cannot be loaded.
-        JudgeError: the judge cannot be asked.
+        JudgeError: the judge does not answer.
     """
     output = Path(arguments.output_dir)
     preflight.check_outputs(arguments.output_dir, arguments.summary_json)
@@ -136,7 +136,7 @@ def run(
 
 
 def render(evaluation: Evaluation) -> str:
-    """The win rate in one line, and what else to know about it below."""
+    """Return the win rate in one line, and further figures in the lines below."""
     (rate,) = evaluation.win_rates.values()
     (figures,) = evaluation.result["win_rate"].values()
     lines = [
@@ -157,16 +157,16 @@ def render(evaluation: Evaluation) -> str:
 def _answer(
     arguments: WinRateArguments, config: EvaluationConfig, prompts: Sequence[str]
 ) -> list[str]:
-    place, tokenizer_place = find_policy(arguments.model)
-    context = context_length(load_config(place))
-    tokenizer = load_tokenizer(tokenizer_place)
+    model, tokenizer_path = find_policy(arguments.model)
+    context = context_length(load_config(model))
+    tokenizer = load_tokenizer(tokenizer_path)
     check_prompt_lengths(
         [encode_prompt(tokenizer, prompt) for prompt in prompts],
         context=context,
         response_length=arguments.response_length,
     )
     return answer_prompts(
-        load_policy(place),
+        load_policy(model),
         tokenizer,
         prompts,
         response_length=arguments.response_length,

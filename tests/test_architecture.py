@@ -18,8 +18,8 @@ CORE_LINE = (
 """Packages of ppo_core: each imports itself and what stands before it."""
 
 PIPELINE_LINE = (
-    "settings inputs demo launch reward_validation tracking judges registry evaluation reports "
-    "promotion preflight stages"
+    "settings inputs demo launch reward_validation tracking judges registry results evaluation "
+    "reports promotion preflight stages"
 ).split()
 """The same for flows/pipeline."""
 

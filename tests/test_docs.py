@@ -17,9 +17,10 @@ import torch
 
 import ppo_core
 import ppo_core.classic
-from pipeline.registry.artifact import Decoding, write_artifact
+from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.champions import promote_by_hand
 from pipeline.registry.versions import register_version
+from pipeline.settings.decoding import Decoding
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.promotion_config import PromotionConfig
@@ -291,7 +292,7 @@ def run_python(words: list, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def register(policy: Path) -> None:
     """Register the policy under the name in the README's example."""
-    run_id = start_runs("rlhf-policy", "RLHF/1", {}, {})["parent"]
+    run_id = start_runs("rlhf-policy", "RLHF/1", {}, {}, [])["parent"]
     register_version(
         "rlhf-policy",
         run_id=run_id,
@@ -299,10 +300,12 @@ def register(policy: Path) -> None:
         write=lambda folder, model_id: write_artifact(
             policy,
             folder,
-            name="rlhf-policy",
-            decoding=Decoding(response_length=8, temperature=0.7),
-            example="w1 w2",
-            card="",
+            VersionContents(
+                name="rlhf-policy",
+                decoding=Decoding(response_length=8, temperature=0.7),
+                example="w1 w2",
+                card="",
+            ),
             run_id=run_id,
             model_id=model_id,
         ),

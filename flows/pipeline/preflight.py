@@ -1,4 +1,4 @@
-"""Everything about a run that can be refused before anything is trained."""
+"""Checks of a run's inputs before anything is trained."""
 
 import os
 from pathlib import Path
@@ -22,12 +22,12 @@ from ppo_core.rollout.sampler import stop_token
 
 
 def check_inputs(settings: Settings) -> None:
-    """Refuse what would fail, or mislead, later in the run.
+    """Raise if an input would fail or mislead later in the run.
 
     Raises:
         ConfigError: a setting cannot work.
         DataError: a data set cannot be used.
-        ModelError: a model cannot play its part.
+        ModelError: a model cannot be used.
     """
     output = Path(settings.output_dir)
     check_outputs(settings.output_dir, settings.summary_json)
@@ -37,12 +37,12 @@ def check_inputs(settings: Settings) -> None:
     _check_pairs(settings)
     if settings.sft_data:
         _report(data_sets.sft_rows(settings), "sft", output)
-    # Last, since asking a server may cost something.
+    # Last, because a request to a server may cost money.
     check_judge(settings.judge, settings.reward_model, settings.judging)
 
 
 def check_outputs(output_dir: str, summary_json: str) -> None:
-    """Refuse places for results that nothing can be written to.
+    """Raise if the folder or the file for results cannot be written.
 
     Raises:
         ConfigError: the folder or the file cannot be written.
@@ -55,10 +55,10 @@ def check_outputs(output_dir: str, summary_json: str) -> None:
 
 
 def require_writable(folder: Path, name: str) -> None:
-    """Make a folder and refuse one that nothing can be written into.
+    """Make a folder, and raise if it is not writable.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: the folder cannot be made or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def require_writable(folder: Path, name: str) -> None:
 
 
 def _check_reward_model(settings: Settings) -> None:
-    """Refuse a reward model that does not give one score, or that texts cannot be ended for."""
+    """Raise if the reward model has not one score, or if its texts cannot end with a token."""
     path = settings.reward_model or settings.policy
     if settings.reward_model:
         check_reward_config(path)
@@ -85,7 +85,7 @@ def _check_reward_model(settings: Settings) -> None:
 
 
 def _check_prompts(settings: Settings) -> None:
-    """Refuse prompts that leave no room for a response, and references that are all empty."""
+    """Raise if prompts are too long for a response, or if all references are empty."""
     tokenizer = load_tokenizer(settings.policy)
     stop_token(tokenizer, settings.ppo.stop_token, settings.ppo.stop_token_id)
     context = context_length(load_config(settings.policy))
@@ -106,7 +106,7 @@ def _check_prompts(settings: Settings) -> None:
 
 
 def _check_pairs(settings: Settings) -> None:
-    """Refuse preferences that cannot be read, or that the training would refuse as too long."""
+    """Raise if preferences cannot be read or are too long for the training."""
     test = data_sets.test_pairs(settings)
     _report(test, "preferences-test", Path(settings.output_dir))
     _check_held_out(settings, test)
@@ -137,7 +137,7 @@ def _check_pairs(settings: Settings) -> None:
 
 
 def _check_held_out(settings: Settings, rows: Rows) -> None:
-    """Refuse preferences that no reward model could be validated on, or not this one."""
+    """Raise if the held-out preferences cannot validate this reward model."""
     if all(pair.tie for pair in label_pairs(rows.usable)):
         raise DataError(
             f"None of the {len(rows.usable)} held-out preferences of {rows.source} prefers a "
@@ -161,7 +161,7 @@ def _check_held_out(settings: Settings, rows: Rows) -> None:
 
 
 def _report(rows: Rows, name: str, output: Path) -> None:
-    """Say how many rows there are, and keep those that were set aside where they can be read."""
+    """Print the number of rows, and write unusable rows to a file."""
     print(f"{name}: {len(rows.usable)} rows of {rows.source}, digest {rows.digest}", flush=True)
     if rows.quarantined:
         path = output / "quarantine" / f"{name}.jsonl"

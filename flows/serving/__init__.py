@@ -1,1 +1,1 @@
-"""What a service copies to load a champion; it needs nothing of the pipeline."""
+"""Load the champion of a registered model; a service copies this package without the pipeline."""

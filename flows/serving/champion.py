@@ -1,21 +1,19 @@
-"""The champion of a registered model, verified file by file before anything of it is loaded.
+"""Load the champion of a registered model after every one of its files is verified.
 
     from flows.champion import load_champion
 
     champion = load_champion("rlhf-policy")
     champion.model.generate(**champion.tokenizer("Hello", return_tensors="pt"))
 
-This file needs nothing of the flow, so that a service may follow the registry with it alone.
+This package imports nothing of the flow but its errors, so a service can use it on its own.
 """
 
 import logging
-import os
-import posixpath
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,44 +22,28 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
-from mlflow.store.artifact.artifact_repo import ArtifactRepository
-from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
-from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
-from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 
 from ppo_core.errors import ModelError
 
-from .manifest import (
-    MANIFEST,
-    MANIFEST_TAG,
-    check_file,
-    check_folder,
-    check_list,
-    check_name,
-    check_path,
-    check_plain,
-    is_digest,
-    read_manifest,
-    refusal,
-)
+from .artifact_store import download, open_store
+from .manifest import MANIFEST, MANIFEST_TAG, check_folder, is_digest, refusal
 from .redaction import without_credentials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CACHE = Path.home() / ".cache" / "rlhf-flow" / "champions"
-"""Where fetched versions are kept unless another folder is named; it may be deleted."""
+"""Default folder of fetched versions; it may be deleted."""
 
 ABANDONED_SECONDS = 24 * 3600
-"""Age at which what an interrupted fetch has left behind is removed."""
+"""Age at which the leftovers of an interrupted fetch are deleted."""
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A version on this machine, every file of it verified."""
+    """A version on this machine, with every file verified."""
 
     name: str
     """The registered model."""
@@ -70,7 +52,7 @@ class Fetched:
     """Its version."""
 
     folder: Path
-    """Where its files are: model/, components/tokenizer/, and the rest."""
+    """Folder of its files: model/, components/tokenizer/, and more."""
 
     manifest: str
     """SHA-256 of its manifest."""
@@ -78,7 +60,7 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Champion:
-    """A version that is loaded."""
+    """A loaded version."""
 
     name: str
     """The registered model."""
@@ -94,10 +76,10 @@ class Champion:
 
 
 def champion_version(name: str, alias: str = "champion") -> str:
-    """The version that the alias points at: one small question, cheap enough to ask often.
+    """Return the version that the alias points at, by one cheap request to the registry.
 
     Raises:
-        ModelError: the registry gives no answer, or has no such model or alias.
+        ModelError: the registry does not answer, or has no such model or alias.
     """
     return str(_find_version(name, alias, None).version)
 
@@ -109,13 +91,13 @@ def load_champion(
     version: str | int | None = None,
     cache: Path | str | None = None,
 ) -> Champion:
-    """Fetch a version, verify all of it, and only then load it, with transformers alone.
+    """Fetch a version, verify all of its files, then load it with transformers.
 
     Args:
         name: the registered model.
-        alias: what to follow to a version.
-        version: a version to take instead, whatever the alias points at.
-        cache: folder for fetched versions; None for `CACHE`.
+        alias: alias of the version to load.
+        version: version to load instead of the alias.
+        cache: folder of fetched versions; None for `CACHE`.
 
     Raises:
         ModelError: as `fetch_champion`, or transformers cannot load what was registered.
@@ -126,7 +108,7 @@ def load_champion(
     fetched = fetch_champion(name, alias=alias, version=version, cache=cache)
     what = f"Version {fetched.version} of '{name}'"
     model, tokenizer = fetched.folder / "model", fetched.folder / "components" / "tokenizer"
-    # Without its own configuration, transformers would follow an adapter to another base model.
+    # Without a configuration beside it, transformers would load the base model of an adapter.
     if not ((model / "config.json").is_file() and tokenizer.is_dir()):
         raise refusal(what, "it has no model/config.json or no components/tokenizer")
     safe = {"trust_remote_code": False, "local_files_only": True}
@@ -151,29 +133,29 @@ def fetch_champion(
     version: str | int | None = None,
     cache: Path | str | None = None,
 ) -> Fetched:
-    """Bring a version to this machine, refusing whatever its manifest does not vouch for.
+    """Download a version and verify each of its files against its manifest.
 
-    The manifest is held against the tag of the version first, then the list of files in the
-    store against the manifest, then each file against its digest: the small configurations before
-    the weights. Files are fetched under a temporary name that is changed when all are there. A
-    version that was fetched before is verified again and not fetched.
+    First the manifest is compared with the tag of the version, then the list of files in the
+    store with the manifest, then each file with its digest, the small configurations before the
+    weights. Files are downloaded to a temporary folder, which is renamed when it is complete. A
+    version that is already here is verified again but not downloaded.
 
     Args:
         name: the registered model.
-        alias: what to follow to a version.
-        version: a version to take instead, whatever the alias points at.
-        cache: folder for fetched versions; None for `CACHE`.
+        alias: alias of the version to load.
+        version: version to load instead of the alias.
+        cache: folder of fetched versions; None for `CACHE`.
 
     Raises:
-        ModelError: the registry or the store gives no answer, there is no such version, or it is
-            refused; the message names the file and the reason.
+        ModelError: the registry or the store does not answer, there is no such version, or the
+            version is refused; the message names the file and the reason.
     """
     found = _find_version(name, alias, version)
     what = f"Version {found.version} of '{name}'"
     digest = _manifest_digest(found, what)
     folder = Path(cache or CACHE) / digest
     try:
-        if not _is_whole(folder, digest):
+        if not _is_intact(folder, digest):
             _fetch_into(folder, found, digest, what)
     except OSError as error:
         raise ModelError(
@@ -183,30 +165,27 @@ def fetch_champion(
     return Fetched(name, str(found.version), folder, digest)
 
 
-# --- Of one version ----------------------------------------------------------------
-
-
 def _find_version(name: str, alias: str, version: str | int | None) -> ModelVersion:
     try:
         if version is None:
             return MlflowClient().get_model_version_by_alias(name, alias)
         return MlflowClient().get_model_version(name, str(version))
     except (MlflowException, OSError) as error:
-        registry, said = map(without_credentials, (mlflow.get_registry_uri(), error))
+        registry, reply = map(without_credentials, (mlflow.get_registry_uri(), error))
         code = error.error_code if isinstance(error, MlflowException) else ""
         if version is None and code == "INVALID_PARAMETER_VALUE":
             raise ModelError(
-                f"'{name}' has no version with the alias '{alias}' in {registry}: {said} Promote "
+                f"'{name}' has no version with the alias '{alias}' in {registry}: {reply} Promote "
                 "a version with flows/registry.py, or set the alias in MLflow."
             ) from error
         if code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise ModelError(
                 f"{registry} does not have {f'version {version} of ' * (version is not None)}"
-                f"'{name}': {said}. Check the name, or set MLFLOW_TRACKING_URI to the registry "
+                f"'{name}': {reply}. Check the name, or set MLFLOW_TRACKING_URI to the registry "
                 "that has it."
             ) from error
         raise ModelError(
-            f"The MLflow registry at {registry} gives no answer: {said}. Set MLFLOW_TRACKING_URI "
+            f"The MLflow registry at {registry} gives no answer: {reply}. Set MLFLOW_TRACKING_URI "
             "to one that is running."
         ) from error
 
@@ -216,16 +195,16 @@ def _manifest_digest(found: ModelVersion, what: str) -> str:
     if digest is None:
         raise refusal(
             what,
-            f"it has no tag '{MANIFEST_TAG}', so nothing says what it is made of: something else "
-            "than the flow registered it",
+            f"it has no tag '{MANIFEST_TAG}', so its files cannot be verified: it was not "
+            "registered by the flow",
         )
-    # It names a folder of the cache, so it must be nothing but a digest.
+    # The digest becomes the name of a folder in the cache, so nothing but a digest is safe.
     if not is_digest(digest):
         raise refusal(what, f"its tag '{MANIFEST_TAG}' is no SHA-256: {digest!r:.80}")
     return digest
 
 
-def _is_whole(folder: Path, digest: str) -> bool:
+def _is_intact(folder: Path, digest: str) -> bool:
     if not folder.is_dir():
         return False
     try:
@@ -241,14 +220,14 @@ def _fetch_into(folder: Path, found: ModelVersion, digest: str, what: str) -> No
     _remove_abandoned(folder.parent)
     unfinished = Path(tempfile.mkdtemp(prefix=".fetching-", dir=folder.parent))
     try:
-        files = _download(_open_store(found, what), unfinished, digest, what)
+        files = download(open_store(found, what), unfinished, digest, what)
         _publish(unfinished, folder, files, digest)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _publish(unfinished: Path, folder: Path, files: Iterable[str], digest: str) -> None:
-    """Rename; if the folder is there already, file by file, so that no reader misses one."""
+    """Rename the folder; if the target exists, replace it file by file while others read it."""
     try:
         unfinished.rename(folder)
     except OSError:
@@ -272,72 +251,6 @@ def _require_mended(folder: Path, digest: str) -> None:
 
 def _remove_abandoned(cache: Path) -> None:
     for folder in cache.glob(".fetching-*"):
-        with suppress(FileNotFoundError):  # another process may be done with it just now
+        with suppress(FileNotFoundError):  # another process may have just renamed it
             if time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-# --- The store ---------------------------------------------------------------------
-
-
-def _open_store(found: ModelVersion, what: str) -> ArtifactRepository:
-    with _asking_the_store(what):
-        place = MlflowClient().get_model_version_download_uri(found.name, found.version)
-        store = get_artifact_repository(place)
-        while isinstance(store, ModelsArtifactRepository | RunsArtifactRepository):
-            store = store.repo  # of the place that the address stands for
-        return store
-
-
-def _download(store: ArtifactRepository, folder: Path, digest: str, what: str) -> Mapping[str, str]:
-    """Fetch the files of the manifest, each checked as it arrives; returns the manifest."""
-    listed = set(_walk(store, what))
-    if MANIFEST not in listed:
-        raise refusal(what, f"its artifacts hold no {MANIFEST}")
-    _fetch(store, MANIFEST, folder, what)
-    files = read_manifest(folder, digest, what)
-    check_list(listed, files, what)
-    for path in sorted(files, key=lambda path: (not path.endswith(".json"), path)):
-        _fetch(store, path, folder, what)
-        check_file(folder, path, files[path], what)
-    return files
-
-
-def _walk(store: ArtifactRepository, what: str) -> Iterator[str]:
-    """Paths of all files in the store, refused as soon as a name could do harm."""
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        with _asking_the_store(what):
-            entries = store.list_artifacts(folder or None)
-        for entry in entries:
-            check_path(entry.path, what)
-            if posixpath.dirname(entry.path) != folder:
-                raise refusal(what, f"the store lists {entry.path!r} as a part of {folder!r}")
-            if isinstance(store, LocalArtifactRepository):
-                check_plain(Path(store.artifact_dir), entry.path, what)
-            if entry.is_dir:
-                folders.append(entry.path)
-            else:
-                check_name(entry.path, what)
-                yield entry.path
-
-
-def _fetch(store: ArtifactRepository, path: str, folder: Path, what: str) -> None:
-    # One bar for each file would be noise in the log of a service.
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    with _asking_the_store(what):
-        store.download_artifacts(path, str(folder))
-
-
-@contextmanager
-def _asking_the_store(what: str) -> Iterator[None]:
-    """Say in plain words what could not be read."""
-    try:
-        yield
-    # Each store raises what its own client does: boto's errors share no class with MLflow's.
-    except Exception as error:
-        raise ModelError(
-            f"The artifacts of {what} cannot be read: {without_credentials(error)}. Nothing of it "
-            "was loaded. Check the address, the credentials and the free space, and try again."
-        ) from error

@@ -1,7 +1,7 @@
-"""The files of a model, each vouched for by its digest, and none of which can run code.
+"""Write and verify the manifest of a model: the digest of each file, and no file that runs code.
 
-Whoever registers a model writes the manifest, and whoever loads it holds the files against it
-first: both by the rules of this file.
+The flow writes the manifest when it registers a model, and a consumer verifies the files against
+it before loading them.
 """
 
 import hashlib
@@ -14,31 +14,31 @@ from typing import Any
 from ppo_core.errors import ModelError
 
 MANIFEST = "manifest.json"
-"""File with the digest of every other file of a version, but for the card."""
+"""File with the digest of every other file of a version except the card."""
 
 MANIFEST_TAG = "manifest"
 """Tag of a version in MLflow: SHA-256 of its manifest."""
 
 CARD = "README.md"
-"""Written again after a decision, so no manifest vouches for it, and no consumer fetches it."""
+"""The model card. It is rewritten after a decision, so it is not in the manifest or downloaded."""
 
 UNVOUCHED = frozenset({MANIFEST, CARD, "registered_model_meta"})
-"""Files without a digest; the last is a note that MLflow leaves in a store on the same machine."""
+"""Files without a digest; MLflow writes the last one into a store on the same machine."""
 
 PICKLES = frozenset(".bin .pt .pth .pkl .pickle .ckpt .joblib .npy .npz".split())
 CODE = frozenset(".py .pyc .pyd .so".split())
 REMOTE_CODE = frozenset({"auto_map", "custom_pipelines", "trust_remote_code"})
-"""Keys of a configuration by which transformers would run code that is not its own."""
+"""Configuration keys that make transformers run code that it does not contain."""
 
 PICKLE_OR_ZIP = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
-"""How a pickle begins, and the zip that torch.save puts it into."""
+"""First bytes of a pickle, and of the zip file that torch.save writes."""
 
 MAX_SAFETENSORS_HEADER = 100_000_000
-"""Bytes, as the format has it."""
+"""Bytes; the limit of the safetensors format."""
 
 
 def write_manifest(folder: Path) -> str:
-    """Write down the digest of every file of a version; returns the digest of that list.
+    """Write the manifest of a folder and return its SHA-256.
 
     Raises:
         ModelError: a consumer would refuse one of the files.
@@ -55,7 +55,7 @@ def write_manifest(folder: Path) -> str:
 
 
 def check_folder(folder: Path, manifest_digest: str) -> None:
-    """Hold the files of a folder against its manifest, and the manifest against its digest.
+    """Verify the manifest of a folder against its digest, and the files against the manifest.
 
     Raises:
         ModelError: a file was changed, added, is missing, or could run code.
@@ -68,7 +68,7 @@ def check_folder(folder: Path, manifest_digest: str) -> None:
 
 
 def refusal(what: str, reason: str) -> ModelError:
-    """The error that says that `what` is not loaded, and why."""
+    """Return the error that says that `what` is not loaded, and why."""
     return ModelError(
         f"{what} is refused: {reason}. Nothing of it was loaded. Point the alias at another "
         "version, or register the policy again."
@@ -76,15 +76,15 @@ def refusal(what: str, reason: str) -> ModelError:
 
 
 def read_manifest(folder: Path, digest: str, what: str) -> dict[str, str]:
-    """The digests by path, once the manifest is the one that the version was registered with.
+    """Verify the manifest and return the digests of the files by path.
 
     Args:
         folder: where the manifest is.
-        digest: SHA-256 that it must have.
+        digest: SHA-256 that the manifest must have.
         what: the version, in the words of an error.
 
     Raises:
-        ModelError: it is missing, another one, or names what would be refused.
+        ModelError: the manifest is missing, changed, or names a file that is refused.
     """
     manifest = folder / MANIFEST
     if manifest.is_symlink() or not manifest.is_file():
@@ -105,10 +105,10 @@ def read_manifest(folder: Path, digest: str, what: str) -> dict[str, str]:
 
 
 def check_list(listed: Iterable[str], files: Mapping[str, str], what: str) -> None:
-    """Refuse a list of paths that is not that of the manifest, but for UNVOUCHED.
+    """Raise unless a list of paths is that of the manifest, apart from UNVOUCHED.
 
     Raises:
-        ModelError: a path is missing or not in the manifest.
+        ModelError: a path is missing or is not in the manifest.
     """
     listed = set(listed) - UNVOUCHED
     if strange := sorted(listed - files.keys()):
@@ -118,10 +118,10 @@ def check_list(listed: Iterable[str], files: Mapping[str, str], what: str) -> No
 
 
 def check_file(folder: Path, path: str, digest: str, what: str) -> None:
-    """Refuse a file that was changed, or that could run code.
+    """Raise if a file was changed or could run code.
 
     Raises:
-        ModelError: its digest is another, or its content begins as what is refused.
+        ModelError: the digest differs, or the first bytes or keys are those of code.
     """
     if (actual := _sha256(folder / path)) != digest:
         raise refusal(
@@ -131,20 +131,20 @@ def check_file(folder: Path, path: str, digest: str, what: str) -> None:
 
 
 def check_path(path: str, what: str) -> None:
-    """Refuse a path that could lead out of its folder, on any system.
+    """Raise if a path could lead out of its folder, on any operating system.
 
     Raises:
-        ModelError: it could.
+        ModelError: the path could.
     """
     if set("\\:") & set(path) or any(part in ("", ".", "..") for part in path.split("/")):
         raise refusal(what, f"the path {path!r} could lead out of its folder")
 
 
 def check_name(path: str, what: str) -> None:
-    """Refuse a file that is a pickle or code by its name.
+    """Raise if the name of a file is that of a pickle or of code.
 
     Raises:
-        ModelError: it is.
+        ModelError: the suffix is.
     """
     suffix = PurePosixPath(path).suffix.lower()
     if suffix in PICKLES:
@@ -154,7 +154,7 @@ def check_name(path: str, what: str) -> None:
 
 
 def _check_content(folder: Path, path: str, what: str) -> None:
-    """What the first bytes, or the keys of a configuration, give away."""
+    """Raise if the first bytes, or the keys of a configuration, are those of code."""
     if path.endswith(".json"):
         if key := _remote_code_key(_read_json(folder / path, path, what)):
             raise refusal(what, f"{path!r} has the key '{key}', by which code would be run")
@@ -170,7 +170,7 @@ def _check_content(folder: Path, path: str, what: str) -> None:
 
 
 def _remote_code_key(document: Any) -> str:
-    """The first forbidden key, however deep; a vocabulary may give such a word its number."""
+    """Return the first forbidden key at any depth; a vocabulary may map such a word to an id."""
     left = [document]
     while left:
         value = left.pop()
@@ -192,7 +192,7 @@ def _read_json(file: Path, path: str, what: str) -> Any:
 
 
 def _files_of(folder: Path, what: str) -> set[str]:
-    """Relative paths of all files, none of which may be a link."""
+    """Return the relative paths of all files; raise for a link."""
     files = set()
     for found in folder.rglob("*"):
         path = found.relative_to(folder).as_posix()
@@ -203,9 +203,9 @@ def _files_of(folder: Path, what: str) -> set[str]:
 
 
 def check_plain(root: Path, path: str, what: str) -> None:
-    """Refuse what is no plain file or folder.
+    """Raise unless a path is a plain file or folder.
 
-    A link could lead to any file of the machine, and reading a pipe would never end.
+    A link could point to any file of the machine, and reading a pipe would never end.
 
     Raises:
         ModelError: it is a link, a pipe or a device.
@@ -216,7 +216,7 @@ def check_plain(root: Path, path: str, what: str) -> None:
 
 
 def is_digest(value: object) -> bool:
-    """Whether a value is a SHA-256 as hexadecimal digits."""
+    """Return whether a value is a SHA-256 in hexadecimal."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 

@@ -1,8 +1,8 @@
-"""Addresses as they may be shown to people."""
+"""Remove credentials from addresses before they are shown."""
 
 import re
 
 
 def without_credentials(text: object) -> str:
-    """A text whose addresses have no user, no password and no query."""
+    """Return a text with user, password and query removed from every address in it."""
     return re.sub(r"://(?:[^/?#\s]*@)?([^?\s]*)(?:\?\S*)?", r"://\1", str(text))

@@ -21,6 +21,7 @@ from pipeline.demo.task import build_demo_task
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.inputs import data_sets
 from pipeline.launch.job import write_job
+from pipeline.results import PreparedModel
 from pipeline.settings.settings import Settings, make_settings, read_preset
 from pipeline.settings.settings_file import settings_text
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
@@ -30,8 +31,6 @@ SETTINGS = "settings.toml"
 
 TRAINING_ROWS = 2000
 """Training rows of demonstrations and of preferences, out of ten thousand each."""
-
-NO_CHAMPION = {"version": None, "model": None, "tokenizer": None}
 
 
 def make_task(folder: Path, episodes: int) -> None:
@@ -64,7 +63,11 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
 
     def validate() -> None:
         report.update(
-            stages.examine_reward_model(settings, {"path": str(sft)}, {"path": str(rewarder)})
+            stages.validation.examine_reward_model(
+                settings,
+                PreparedModel(path=str(sft), metrics={}),
+                PreparedModel(path=str(rewarder), metrics={}),
+            )
         )
 
     def train_policy() -> None:
@@ -72,7 +75,8 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
             settings,
             policy=str(sft),
             reward_model=str(rewarder),
-            reading={"bias": report["bias"], "gain": report["gain"]},
+            reward_bias=report["bias"],
+            reward_gain=report["gain"],
             folder=folder / "ppo",
             policy_dir=policy,
         )
@@ -90,7 +94,7 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
         "validate_reward_model": validate,
         "train_policy": train_policy,
         "evaluate_win_rate": lambda: evaluate_policies(
-            settings, str(sft), str(policy), NO_CHAMPION, folder
+            settings, str(sft), str(policy), None, folder
         ),
     }
 

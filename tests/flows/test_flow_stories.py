@@ -8,6 +8,8 @@ from pipeline import stages
 from pipeline.settings.settings import make_settings, read_preset
 from tests.helpers.paths import ROOT
 
+STEPS = "load_policy load_reward_model validate_reward_model train_policy evaluate_win_rate".split()
+
 DATA = ROOT.parent / "shared" / "data"
 
 pytestmark = [
@@ -33,17 +35,18 @@ def test_ppo_makes_stories_happier(tmp_path: Path, monkeypatch):
             "total_episodes": 1600,
         },
     )
-    run = stages.start_run(settings, settings, "RLHF", "stories")
-    policy = stages.load_policy(settings, run)
-    reward_model = stages.load_reward_model(settings, policy, run)
-    validation = stages.validate_reward_model(settings, policy, reward_model, run)
-    trained = stages.train_policy(settings, policy, reward_model, validation, run)
-    champion = stages.find_champion(settings)
-    evaluation = stages.evaluate_win_rate(settings, policy, trained, champion, run)
+    run = stages.start.start_run(settings, settings, "RLHF", "stories", STEPS)
+    policy = stages.models.load_policy(settings, run)
+    reward_model = stages.models.load_reward_model(settings, policy, run)
+    validation = stages.validation.validate_reward_model(settings, policy, reward_model, run)
+    trained = stages.training.train_policy(settings, policy, reward_model, validation, run)
+    champion = stages.start.find_champion(settings)
+    evaluation = stages.evaluation.evaluate_win_rate(settings, policy, trained, champion, run)
 
-    assert policy["path"] == settings.policy
-    assert validation["fit"], validation["reasons"]
-    assert validation["accuracy"]["low"] > 0.58
-    assert evaluation["win_rate"]["ppo_vs_sft"]["low"] > 0.5
-    assert evaluation["kl"]["ppo"] < 10
-    assert evaluation["distinct"]["ppo"] > 0.95
+    assert policy.path == settings.policy
+    assert validation.fit, validation.reasons
+    assert validation.report()["accuracy"]["low"] > 0.58
+    report = evaluation.report()
+    assert report["win_rate"]["ppo_vs_sft"]["low"] > 0.5
+    assert report["kl"]["ppo"] < 10
+    assert report["distinct"]["ppo"] > 0.95

@@ -14,7 +14,8 @@ import pytest
 
 import registry
 from pipeline.registry import champions
-from pipeline.registry.champions import decide, settle
+from pipeline.registry.alias_sync import settle
+from pipeline.registry.champions import decide
 from pipeline.tracking.mlflow_client import connect
 from tests.helpers.mlflow_store import tracking_to, write_database
 from tests.helpers.paths import ROOT
@@ -28,7 +29,7 @@ def database(tmp_path_factory) -> str:
 @pytest.fixture
 def model(database: str, monkeypatch) -> Iterator[str]:
     """Version 2 is champion before version 1, and version 3 was refused."""
-    monkeypatch.setattr(champions, "PATIENCE", 0.1)
+    monkeypatch.setattr("pipeline.registry.alias_sync.PATIENCE", 0.1)
     with tracking_to(database):
         yield make_model()
 
@@ -190,7 +191,7 @@ def test_what_mlflow_refuses_is_a_sentence_without_the_password(capsys, asked: t
             assert ask(command, "policy", *more) == 1
         server.shutdown()
     told = capsys.readouterr().err
-    assert told.startswith(f"registry: MLflow at http://{address} did not do what was asked of it:")
+    assert told.startswith(f"registry: MLflow at http://{address} did not carry out a request:")
     assert "Not for you." in told
     assert "secret" not in told
 

@@ -18,7 +18,16 @@ from mlflow.entities import LoggedModelStatus
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.promotion.register import Candidate
-from pipeline.registry.artifact import Decoding, write_artifact
+from pipeline.registry.artifact import VersionContents, write_artifact
+from pipeline.results import (
+    Change,
+    EvaluatedPolicy,
+    FetchedChampion,
+    PreparedModel,
+    TrainedPolicy,
+    ValidatedReward,
+)
+from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.tracking.mlflow_client import connect
 from serving.manifest import MANIFEST_TAG
@@ -26,10 +35,9 @@ from tests.helpers.pipeline_inputs import tiny_table
 from tests.helpers.servers import MlflowServer
 from tests.helpers.tiny import PAD, make_policy, make_tokenizer
 
-NO_CHAMPION = {"version": None, "model": None, "tokenizer": None}
-
-FIT = {"fit": True, "accepted_by_hand": False, "reasons": []}
-"""What these modules read of the report on a reward model."""
+FIT = ValidatedReward(
+    fit=True, accepted_by_hand=False, reasons=[], bias=0.0, gain=1.0, report_file=""
+)
 
 JUDGE = """
 from pathlib import Path
@@ -110,8 +118,8 @@ class World:
         settings: Settings,
         policy: str,
         folder: Path,
-        champion: Mapping[str, Any] = NO_CHAMPION,
-    ) -> dict[str, Any]:
+        champion: FetchedChampion | None = None,
+    ) -> EvaluatedPolicy:
         folder.mkdir(parents=True, exist_ok=True)
         return evaluate_policies(
             settings, self.policies["sft"], self.policies[policy], champion, folder
@@ -122,24 +130,26 @@ class World:
         settings: Settings,
         policy: str,
         run: FlowRun,
-        evaluation: Mapping[str, Any],
-        validation: Mapping[str, Any] = FIT,
+        evaluation: EvaluatedPolicy,
+        validation: ValidatedReward = FIT,
     ) -> Candidate:
         return Candidate(
             settings=settings,
             run=run,
-            sft={"path": self.policies["sft"], "metrics": {}},
-            reward_model={"path": self.policies["sft"], "metrics": {}},
+            sft=PreparedModel(path=self.policies["sft"], metrics={}),
+            reward_model=PreparedModel(path=self.policies["sft"], metrics={}),
             trained=self.trained(policy),
-            validation=dict(validation),
-            evaluation=dict(evaluation),
+            validation=validation,
+            evaluation=evaluation,
         )
 
-    def trained(self, policy: str) -> dict[str, Any]:
-        return {
-            "path": self.policies[policy],
-            "objective": {"objective/kl": {"first": 0.0, "last": 1.0}},
-        }
+    def trained(self, policy: str) -> TrainedPolicy:
+        return TrainedPolicy(
+            path=self.policies[policy],
+            objective={"objective/kl": Change(first=0.0, last=1.0)},
+            episodes_per_second=1.0,
+            peak_rss_bytes=2**20,
+        )
 
     def upload(self, policy: str, decoding: Decoding | None = None) -> tuple[str, str]:
         """The policy as a logged model with a manifest, as the flow makes them."""
@@ -152,10 +162,12 @@ class World:
             digest = write_artifact(
                 Path(self.policies[policy]),
                 Path(folder),
-                name="uploaded",
-                decoding=decoding or Decoding(response_length=6, temperature=0.7),
-                example="w2",
-                card="# Card",
+                VersionContents(
+                    name="uploaded",
+                    decoding=decoding or Decoding(response_length=6, temperature=0.7),
+                    example="w2",
+                    card="# Card",
+                ),
                 run_id=client.create_run(experiment).info.run_id,
                 model_id=model.model_id,
             )

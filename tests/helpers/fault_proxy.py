@@ -1,4 +1,4 @@
-"""A proxy in front of a server that loses replies and stops whoever asks."""
+"""A proxy in front of a server that loses replies and stops clients."""
 
 import os
 import signal
@@ -19,39 +19,39 @@ fork = get_context("fork")
 
 @dataclass
 class Fault:
-    """What is done, once, to a request whose path ends in `path` and whose body holds `word`."""
+    """A fault of requests whose path ends in `path` and whose body contains `word`."""
 
     path: str = ""
     word: str = ""
     changes: bool = False
-    """Whether it happens to requests that change something only."""
+    """Whether only requests that change something are affected."""
 
     again: bool = True
-    """Whether it may happen twice to requests of the same method and path."""
+    """Whether requests of the same method and path may be affected twice."""
 
     skip: int = 0
-    """Such requests that go through before."""
+    """Matching requests to let through first."""
 
     before: Callable[[], None] = lambda: None
-    """Before the server sees the request."""
+    """Called before the server gets the request."""
 
     after: Callable[[], None] = lambda: None
-    """When the server has done it, before the reply is sent."""
+    """Called after the server has answered, before the reply is sent."""
 
     drop: bool = False
-    """Whether the connection is closed instead of the reply."""
+    """Whether the connection is closed instead of a reply."""
 
     lose: bool = False
-    """Whether it is closed before the server sees the request."""
+    """Whether the connection is closed before the server gets the request."""
 
     times: int = 1
     hits: list[str] = field(default_factory=list)
-    """The requests that it happened to."""
+    """The affected requests."""
 
     happened: threading.Event = field(default_factory=threading.Event)
 
     def hit(self, request: str, body: bytes) -> bool:
-        """Whether it happens to this request, which then counts."""
+        """Return whether this request is affected, and count it."""
         changing = not request.startswith("GET") and not request.endswith("/search")
         if (
             not self.times
@@ -71,13 +71,13 @@ class Fault:
 
 @dataclass
 class FaultProxy:
-    """Forwards everything to `target`, apart from its faults."""
+    """Forwards requests to `target`, except for its faults."""
 
     target: str
     url: str
     faults: list[Fault] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
-    """Method and path of each that came."""
+    """Method and path of each request."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -86,7 +86,7 @@ class FaultProxy:
         return fault
 
     def take(self, request: str, body: bytes) -> Fault:
-        """The fault of this request, or one that does nothing."""
+        """Return the fault of this request, or a fault that does nothing."""
         with self.lock:
             self.requests.append(request)
             return next((fault for fault in self.faults if fault.hit(request, body)), Fault())
@@ -96,7 +96,7 @@ class FaultProxy:
 def fault_proxy(target: str) -> Iterator[FaultProxy]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        wbufsize = -1  # A reply in two pieces takes 40 ms more.
+        wbufsize = -1  # Sends a reply in one piece; a second one would wait for an ACK.
 
         def forward(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -130,7 +130,7 @@ def fault_proxy(target: str) -> Iterator[FaultProxy]:
         daemon_threads = True
 
         def handle_error(self, *_: object) -> None:
-            """A client that was killed is no news."""
+            """Ignore clients that were killed."""
 
     server = Server(("127.0.0.1", 0), Handler)
     proxy = FaultProxy(target, f"http://127.0.0.1:{server.server_address[1]}")
@@ -143,7 +143,7 @@ def fault_proxy(target: str) -> Iterator[FaultProxy]:
 
 
 def start_process(work: Callable[[], object], url: str):
-    """`work` in a process of its own, which knows MLflow under `url`."""
+    """Run `work` in a process of its own, with MLflow at `url`."""
 
     def run() -> None:
         os.environ["MLFLOW_TRACKING_URI"] = url
@@ -156,7 +156,7 @@ def start_process(work: Callable[[], object], url: str):
 
 
 def stop(pid: int) -> None:
-    """Stop a process where it is; returns when it has stopped."""
+    """Send SIGSTOP to a process and wait until it has stopped."""
     os.kill(pid, signal.SIGSTOP)
     while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)

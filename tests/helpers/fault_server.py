@@ -1,4 +1,4 @@
-"""A chat server on 127.0.0.1 that misbehaves as a test tells it to."""
+"""A chat server on 127.0.0.1 with faults that a test chooses."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ Behaviour = Callable[[BaseHTTPRequestHandler], None]
 
 @dataclass(frozen=True)
 class Request:
-    """What the server was asked."""
+    """A request to the server."""
 
     number: int
     """From 0, in the order of arrival."""
@@ -35,19 +35,19 @@ class Request:
 
 @dataclass
 class FaultServer:
-    """What a running server has seen."""
+    """The requests to a running server."""
 
     url: str
     requests: list[Request] = field(default_factory=list)
     under_way: int = 0
-    """Requests whose response has not begun."""
+    """Requests whose response has not started."""
 
     most_under_way: int = 0
     arrival: threading.Condition = field(default_factory=threading.Condition)
     closing: threading.Event = field(default_factory=threading.Event)
 
     def arrives(self, handler: BaseHTTPRequestHandler) -> Request:
-        """Note a request."""
+        """Record a request."""
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
         with self.arrival:
             request = Request(
@@ -64,30 +64,30 @@ class FaultServer:
         return request
 
     def is_decided(self) -> None:
-        """Note that a request is no longer under way."""
+        """Record that the response to a request starts."""
         with self.arrival:
             self.under_way -= 1
 
     def wait_for(self, requests: int, seconds: float = 60) -> None:
-        """Until that many requests have arrived."""
+        """Wait until `requests` requests have arrived."""
         with self.arrival:
             assert self.arrival.wait_for(lambda: len(self.requests) >= requests, seconds)
 
 
 Script = Callable[[Request], Behaviour] | Sequence[Behaviour]
-"""What to do about a request, which may take its time; or one behaviour after the other, the last
-one for all that follow."""
+"""A function from request to behaviour, which may block; or behaviours in order, of which the last
+one repeats."""
 
 
 @contextmanager
 def fault_server(script: Script) -> Iterator[FaultServer]:
-    """A server for as long as the context lasts."""
+    """Run a server while the context lasts."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             request = state.arrives(self)
             behave = script(request) if callable(script) else script[min(request.number, last)]
-            # Before the response, for whoever has read it may send the next request at once.
+            # Before the response: a client that has read it may send the next request at once.
             state.is_decided()
             with suppress(ConnectionError):  # the client may have hung up
                 behave(self)
@@ -114,7 +114,7 @@ def fault_server(script: Script) -> Iterator[FaultServer]:
 
 
 def respond(status: int, body: str, **headers: str) -> Behaviour:
-    """Any response; of a header's name, `_` stands for `-`."""
+    """Return a response; `_` in the name of a header stands for `-`."""
 
     def behave(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)
@@ -127,7 +127,7 @@ def respond(status: int, body: str, **headers: str) -> Behaviour:
 
 
 def say(text: str | None, *, tokens: int | None = 7, finish_reason: str = "stop") -> Behaviour:
-    """A chat completion; without `usage` where tokens is None."""
+    """Return a chat completion, without `usage` if tokens is None."""
     message = {"role": "assistant", "content": text}
     completion: dict[str, Any] = {
         "id": "1",
@@ -146,18 +146,18 @@ def say(text: str | None, *, tokens: int | None = 7, finish_reason: str = "stop"
 
 
 def refuse(status: int, message: str = "no", **headers: str) -> Behaviour:
-    """An error in OpenAI's form."""
+    """Return an error in OpenAI's format."""
     body = {"error": {"message": message, "type": "error", "code": None}}
     return respond(status, json.dumps(body), Content_Type="application/json", **headers)
 
 
 def hang_up(handler: BaseHTTPRequestHandler) -> None:
-    """Close the connection without a word."""
+    """Close the connection without a response."""
     handler.close_connection = True
 
 
 def drip(handler: BaseHTTPRequestHandler) -> None:
-    """A byte of white space every 20 ms, which JSON may begin with, for ever."""
+    """Send a space, which JSON may begin with, every 20 ms without end."""
     handler.send_response(200)
     handler.send_header("Content-Type", "application/json")
     handler.end_headers()

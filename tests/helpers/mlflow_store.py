@@ -1,4 +1,4 @@
-"""An MLflow for a test: a database made in no time, and tracking that goes there for a while."""
+"""MLflow in a test: a fast way to create a database, and a context that tracks to it."""
 
 import os
 from collections.abc import Iterator
@@ -13,10 +13,9 @@ from mlflow.db import commands
 
 
 def write_database(file: Path) -> str:
-    """A database of MLflow with nothing in it; returns its URI.
+    """Write an empty MLflow database and return its URI.
 
-    MLflow itself would take seconds for each: it makes the tables of its first release and
-    changes them migration by migration.
+    MLflow itself creates the tables of its first release and runs every migration, which is slow.
     """
     file.write_bytes(_empty_database())
     return f"sqlite:///{file}"
@@ -24,7 +23,7 @@ def write_database(file: Path) -> str:
 
 @cache
 def _empty_database() -> bytes:
-    # In memory where that is a folder: hundreds of statements would each wait for the disk.
+    # In memory if possible: each of hundreds of statements would wait for the disk.
     memory = Path("/dev/shm")
     with TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         file = Path(folder) / "mlflow.db"
@@ -34,9 +33,9 @@ def _empty_database() -> bytes:
 
 @contextmanager
 def tracking_to(uri: str, *, retries: int = 2) -> Iterator[None]:
-    """All MLflow of this process is there, and knows nothing of other tests; then it is as it was.
+    """Make MLflow in this process use `uri`, without the state of other tests, and restore it.
 
-    A request that got no reply is sent again at once, `retries` times.
+    A request without a reply is repeated at once, `retries` times.
     """
     environment = {
         "MLFLOW_TRACKING_URI": uri,
@@ -47,7 +46,7 @@ def tracking_to(uri: str, *, retries: int = 2) -> Iterator[None]:
     }
     with (
         patch.dict(os.environ, environment),
-        # What mlflow.set_tracking_uri and mlflow.set_experiment leave behind.
+        # The state that mlflow.set_tracking_uri and mlflow.set_experiment set.
         patch("mlflow.tracking._tracking_service.utils._tracking_uri", None),
         patch("mlflow.tracking.fluent._active_experiment_id", None),
     ):

@@ -1,15 +1,24 @@
 """Reports as the pipeline makes them, of made-up scores and a judge that is a rule."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from pipeline.evaluation.contests import evaluate
 from pipeline.evaluation.win_rate import compare_policies
 from pipeline.inputs.preference_pairs import LabelledPair
-from pipeline.judges.functions import FunctionJudge
+from pipeline.judges.function_judge import FunctionJudge
+from pipeline.registry.decisions import Decision
+from pipeline.results import (
+    EVALUATION_FILE,
+    REWARD_REPORT_FILE,
+    EvaluatedPolicy,
+    ValidatedReward,
+    write_report,
+)
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
 from pipeline.reward_validation.contract import Contract
@@ -142,11 +151,40 @@ def evaluation_result(
     }
 
 
-def promotion(action: str = "promoted", **changes: Any) -> dict[str, Any]:
-    """The decision on version 3, as the summary of a run has it."""
-    champion = {"promoted": 3, "refused": 2}[action]
-    decision = {"action": action, "version": 3, "champion": champion, "reasons": ["It wins."]}
-    return decision | changes
+def validated(report: dict[str, Any], folder: Path) -> ValidatedReward:
+    """What the flow hands on of a report on a reward model."""
+    file = folder / REWARD_REPORT_FILE
+    write_report(file, report)
+    given = {name: report[name] for name in ("fit", "accepted_by_hand", "reasons", "bias", "gain")}
+    return ValidatedReward(**given, report_file=str(file))
+
+
+def evaluated(report: dict[str, Any], folder: Path) -> EvaluatedPolicy:
+    """What the flow hands on of an evaluation's result."""
+    write_report(folder / EVALUATION_FILE, report)
+    return EvaluatedPolicy(champion=report["champion"], kl=report["kl"]["ppo"], folder=str(folder))
+
+
+def decision(action: Literal["promoted", "refused"] = "promoted", **changes: Any) -> Decision:
+    """The decision on version 3."""
+    made = Decision(
+        number=3,
+        action=action,
+        version=3,
+        champion={"promoted": 3, "refused": 2}[action],
+        reasons=("It wins.",),
+        by="run RLHF/3",
+        at="2026-01-01T00:00:00+00:00",
+        key="run RLHF/3",
+    )
+    return replace(made, **changes)
+
+
+def promotion(
+    action: Literal["promoted", "refused"] = "promoted", **changes: Any
+) -> dict[str, Any]:
+    """The decision as the summary of a run has it."""
+    return asdict(decision(action, **changes))
 
 
 def summary(**changes: Any) -> dict[str, Any]:

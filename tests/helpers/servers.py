@@ -1,4 +1,4 @@
-"""Real servers on 127.0.0.1: MLflow, which can be stopped and started again, and moto's S3."""
+"""Real servers on 127.0.0.1: MLflow, which can be killed and restarted, and moto's S3."""
 
 import os
 import signal
@@ -22,11 +22,11 @@ BUCKET = "artifacts"
 
 @dataclass
 class MlflowServer:
-    """`mlflow server` over a sqlite file; the files of one that was killed are still there."""
+    """`mlflow server` on a sqlite file, which survives when the server is killed."""
 
     folder: Path
     artifacts: str
-    """Root of all artifacts: a folder, or s3://..., which clients then write to themselves."""
+    """Root of all artifacts: a folder, or an s3:// address, which clients write to directly."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=lambda: free_port())
@@ -37,13 +37,13 @@ class MlflowServer:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start the server and wait until it answers."""
         database = self.folder / "server.db"
         if not database.exists():
             write_database(database)
         environment = {
             "MLFLOW_DISABLE_TELEMETRY": "true",
-            # Eight processes that evaluate traces; each takes seconds to start.
+            # These are eight slow processes that evaluate traces.
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         }
         self.process = subprocess.Popen(
@@ -62,7 +62,7 @@ class MlflowServer:
         wait_until_answering(f"{self.url}/health", self.process, self.folder / "server.log")
 
     def kill(self) -> None:
-        """Kill it with all its workers, in the middle of whatever it does."""
+        """Kill the server with all its workers."""
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -73,7 +73,7 @@ class MlflowServer:
 def mlflow_server(
     folder: Path, artifacts: str = "", environment: Mapping[str, str] | None = None
 ) -> Iterator[MlflowServer]:
-    """A running server for as long as the context lasts."""
+    """Run a server while the context lasts."""
     server = MlflowServer(folder, artifacts or str(folder / "artifacts"), environment or {})
     server.start()
     try:
@@ -85,7 +85,7 @@ def mlflow_server(
 
 @contextmanager
 def s3() -> Iterator[dict[str, str]]:
-    """moto's S3 with the bucket `artifacts`: the environment that its clients need."""
+    """Run moto's S3 with the bucket `artifacts`; yield the environment of its clients."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()
@@ -118,7 +118,7 @@ def free_port() -> int:
 def wait_until_answering(
     url: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 180
 ) -> None:
-    """Until a GET of `url` succeeds; a process that has ended is a failure with its log."""
+    """Wait until a GET of `url` succeeds; fail with the log if the process has ended."""
     deadline = time.monotonic() + seconds
     while True:
         try:

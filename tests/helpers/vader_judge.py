@@ -1,15 +1,15 @@
-"""A judge for stories: the happier text wins, by the rule-based scores of vaderSentiment."""
+"""A judge for stories: the happier text wins by the scores of vaderSentiment."""
 
 from collections.abc import Sequence
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 FEWEST_WORDS = 5
-"""Words that tell a story; nothing said is neutral, and would be happier than a sad story."""
+"""Minimum words of a story; an empty text is neutral, and would beat a sad story."""
 
 
 def judge(prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Compare the compound scores of the two answers to each prompt; no story loses to any."""
+    """Compare the compound scores of the two answers; a text without a story loses."""
     analyzer = SentimentIntensityAnalyzer()
 
     def grade(text: str) -> tuple[bool, float]:

@@ -1,7 +1,7 @@
-"""A server that speaks as much of vLLM's protocol as is used, over a tiny model of its own.
+"""A server with the used part of vLLM's protocol on a tiny model.
 
-It keeps its architecture and reads safetensors into it, as vLLM does; it really samples, with a
-generator seeded by the request, and caches what it computed for a prompt, reloading or not.
+Like vLLM it loads safetensors into a fixed architecture, samples with a generator seeded by the
+request, and caches the logits of a prompt, also across reloads.
 """
 
 import copy
@@ -25,20 +25,20 @@ from transformers import (
 
 
 class VLLMServerOfTests:
-    """The state of a server, and its answers; faults are set from outside."""
+    """A server and its state; tests set its faults."""
 
     def __init__(self, model: PreTrainedModel, *, port: int = 0) -> None:
         self.model = copy.deepcopy(model).eval()
         self.processed_logprobs = True
         self.dev_mode = True
         self.keeps_its_head = False
-        """As vLLM 0.32.0 does on a CPU where the head is tied to the embeddings."""
+        """As vLLM 0.32.0 does on a CPU if the head is tied to the embeddings."""
         self.max_model_len = 64
         self.tokens_too_many = 0
         self.busy_answers = 0
-        """Calls that are told to come again."""
+        """Calls that are answered with status 503."""
         self.loaded: list[str] = []
-        """Names of the folders that were read."""
+        """Names of the folders that were loaded."""
         self.completions: list[dict[str, Any]] = []
         self._first_logits: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._lock = threading.Lock()
@@ -121,13 +121,13 @@ class VLLMServerOfTests:
         }
 
     def _logits(self, salt: str, prompt: list[int], ids: list[int]) -> torch.Tensor:
-        """Those of the next token, a prompt's own from the cache."""
-        place = (salt, tuple(prompt))
-        if not ids and place in self._first_logits:
-            return self._first_logits[place]
+        """Return the logits of the next token; those after the prompt come from the cache."""
+        key = (salt, tuple(prompt))
+        if not ids and key in self._first_logits:
+            return self._first_logits[key]
         logits = self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1].float()
         if not ids:
-            self._first_logits[place] = logits
+            self._first_logits[key] = logits
         return logits
 
 
@@ -156,7 +156,7 @@ def _handler(server: VLLMServerOfTests) -> type[BaseHTTPRequestHandler]:
 
 @contextmanager
 def vllm_server(model: PreTrainedModel) -> Iterator[VLLMServerOfTests]:
-    """A server for as long as the context lasts, unless it is stopped before."""
+    """Run a server while the context lasts, unless the test stops it earlier."""
     server = VLLMServerOfTests(model)
     try:
         yield server

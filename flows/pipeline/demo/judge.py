@@ -1,4 +1,4 @@
-"""The judge of the built-in task: a rule that knows the facts and no model."""
+"""The judge of the built-in task: a rule that compares summaries with the facts of a post."""
 
 from collections.abc import Sequence
 
@@ -20,8 +20,8 @@ POINTS_PER_NEEDLESS_WORD = -1
 def judge(prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Say which summary of each pair is better: "first", "second" or "tie".
 
-    The rule reads the facts from the prompt and gives points, see `grade`; it knows
-    nothing of any model. "invalid" where the prompt is no post of this grammar.
+    The rule reads the facts from the prompt and gives the points of `grade`. The verdict is
+    "invalid" if the prompt is no post of this grammar.
     """
     verdicts = []
     for prompt, (first, second) in zip(prompts, pairs, strict=True):
@@ -37,16 +37,16 @@ def judge(prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]
 
 
 def read_facts(prompt: str) -> frozenset[tuple[str, str]]:
-    """The (slot word, value) that the post states."""
+    """Return the (slot word, value) pairs that the post states."""
     sentences = sentences_of(prompt)
     return frozenset(FACT_OF_SENTENCE[s] for s in sentences if s in FACT_OF_SENTENCE)
 
 
 def grade(facts: frozenset[tuple[str, str]], summary: str) -> int:
-    """Points: 5 for a fact covered, -5 for one invented, -1 for every needless word.
+    """Return the points: 5 per covered fact, -5 per invented fact, -1 per needless word.
 
-    A statement is a slot's word and then one of its values. What is said twice, and
-    what is no statement, is needless.
+    A statement is the word of a slot followed by one of its values. The words of a repeated
+    statement, and words outside statements, are needless.
     """
     words = summary.split()
     stated: set[tuple[str, str]] = set()

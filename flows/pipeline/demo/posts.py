@@ -1,12 +1,12 @@
-"""The grammar of the built-in task: forum posts, and people of different care who summarise them.
+"""The grammar of the built-in task: forum posts, and summaries by writers of different care.
 
     title : a strange week . sorry for the long post . my boss was there too . it
     happened in paris . honestly i was angry . tl;dr :
     -> my boss in paris felt angry
 
-A post hides two to four facts among filler. A summary states each fact in two words: the
-slot's word, then the value. Writers forget facts, mix them up, invent some and ramble, each
-at a known rate.
+A post has two to four facts among filler sentences. A summary states each fact in two words: the
+word of the slot, then the value. Writers forget, confuse and invent facts and ramble, each at a
+known rate.
 """
 
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from random import Random
 
 MAX_SUMMARY_WORDS = 23
-"""Longest summary that a writer hands in, in words; one more token ends it."""
+"""Maximum length of a summary in words, without the token that ends it."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One kind of fact: the word that announces it in a summary, values, and sentences."""
+    """One kind of fact: its word in a summary, its values, and its sentences in a post."""
 
     word: str
     values: tuple[str, ...]
     stated: tuple[str, ...]
-    """Sentences that make `{}` a fact of the post."""
+    """Sentences that state the value `{}` in a post."""
 
 
 SLOTS = (
@@ -66,7 +66,7 @@ SLOTS = (
     ),
 )
 
-TITLES = (
+POST_TITLES = (
     "a strange week",
     "need to get this out",
     "am i the problem here",
@@ -99,51 +99,51 @@ RAMBLES = (
 
 @dataclass(frozen=True)
 class Post:
-    """A prompt, with what its writer meant: `facts` maps slot word to value."""
+    """A prompt and its facts; `facts` maps the word of a slot to its value."""
 
     prompt: str
     facts: Mapping[str, str]
 
 
 def write_post(rng: Random) -> Post:
-    """Two to four facts and a filler, shuffled."""
+    """Write a post of two to four facts and a filler sentence, shuffled."""
     fact_slots = rng.sample(SLOTS, rng.randint(2, 4))
     facts = {slot.word: rng.choice(slot.values) for slot in fact_slots}
     sentences = [rng.choice(FILLER)]
     sentences += [rng.choice(slot.stated).format(facts[slot.word]) for slot in fact_slots]
     rng.shuffle(sentences)
-    text = " . ".join([f"title : {rng.choice(TITLES)}", *sentences])
+    text = " . ".join([f"title : {rng.choice(POST_TITLES)}", *sentences])
     return Post(f"{text} . tl;dr :", facts)
 
 
 def sentences_of(prompt: str) -> list[str]:
-    """The sentences of a post, without its title and the call for a summary."""
+    """Return the sentences of a post, without title and "tl;dr"."""
     return prompt.split(" . ")[1:-1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Writer:
-    """How well somebody summarises; every field is a probability."""
+    """The error rates of a writer; every field is a probability."""
 
     forgets: float = 0.0
-    """Of leaving a fact out, each."""
+    """Of omitting a fact, for each fact."""
     mistakes: float = 0.0
-    """Of stating a wrong value for a fact, each."""
+    """Of stating a wrong value, for each fact."""
     invents: float = 0.0
-    """Of stating a fact that the post does not have, for each slot without one."""
+    """Of stating a fact that the post does not have, for each slot without a fact."""
     repeats: float = 0.0
-    """Of saying a fact twice, each."""
+    """Of stating a fact twice, for each fact."""
     rambles: float = 0.0
-    """Of adding words that say nothing, at the end."""
+    """Of adding empty words at the end."""
     quotes: float = 0.0
-    """Of copying a whole sentence of the post, at the end."""
+    """Of copying a sentence of the post at the end."""
 
 
 CAREFUL = Writer(forgets=0.15, mistakes=0.02, rambles=0.35)
-"""Who wrote the references: people, and not perfect ones."""
+"""Writes the references, which are imperfect as people's are."""
 
 HURRIED = Writer(forgets=0.4, mistakes=0.04, rambles=0.6)
-"""Who wrote the summaries for SFT: anybody on the forum."""
+"""Writes the summaries for SFT."""
 
 FORGETFUL = Writer(forgets=0.4)
 MUDDLED = Writer(mistakes=0.4)
@@ -153,7 +153,7 @@ REPETITIVE = Writer(repeats=0.6)
 QUOTING = Writer(quotes=1.0)
 FAULTLESS = Writer()
 
-CONTESTS = (
+COMPARED_WRITERS = (
     (CAREFUL, HURRIED),
     (HURRIED, HURRIED),
     (CAREFUL, FORGETFUL),
@@ -168,12 +168,12 @@ CONTESTS = (
     (FAULTLESS, REPETITIVE),
     (FAULTLESS, QUOTING),
 )
-"""Whose summaries raters compared: together they do what a policy may try, and each failing
-is seen to lose. A reward model of three layers still learns wrong values hardly at all."""
+"""Pairs of writers whose summaries raters compare. Together they make every error that a policy may
+try, and each error loses. A reward model of three layers still hardly learns wrong values."""
 
 
 def write_summary(post: Post, writer: Writer, rng: Random) -> str:
-    """One summary by `writer`, facts in the order of `SLOTS`, at most MAX_SUMMARY_WORDS words."""
+    """Write a summary of at most MAX_SUMMARY_WORDS words, facts in the order of `SLOTS`."""
     words: list[str] = []
     for slot in SLOTS:
         words += _statement(post, slot, writer, rng)

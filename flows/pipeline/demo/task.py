@@ -1,9 +1,9 @@
 """The built-in task: TL;DR in miniature.
 
-Everything is made at run time by a seeded grammar, so the whole job runs with no network:
-`build_demo_task` writes the files that the pipeline takes from any user. References and
-demonstrations are imperfect and preferences are noisy, as people's are, or a policy could not
-beat the one and a reward model would be perfect on the other.
+A seeded grammar makes all data at run time, so the flow runs without a network: `build_demo_task`
+writes the files that the pipeline takes from any user. References and demonstrations are imperfect
+and preferences are noisy, as people's are. Otherwise no policy could beat the references, and the
+reward model would be perfect.
 """
 
 import json
@@ -17,12 +17,12 @@ from pipeline.demo import judge, posts
 from pipeline.demo.judge import grade
 from pipeline.demo.posts import (
     CAREFUL,
-    CONTESTS,
+    COMPARED_WRITERS,
     FILLER,
     HURRIED,
+    POST_TITLES,
     RAMBLES,
     SLOTS,
-    TITLES,
     Post,
     write_post,
     write_summary,
@@ -40,7 +40,7 @@ NUM_EVAL_PROMPTS = 512
 
 
 def find_demo_task(cache_folder: Path, seed: int) -> Path:
-    """The folder of the task of this seed, made now or taken from the cache."""
+    """Return the folder of the task of a seed, from the cache or made now."""
     code = cache.digest_of_code(posts.__name__, judge.__name__, __name__)
     return cache.make_once(
         cache_folder,
@@ -51,10 +51,10 @@ def find_demo_task(cache_folder: Path, seed: int) -> Path:
 
 
 def build_demo_task(folder: Path, seed: int) -> None:
-    """Write the task of this seed: base model, SFT examples, preferences, prompts.
+    """Write the task of a seed: base model, SFT examples, preferences, prompts.
 
-    No post occurs twice in all the files, so nothing that is evaluated was trained on.
-    The same seed gives the same bytes.
+    No post occurs twice in all files, so no evaluation sees training data. Equal seeds give equal
+    bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = Random(seed)
@@ -98,22 +98,24 @@ def _pair_rows(posts: Iterator[Post], count: int, rng: Random) -> Iterator[dict[
 
 
 def _two_summaries(post: Post, rng: Random) -> tuple[str, str]:
-    """Two different summaries, in random order."""
+    """Write two different summaries, in random order."""
     while True:
-        first, second = (write_summary(post, writer, rng) for writer in rng.choice(CONTESTS))
+        first, second = (
+            write_summary(post, writer, rng) for writer in rng.choice(COMPARED_WRITERS)
+        )
         if first != second:
             return (first, second) if rng.random() < 0.5 else (second, first)
 
 
 def _rater_prefers_first(post: Post, first: str, second: str, rng: Random) -> bool:
-    """A rater's choice by the Bradley-Terry model: sure of large differences only."""
+    """Draw the choice of a rater from the Bradley-Terry model."""
     facts = frozenset(post.facts.items())
     difference = grade(facts, first) - grade(facts, second)
     return rng.random() < 1 / (1 + math.exp(-RATER_CARE * difference))
 
 
 RATER_CARE = 0.6
-"""Log-odds per point: a rater sees one missing fact of five points with probability 0.95."""
+"""Log-odds per point: a rater notices a missing fact (five points) with probability 0.95."""
 
 
 def _write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
@@ -123,8 +125,8 @@ def _write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
 
 
 def vocabulary() -> list[str]:
-    """Every word of the grammar, in a fixed order, after the four special tokens."""
-    sentences = [f"title : {title}" for title in TITLES] + [". tl;dr :", *FILLER, *RAMBLES]
+    """Return the four special tokens and every word of the grammar, in a fixed order."""
+    sentences = [f"title : {title}" for title in POST_TITLES] + [". tl;dr :", *FILLER, *RAMBLES]
     for slot in SLOTS:
         sentences += [slot.word, *slot.values, *slot.stated]
     words = dict.fromkeys(word for sentence in sentences for word in sentence.split())
@@ -167,7 +169,7 @@ def write_base_model(folder: Path, seed: int) -> None:
 
 
 def _tokenizer() -> "PreTrainedTokenizerFast":
-    """One token a word; a text comes back from its tokens exactly, words joined by spaces."""
+    """Return a tokenizer with one token per word, which decodes to words joined by spaces."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

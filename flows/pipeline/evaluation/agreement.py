@@ -1,4 +1,4 @@
-"""How far judges agree, with each other and with people."""
+"""Agreement of judges with each other and with people."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,43 +13,43 @@ from pipeline.evaluation.comparison import POINTS, Comparison, compare
 from pipeline.judges.verdict import Judge
 from ppo_core.errors import DataError
 
-LABELS = tuple(POINTS)
-"""Outcomes that people can give too."""
+OUTCOMES = tuple(POINTS)
+"""Outcomes that a person's label can have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairAgreement:
-    """How far two judges agree on the pairs valid for both, after both orders."""
+    """Agreement of two judges on the pairs that are valid for both, after both orders."""
 
     judges: tuple[str, str]
-    """Who is compared."""
+    """Names of the two judges."""
 
     n: int
     """Pairs valid for both."""
 
     share: float | None
-    """Share of them with the same outcome; None if there is none."""
+    """Share of these pairs with the same outcome; None if there is no pair."""
 
     kappa: float | None
-    """Cohen's kappa; None if there is no pair, or both always say the same one thing."""
+    """Cohen's kappa; None if there is no pair, or if all outcomes of both are the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleAgreement:
-    """What the judges of an ensemble said one by one, and how far they agree."""
+    """Outcomes of each judge of an ensemble, and their agreement."""
 
     outcomes: dict[str, tuple[str, ...]]
-    """Each judge's own outcome of each pair, after both orders."""
+    """Outcomes of each judge by name, one for each pair, after both orders."""
 
     rates: dict[str, float | None]
-    """Each judge's win rate over its own valid pairs; None if it has none."""
+    """Win rate of each judge over its valid pairs; None if it has no valid pair."""
 
     pairs: list[PairAgreement]
-    """Each two judges."""
+    """Agreement of each two judges."""
 
     fleiss_kappa: float | None
-    """Fleiss' kappa over the pairs valid for all judges; None if there is no such pair, or all
-    judges always say the same one thing."""
+    """Fleiss' kappa over the pairs valid for all judges; None if there is no such pair, or if all
+    outcomes are the same."""
 
     n: int
     """Pairs valid for all judges."""
@@ -57,37 +57,36 @@ class EnsembleAgreement:
 
 @dataclass(frozen=True, kw_only=True)
 class HumanAgreement:
-    """How far a judge agrees with people's labels."""
+    """Agreement of a judge with people's labels."""
 
     n: int
     """Labelled pairs for which the judge gave a verdict in both orders."""
 
     share: float | None
-    """Share of them on which it agrees; None if there is none."""
+    """Share of these pairs with the same outcome as the label; None if there is no pair."""
 
     kappa: float | None
-    """Cohen's kappa; None if there is no such pair, or the judge and the people always say the same
-    one thing."""
+    """Cohen's kappa; None if there is no such pair, or if all labels and outcomes are the same."""
 
     confusion: dict[str, dict[str, int]]
-    """Pairs by the people's label, then by the judge's outcome."""
+    """Number of pairs by label and then by the judge's outcome."""
 
     invalid: int
-    """Labelled pairs for which the judge gave no verdict; not in `n`."""
+    """Labelled pairs without a verdict of the judge; not in `n`."""
 
     judge: str
-    """Who judged."""
+    """Name of the judge."""
 
 
 def measure_agreement(comparison: Comparison) -> EnsembleAgreement:
-    """How far the judges of an ensemble agree with each other.
+    """Return the agreement of the judges of an ensemble with each other.
 
     Raises:
         DataError: the judge is no ensemble.
     """
     if not comparison.members:
         raise DataError(
-            f"The judge {comparison.judge} is one judge: there is nobody for it to agree with. "
+            f"The judge {comparison.judge} is one judge: an agreement needs two. "
             "Compare with an ensemble."
         )
     outcomes = {
@@ -104,25 +103,25 @@ def measure_agreement(comparison: Comparison) -> EnsembleAgreement:
 
 
 def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanAgreement:
-    """How far a judge agrees, after both orders, with what people said about the same pairs.
+    """Return the agreement of a judge, after both orders, with people's labels of the same pairs.
 
     Args:
-        judge: who is tested.
-        rows: each with `prompt`, the answers `first` and `second`, and the people's `label`:
-            `first`, `second` or `tie`.
+        judge: the judge to test.
+        rows: each with `prompt`, the answers `first` and `second`, and the `label` that people
+            gave: `first`, `second` or `tie`.
 
     Raises:
-        DataError: a label is another one.
+        DataError: a label is none of these three.
     """
     for number, row in enumerate(rows):
-        if row["label"] not in LABELS:
+        if row["label"] not in OUTCOMES:
             raise DataError(
                 f"The label of row {number} is {row['label']!r}, which no judge can agree with. "
-                f"A label is one of {', '.join(LABELS)}."
+                f"A label is one of {', '.join(OUTCOMES)}."
             )
     prompts, first, second = ([row[name] for row in rows] for name in ("prompt", "first", "second"))
     comparison = compare(judge, prompts, first, second)
-    # None valid is no error here: the win rate beside it stands, and has been paid for.
+    # Without a valid pair this raises nothing: the win rate is independent of it.
     both = _valid_for_all([[row["label"] for row in rows], comparison.outcomes])
     people, judged = [label for label, _ in both], [outcome for _, outcome in both]
     counts = Counter(zip(people, judged, strict=True))
@@ -131,7 +130,7 @@ def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanA
         share=_share(people, judged) if both else None,
         kappa=_cohen_kappa(people, judged),
         confusion={
-            label: {outcome: counts[label, outcome] for outcome in LABELS} for label in LABELS
+            label: {outcome: counts[label, outcome] for outcome in OUTCOMES} for label in OUTCOMES
         },
         invalid=len(rows) - len(both),
         judge=comparison.judge,
@@ -139,7 +138,7 @@ def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanA
 
 
 def _alone(comparison: Comparison, number: int) -> Comparison:
-    """What one judge of an ensemble said."""
+    """Return the comparison as one judge of an ensemble made it."""
     return replace(
         comparison,
         straight=tuple(verdict.votes[number] for verdict in comparison.straight),
@@ -150,7 +149,7 @@ def _alone(comparison: Comparison, number: int) -> Comparison:
 
 
 def _valid_for_all(outcomes: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """The judges' outcomes of each pair that is valid for all of them."""
+    """Return the outcomes of each pair that is valid for all judges."""
     return [pair for pair in zip(*outcomes, strict=True) if "invalid" not in pair]
 
 

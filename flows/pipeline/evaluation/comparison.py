@@ -1,4 +1,4 @@
-"""Two policies' answers, compared by a judge in both orders."""
+"""Comparison of two policies' answers by a judge, in both orders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,37 +8,37 @@ from pipeline.judges.verdict import Judge, Verdict, swapped
 from ppo_core.errors import DataError
 
 POINTS = {"first": 1.0, "tie": 0.5, "second": 0.0}
-"""What each outcome is worth to the candidate; an invalid pair is worth nothing to anybody."""
+"""Points of the candidate by outcome; an invalid pair has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Pairs of answers and what a judge said about each in both orders."""
+    """Pairs of answers, and a judge's verdicts on each in both orders."""
 
     prompts: tuple[str, ...]
-    """What was answered."""
+    """The prompts of the answers."""
 
     candidates: tuple[str, ...]
-    """The answers of the policy in question, the first of each straight pair."""
+    """Answers of the candidate, the first of each straight pair."""
 
     opponents: tuple[str, ...]
-    """The answers that they are compared with."""
+    """Answers that the candidate's are compared with."""
 
     straight: tuple[Verdict, ...]
-    """Verdicts on candidate and opponent, in this order."""
+    """Verdicts on (candidate, opponent)."""
 
     swapped: tuple[Verdict, ...]
-    """Verdicts on opponent and candidate, in the words of the straight pair."""
+    """Verdicts on (opponent, candidate), in the order of the straight pair."""
 
     judge: str
-    """Who judged."""
+    """Name of the judge."""
 
     members: tuple[str, ...] = ()
-    """The judges of an ensemble, in the order of each verdict's votes."""
+    """Names of the judges of an ensemble, in the order of each verdict's votes."""
 
     @cached_property
     def outcomes(self) -> tuple[str, ...]:
-        """`first` or `second` where both orders agree, `tie` where they do not; or `invalid`."""
+        """`first` or `second` if both orders agree, `tie` if they differ, or `invalid`."""
         return tuple(
             _agree(one.winner, other.winner)
             for one, other in zip(self.straight, self.swapped, strict=True)
@@ -46,7 +46,7 @@ class Comparison:
 
     @cached_property
     def flipped(self) -> tuple[bool, ...]:
-        """Where the judge named the same position in both orders: it followed the position."""
+        """Where the judge named the same position in both orders, by pair."""
         return tuple(
             {one.winner, other.winner} == {"first", "second"}
             for one, other in zip(self.straight, self.swapped, strict=True)
@@ -56,7 +56,7 @@ class Comparison:
 def compare(
     judge: Judge, prompts: Sequence[str], candidates: Sequence[str], opponents: Sequence[str]
 ) -> Comparison:
-    """Ask a judge about all pairs of answers to the same prompts, then about all swapped."""
+    """Ask a judge about all pairs of answers to the same prompts, in both orders."""
     straight = judge(prompts, list(zip(candidates, opponents, strict=True)))
     back = judge(prompts, list(zip(opponents, candidates, strict=True)))
     return Comparison(
@@ -71,10 +71,10 @@ def compare(
 
 
 def valid_pairs(comparison: Comparison) -> list[int]:
-    """Numbers of the pairs that have an outcome.
+    """Return the indices of the pairs that have an outcome.
 
     Raises:
-        DataError: none has one.
+        DataError: no pair has an outcome.
     """
     outcomes = comparison.outcomes
     valid = [number for number, outcome in enumerate(outcomes) if outcome != "invalid"]
@@ -88,7 +88,7 @@ def valid_pairs(comparison: Comparison) -> list[int]:
 
 
 def _first_reason(comparison: Comparison) -> str:
-    """Why a verdict is invalid, of the first one that says so."""
+    """Return the first reason that an invalid verdict has."""
     for verdict in (*comparison.straight, *comparison.swapped):
         if verdict.winner == "invalid" and verdict.reason:
             return f"The first was: {verdict.reason}"

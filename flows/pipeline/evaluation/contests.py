@@ -1,4 +1,4 @@
-"""How often answers win, and whether the judge that says so can be believed."""
+"""Win rates of answers, and tests of the judge."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,22 +13,20 @@ from pipeline.inputs.rows import Row
 from pipeline.judges.verdict import Judge, Verdict
 from pipeline.settings.evaluation_config import EvaluationConfig
 
-Result = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a judge said about the answers to the same prompts."""
+    """Contests between answers to the same prompts."""
 
     comparisons: dict[str, Comparison]
-    """Every contest by its name, `CANDIDATE_vs_OPPONENT`."""
+    """Comparisons by contest, `CANDIDATE_vs_OPPONENT`."""
 
     win_rates: dict[str, WinRate]
-    """The win rate of each."""
+    """Win rates by contest."""
 
-    result: Result
-    """The figures, as JSON holds them: `win_rate` of each contest, `canaries`, `people`, `judge`,
-    and `conclusive` with the `reasons` why it is not."""
+    result: dict[str, Any]
+    """The figures as JSON: `win_rate` by contest, `canaries`, `people`, `judge`, `conclusive`, and
+    the `reasons` if it is not conclusive."""
 
 
 def evaluate(
@@ -41,22 +39,22 @@ def evaluate(
     config: EvaluationConfig,
     seed: int,
 ) -> Evaluation:
-    """Let the judge compare answers, and test the judge beside them.
+    """Let the judge compare answers, and test the judge.
 
     Args:
-        judge: who compares.
-        prompts: what was answered.
-        texts: the answers of each contestant, `reference` among them.
-        contests: names of candidate and opponent.
+        judge: the judge.
+        prompts: the prompts of the answers.
+        texts: answers by contestant; `reference` is required.
+        contests: pairs of candidate and opponent.
         people: rows of prompt, first, second and label that people gave; may be empty.
-        config: when the result is inconclusive.
-        seed: of the intervals.
+        config: limits above which the result is inconclusive.
+        seed: seed of the intervals.
 
     Raises:
-        DataError: the judge gave no verdict at all.
-        JudgeError: the judge can no longer be asked.
+        DataError: the judge gave no verdict.
+        JudgeError: the judge does not answer.
     """
-    # First: a judge that cannot be believed is known before the large bill.
+    # First, because a judge that fails the canaries makes the large bill useless.
     canaries = run_canaries(judge, prompts, texts["reference"])
     comparisons = {
         f"{candidate}_vs_{opponent}": compare(judge, prompts, texts[candidate], texts[opponent])
@@ -86,8 +84,8 @@ def evaluate(
     return Evaluation(comparisons, win_rates, result)
 
 
-def judgements(evaluation: Evaluation) -> list[Result]:
-    """One row for every pair: both answers, the outcome, and what the judge said of each order."""
+def judgements(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Return a row for each pair: both answers, the outcome, and the verdict on each order."""
     return [
         {
             "contest": name,
@@ -104,12 +102,12 @@ def judgements(evaluation: Evaluation) -> list[Result]:
 
 
 def distinct_share(texts: Sequence[str]) -> float:
-    """Share of the texts that are different: 1 if none repeats another."""
+    """Return the share of different texts: 1 if no text repeats."""
     return len(set(texts)) / len(texts)
 
 
-def _figures(win_rate: WinRate, comparison: Comparison) -> Result:
-    """Everything about one contest."""
+def _figures(win_rate: WinRate, comparison: Comparison) -> dict[str, Any]:
+    """Return all figures of one contest."""
     return {
         **asdict(win_rate),
         "length_controlled": length_controlled_rate(comparison).rate,
@@ -118,6 +116,6 @@ def _figures(win_rate: WinRate, comparison: Comparison) -> Result:
     }
 
 
-def _plain(verdict: Verdict) -> Result:
-    """The verdict as a row, without what it does not have."""
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    """Return the verdict as a row without its empty fields."""
     return {key: value for key, value in asdict(verdict).items() if value not in (None, "", ())}

@@ -1,4 +1,4 @@
-"""The policies answer prompts they have not seen, and a judge compares the answers."""
+"""Answers of the policies to unseen prompts, compared by a judge."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,27 +9,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.evaluation.text_statistics import mean_words, repeated_share
 from pipeline.inputs import data_sets
-from pipeline.inputs.flow_run import JUDGEMENTS, SAMPLES
 from pipeline.inputs.rows import read_jsonl, write_jsonl
 from pipeline.judges.spec import make_judge
+from pipeline.results import EVALUATION_FILE, EvaluatedPolicy, FetchedChampion, write_report
 from pipeline.settings.settings import Settings
 from ppo_core.models.loading import load_policy, load_tokenizer
 from ppo_core.training.evaluation import Answers, answer_prompts
 
-Result = dict[str, Any]
-
 
 def evaluate_policies(
-    settings: Settings, sft: str, policy: str, champion: Mapping[str, Any], folder: Path
-) -> Result:
+    settings: Settings, sft: str, policy: str, champion: FetchedChampion | None, folder: Path
+) -> EvaluatedPolicy:
     """Judge the answers of the trained policy against the references, SFT and the champion.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         sft: folder or hub id of the policy that training started from.
         policy: folder of the trained policy.
-        champion: `version`, `model` and `tokenizer` of the champion; `version` is None without one.
-        folder: where samples and judgements are written.
+        champion: the champion; None if there is none.
+        folder: existing folder for the report, the samples and the judgements.
     """
     rows = data_sets.examples(settings.eval_prompts, settings.evaluation)
     prompts = [row["prompt"] for row in rows]
@@ -40,32 +38,33 @@ def evaluate_policies(
     texts = {"reference": [row["reference"] for row in rows]}
     texts |= {who: given.texts for who, given in answers.items()}
     kl = {who: given.kl for who, given in answers.items()}
-    return _judge(settings, prompts, texts, champion, folder) | {"kl": kl}
+    return _judge(settings, prompts, texts, kl, champion, folder)
 
 
 def evaluate_again(
-    settings: Settings, evaluation: Mapping[str, Any], champion: Mapping[str, Any], folder: Path
-) -> Result:
-    """The same answers, judged against another champion than the one of the evaluation."""
-    rows = read_jsonl(evaluation["samples"])
+    settings: Settings, evaluation: EvaluatedPolicy, champion: FetchedChampion | None, folder: Path
+) -> EvaluatedPolicy:
+    """Judge the answers of an earlier evaluation against another champion."""
+    rows = read_jsonl(evaluation.samples)
     texts = {who: [row[who] for row in rows] for who in ("reference", "sft", "ppo")}
     prompts = [row["prompt"] for row in rows]
-    return _judge(settings, prompts, texts, champion, folder) | {"kl": evaluation["kl"]}
+    return _judge(settings, prompts, texts, evaluation.report()["kl"], champion, folder)
 
 
 def _judge(
     settings: Settings,
     prompts: Sequence[str],
     texts: Mapping[str, Sequence[str]],
-    champion: Mapping[str, Any],
+    kl: Mapping[str, float | None],
+    champion: FetchedChampion | None,
     folder: Path,
-) -> Result:
-    # Statistics take a second to import, and most who import this judge nothing.
+) -> EvaluatedPolicy:
+    # Imported here: scipy and statsmodels are large, and many import this module to judge nothing.
     from pipeline.evaluation.contests import distinct_share, evaluate, judgements
     from pipeline.evaluation.win_rate import compare_policies
 
     contests = [("sft", "reference"), ("ppo", "reference"), ("ppo", "sft")]
-    if champion["version"] is not None:
+    if champion is not None:
         texts = {**texts, "champion": _answer_as_champion(settings, champion, prompts)}
         contests.append(("ppo", "champion"))
     judge = make_judge(
@@ -90,22 +89,25 @@ def _judge(
     )
     columns = {"prompt": prompts, **texts}
     rows = zip(*columns.values(), strict=True)
-    write_jsonl(folder / SAMPLES, [dict(zip(columns, row, strict=True)) for row in rows])
-    write_jsonl(folder / JUDGEMENTS, judgements(evaluation))
-    return {
+    version = None if champion is None else champion.version
+    evaluated = EvaluatedPolicy(champion=version, kl=kl["ppo"], folder=str(folder))
+    write_jsonl(evaluated.samples, [dict(zip(columns, row, strict=True)) for row in rows])
+    write_jsonl(evaluated.judgements, judgements(evaluation))
+    report = {
         **evaluation.result,
-        "champion": champion["version"],
+        "champion": version,
         "improvement": asdict(improvement),
         "distinct": {who: distinct_share(given) for who, given in texts.items()},
         "length": {who: mean_words(given) for who, given in texts.items()},
         "repetition": {who: repeated_share(given) for who, given in texts.items()},
-        "samples": str(folder / SAMPLES),
-        "judgements": str(folder / JUDGEMENTS),
+        "kl": kl,
     }
+    write_report(folder / EVALUATION_FILE, report)
+    return evaluated
 
 
 def _answer(settings: Settings, path: str, prompts: Sequence[str], reference: str) -> Answers:
-    """One answer of the policy in a folder to each prompt, compared with a reference."""
+    """Return a policy's answer to each prompt, and its KL divergence from a reference policy."""
     return _sample(
         settings,
         load_policy(path),
@@ -118,23 +120,23 @@ def _answer(settings: Settings, path: str, prompts: Sequence[str], reference: st
 
 
 def _answer_as_champion(
-    settings: Settings, champion: Mapping[str, Any], prompts: Sequence[str]
+    settings: Settings, champion: FetchedChampion, prompts: Sequence[str]
 ) -> list[str]:
-    """The champion's answers; they end with its own stop token, not with that of this run."""
-    model, tokenizer = load_policy(champion["model"]), load_tokenizer(champion["tokenizer"])
+    """Return the champion's answers; they end at the champion's stop token, not at this run's."""
+    model, tokenizer = load_policy(champion.model), load_tokenizer(champion.tokenizer)
     return _sample(
         settings,
         model,
         tokenizer,
         prompts,
-        # Without a stop token it was judged, and is served, at full length.
+        # A champion without a stop token was judged, and is served, at full length.
         stop=None,
         stop_token_id=_stop_token_of(model, tokenizer),
     ).texts
 
 
 def _stop_token_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that ends a model's answers; of several, the tokenizer's own if it is one."""
+    """Return a model's stop token; of several, preferably the tokenizer's end-of-sequence token."""
     stops = model.generation_config.eos_token_id
     if isinstance(stops, list):
         own = tokenizer.eos_token_id
@@ -149,7 +151,7 @@ def _sample(
     prompts: Sequence[str],
     **options: Any,
 ) -> Answers:
-    """Every policy is sampled in the same way."""
+    """Sample answers with the settings that are the same for every policy."""
     return answer_prompts(
         model,
         tokenizer,

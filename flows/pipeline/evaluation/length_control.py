@@ -1,4 +1,4 @@
-"""How much of a win rate is length."""
+"""Length control: the part of a win rate that the length of answers explains."""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -16,7 +16,7 @@ LENGTH_DEVIATION = 10.0
 """Standard deviation of the normal prior on each length term's coefficient, in logits."""
 
 MIN_PAIRS = 5
-"""Fewest pairs with the shorter candidate, and with the longer one, for the step to be fitted."""
+"""Minimum number of pairs with a shorter and with a longer candidate to fit the step."""
 
 RATIOS = (0.5, 0.8, 1.25, 2.0)
 RATIO_NAMES = ("<0.5", "0.5-0.8", "0.8-1.25", "1.25-2", ">2")
@@ -24,27 +24,27 @@ RATIO_NAMES = ("<0.5", "0.5-0.8", "0.8-1.25", "1.25-2", ">2")
 
 @dataclass(frozen=True, kw_only=True)
 class LengthControlledRate:
-    """The win rate to expect if answers were as long as their opponents."""
+    """Predicted win rate if answers were as long as their opponents."""
 
     rate: float
     """The regression's prediction with its length terms set to 0."""
 
     raw_rate: float
-    """The win rate as it was, ties as halves."""
+    """The measured win rate, ties as halves."""
 
     n: int
     """Valid pairs."""
 
     judge: str
-    """Who judged."""
+    """Name of the judge."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthBin:
-    """The win rate where the candidate is so many times as long as the opponent."""
+    """Win rate of the pairs in one range of length ratios."""
 
     ratio: str
-    """Characters of the candidate by those of the opponent, one of `RATIO_NAMES`."""
+    """Characters of the candidate divided by those of the opponent, one of `RATIO_NAMES`."""
 
     rate: float
     """Win rate of these pairs, ties as halves."""
@@ -53,29 +53,29 @@ class LengthBin:
     """Valid pairs."""
 
     judge: str
-    """Who judged."""
+    """Name of the judge."""
 
 
 def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
-    """The length-controlled win rate, after AlpacaEval 2 (arXiv:2404.04475, section 3).
+    """Return the length-controlled win rate, after AlpacaEval 2 (arXiv:2404.04475, section 3).
 
         d = characters of the candidate - characters of the opponent
         logit P(win) = a + b tanh(d / deviation(d)) + c sign(d)
         rate = (sigmoid(a + c) + sigmoid(a - c)) / 2
 
-    The paper's length term is the one with b, and its rate sigmoid(a). A judge that wants any
-    longer answer steps at d = 0, which b alone cannot follow where d is skewed: the constant takes
-    up the rest, and the rate misses 50 % by up to 25 points. c is that step, and the rate is the
-    mean of both its sides. It is fitted if there are `MIN_PAIRS` pairs on either side; with fewer
-    it could not be told from the constant.
+    The paper has only the term b, and its rate is sigmoid(a). If a judge prefers any longer answer,
+    P(win) has a step at d = 0. Where d is skewed, b alone cannot fit the step: the constant absorbs
+    the rest, and the rate differs from 50 % by up to 25 points. c fits the step, and the rate is
+    the mean of its two sides. c is fitted only with at least `MIN_PAIRS` pairs on each side; with
+    fewer it cannot be separated from the constant.
 
-    The priors make a judge that decides by length alone, which separates the pairs perfectly,
-    explain itself by b and c rather than by the constant, and keep all of them finite. A tie is
-    half a win and half a loss.
+    If a judge decides by length alone, length separates the pairs perfectly. The priors then keep
+    all coefficients finite and put the effect into b and c rather than a. A tie counts as half a
+    win and half a loss.
 
-    If the difference of lengths is the same in all pairs, or all pairs have the same outcome,
-    nothing tells length from quality and the rate is the raw one. Where one side is nearly always
-    the longer one, the rate is extrapolated: look at `rate_by_length_ratio`.
+    If all pairs have the same difference of lengths or the same outcome, length and quality cannot
+    be separated, and the rate is the raw rate. If one side is nearly always longer, the rate is an
+    extrapolation; see `rate_by_length_ratio`.
 
     Raises:
         DataError: no pair has a verdict.
@@ -96,11 +96,11 @@ def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
 
 
 def rate_by_length_ratio(comparison: Comparison) -> list[LengthBin]:
-    """The win rate by how much longer the candidate is, from shorter to longer.
+    """Return the win rate by length ratio, from shorter to longer candidates.
 
-    The middle bin includes both its limits, the others the limit further from 1. Two empty texts
-    are equally long, and any other is more than twice as long as an empty one. A bin without a
-    valid pair is left out.
+    The middle bin includes both its limits, the other bins the limit further from 1. Two empty
+    texts are equally long; any other text is more than twice as long as an empty one. A bin without
+    a valid pair is left out.
 
     Raises:
         DataError: no pair has a verdict.
@@ -122,8 +122,8 @@ def rate_by_length_ratio(comparison: Comparison) -> list[LengthBin]:
 
 
 def _rate_at_equal_length(points: np.ndarray, difference: np.ndarray) -> float:
-    """The rate by the regression of points (N,) on differences of length (N,)."""
-    # Most of a second, for which reports that name the bins do not have to wait.
+    """Return the rate from the regression of points (N,) on differences of length (N,)."""
+    # Imported here: sklearn is large, and the reports import this module only for the bins.
     from sklearn.linear_model import LogisticRegression
 
     columns = [
@@ -135,7 +135,7 @@ def _rate_at_equal_length(points: np.ndarray, difference: np.ndarray) -> float:
     rows = np.stack(columns, axis=1)
     won = np.repeat([1, 0], len(points))
     weights = np.concatenate([points, 1 - points])
-    # Scaled columns under a penalty of C=1 are coefficients with normal priors of these scales.
+    # Scaled columns with the penalty C=1 are normal priors with these standard deviations.
     model = LogisticRegression(C=1.0, fit_intercept=False, solver="newton-cholesky")
     model.fit(np.concatenate([rows, rows]), won, sample_weight=weights)
     constant, step = CONSTANT_DEVIATION * model.coef_[0, 0], LENGTH_DEVIATION * model.coef_[0, 2:]

@@ -1,44 +1,41 @@
-"""May a candidate become the champion? Every reason why not, and what it won if it may."""
+"""The promotion gate: why a candidate may not become the champion, and what it won."""
 
-from collections.abc import Mapping
 from math import isfinite
-from typing import Any
 
+from pipeline.results import Report
 from pipeline.settings.promotion_config import PromotionConfig
 from ppo_core.errors import DataError
 
-Record = Mapping[str, Any]
 
-
-def reasons_against(
-    evaluation: Record,
-    validation: Record,
+def reasons_to_refuse(
+    evaluation: Report,
     limits: PromotionConfig,
     *,
+    reward_model_fit: bool,
     candidate: int,
     champion: int | None,
     kl: float,
 ) -> list[str]:
-    """Why a candidate is not promoted by itself; nothing if it is.
+    """Return why a candidate is refused; empty if it is promoted.
 
-    Each reason says the figure, the limit, and what would follow. A figure that is not finite
-    keeps no limit.
+    Each reason has the figure, the limit, and what would follow. A figure that is not finite
+    exceeds every limit.
 
     Args:
-        evaluation: what the judge said of the candidate and of this champion.
-        validation: the report on the reward model.
-        limits: what the figures must keep.
-        candidate: its version.
-        champion: the present champion's version, None where there is none.
-        kl: nats of an answer between the candidate and SFT.
+        evaluation: report of the candidate against this champion.
+        limits: limits of the figures.
+        reward_model_fit: whether the reward model passed its gate.
+        candidate: version of the candidate.
+        champion: version of the current champion; None if there is none.
+        kl: KL divergence between the candidate and SFT, nats per answer.
 
     Raises:
-        DataError: the evaluation is about another champion.
+        DataError: the evaluation is against another champion.
     """
     if evaluation["champion"] != champion:
         raise DataError(
             f"The candidate was judged against champion {evaluation['champion']}, and the champion "
-            f"is {champion}: its win rate says nothing about that one. Judge it again."
+            f"is {champion}: the win rate is not against this champion. Judge it again."
         )
     win_rates = evaluation["win_rate"]
     found = [
@@ -49,13 +46,13 @@ def reasons_against(
         _divergence(kl, limits),
         _length(evaluation, limits),
         _repetition(evaluation, limits),
-        _reward_model(validation),
+        _reward_model(reward_model_fit),
     ]
     return [reason for reason in found if reason]
 
 
-def reasons_for(evaluation: Record) -> list[str]:
-    """What a promoted candidate won, in words, for the history."""
+def reasons_to_promote(evaluation: Report) -> list[str]:
+    """Return the contests that a promoted candidate won, as sentences for the history."""
     win_rates = evaluation["win_rate"]
     return [
         f"{_won(win_rates[direct_contest(evaluation)], _opponent(evaluation['champion']))}.",
@@ -63,17 +60,17 @@ def reasons_for(evaluation: Record) -> list[str]:
     ]
 
 
-def direct_contest(evaluation: Record) -> str:
-    """The contest that decides: against the champion, or against SFT where there is none."""
+def direct_contest(evaluation: Report) -> str:
+    """Return the contest that decides: against the champion, or against SFT if there is none."""
     return f"ppo_vs_{_rival(evaluation)}"
 
 
-def words_of_both(evaluation: Record) -> tuple[float, float]:
-    """Mean words of an answer of the candidate, and of the champion or SFT."""
+def words_of_both(evaluation: Report) -> tuple[float, float]:
+    """Return the mean words per answer of the candidate, and of the champion or SFT."""
     return evaluation["length"]["ppo"], evaluation["length"][_rival(evaluation)]
 
 
-def _rival(evaluation: Record) -> str:
+def _rival(evaluation: Report) -> str:
     return "sft" if evaluation["champion"] is None else "champion"
 
 
@@ -81,7 +78,7 @@ def _opponent(champion: int | None) -> str:
     return "SFT" if champion is None else f"the champion, version {champion}"
 
 
-def _won(win_rate: Record, opponent: str) -> str:
+def _won(win_rate: Report, opponent: str) -> str:
     return (
         f"It wins {win_rate['rate']:.1%} of {win_rate['n']} pairs against {opponent}, 95 % "
         f"interval {win_rate['low']:.1%} .. {win_rate['high']:.1%}, judged by {win_rate['judge']}"
@@ -94,22 +91,19 @@ def _age(candidate: int, champion: int | None) -> str:
     if champion == candidate:
         return f"Version {candidate} is the champion already."
     return (
-        f"Version {champion} is champion, and newer than this version {candidate}: a run that was "
-        "late would replace what came after it."
+        f"Version {champion} is champion, and newer than this version {candidate}: a late "
+        "run would replace a newer policy."
     )
 
 
-def _inconclusive(evaluation: Record) -> str:
+def _inconclusive(evaluation: Report) -> str:
     if evaluation["conclusive"]:
         return ""
     doubts = "; ".join(reason.rstrip(".") for reason in evaluation["reasons"])
-    return (
-        "The evaluation is inconclusive, and win rates that cannot be believed would decide: "
-        f"{doubts}."
-    )
+    return f"The evaluation is inconclusive, so its win rates cannot decide: {doubts}."
 
 
-def _wins(win_rate: Record, opponent: str, limits: PromotionConfig, name: str) -> str:
+def _wins(win_rate: Report, opponent: str, limits: PromotionConfig, name: str) -> str:
     least = getattr(limits, name)
     finite = all(isfinite(win_rate[figure]) for figure in ("rate", "low", "high"))
     if finite and win_rate["low"] > least:
@@ -124,12 +118,12 @@ def _divergence(kl: float, limits: PromotionConfig) -> str:
     if isfinite(kl) and kl <= limits.max_kl:
         return ""
     return (
-        f"Its answers are {kl:.3g} nats from SFT, and max_kl={limits.max_kl:g}: so far away a "
-        "policy usually lives on the reward model's faults."
+        f"Its answers are {kl:.3g} nats from SFT, and max_kl={limits.max_kl:g}: so far from SFT "
+        "a policy usually exploits faults of the reward model."
     )
 
 
-def _length(evaluation: Record, limits: PromotionConfig) -> str:
+def _length(evaluation: Report, limits: PromotionConfig) -> str:
     own, other = words_of_both(evaluation)
     most, finite = limits.max_length_ratio, isfinite(own) and isfinite(other)
     if finite and own <= most * other and other <= most * own:
@@ -137,27 +131,25 @@ def _length(evaluation: Record, limits: PromotionConfig) -> str:
     return (
         f"Its answers have {own:.1f} words on average, and those of "
         f"{_opponent(evaluation['champion'])} {other:.1f}: one is more than "
-        f"max_length_ratio={most:g} times the other, and the judge may have seen nothing but the "
+        f"max_length_ratio={most:g} times the other, and the judge may have seen only the "
         "length."
     )
 
 
-def _repetition(evaluation: Record, limits: PromotionConfig) -> str:
+def _repetition(evaluation: Report, limits: PromotionConfig) -> str:
     share = evaluation["repetition"]["ppo"]
     if share <= limits.max_repetition:
         return ""
     return (
-        f"{share:.1%} of the 3-grams of words in its answers repeat one before them, and "
-        f"max_repetition={limits.max_repetition:g}: people would read the same words again and "
-        "again."
+        f"{share:.1%} of the 3-grams of words in its answers repeat an earlier one, and "
+        f"max_repetition={limits.max_repetition:g}: people would read the same words repeatedly."
     )
 
 
-def _reward_model(validation: Record) -> str:
-    if validation["fit"]:
+def _reward_model(fit: bool) -> str:
+    if fit:
         return ""
     return (
-        "Its reward model was refused, for the reasons in that report, and a person had it trained "
-        "against nevertheless: what PPO gained may be the reward model's faults. A person may "
-        "promote the version as well, and say why."
+        "Its reward model was refused, for the reasons in its report, and accepted by hand: PPO "
+        "may have exploited its faults. A person can promote the version too, with a reason."
     )

@@ -1,6 +1,6 @@
-"""How long answers are, and how much of them is repetition, in words between spaces.
+"""Length and repetition of answers in words, which are separated by spaces.
 
-A text in a script without spaces is one word: its length and repetition cannot be seen here.
+A text in a script without spaces counts as one word, so these statistics do not fit it.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from ppo_core.algorithm.repetition import repeated_ngrams
 
 
 def mean_words(texts: Sequence[str]) -> float:
-    """Words of a text, mean over at least one of them."""
+    """Return the mean number of words of at least one text."""
     return fmean(len(text.split()) for text in texts)
 
 

@@ -1,4 +1,4 @@
-"""Outcomes to a win rate: an interval by prompt, and whether the judge can be believed."""
+"""From outcomes to a win rate with its interval, and to the difference of two policies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
 from ppo_core.errors import DataError
 
 RESAMPLES = 4_999
-"""Resamples of the prompts that an interval is read from."""
+"""Bootstrap resamples of the prompts for an interval."""
 
 DRAWN_AT_ONCE = 1_000_000
-"""Prompts drawn at a time, which bounds the memory: tens of MB."""
+"""Maximum number of prompts in a batch of resamples; it bounds the memory to tens of MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WinRate:
-    """How often one policy's answers beat the other's."""
+    """How often the candidate's answers beat the opponent's."""
 
     rate: float
-    """Share of the valid pairs that it won, a tie counted as half."""
+    """Share of the valid pairs that the candidate won, a tie counted as half."""
 
     low: float
     """Lower end of the 95 % interval."""
@@ -40,22 +40,22 @@ class WinRate:
     """Valid pairs lost in both orders."""
 
     ties: int
-    """Valid pairs without a winner, or with another winner in the other order."""
+    """Valid pairs without a winner, or with different winners in the two orders."""
 
     invalid: int
-    """Pairs for which the judge gave no verdict in one order or both; not in `n`."""
+    """Pairs without a verdict in one order or both; not in `n`."""
 
     flip_rate: float
     """Share of the valid pairs whose verdict followed the position."""
 
     conclusive: bool
-    """Whether the judge gave verdicts enough, and followed the position rarely enough."""
+    """Whether the shares of invalid and of flipped pairs are within their limits."""
 
     reasons: list[str]
-    """Why it is not conclusive; empty if it is."""
+    """Why the rate is inconclusive; empty if it is conclusive."""
 
     judge: str
-    """Who judged."""
+    """Name of the judge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class PairedDifference:
     """How much more often one policy wins than another, on the same prompts."""
 
     difference: float
-    """The first policy's rate less the second's, over the pairs valid for both."""
+    """Rate of the first policy minus that of the second, over the pairs valid for both."""
 
     low: float
     """Lower end of the 95 % interval."""
@@ -72,29 +72,29 @@ class PairedDifference:
     """Upper end of the 95 % interval."""
 
     p_value: float
-    """Probability of ranks this far from even, or further, between equal policies."""
+    """p-value of Wilcoxon's signed-rank test that the policies are equal."""
 
     n: int
     """Pairs valid for both policies."""
 
     judge: str
-    """Who judged."""
+    """Name of the judge."""
 
 
 def measure_win_rate(
     comparison: Comparison, *, max_invalid: float, max_flip_rate: float, seed: int
 ) -> WinRate:
-    """How often the candidates beat their opponents, with a 95 % interval.
+    """Return how often the candidate beats the opponent, with a 95 % interval.
 
-    The interval is the bootstrap's by prompt (percentile): all answers to one prompt are resampled
-    together. Where every prompt has the same rate (all wins, all ties, a single prompt) no
-    resample differs from another; the interval is then Wilson's, a prompt counted as one trial.
+    The interval is a percentile bootstrap over prompts: all answers to one prompt are resampled
+    together. If every prompt has the same rate (all wins, all ties, a single prompt), all resamples
+    are equal; the interval is then Wilson's, with one trial a prompt.
 
     Args:
         comparison: the pairs, judged in both orders.
-        max_invalid: share of all pairs without a verdict above which it is inconclusive.
-        max_flip_rate: share of the valid pairs above which flips make it inconclusive.
-        seed: decides the resamples.
+        max_invalid: the rate is inconclusive if a larger share of all pairs has no verdict.
+        max_flip_rate: the rate is inconclusive if a larger share of the valid pairs is flipped.
+        seed: seed of the resamples.
 
     Raises:
         DataError: no pair has a verdict.
@@ -120,7 +120,7 @@ def measure_win_rate(
 
 
 def describe(win_rate: WinRate) -> str:
-    """The rate as a person reads it: `64.70% (95% CI 61.7-67.6, n=1000, judge NAME)`."""
+    """Return the rate as text: `64.70% (95% CI 61.7-67.6, n=1000, judge NAME)`."""
     verdict = "" if win_rate.conclusive else ", inconclusive"
     return (
         f"{win_rate.rate:.2%} (95% CI {100 * win_rate.low:.1f}-{100 * win_rate.high:.1f}, "
@@ -129,16 +129,14 @@ def describe(win_rate: WinRate) -> str:
 
 
 def compare_policies(one: Comparison, other: Comparison, *, seed: int) -> PairedDifference:
-    """How much more often the candidates of `one` win than those of `other`.
+    """Return how much more often the candidate of `one` wins than that of `other`.
 
-    The interval is the bootstrap's by prompt of the paired difference. The p-value is Wilcoxon's
-    signed-rank test of each prompt's difference: it is exact for few prompts, takes no time for
-    many and no seed, where a permutation test takes seconds for a p-value of at least 2e-4.
-    Prompts without a difference say nothing about its sign and are left out of the test.
+    The interval is a bootstrap over prompts of the paired difference. The p-value is Wilcoxon's
+    signed-rank test of the differences by prompt: exact for few prompts, fast for many, and without
+    a seed. The test leaves out prompts without a difference.
 
     Raises:
-        DataError: the prompts, the opponents or the judges are not the same, or no pair is valid
-            for both.
+        DataError: the prompts, the opponents or the judges differ, or no pair is valid for both.
     """
     for name in ("prompts", "opponents", "judge"):
         if getattr(one, name) != getattr(other, name):
@@ -155,7 +153,7 @@ def compare_policies(one: Comparison, other: Comparison, *, seed: int) -> Paired
         )
     differences = np.array([POINTS[one.outcomes[i]] - POINTS[other.outcomes[i]] for i in valid])
     prompts = [one.prompts[number] for number in valid]
-    # As a rate between 0 and 1, so that one interval serves both figures.
+    # Mapped to rates between 0 and 1, which `_interval` takes.
     low, high = _interval(prompts, (1 + differences) / 2, seed)
     sums = np.bincount(_number_prompts(prompts), weights=differences)
     sums = sums[sums != 0]
@@ -170,7 +168,7 @@ def compare_policies(one: Comparison, other: Comparison, *, seed: int) -> Paired
 
 
 def _doubts(comparison: Comparison, max_invalid: float, max_flip_rate: float) -> list[str]:
-    """Why the judge's verdicts decide nothing; empty if they do."""
+    """Return why the rate is inconclusive; empty if it is conclusive."""
     total, flips = len(comparison.outcomes), sum(comparison.flipped)
     invalid = comparison.outcomes.count("invalid")
     valid = total - invalid
@@ -189,7 +187,7 @@ def _doubts(comparison: Comparison, max_invalid: float, max_flip_rate: float) ->
 
 
 def _interval(prompts: Sequence[str], points: np.ndarray, seed: int) -> tuple[float, float]:
-    """95 % interval of the mean of points (N,) between 0 and 1, resampled by prompt."""
+    """Return the 95 % interval of the mean of points (N,) in [0, 1], resampled by prompt."""
     numbers = _number_prompts(prompts)
     sums, sizes = np.bincount(numbers, weights=points), np.bincount(numbers)
     if len(np.unique(sums / sizes)) == 1:
@@ -211,6 +209,6 @@ def _interval(prompts: Sequence[str], points: np.ndarray, seed: int) -> tuple[fl
 
 
 def _number_prompts(prompts: Sequence[str]) -> list[int]:
-    """The same number for the same prompt, counted from 0."""
+    """Return the index of each prompt among the different prompts."""
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     return [numbers[prompt] for prompt in prompts]

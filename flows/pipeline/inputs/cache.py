@@ -1,4 +1,4 @@
-"""A cache of folders, each named by a digest of everything that made it."""
+"""A cache of folders, each named by a digest of its inputs."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-METRICS_FILE = "made.json"
-"""Beside the files of a cached folder: what its maker returned."""
+MADE_FILE = "made.json"
+"""File in a cached folder: the metrics that `make` returned."""
 
 LIBRARIES = ("torch", "transformers")
-"""Libraries whose version decides what a training makes."""
+"""Libraries whose versions are part of the digest."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Cached:
     """A folder of the cache."""
 
     path: Path
-    """Where it is."""
+    """Path of the folder."""
 
     reused: bool
-    """Whether it was there before."""
+    """Whether it was in the cache already."""
 
     metrics: dict[str, float]
-    """What its maker returned when it was made."""
+    """Metrics that `make` returned."""
 
 
 def make_once(
@@ -38,16 +38,16 @@ def make_once(
     inputs: Mapping[str, Any],
     make: Callable[[Path], Mapping[str, float] | None],
 ) -> Cached:
-    """The folder that `make` fills from `inputs`, made now or taken from the cache.
+    """Return the folder that `make` fills from `inputs`, made now or taken from the cache.
 
-    It is filled under a temporary name and renamed when it is complete, so a folder with its
-    final name is whole, whoever was interrupted.
+    `make` fills a temporary folder, which is renamed at the end, so a folder with the final name is
+    complete even if a process was killed.
 
     Args:
         root: folder of the cache.
-        name: what is made, the first part of the folder's name.
-        inputs: everything that decides the result, as JSON can hold it.
-        make: fills the folder it is given; returns numbers worth keeping.
+        name: first part of the folder's name.
+        inputs: everything that decides the result; must be serializable as JSON.
+        make: fills the folder that it gets, and returns metrics.
     """
     everything = {**inputs, "libraries": {library: version(library) for library in LIBRARIES}}
     folder = root / f"{name}-{digest_of(everything)}"
@@ -59,7 +59,7 @@ def make_once(
     unfinished.mkdir(parents=True)
     try:
         metrics = make(unfinished) or {}
-        (unfinished / METRICS_FILE).write_text(json.dumps(metrics), encoding="utf-8")
+        (unfinished / MADE_FILE).write_text(json.dumps(metrics), encoding="utf-8")
         _publish(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -68,21 +68,21 @@ def make_once(
 
 
 def digest_of(value: Any) -> str:
-    """A short digest of a value that JSON can hold."""
+    """Return a short digest of a value that is serializable as JSON."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def digest_of_code(*modules: str) -> str:
-    """A short digest of the source of modules by their names; none is imported for it."""
-    return digest_of([find_spec(name).loader.get_source(name) for name in modules])
+    """Return a short digest of the source of modules, without importing them."""
+    return digest_of([_source_of(name) for name in modules])
 
 
 def digest_of_folder(folder: Path) -> str:
-    """A short digest of the names and contents of the files of a folder."""
+    """Return a short digest of the names and contents of the files in a folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != METRICS_FILE:
+        if path.is_file() and path.name != MADE_FILE:
             digest.update(str(path.relative_to(folder)).encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
@@ -90,7 +90,7 @@ def digest_of_folder(folder: Path) -> str:
 
 
 def digest_of_model(path: str) -> str:
-    """A digest of the contents of a folder, or the commit of a model of the hub."""
+    """Return a digest of a folder's contents, or the id and commit of a model on the hub."""
     folder = Path(path)
     if folder.is_dir():
         return digest_of_folder(folder)
@@ -100,8 +100,15 @@ def digest_of_model(path: str) -> str:
     return f"{path}@{load_config(path)._commit_hash}"
 
 
+def _source_of(module: str) -> str:
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
 def _publish(unfinished: Path, folder: Path) -> None:
-    """Rename; a folder that another run completed meanwhile is as good."""
+    """Rename the folder, unless another run has completed the same one meanwhile."""
     try:
         unfinished.rename(folder)
     except OSError:
@@ -110,5 +117,5 @@ def _publish(unfinished: Path, folder: Path) -> None:
 
 
 def _read_metrics(folder: Path) -> dict[str, float]:
-    metrics: dict[str, float] = json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
+    metrics: dict[str, float] = json.loads((folder / MADE_FILE).read_text(encoding="utf-8"))
     return metrics

@@ -1,4 +1,4 @@
-"""The data sets of a run, as its steps read them."""
+"""The data sets of a run."""
 
 from pipeline.inputs.preference_pairs import LABELS, training_texts, without_pairs
 from pipeline.inputs.rows import Row, Rows, held_out, read_rows
@@ -8,14 +8,14 @@ from ppo_core.errors import DataError
 
 
 def sft_rows(settings: Settings) -> Rows:
-    """Rows of prompt and completion."""
+    """Read the rows of prompt and completion for SFT."""
     return read_rows(settings.sft_data, ["prompt", "completion"])
 
 
 def training_pairs(settings: Settings) -> Rows:
-    """Preferences to train the reward model on: texts alone, of pairs that are no ties.
+    """Read the preferences that train the reward model: texts without labels, ties left out.
 
-    A pair that it is validated on is left out, whoever else voted on it.
+    Pairs of the validation set are left out too, even if other people voted on them.
     """
     rows = _read_pairs(settings.preferences)
     if not settings.preferences_test:
@@ -24,19 +24,19 @@ def training_pairs(settings: Settings) -> Rows:
 
 
 def test_pairs(settings: Settings) -> Rows:
-    """Preferences to validate the reward model on."""
+    """Read the preferences that validate the reward model."""
     if settings.preferences_test:
         return _read_pairs(settings.preferences_test)
     return held_out(_read_pairs(settings.preferences), settings.held_out_share)[1]
 
 
 def training_prompts(settings: Settings) -> Rows:
-    """Prompts that PPO trains on, with references if there are any."""
+    """Read the prompts that PPO trains on, with references if there are any."""
     return read_rows(settings.prompts, ["prompt"], ["reference"])
 
 
 def data_sets(settings: Settings) -> dict[str, Rows]:
-    """Every data set that a run reads, by what it is used for."""
+    """Read every data set of a run, by its use."""
     return {
         **({"sft": sft_rows(settings)} if settings.sft_data else {}),
         **({} if settings.reward_model else {"preferences": training_pairs(settings)}),
@@ -47,16 +47,16 @@ def data_sets(settings: Settings) -> dict[str, Rows]:
 
 
 def examples(source: str, config: EvaluationConfig) -> list[Row]:
-    """Prompts and references that policies are judged on."""
+    """Read the first `num_examples` prompts and references for the evaluation."""
     rows = read_rows(source, ["prompt", "reference"]).usable
     return [*rows[: config.num_examples]]
 
 
 def human_labels(config: EvaluationConfig) -> list[Row]:
-    """Pairs of answers that people compared; none where no file is named.
+    """Read the pairs of answers that people labelled; empty if no file is set.
 
     Raises:
-        DataError: the rows cannot be read, or a label is none of first, second and tie.
+        DataError: the rows cannot be read, or a label is not first, second or tie.
     """
     if not config.human_labels:
         return []
@@ -65,7 +65,7 @@ def human_labels(config: EvaluationConfig) -> list[Row]:
     if unknown := sorted(labels - {"first", "second", "tie"}):
         raise DataError(
             f"human_labels={rows.source}: the label {unknown[0]!r} is none of first, second and "
-            "tie. Mend the column."
+            "tie. Correct the column."
         )
     return [*rows.usable]
 

@@ -1,4 +1,4 @@
-"""What all steps of one run of the flow share."""
+"""The identity of one run of the flow, which all its steps share."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,27 +6,24 @@ from pathlib import Path
 from pipeline.inputs.lineage import DataSet
 
 SETTINGS_FILE = "settings.toml"
-"""In the folder of a run: what repeats it."""
-
-SAMPLES, JUDGEMENTS = "samples.jsonl", "judgements.jsonl"
-"""There too: every prompt with all answers, and every verdict."""
+"""File in the folder of a run: settings that repeat the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowRun:
-    """One run of the flow, the same one after it was resumed."""
+    """One run of the flow; a resumed run keeps its record."""
 
     id: str
-    """Of Metaflow, FLOW/NUMBER: it has one parent run in MLflow and registers one version."""
+    """FLOW/NUMBER. One id has one parent run in MLflow and registers one version."""
 
     folder: Path
-    """Where it writes: the journal, the policy, the answers and their judgements."""
+    """Folder of the journal, the policy, the reports, the samples and the judgements."""
 
     tracking: dict[str, str]
-    """Runs of MLflow by the names of the steps, and `parent`."""
+    """MLflow run ids by step name, and that of the whole run as `parent`."""
 
     origin: dict[str, str]
-    """Where it comes from, as `lineage.trace` has it: tags of its version."""
+    """Lineage as `lineage.trace` returns it: tags of the registered version."""
 
     data: list[DataSet]
-    """The data sets that it reads."""
+    """The data sets that the run reads."""

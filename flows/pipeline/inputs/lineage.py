@@ -1,4 +1,4 @@
-"""Where a run comes from: code, packages, settings and data, as plain texts."""
+"""The lineage of a run: code, packages, settings and data."""
 
 import hashlib
 import os
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from pipeline.inputs.rows import Rows
 
 FLOW_RUN = "flow_run"
-"""Tag of runs and versions in MLflow: id of the run of the flow."""
+"""MLflow tag of runs and versions: id of the run of the flow."""
 
 UNKNOWN = "unknown"
-"""Of code that lies in no git repository, or where git cannot be asked."""
+"""Value for code outside of a git repository, and where git does not answer."""
 
 GIT_SECONDS = 30
-"""Seconds that git may take for one answer."""
+"""Timeout of a git command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,50 +32,50 @@ class DataSet:
     """A data set that a run read."""
 
     name: str
-    """Which of the run's inputs it is."""
+    """Use of the data set in the run."""
 
     source: str
-    """Where it was read, without what an address may hold of credentials."""
+    """Where it was read, without credentials."""
 
     digest: str
     """Digest of its usable rows."""
 
     rows: int
-    """How many these are."""
+    """Number of usable rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lineage:
-    """Where a run comes from."""
+    """The lineage of a run."""
 
     tags: dict[str, str]
-    """Names and texts, see `trace`."""
+    """MLflow tags, see `trace`."""
 
     packages: str
-    """Every installed package, one `name==version` a line."""
+    """All installed packages, one `name==version` a line."""
 
     data: list[DataSet]
-    """The data sets, in the order in which they were given."""
+    """The data sets in their given order."""
 
 
 def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Rows"]) -> Lineage:
-    """Where a run comes from, under names that stay the same.
+    """Return the lineage of a run.
 
-    | tag | what it says |
+    | tag | value |
     |---|---|
-    | `flow_run` | the run of the flow |
-    | `git_commit` | commit of the code, `unknown` outside of a repository |
-    | `git_changes` | whether files differ from that commit: yes, no or `unknown` |
+    | `flow_run` | id of the run |
+    | `git_commit` | commit of the code, or `unknown` |
+    | `git_changes` | whether tracked files differ from the commit: yes, no or `unknown` |
     | `python` | version of the interpreter |
     | `packages_digest` | SHA-256 of the list of packages |
     | `settings_digest` | digest of the complete settings |
-    | `seed` | of the run |
+    | `seed` | seed of the run |
     | `data/NAME` | digest of the usable rows of an input |
 
     Args:
         flow_run: id of the run.
-        settings: as nested plain dicts, those that `settings_file` writes.
-        data: the rows by the names of the inputs.
+        settings: the settings as nested dicts, as `settings_file` writes them.
+        data: the rows by their use.
     """
     packages = installed_packages()
     commit, changes = git_state(Path(__file__))
@@ -105,11 +105,10 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Row
 
 
 def git_state(file: Path) -> tuple[str, str]:
-    """The commit that a file is of, and whether its repository has changes: yes or no.
+    """Return the commit of a file's repository, and whether tracked files changed: yes or no.
 
-    Files that git does not know are no changes. Both are `unknown` where the file is in no
-    repository, in one that does not know it (an installed copy in a folder of another project),
-    or where git is missing or does not answer.
+    Both are `unknown` if the file is not tracked by a repository, for example because it is an
+    installed copy, or if git is missing or does not answer.
     """
     if _git(file, "ls-files", "--error-unmatch", file.name) is None:
         return UNKNOWN, UNKNOWN
@@ -121,22 +120,22 @@ def git_state(file: Path) -> tuple[str, str]:
 
 
 def installed_packages() -> str:
-    """Every installed package as `name==version`, sorted, one a line."""
+    """Return all installed packages as `name==version`, sorted, one a line."""
     versions: dict[str, str] = {}
     for package in distributions():
-        # An import takes the first of two copies; what an interrupted installation left has none.
+        # The first of two copies is imported; a broken installation leaves one without a name.
         if name := package.metadata["Name"]:
             versions.setdefault(name.lower(), f"{name}=={package.version}")
     return "".join(f"{versions[name]}\n" for name in sorted(versions))
 
 
 def _git(file: Path, *words: str) -> str | None:
-    """What git prints about the repository of a file; None where it fails or is missing."""
-    # Inside of a hook these name the repository that is committed to, whatever the folder.
+    """Return the output of a git command in the folder of a file; None if it fails."""
+    # In a git hook, these variables override the folder.
     environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
     try:
         ran = subprocess.run(
-            # Without the lock that a look at the state would take for a moment.
+            # `status` would lock the index of the repository.
             ["git", "--no-optional-locks", *words],
             cwd=file.parent,
             env=environment,

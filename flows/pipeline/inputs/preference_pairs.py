@@ -1,4 +1,4 @@
-"""What people said of pairs of responses: one record a pair, however many voted on it."""
+"""Preferences as pairs: one record a pair, with all votes."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ LABELS: Labels = {
     "source": (str,),
     "annotator": (str, int, float),
 }
-"""What preferences may say beside their texts: how much better people rated the chosen response,
-that they saw no difference, what kind of pair it is or where it comes from, and who voted."""
+"""Optional columns and their types: how much better people rated the chosen response, whether they
+saw no difference, the kind or the origin of the pair, and who voted."""
 
 
 _Key = tuple[str, frozenset[str]]
@@ -23,47 +23,47 @@ _Key = tuple[str, frozenset[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledPair:
-    """Two responses to a prompt, and which of them people prefer."""
+    """Two responses to a prompt, and the one that people prefer."""
 
     prompt: str
     """The prompt; empty if there is none."""
 
     chosen: str
-    """The response that most votes prefer; of a tie, the one that its first row calls chosen."""
+    """The response with most votes; in a tie, the chosen response of the first row."""
 
     rejected: str
-    """The other one."""
+    """The other response."""
 
     margin: float | None = None
-    """How much better people rated the chosen response, the mean of its rows; below 0 where a few
-    voted the other way by much."""
+    """How much better people rated the chosen response, mean over the rows; below 0 if a minority
+    preferred the other response by a large margin."""
 
     category: str | None = None
-    """The column `category` of its first row, else its `source`."""
+    """Column `category` of the first row, else column `source`."""
 
     tie: bool = False
-    """Whether neither is preferred: as many votes for both, most of them for neither, or twice
-    the same text."""
+    """Whether neither response is preferred: equal votes, most votes for neither, or two equal
+    texts."""
 
     votes: int = 1
-    """People who voted, each counted once."""
+    """Number of people who voted."""
 
     agreement: float | None = None
-    """Share of the votes that the most frequent opinion got; None for a single vote."""
+    """Share of the votes for the most frequent opinion; None for a single vote."""
 
 
 def label_pairs(rows: Sequence[Row]) -> list[LabelledPair]:
-    """One pair for all rows with the same prompt and the same two texts, in either order.
+    """Merge the rows with the same prompt and the same two texts, in either order, into one pair.
 
-    Each row is a vote for its chosen response, or for neither if its `tie` is true. Rows of one
-    `annotator` are one vote; a row without is somebody's own. The most frequent opinion decides;
-    if two are equally frequent, the pair is a tie.
+    A row votes for its chosen response, or for neither if its `tie` is true. Rows of the same
+    `annotator` are one vote; a row without annotator is its own vote. The most frequent opinion
+    decides; if two are equally frequent, the pair is a tie.
 
     Args:
         rows: `chosen`, `rejected`, perhaps `prompt` and any of `LABELS`.
 
     Returns:
-        The pairs, in the order in which they first occur.
+        The pairs in the order of their first rows.
     """
     groups: dict[_Key, list[Row]] = {}
     for row in rows:
@@ -72,7 +72,7 @@ def label_pairs(rows: Sequence[Row]) -> list[LabelledPair]:
 
 
 def without_pairs(rows: Rows, others: Rows) -> Rows:
-    """The rows whose pair is none of the others' pairs; prints how many are left out."""
+    """Return the rows whose pairs are not in `others`, and print how many are left out."""
     taken = {_key(row) for row in others.usable}
     kept = [row for row in rows.usable if _key(row) not in taken]
     if left_out := len(rows.usable) - len(kept):
@@ -81,10 +81,9 @@ def without_pairs(rows: Rows, others: Rows) -> Rows:
 
 
 def training_texts(rows: Rows) -> Rows:
-    """What a reward model is trained on: the texts of rows that are no ties, without labels.
+    """Return the rows for training a reward model: without ties and without labels.
 
-    A row's margin would change the loss of its training, and a tie would teach a preference that
-    nobody has.
+    A margin would change the training loss, and a tie would teach a preference that nobody has.
     """
     texts = [
         {name: value for name, value in row.items() if name not in LABELS}
@@ -100,7 +99,7 @@ def _key(row: Row) -> _Key:
 
 def _merge(rows: Sequence[Row]) -> LabelledPair:
     first = rows[0]
-    # 1 for a row in the order of the first, -1 for one in the other.
+    # 1 for a row in the order of the first row, -1 for a row in the other order.
     signs = [1 if row["chosen"] == first["chosen"] else -1 for row in rows]
     votes = _votes(rows, signs)
     counts = Counter(votes).most_common()
@@ -124,7 +123,7 @@ def _merge(rows: Sequence[Row]) -> LabelledPair:
 
 
 def _votes(rows: Sequence[Row], signs: Sequence[int]) -> list[int]:
-    """1 for each person who prefers the first row's chosen response, -1 the other, 0 neither."""
+    """Return one vote per person: 1 for the first row's chosen response, -1 for the other, or 0."""
     opinions: dict[object, int] = {}
     for number, (row, sign) in enumerate(zip(rows, signs, strict=True)):
         annotator = row.get("annotator")

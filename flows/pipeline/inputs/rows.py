@@ -1,4 +1,4 @@
-"""Rows of text from a file, a folder or the hub: read, checked, and named by a digest."""
+"""Rows of text from a file, a folder or the hub: read, checked and digested."""
 
 import hashlib
 import json
@@ -12,18 +12,16 @@ from typing import Any
 import datasets
 from datasets.exceptions import DatasetNotFoundError
 
+from ppo_core.data.dataset_files import FORMATS
 from ppo_core.errors import DataError
 
 MAX_BAD_SHARE = 0.01
-"""Largest share of unusable rows that is set aside rather than refused."""
-
-FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-"""Reader of `datasets` by the ending of a file."""
+"""Maximum share of unusable rows; more are an error."""
 
 Row = Mapping[str, Any]
 
 Labels = Mapping[str, tuple[type, ...]]
-"""Columns that a data set may have beside its texts, and the types of their values."""
+"""Optional columns that are no texts, and the types of their values."""
 
 
 @dataclass(frozen=True)
@@ -31,24 +29,24 @@ class Rows:
     """The usable rows of one data set."""
 
     source: str
-    """Where they were read."""
+    """Where the rows were read."""
 
     usable: list[dict[str, Any]]
-    """Rows in which every column is a text, and every label of its type or None; only a prompt
-    must not be empty."""
+    """Rows in which every text column is a text and every label has its type or is None. Only
+    prompts must not be empty."""
 
     quarantined: list[dict[str, Any]]
-    """Rows set aside, each with its row number as `row`."""
+    """Unusable rows, each with its row number as `row`."""
 
     digest: str
     """Digest of the usable rows."""
 
     def column(self, name: str) -> list[str]:
-        """The texts of one column."""
+        """Return the texts of a column."""
         return [row[name] for row in self.usable]
 
     def has(self, name: str) -> bool:
-        """Whether the rows have an optional column."""
+        """Return whether the rows have an optional column."""
         return bool(self.usable) and name in self.usable[0]
 
 
@@ -63,15 +61,14 @@ def read_rows(
     Args:
         source: a jsonl, json or parquet file, a folder of them, or a hub id; the `train` split
             of a hub data set, or the split named after a colon, as in `org/name:test`.
-        required: columns that must be there. A required `prompt` must not be empty either; a
-            response may be: a model can answer nothing.
-        optional: columns that are read if they are there.
-        labels: columns that are read if they are there and need not be texts. A value that is
-            missing is None; one of another type, or a number that is not finite, makes its row
-            unusable.
+        required: text columns that must exist. A required `prompt` must not be empty; a response
+            may be empty, because a model can answer nothing.
+        optional: text columns that are read if they exist.
+        labels: other columns that are read if they exist. A missing value is None; a value of
+            another type or a number that is not finite makes its row unusable.
 
     Raises:
-        DataError: the data set or a column is missing, it is empty, or more than 1 % of its
+        DataError: the data set or a column is missing, there is no row, or more than 1 % of the
             rows are unusable.
     """
     data = _load(source)
@@ -95,13 +92,13 @@ def read_rows(
             f"{len(quarantined)} of the {len(data)} rows of {source} have an empty prompt, or "
             f"something that is no text in {', '.join(texts)}{_named(types)}; the first is row "
             f"{quarantined[0]['row']}: {_shorten(quarantined[0])}. Up to {MAX_BAD_SHARE:.0%} "
-            "would be set aside. Mend or remove them."
+            "would be set aside. Correct or remove them."
         )
     return Rows(source, usable, quarantined, digest_rows(usable))
 
 
 def held_out(rows: Rows, share: float) -> tuple[Rows, Rows]:
-    """Split rows into those to train on and the last `share` of them, at least one each.
+    """Split rows into a training part and the last `share` of them, each with at least one row.
 
     Raises:
         DataError: there are fewer than two rows.
@@ -117,7 +114,7 @@ def held_out(rows: Rows, share: float) -> tuple[Rows, Rows]:
 
 
 def digest_rows(rows: Sequence[Row]) -> str:
-    """A short digest of rows, whatever the order of their columns."""
+    """Return a short digest of rows that does not depend on the order of columns."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True).encode())
@@ -125,8 +122,8 @@ def digest_rows(rows: Sequence[Row]) -> str:
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """The JSON object of each line, as `write_jsonl` writes them."""
-    # Not `splitlines`, for which an answer with U+2028 or U+0085 in it is two lines.
+    """Return the JSON object of each line of a file that `write_jsonl` wrote."""
+    # Not `splitlines`: it also splits at U+2028 and U+0085, which answers may have.
     with Path(path).open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
@@ -180,7 +177,7 @@ def _load_file(path: Path) -> datasets.Dataset:
         except datasets.exceptions.DatasetGenerationError as error:
             raise DataError(
                 f"{path} cannot be read as {reader}: {_first_line(error.__cause__ or error)}. "
-                "Mend the file; a jsonl file has one JSON object on each line, with the same "
+                "Correct the file; a jsonl file has one JSON object on each line, with the same "
                 "columns and types."
             ) from error
         except ValueError as error:
@@ -199,7 +196,7 @@ def _has_types(row: Row, types: Labels) -> bool:
 
 
 def _is_one_of(kinds: tuple[type, ...], value: Any) -> bool:
-    # To Python True is a whole number: it would pass for a margin of 1.
+    # bool is a subclass of int: True would pass as a margin of 1.
     if isinstance(value, bool):
         return bool in kinds
     if isinstance(value, float) and not math.isfinite(value):
@@ -208,7 +205,7 @@ def _is_one_of(kinds: tuple[type, ...], value: Any) -> bool:
 
 
 def _named(types: Labels) -> str:
-    """The columns of labels and their types, as an error goes on after the texts."""
+    """Return the label columns and their types as the end of an error message."""
     kinds = {name: " or ".join(kind.__name__ for kind in types[name]) for name in types}
     return "".join(f", or no {kind} in {name}" for name, kind in kinds.items())
 

@@ -1,27 +1,27 @@
-"""What asking a paid judge may cost."""
+"""The limits on the cost of a paid judge."""
 
 from ppo_core.errors import JudgeError
 
 
 class Budget:
-    """Counts the calls and the tokens of one evaluation, and refuses what is beyond its limits.
+    """Counts the calls and the tokens of one evaluation, and raises beyond its limits.
 
-    A call counts when it is made, whatever becomes of it. Its tokens are known only when its reply
-    is there, so the calls under way can carry `tokens` beyond `max_tokens`; no call starts after.
+    A call counts when it starts, even if it fails. Its tokens are known only with its reply, so
+    the calls in flight can raise `tokens` above `max_tokens`; no call starts after that.
     """
 
     def __init__(self, max_calls: int | None, max_tokens: int | None) -> None:
-        """Start with nothing spent; a limit of None is no limit."""
+        """Start with nothing spent; None is no limit."""
         self.max_calls = max_calls
         self.max_tokens = max_tokens
         self.calls = 0
         self.tokens = 0
 
     def require_calls(self, questions: int) -> None:
-        """Refuse questions that outnumber the calls left, before any of them is paid for.
+        """Raise if there are more questions than calls left, before any question is asked.
 
         Raises:
-            JudgeError: they do.
+            JudgeError: there are.
         """
         if self.max_calls is not None and questions > self.max_calls - self.calls:
             raise JudgeError(
@@ -31,7 +31,7 @@ class Budget:
             )
 
     def start_call(self, left: int) -> None:
-        """Count a call that is about to be made; `left` questions are not answered yet.
+        """Count a call before it starts; `left` questions are unanswered.
 
         Raises:
             JudgeError: the calls or the tokens are spent.
@@ -41,10 +41,10 @@ class Budget:
         self.calls += 1
 
     def add_tokens(self, tokens: int | None) -> None:
-        """Count the tokens of a question and its reply; None where the server gave no figure.
+        """Add the tokens of a question and its reply; None if the server does not report them.
 
         Raises:
-            JudgeError: there is no figure, and a limit to hold.
+            JudgeError: they are unknown, and `max_tokens` is set.
         """
         if tokens is None and self.max_tokens is not None:
             raise JudgeError(

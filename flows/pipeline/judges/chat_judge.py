@@ -1,4 +1,4 @@
-"""A chat model as judge: what is asked, what is asked again, and what is kept."""
+"""A chat model as judge: ask, repeat what has no verdict, and store the replies."""
 
 from collections.abc import Sequence
 
@@ -16,10 +16,10 @@ Case = tuple[str, str, str]
 
 
 class ChatJudge:
-    """Asks a chat model which answer is better, and again where its reply has no verdict."""
+    """Asks a chat model which answer is better, and asks again if its reply has no verdict."""
 
     def __init__(self, chat: ChatModel, config: JudgingConfig, cache: ReplyCache) -> None:
-        """Ask `chat` what is not in the cache, in the words of `config.criterion`."""
+        """Ask `chat` by `config.criterion` for every reply that is not in the cache."""
         self._chat = chat
         self._config = config
         self._cache = cache
@@ -27,29 +27,29 @@ class ChatJudge:
 
     @property
     def name(self) -> str:
-        """The model and the version of the question's wording."""
+        """The model and the version of the prompt."""
         return f"{self._chat.name}, prompt {self._wording}"
 
     @property
     def version(self) -> str:
-        """Digest of model, wording and attempts, and of how replies are read."""
+        """Digest of the model, the prompt, the attempts and the code that reads replies."""
         reading = digest_of_code(questions.__name__)
         return digest_of([self._chat.version, self._wording, self._config.attempts, reading])
 
     @property
     def members(self) -> tuple[str, ...]:
-        """None: this is one judge."""
+        """Empty: this is a single judge."""
         return ()
 
     def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """One verdict for each pair, the same for the same prompt and pair.
+        """Return one verdict per pair; equal prompts and pairs get equal verdicts.
 
-        A pair is invalid if no attempt brought a verdict, or if the model could not be reached
-        for it; the latter is not kept, so that the next call asks again.
+        A verdict is invalid if no reply has one, or if the model could not be reached. A missing
+        reply is not stored, so the next call asks again.
 
         Raises:
-            JudgeError: the model cannot be asked, or may not be asked more. The replies that came
-                before are kept.
+            JudgeError: the model cannot be asked, or the budget is spent. Earlier replies are
+                stored.
         """
         cases = [(prompt, *pair) for prompt, pair in zip(prompts, pairs, strict=True)]
         verdicts: dict[Case, Verdict] = {}
@@ -65,7 +65,7 @@ class ChatJudge:
         return [verdicts[case] for case in cases]
 
     def _replies(self, cases: Sequence[Case], attempt: int) -> dict[Case, Reply]:
-        """The reply to each case, kept or asked for now."""
+        """Return the reply to each case, from the cache or from the model."""
         keys = {
             case: reply_key(self._chat.version, self._wording, *case, attempt) for case in cases
         }

@@ -1,4 +1,4 @@
-"""A chat model that answers questions: what a judge needs of one, wherever it runs."""
+"""The interface of a chat model that judges, and the records it exchanges."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ Question = list[Message]
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back for one question."""
+    """The reply to one question."""
 
     text: str | None
-    """The reply; None if none came, however often the call was repeated."""
+    """Text of the reply; None if every call failed."""
 
     error: str = ""
-    """Why none came."""
+    """Why there is no text."""
 
     tokens: int = 0
-    """Tokens of the question and the reply together."""
+    """Tokens of question and reply together."""
 
 
 class ChatModel(Protocol):
@@ -30,18 +30,18 @@ class ChatModel(Protocol):
 
     @property
     def name(self) -> str:
-        """The model as a person names it: `openai:MODEL` or `transformers:PATH`."""
+        """Name of the model in a setting: `openai:MODEL` or `transformers:PATH`."""
         ...
 
     @property
     def version(self) -> str:
-        """What decides its replies beside the question: address, weights, sampling settings."""
+        """What determines its replies beside the question: address, weights, sampling settings."""
         ...
 
     def ask(self, questions: Sequence[Question], keep: Callable[[int, Reply], None]) -> None:
-        """Ask every question; `keep(number, reply)` is called as soon as each reply is there.
+        """Ask every question and call `keep(number, reply)` when its reply arrives.
 
-        It is called once for every question, from one thread.
+        `keep` is called once per question, from one thread.
 
         Raises:
             JudgeError: no question can be answered (wrong key, model or address), or the budget

@@ -1,4 +1,4 @@
-"""Several judges that vote."""
+"""An ensemble of judges that decides by majority."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,26 +9,27 @@ from pipeline.judges.verdict import Judge, Verdict
 
 
 class Ensemble:
-    """Judges that are all asked about every pair; the majority decides."""
+    """Asks every judge about every pair; the majority decides."""
 
     def __init__(self, judges: Sequence[Judge]) -> None:
-        """Take the judges, in the order in which their votes are kept."""
+        """Take the judges; the votes are stored in their order."""
         self.members = tuple(judge.name for judge in judges)
         self.name = f"majority of {'; '.join(self.members)}"
         self.version = digest_of([(judge.name, judge.version) for judge in judges])
         self._judges = tuple(judges)
 
     def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """One verdict a pair, with the members' verdicts as its `votes`."""
+        """Return one verdict per pair, with the verdicts of the members as `votes`."""
         ballots = [judge(prompts, pairs) for judge in self._judges]
         return [count_votes(votes) for votes in zip(*ballots, strict=True)]
 
 
 def count_votes(votes: Sequence[Verdict]) -> Verdict:
-    """The verdict of a majority.
+    """Return the verdict of the majority.
 
-    Whoever has more than half of the valid votes wins, and it is a tie if nobody has. Invalid if
-    more than half of all votes are. The probability is the mean of those that valid votes have.
+    The answer with more than half of the valid votes wins; if no answer has, the verdict is a tie.
+    The verdict is invalid if more than half of all votes are invalid. Its probability is the mean
+    over the valid votes that have one.
     """
     valid = [vote for vote in votes if vote.winner != "invalid"]
     if len(valid) < len(votes) / 2:

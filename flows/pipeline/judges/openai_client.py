@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server: its address, its key, one call, and what a failed call means."""
+"""One call to an OpenAI-compatible server, and the error that a failed call raises."""
 
 import asyncio
 import logging
@@ -17,61 +17,61 @@ from pipeline.judges.chat_model import Question
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import ConfigError, JudgeError
 
-# The client would write a line for every call where the root logger shows INFO.
+# The client logs a line per call at level INFO.
 logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 OPENAI_URL = "https://api.openai.com/v1"
 
 CONNECT_SECONDS = 10.0
-"""Seconds that a connection may take to open, so that a dead address is known as such soon."""
+"""Seconds that a connection may take to open; short, to find a dead address soon."""
 
 QUESTION_STATUSES = (400, 413, 422)
-"""What a server may say to a question that is too long or against its rules, but also to a wrong
+"""Statuses of a question that is too long or against the rules of the server, and also of a wrong
 model or setting."""
 
-MOST_OF_A_MESSAGE = 300
-"""Characters of a server's words that an error shows."""
+MAX_MESSAGE_CHARACTERS = 300
+"""Characters of a server's message that an error shows."""
 
 
 class CallError(Exception):
-    """A call that failed, and may succeed another time."""
+    """A call failed and may succeed when repeated."""
 
     def __init__(self, words: str, retry_after: float | None = None) -> None:
-        """What happened, and the seconds that the server asks to wait, if it does."""
+        """Take the message, and the seconds that the server asks to wait, if any."""
         super().__init__(words)
         self.retry_after = retry_after
 
 
 class RefusedError(JudgeError):
-    """The server refuses a call as it is: for its question, or for what all calls share."""
+    """The server refuses a call, for its question or for the settings of every call."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What is read of a chat completion."""
+    """The fields of a chat completion that a judge reads."""
 
     text: str | None
-    """None where the model wrote no text, for it thought until its tokens were spent, or so."""
+    """None if the model wrote no text, for example because its reasoning used all tokens."""
 
     finish_reason: str | None
-    """Why it stopped, in the server's word."""
+    """Why the model stopped, as the server names it."""
 
     tokens: int | None
-    """Tokens of question and reply; None where the server does not say."""
+    """Tokens of question and reply; None if the server does not report them."""
 
 
-class ChatServer:
-    """One model behind the chat completions API.
+class OpenAIClient:
+    """Calls one model through the chat completions API.
 
-    The address is `config.base_url`, or the environment variable OPENAI_BASE_URL, or OpenAI
-    itself; the key is OPENAI_API_KEY, which servers other than OpenAI can do without.
+    The address is `config.base_url`, else the environment variable OPENAI_BASE_URL, else OpenAI.
+    The key is OPENAI_API_KEY, which only OpenAI requires.
     """
 
     def __init__(self, model: str, config: JudgingConfig) -> None:
-        """Find the address and the key; nothing is asked.
+        """Read the address and the key; no call is made.
 
         Raises:
-            ConfigError: the address is none, or the key is missing or cannot be sent.
+            ConfigError: the address is invalid, or the key is missing or cannot be sent.
         """
         self.url = config.base_url or os.environ.get("OPENAI_BASE_URL", "") or OPENAI_URL
         self._key = os.environ.get("OPENAI_API_KEY", "").strip()
@@ -80,14 +80,14 @@ class ChatServer:
         self._greedy = config.sampling == "greedy"
         is_openai = _host(self.url) == _host(OPENAI_URL)
         _check_key(self._key, needed=is_openai)
-        # OpenAI has given the limit another name, which not all other servers know.
+        # OpenAI has renamed the limit, and not every other server knows the new name.
         limit = "max_completion_tokens" if is_openai else "max_tokens"
         self._request: dict[str, Any] = {"model": model, limit: config.max_reply_tokens}
         if self._greedy:
             self._request["temperature"] = 0.0
 
     def client(self) -> openai.AsyncOpenAI:
-        """A client that repeats nothing by itself, for one event loop; close it."""
+        """Return a client without retries, for one event loop; the caller closes it."""
         return openai.AsyncOpenAI(
             api_key=self._key or "none",
             base_url=self.url,
@@ -99,17 +99,16 @@ class ChatServer:
         """Make one call.
 
         Raises:
-            CallError: it failed in a way that may pass: a status of 408, 409, 429 or 5xx, a
+            CallError: the failure may be temporary: status 408, 409, 429 or 5xx, a lost
                 connection, the deadline, or a body that is no chat completion.
-            RefusedError: the server refuses it, and perhaps only it.
-            JudgeError: the server refuses it, and would refuse any other.
+            RefusedError: the server refuses this call, and may accept others.
+            JudgeError: the server refuses every call.
         """
+        request = {**self._request, "messages": question}
         try:
-            # A client's own timeout is one of silence, which a slow drip never reaches.
+            # The timeout of the client restarts with every byte received.
             async with asyncio.timeout(self._deadline):
-                response = await client.chat.completions.with_raw_response.create(
-                    messages=question, **self._request
-                )
+                response = await client.chat.completions.with_raw_response.create(**request)
         except TimeoutError:
             limit = f"judging.deadline_seconds={self._deadline:g}"
             raise CallError(f"no whole reply within {limit}") from None
@@ -145,9 +144,9 @@ class ChatServer:
         return others
 
     def _clean(self, words: str) -> str:
-        """A server's words, short, and without the key, which some servers repeat."""
+        """Shorten a server's message, and remove the key, which some servers repeat."""
         hidden = words.replace(self._key, "***") if self._key else words
-        return " ".join(hidden.split())[:MOST_OF_A_MESSAGE]
+        return " ".join(hidden.split())[:MAX_MESSAGE_CHARACTERS]
 
 
 def _host(url: str) -> str | None:
@@ -197,7 +196,7 @@ class _Body(BaseModel):
 
 
 def _read(body: str) -> Completion:
-    """The parts of a body that are used; servers differ in the rest."""
+    """Read the fields that are used; servers differ in the rest."""
     read = _Body.model_validate_json(body)
     choice = read.choices[0]
     tokens = read.usage.total_tokens if read.usage else None
@@ -205,15 +204,15 @@ def _read(body: str) -> Completion:
 
 
 def _message(error: openai.APIStatusError) -> str:
-    """The server's message, or the whole body where it is not in OpenAI's form."""
+    """Return the server's message, or the body if it is not in OpenAI's format."""
     message = error.body.get("message") if isinstance(error.body, dict) else None
     return message if isinstance(message, str) else error.response.text
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that the header Retry-After asks to wait (RFC 9110, 10.2.3); None without one.
+    """Return the seconds that the header Retry-After asks to wait (RFC 9110, 10.2.3), or None.
 
-    Below 0 for a date that is past.
+    Negative for a date in the past.
     """
     value = headers.get("retry-after", "").strip()
     if re.fullmatch(r"\d+(\.\d+)?", value):

@@ -1,4 +1,4 @@
-"""A chat model behind an OpenAI-compatible server, asked many questions at a time."""
+"""A chat model behind an OpenAI-compatible server, asked concurrently and with retries."""
 
 import asyncio
 import random
@@ -16,49 +16,47 @@ from tenacity import (
 
 from pipeline.judges.budget import Budget
 from pipeline.judges.chat_model import Question, Reply
-from pipeline.judges.openai_client import CallError, ChatServer, RefusedError
+from pipeline.judges.openai_client import CallError, OpenAIClient, RefusedError
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import JudgeError
 
 LONGEST_RETRY_AFTER = 600.0
-"""Seconds that a server may tell a call to wait. A call told more (the quota of a day is spent) is
-given up at once."""
+"""Longest wait in seconds that a server may ask for. A call that is told to wait longer (the
+quota of a day is spent) is not repeated."""
 
 DOWN_AFTER = 20
-"""Questions given up in a row, none answered between, after which the server counts as down. A
-short outage costs at most the calls that are under way, 8 by default, and ends nothing; a lasting
-one is known after three rounds of retries, in minutes."""
+"""Consecutive unanswered questions after which the server counts as down. A short outage fails at
+most the calls in flight, 8 by default; a lasting one is found after three rounds of retries."""
 
 PROBE_RETRIES = 2
-"""Times that the call of `probe` is repeated, so that a dead address is known within seconds."""
+"""Retries of the call of `probe`; few, to find a dead address within seconds."""
 
 PROBE: Question = [
     {"role": "system", "content": "You answer with one letter."},
     {"role": "user", "content": "Reply with the letter A."},
 ]
-"""The roles that a judge's questions have, which not every model's template takes."""
+"""A question with the roles of a judge's questions, which not every chat template accepts."""
 
 _back_off = wait_exponential(multiplier=1, max=60)
 
 
-class OpenAIChat:
+class OpenAIModel:
     """Asks a model behind the chat completions API: OpenAI, vLLM, TGI or `transformers serve`.
 
-    The budget is that of one evaluation: make an object for each, and give judges that are asked
-    in the same one the same budget.
+    Make one object per evaluation; judges of the same evaluation share a budget.
     """
 
     def __init__(self, model: str, config: JudgingConfig, budget: Budget | None = None) -> None:
-        """Find the address and the key; nothing is asked. Without a budget, the object has its own.
+        """Read the address and the key; no call is made. Without a budget, make one by `config`.
 
         Raises:
-            ConfigError: the address is none, or the key is missing or cannot be sent.
+            ConfigError: the address is invalid, or the key is missing or cannot be sent.
         """
         self.name = f"openai:{model}"
         self.budget = budget or Budget(config.max_calls, config.max_tokens)
         self._config = config
-        self._server = ChatServer(model, config)
-        # The weights behind an address are not ours to see.
+        self._server = OpenAIClient(model, config)
+        # The digest of the weights behind an address is unknown.
         self.version = (
             f"{self.name} {self._server.url} sampling={config.sampling} "
             f"max_reply_tokens={config.max_reply_tokens}"
@@ -68,26 +66,24 @@ class OpenAIChat:
         self._given_up_in_a_row = 0
 
     def ask(self, questions: Sequence[Question], keep: Callable[[int, Reply], None]) -> None:
-        """Ask every question; `keep(number, reply)` is called as soon as each reply is there.
+        """Ask every question and call `keep(number, reply)` when its reply arrives.
 
-        A question whose call fails more often than `retries`, or that the server refuses while it
-        takes a small one, gets a reply without text.
+        A question gets a reply without text if its call fails more often than `retries`, or if
+        the server refuses it but accepts a small question.
 
         Raises:
-            JudgeError: the server refuses the calls or is down, or the budget is spent. Calls
-                under way are cancelled.
+            JudgeError: the server refuses the calls or is down, or the budget is spent. Calls in
+                flight are cancelled.
         """
         self.budget.require_calls(len(questions))
         self._left = len(questions)
         asyncio.run(self._ask_all(questions, keep))
 
     def probe(self) -> None:
-        """Make one small call that shows that address, key, model and settings work.
-
-        It counts in the budget.
+        """Make one small call to check address, key, model and settings; the budget counts it.
 
         Raises:
-            JudgeError: they do not.
+            JudgeError: they do not work.
         """
         self._left = 1
         reply = asyncio.run(self._ask_probe())
@@ -113,7 +109,7 @@ class OpenAIChat:
                 for number, question in enumerate(questions):
                     group.create_task(ask_one(number, question))
         except ExceptionGroup as failures:
-            # The first one ended all; any others came up while calls were being cancelled.
+            # The first error is the cause; later ones come from the cancelled calls.
             raise failures.exceptions[0] from None
 
     async def _ask_probe(self) -> Reply:
@@ -126,7 +122,7 @@ class OpenAIChat:
         except CallError as error:
             return Reply(None, error=str(error))
         except RefusedError as refusal:
-            # Too long, say, or against the server's rules: then a small question still passes.
+            # The question may be too long or against the rules: then a small one is accepted.
             with suppress(CallError):
                 await self._insist(client, PROBE, retries)
             return Reply(None, error=str(refusal))
@@ -141,7 +137,7 @@ class OpenAIChat:
         return await retrying(self._call, client, question)
 
     async def _call(self, client: openai.AsyncOpenAI, question: Question) -> Reply:
-        """One attempt, and its cost."""
+        """Make one attempt and count its cost."""
         self.budget.start_call(self._left)
         completion = await self._server.complete(client, question)
         self.budget.add_tokens(completion.tokens)
@@ -153,10 +149,10 @@ class OpenAIChat:
         return Reply(completion.text, tokens=completion.tokens or 0)
 
     def _wait(self, state: RetryCallState) -> float:
-        """Seconds before the next attempt: 1, 2, 4 ... less some jitter, or more if asked."""
+        """Return the seconds to the next attempt: 1, 2, 4 ... minus jitter, or as long as asked."""
         error = state.outcome.exception() if state.outcome else None
         asked = error.retry_after if isinstance(error, CallError) else None
-        # Never less: calls that are all told the same few seconds would all come back at once.
+        # At least the back-off: calls that are told the same few seconds would all return at once.
         return max(asked or 0.0, _back_off(state) * self._random.uniform(0.5, 1.0))
 
     def _take_stock(self, reply: Reply) -> None:

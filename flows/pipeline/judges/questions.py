@@ -1,4 +1,4 @@
-"""How a pair of answers is put to a chat model, and how its reply is read."""
+"""Write the question about a pair of answers for a chat model, and read its reply."""
 
 import hashlib
 import json
@@ -8,8 +8,8 @@ from pipeline.inputs.cache import digest_of
 from pipeline.judges.chat_model import Question
 from pipeline.judges.verdict import Verdict
 
-MOST_OF_A_REASON = 500
-"""Characters of a reply that are kept as its reason."""
+MAX_REASON_CHARACTERS = 500
+"""Maximum characters of a reply that become the reason of a verdict."""
 
 TASK = (
     "You are a judge. You compare two answers to a prompt, answer A and answer B, by this "
@@ -35,7 +35,8 @@ VERDICT: A
 VERDICT: B
 VERDICT: TIE"""
 
-# Special tokens of chat models begin with one of these, and a tokenizer finds them in any text.
+# Special tokens of chat models begin with one of these characters, and a tokenizer reads them in
+# any text.
 _ESCAPED = str.maketrans({"<": "\\u003c", "[": "\\u005b"})
 
 _MARKUP = r"[\s*_`'\"#.!()\[\]]*"
@@ -50,8 +51,8 @@ _WINNERS = {"A": "first", "B": "second", "TIE": "tie"}
 def pose(criterion: str, prompt: str, first: str, second: str, *, attempt: int) -> Question:
     """Ask which of two answers to a prompt is better, the first as answer A.
 
-    What others wrote stands in one line of JSON in ASCII, so that no character of it leaves its
-    string, between two delimiters. From the second `attempt` on a reminder of the form follows.
+    The texts to judge are one line of ASCII JSON between two delimiters, so no character can leave
+    its string. From the second `attempt` on, a reminder of the reply format follows.
     """
     delimiter = _delimiter(criterion, prompt, first, second, attempt)
     shown = {"prompt": prompt, "answer_a": first, "answer_b": second}
@@ -64,26 +65,26 @@ def pose(criterion: str, prompt: str, first: str, second: str, *, attempt: int) 
 
 
 def _delimiter(*parts: str | int) -> str:
-    """A line that is the same for the same question, and that no text of it can hold."""
-    # Nobody can write a text that contains the digest of itself, so whoever wrote a candidate
-    # cannot know the delimiter, although nothing about it is random.
+    """Return a line that depends on the question alone, and that no text in it can contain."""
+    # A text cannot contain its own digest, so the writer of an answer cannot know the delimiter,
+    # although it is not random.
     return "DATA-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def prompt_version(criterion: str) -> str:
-    """A short digest of the wording of all questions, the criterion included."""
+    """Return a short digest of the prompt, the criterion included."""
     posed = [pose(criterion, "<p>", "a", "b", attempt=attempt) for attempt in (1, 2)]
     return digest_of(posed)[:8]
 
 
 def read_verdict(text: str) -> Verdict:
-    """The verdict in a reply; A is the first answer.
+    """Return the verdict of a reply; A is the first answer.
 
-    Lines that are wholly a verdict count, and there must be one and no two that differ. A letter
-    counts without the word where it is the whole reply. What a model thinks is not read.
+    Only lines that are nothing but a verdict count; there must be one, and all must agree. A letter
+    without the word VERDICT counts if it is the full reply. Reasoning in <think> tags is removed.
     """
-    said = _without_thoughts(text)
-    lines = [line for line in said.split("\n") if line.strip()]
+    answer = _without_thoughts(text)
+    lines = [line for line in answer.split("\n") if line.strip()]
     form = _ONLY_LINE if len(lines) == 1 else _VERDICT_LINE
     found = {match[1].upper() for line in lines if (match := form.fullmatch(line))}
     if len(found) != 1:
@@ -94,10 +95,10 @@ def read_verdict(text: str) -> Verdict:
 
 
 def _without_thoughts(text: str) -> str:
-    """A reply without its thoughts; a chat template may have opened them before the reply began."""
+    """Remove the reasoning of a reply; the chat template may have opened its tag already."""
     return _THOUGHT.sub("", text).rpartition("</think>")[2]
 
 
 def _shortened(text: str) -> str:
     text = text.strip()
-    return text if len(text) <= MOST_OF_A_REASON else f"{text[:MOST_OF_A_REASON]} ..."
+    return text if len(text) <= MAX_REASON_CHARACTERS else f"{text[:MAX_REASON_CHARACTERS]} ..."

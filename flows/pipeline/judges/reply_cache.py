@@ -1,4 +1,4 @@
-"""Replies on disk, each under a digest of its question, so that no reply is paid for twice."""
+"""Replies on disk under the digest of their question, so no reply is paid for twice."""
 
 import hashlib
 import json
@@ -11,32 +11,32 @@ from ppo_core.errors import JudgeError
 
 
 def reply_key(model: str, wording: str, prompt: str, first: str, second: str, attempt: int) -> str:
-    """The digest under which a reply is kept.
+    """Return the digest that a reply is stored under.
 
     Args:
         model: version of the chat model.
-        wording: version of the question's wording, the criterion included.
-        prompt: what both answers answer.
+        wording: version of the prompt, the criterion included.
+        prompt: the prompt of both answers.
         first: the answer that is shown first.
-        second: the other one.
-        attempt: the how-manieth time the question is asked, from 1.
+        second: the answer that is shown second.
+        attempt: number of the attempt, from 1.
     """
     parts = json.dumps([model, wording, prompt, first, second, attempt])
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
 class ReplyCache:
-    """One file for each reply; whoever is interrupted, a file with its final name is whole."""
+    """Stores each reply in a file of its own, which is complete once it has its final name."""
 
     def __init__(self, folder: Path) -> None:
-        """Keep the replies in `folder`, which is made when the first one comes."""
+        """Store the replies in `folder`, which the first reply creates."""
         self._folder = folder
 
     def get(self, key: str) -> Reply | None:
-        """The reply that was kept under a key of `reply_key`; None if there is none.
+        """Return the reply stored under a key of `reply_key`; None if there is none.
 
         Raises:
-            JudgeError: the file under that key is none that `put` wrote.
+            JudgeError: `put` did not write the file of that key.
         """
         path = self._path(key)
         try:
@@ -52,7 +52,7 @@ class ReplyCache:
             ) from error
 
     def put(self, key: str, reply: Reply) -> None:
-        """Keep a reply that has a text; it is on the disk when this returns."""
+        """Store a reply that has a text; it is on the disk when this returns."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps({"text": reply.text, "tokens": reply.tokens}))

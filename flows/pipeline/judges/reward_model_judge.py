@@ -1,4 +1,4 @@
-"""A judge that is a reward model: the answer that it scores higher is the better one."""
+"""A reward model as judge: the answer with the higher score is better."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -11,26 +11,26 @@ from ppo_core.models.loading import load_reward_model
 
 
 class RewardModelJudge:
-    """A sequence classifier with one label that compares its scores."""
+    """Compares the scores of a sequence classifier with one label."""
 
     members: tuple[str, ...] = ()
 
     def __init__(self, path: str, *, end_of_text: bool) -> None:
-        """Load it from a folder or the hub.
+        """Load the reward model of a folder or hub id.
 
         `end_of_text`: whether it reads an end-of-sequence token after each answer.
 
         Raises:
-            ModelError: there is none, or it does not give one score.
+            ModelError: there is no such model, or it does not give one score.
         """
         self.name = f"reward-model:{path}"
         self.version = digest_of([digest_of_model(path), end_of_text])
         self._model = load_reward_model(path, end_of_text=end_of_text)
 
     def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """One verdict a pair; P(first is better) = sigmoid(its score - the other's).
+        """Return one verdict per pair; P(first is better) = sigmoid(score_first - score_second).
 
-        That is the Bradley-Terry model, by which reward models are trained (arXiv:2203.02155,
+        This is the Bradley-Terry model that reward models are trained with (arXiv:2203.02155,
         eq. 1).
         """
         texts = [
@@ -39,7 +39,7 @@ class RewardModelJudge:
         scores = self._model.score_texts(
             [prompt for prompt, _ in texts], [answer for _, answer in texts]
         ).tolist()
-        # One score a text: in another batch the same text can score otherwise in the last digit.
+        # One score per text: in another batch a text can score differently in the last digit.
         score_of = dict(zip(texts, scores, strict=True))
         return [
             verdict_by_score(score_of[prompt, first], score_of[prompt, second])
@@ -48,7 +48,7 @@ class RewardModelJudge:
 
 
 def verdict_by_score(first: float, second: float) -> Verdict:
-    """The higher score wins; `invalid` where one is not finite."""
+    """Return the verdict for the higher score; `invalid` if a score is not finite."""
     if not (isfinite(first) and isfinite(second)):
         return Verdict("invalid", reason=f"The scores are {first} and {second}.")
     probability = float(expit(first - second))

@@ -1,4 +1,4 @@
-"""From a setting to a judge: one of five kinds, or several that vote."""
+"""Make the judge that a setting names: one of five kinds, or an ensemble."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,46 +7,45 @@ from pathlib import Path
 
 from pipeline.judges.budget import Budget
 from pipeline.judges.ensemble import Ensemble
-from pipeline.judges.functions import load_function_judge, rule_judge
+from pipeline.judges.function_judge import load_function_judge, rule_judge
 from pipeline.judges.verdict import Judge
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import ConfigError, PPOError
 from ppo_core.models.loading import check_reward_config, load_tokenizer
 
-KINDS_AT_A_PLACE = ("python", "reward-model", "openai", "transformers")
+KINDS_WITH_SOURCE = ("python", "reward-model", "openai", "transformers")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One judge of a spec."""
+    """One judge of a specification."""
 
     spec: str
-    """As the user wrote it."""
+    """The text of the user."""
 
     kind: str
-    """One of `KINDS_AT_A_PLACE`, or `rule`."""
+    """One of `KINDS_WITH_SOURCE`, or `rule`."""
 
-    place: str
-    """What follows the kind: a path, a function, the name of a model; empty for the rule."""
+    source: str
+    """Text after the kind: a path, a function or the name of a model; empty for the rule."""
 
 
 def make_judge(spec: str, *, config: JudgingConfig, cache_folder: Path, end_of_text: bool) -> Judge:
-    """The judge that `spec` names, ready to be asked.
+    """Return the judge that `spec` names.
 
     Args:
-        spec: `rule` (the built-in task's own), `reward-model:PATH`,
+        spec: `rule` (the judge of the built-in task), `reward-model:PATH`,
             `python:FILE_OR_MODULE:FUNCTION`, `openai:MODEL` or `transformers:PATH`; several,
             joined by commas, vote.
         config: how chat models are asked.
-        cache_folder: where their replies are kept.
-        end_of_text: whether a reward model that judges reads an end-of-sequence token after
-            each answer.
+        cache_folder: folder of their replies.
+        end_of_text: whether a reward model reads an end-of-sequence token after each answer.
 
     Raises:
-        ConfigError: the spec is unknown, names one judge twice, or a function that is not there.
+        ConfigError: the spec is unknown, names a judge twice, or names a missing function.
         ModelError: the model cannot judge.
     """
-    # One for all: the limits are those of an evaluation, however many judges it asks.
+    # The judges share one budget, because the limits are per evaluation.
     budget = Budget(config.max_calls, config.max_tokens)
     judges = []
     for part in _parts_of(spec):
@@ -56,21 +55,19 @@ def make_judge(spec: str, *, config: JudgingConfig, cache_folder: Path, end_of_t
 
 
 def check_judge(spec: str, reward_model: str, config: JudgingConfig) -> None:
-    """Refuse a judge that cannot be asked later, or that is the reward model itself.
+    """Raise if a judge cannot be asked later, or is the reward model itself.
 
-    A server is asked one small question; of models no weights are loaded.
+    A server is asked one small question. No weights are loaded.
 
     Args:
         spec: as for `make_judge`.
-        reward_model: folder or hub id of the reward model that PPO trains against; empty if it
-            is yet to be trained.
+        reward_model: folder or hub id of the reward model of PPO; empty if the flow trains it.
         config: how chat models are asked.
 
     Raises:
-        ConfigError: the judge is unknown, not importable, or not independent.
+        ConfigError: the judge is unknown, cannot be imported, or is the reward model.
         JudgeError: the server does not answer.
-        ModelError: the model that judges does not give one score, cannot chat, or has no
-            tokenizer.
+        ModelError: the judge gives no single score, has no chat template, or has no tokenizer.
     """
     parts = _parts_of(spec)
     for part in parts:
@@ -81,11 +78,10 @@ def check_judge(spec: str, reward_model: str, config: JudgingConfig) -> None:
 
 
 def _parts_of(spec: str) -> list[_Part]:
-    """The judges of a spec, in their order."""
     parts: list[_Part] = []
     for text in spec.split(","):
         part = _parse(text.strip())
-        if any(part.kind == other.kind and _same_place(part, other.place) for other in parts):
+        if any(part.kind == other.kind and _same_source(part, other.source) for other in parts):
             raise ConfigError(
                 f"judge={spec!r} names {part.spec} twice, and its vote would count twice. "
                 "Name each judge once."
@@ -95,14 +91,14 @@ def _parts_of(spec: str) -> list[_Part]:
 
 
 def _parse(spec: str) -> _Part:
-    kind, _, place = spec.partition(":")
-    if spec != "rule" and not (kind in KINDS_AT_A_PLACE and place):
+    kind, _, source = spec.partition(":")
+    if spec != "rule" and not (kind in KINDS_WITH_SOURCE and source):
         raise ConfigError(
             f"judge={spec!r} is unknown. A judge is rule, reward-model:PATH, "
             "python:FILE_OR_MODULE:FUNCTION, openai:MODEL or transformers:PATH; several are "
             "joined by commas."
         )
-    return _Part(spec, kind, place)
+    return _Part(spec, kind, source)
 
 
 def _make_one(
@@ -111,55 +107,55 @@ def _make_one(
     if part.kind == "rule":
         return rule_judge()
     if part.kind == "python":
-        return load_function_judge(part.place)
+        return load_function_judge(part.source)
     if part.kind == "reward-model":
         from pipeline.judges.reward_model_judge import RewardModelJudge
 
-        return RewardModelJudge(part.place, end_of_text=end_of_text)
+        return RewardModelJudge(part.source, end_of_text=end_of_text)
     from pipeline.judges.chat_judge import ChatJudge
     from pipeline.judges.reply_cache import ReplyCache
 
     if part.kind == "openai":
-        from pipeline.judges.openai_model import OpenAIChat
+        from pipeline.judges.openai_model import OpenAIModel
 
-        return ChatJudge(OpenAIChat(part.place, config, budget), config, ReplyCache(cache_folder))
-    from pipeline.judges.transformers_model import LocalChat
+        return ChatJudge(OpenAIModel(part.source, config, budget), config, ReplyCache(cache_folder))
+    from pipeline.judges.transformers_model import TransformersModel
 
-    return ChatJudge(LocalChat(part.place, config), config, ReplyCache(cache_folder))
+    return ChatJudge(TransformersModel(part.source, config), config, ReplyCache(cache_folder))
 
 
 def _check_one(part: _Part, config: JudgingConfig) -> None:
     if part.kind == "python":
-        load_function_judge(part.place)
+        load_function_judge(part.source)
     elif part.kind == "reward-model":
-        check_reward_config(part.place)
-        load_tokenizer(part.place)
+        check_reward_config(part.source)
+        load_tokenizer(part.source)
     elif part.kind == "openai":
-        from pipeline.judges.openai_model import OpenAIChat
+        from pipeline.judges.openai_model import OpenAIModel
 
-        OpenAIChat(part.place, config).probe()
+        OpenAIModel(part.source, config).probe()
     elif part.kind == "transformers":
         from pipeline.judges.transformers_model import check_chat_model
 
-        check_chat_model(part.place)
+        check_chat_model(part.source)
 
 
 def _require_independence(part: _Part, reward_model: str) -> None:
     is_model = part.kind in ("reward-model", "transformers")
-    if is_model and reward_model and _same_place(part, reward_model):
+    if is_model and reward_model and _same_source(part, reward_model):
         raise ConfigError(
             f"judge={part.spec!r} is the reward model that PPO trains against: the win rate would "
             "only measure how well it was exploited. Name another judge."
         )
 
 
-def _same_place(part: _Part, place: str) -> bool:
-    return Path(part.place).resolve() == Path(place).resolve()
+def _same_source(part: _Part, source: str) -> bool:
+    return Path(part.source).resolve() == Path(source).resolve()
 
 
 @contextmanager
 def _named_in_errors(part: _Part) -> Iterator[None]:
-    """Whatever is refused inside, the message begins with the judge as the user wrote it."""
+    """Begin the message of an error with the judge as the user wrote it."""
     try:
         yield
     except PPOError as error:

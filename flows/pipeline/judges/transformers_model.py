@@ -1,4 +1,4 @@
-"""A chat model of transformers, answering in this process."""
+"""A chat model of transformers as judge, in this process."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,23 +18,25 @@ from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings, stop_token
 
-PROBE = [{"role": "system", "content": "system"}, {"role": "user", "content": "user"}]
-"""A question as a judge asks it."""
+SHORTEST_QUESTION: Question = [
+    {"role": "system", "content": "system"},
+    {"role": "user", "content": "user"},
+]
+"""A question with the roles of a judge's questions."""
 
 
-class LocalChat:
-    """Answers by the sampler that training uses, `concurrency` questions at a time.
+class TransformersModel:
+    """Answers with the sampler of training, `concurrency` questions per batch.
 
-    It costs nothing: the deadline, the retries and the budget of JudgingConfig are those of
-    servers.
+    The deadline, the retries and the budget of JudgingConfig apply to servers only.
     """
 
     def __init__(self, path: str, config: JudgingConfig) -> None:
         """Load the model and the tokenizer of a folder or hub id.
 
         Raises:
-            ModelError: there is none, it is not decoder-only, or it has no chat template that
-                takes a system message and a user's.
+            ModelError: there is no such model, it is not decoder-only, or it has no chat template
+                for a system and a user message.
         """
         check_chat_model(path)
         self._tokenizer = load_tokenizer(path)
@@ -52,9 +54,9 @@ class LocalChat:
         )
 
     def ask(self, questions: Sequence[Question], keep: Callable[[int, Reply], None]) -> None:
-        """Answer every question; `keep` is called for each reply when its batch is done.
+        """Answer every question and call `keep` with each reply when its batch is done.
 
-        A question that leaves no room for the longest reply gets none, and the error says so.
+        A question that leaves no room for the longest reply gets a reply with an error.
         """
         encoded = [encode_prompt(self._tokenizer, question) for question in questions]
         fitting = []
@@ -67,30 +69,30 @@ class LocalChat:
             return
         lengths = torch.tensor([len(encoded[number]) for number in fitting])
         for batch in length_sorted_batches(lengths, self._config.concurrency):
-            numbers = [fitting[place] for place in batch.tolist()]
+            numbers = [fitting[position] for position in batch.tolist()]
             uniforms = [self._uniforms(questions[number]) for number in numbers]
             replies = self._answer([encoded[number] for number in numbers], torch.stack(uniforms))
             for number, reply in zip(numbers, replies, strict=True):
                 keep(number, reply)
 
     def _too_long(self, tokens: Tokens) -> str:
-        """What is wrong with a question's length; empty if nothing is."""
-        most = self._config.max_reply_tokens
-        if self._context is None or len(tokens) + most <= self._context:
+        """Return the error for a question that is too long; empty if it fits."""
+        max_new_tokens = self._config.max_reply_tokens
+        if self._context is None or len(tokens) + max_new_tokens <= self._context:
             return ""
         return (
-            f"The question has {len(tokens)} tokens, and with max_reply_tokens={most} that is more "
-            f"than {self._context}, the context of {self.name}. Lower max_reply_tokens, or name a "
-            "judge with a longer context."
+            f"The question has {len(tokens)} tokens, and with max_reply_tokens={max_new_tokens} "
+            f"that is more than {self._context}, the context of {self.name}. Lower "
+            "max_reply_tokens, or name a judge with a longer context."
         )
 
     def _uniforms(self, question: Question) -> Tensor:
-        """Numbers in [0, 1) that are the same for a question whatever is asked beside it."""
+        """Return random numbers in [0, 1) that depend on the question alone, not on its batch."""
         generator = torch.Generator().manual_seed(int(digest_of(question), 16))
         return torch.rand(self._config.max_reply_tokens, generator=generator)
 
     def _answer(self, prompts: list[Tokens], uniforms: Tensor) -> list[Reply]:
-        """One reply to each question of a batch."""
+        """Return the replies to a batch of questions."""
         rollout = sample_responses(
             self._policy, prompts, uniforms, self._sampling, batch_size=len(prompts)
         )
@@ -100,11 +102,11 @@ class LocalChat:
 
 
 def check_chat_model(path: str) -> None:
-    """Refuse a model that cannot be asked, by its configuration and its tokenizer alone.
+    """Raise if a model cannot judge, by its configuration and tokenizer alone.
 
     Raises:
-        ModelError: it is no decoder-only language model, or it has no chat template that takes a
-            system message and a user's.
+        ModelError: it is no decoder-only language model, or it has no chat template for a system
+            and a user message.
     """
     config = load_config(path)
     architectures = config.architectures or []
@@ -116,26 +118,28 @@ def check_chat_model(path: str) -> None:
     if config.is_encoder_decoder:
         raise ModelError(f"'{path}' has an encoder; a judge must be a decoder-only model.")
     try:
-        render_chat(load_tokenizer(path), PROBE, answer_follows=True)
+        render_chat(load_tokenizer(path), SHORTEST_QUESTION, answer_follows=True)
     except DataError as error:
         raise ModelError(f"'{path}' cannot be asked as a judge: {error}") from error
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int:
-    """The token that ends an answer.
+    """Return the token that ends an answer.
 
-    A model may name several, end of text and end of turn among them: it is the one that the chat
-    template writes behind an answer, and else the tokenizer's.
+    A model may have several end tokens (end of text, end of turn): take the one that the chat
+    template writes after an answer, else the tokenizer's.
     """
     named = model.generation_config.eos_token_id
     ends = named if isinstance(named, list) else [named]
-    question = encode_prompt(tokenizer, PROBE)
-    answered = encode_chat(tokenizer, [*PROBE, {"role": "assistant", "content": "A"}], end=False)
-    behind = (token for token in answered[len(question) :] if token in ends)
-    return stop_token(tokenizer, "eos", next(behind, None))
+    question = encode_prompt(tokenizer, SHORTEST_QUESTION)
+    answered = encode_chat(
+        tokenizer, [*SHORTEST_QUESTION, {"role": "assistant", "content": "A"}], end=False
+    )
+    after = (token for token in answered[len(question) :] if token in ends)
+    return stop_token(tokenizer, "eos", next(after, None))
 
 
 def _temperature(model: PreTrainedModel, sampling: str) -> float:
-    """0 for the likeliest tokens, else the model's own temperature, else 1."""
+    """Return 0 for greedy decoding, else the temperature of the model, else 1."""
     own = model.generation_config.temperature
     return 0.0 if sampling == "greedy" else 1.0 if own is None else own

@@ -1,4 +1,4 @@
-"""What a judge says about a pair of answers."""
+"""The verdict of a judge on a pair of answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,40 +15,40 @@ class Verdict:
     """`first`, `second`, `tie`, or `invalid` where the judge gave no verdict."""
 
     probability: float | None = None
-    """Probability that the first answer is the better one, where the judge knows it."""
+    """Probability that the first answer is better; None if the judge gives none."""
 
     reason: str = ""
-    """What the judge said, or why its verdict is invalid."""
+    """The judge's reason, or why the verdict is invalid."""
 
     votes: tuple["Verdict", ...] = ()
     """The verdicts of an ensemble's members, in the order of their names."""
 
 
 class Judge(Protocol):
-    """Compares pairs of answers, each in the order in which they are given."""
+    """Compares the two answers of each pair, in the order given."""
 
     @property
     def name(self) -> str:
-        """Who judges, as every figure shows it: the model, and the prompt if it reads one."""
+        """Name of the judge in every report: the model, and the prompt version if it has one."""
         ...
 
     @property
     def version(self) -> str:
-        """Digest of all that decides its verdicts, as far as it can be known."""
+        """Digest of everything known that decides the verdicts."""
         ...
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Names of an ensemble's judges; empty for one judge."""
+        """Names of the judges of an ensemble; empty for a single judge."""
         ...
 
     def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """One verdict for each prompt and its pair of answers, in their order."""
+        """Return one verdict for each prompt and its pair of answers, in order."""
         ...
 
 
 def swapped(verdict: Verdict) -> Verdict:
-    """The verdict in the words of the pair in its other order; of a vote likewise."""
+    """Return the verdict on the same pair with its answers swapped, votes included."""
     return Verdict(
         winner={"first": "second", "second": "first"}.get(verdict.winner, verdict.winner),
         probability=None if verdict.probability is None else 1 - verdict.probability,

@@ -1,1 +1,1 @@
-"""Start the processes of PPO and follow them."""
+"""Start the processes of a PPO training and follow them."""

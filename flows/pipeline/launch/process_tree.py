@@ -1,4 +1,4 @@
-"""The processes below this one: stopped ones are found, left-over ones ended."""
+"""Find stopped processes below this one, and end leftover ones of an earlier attempt."""
 
 import json
 import os
@@ -10,33 +10,33 @@ from pathlib import Path
 import psutil
 
 FROZEN_LOOKS = 20
-"""Looks, one a second, at which a process was found stopped before it counts as frozen."""
+"""Consecutive checks, one per second, that find a process stopped before it counts as frozen."""
 
 TIME_TO_SAVE = 60.0
-"""Seconds in which the processes of an earlier attempt may save what they have."""
+"""Seconds that the processes of an earlier attempt have to save a checkpoint."""
 
 SAME_START = 1.0
-"""Seconds by which the start of one process is told differently while clocks are set."""
+"""Seconds by which the start time of a process may differ when the clock is set."""
 
 
 class FrozenProcesses:
-    """Finds processes below `root` that were stopped (SIGSTOP) and are not let go on."""
+    """Finds processes below `root` that were stopped (SIGSTOP) and not resumed."""
 
     def __init__(self, root: int) -> None:
-        """Watch the process `root` and those that it started."""
+        """Watch the process `root` and all below it."""
         self._root = root
-        # Looks and not seconds: where all of us are stopped and go on, no time has passed.
+        # Counts checks, not seconds: if this process is stopped as well, no check passes.
         self._looks: Counter[psutil.Process] = Counter()
 
     def look(self) -> list[psutil.Process]:
-        """Those that were stopped at each of the last FROZEN_LOOKS looks."""
+        """Return the processes that were stopped at each of the last FROZEN_LOOKS calls."""
         stopped = [each for each in tree(self._root) if _is_stopped(each)]
         self._looks = Counter({each: self._looks[each] + 1 for each in stopped})
         return [each for each in stopped if self._looks[each] >= FROZEN_LOOKS]
 
 
 def tree(root: int) -> list[psutil.Process]:
-    """A process and all below it; none where it has ended."""
+    """Return a process and all below it; empty if it has ended."""
     try:
         process = psutil.Process(root)
         return [process, *process.children(recursive=True)]
@@ -45,7 +45,7 @@ def tree(root: int) -> list[psutil.Process]:
 
 
 def end_tree(root: int) -> None:
-    """Kill a process and all below it, and wait until they are gone."""
+    """Kill a process and all below it, and wait until they have ended."""
     processes = tree(root)
     for process in processes:
         _signal(process, kill=True)
@@ -53,20 +53,22 @@ def end_tree(root: int) -> None:
 
 
 def take_over(record: Path) -> None:
-    """End what an earlier attempt left running on this machine, and note that we are next.
+    """End the processes that an earlier attempt left on this machine, and record this attempt.
 
-    The scheduler of a flow may be killed and leave its task behind, which goes on training. It is
-    told to stop, which saves what it has, and killed where it does not.
+    If the scheduler of a flow is killed, its task may continue to train. It gets SIGTERM, saves a
+    checkpoint and ends; if it does not end, it is killed.
 
     Args:
-        record: file of the attempts; there is one for each machine that works at a time.
+        record: file of the last attempt; one per machine.
     """
     for process in _still_running(record):
-        print(f"Ending an earlier attempt that still runs (process {process.pid}).", flush=True)
+        print(
+            f"Ending an earlier attempt that is still running (process {process.pid}).", flush=True
+        )
         below = tree(process.pid)
         _signal(process, kill=False)
         psutil.wait_procs([process], timeout=TIME_TO_SAVE)
-        # Its children end with it; the ones that were stopped need more.
+        # Its children end with it, except stopped ones.
         for each in below:
             _signal(each, kill=True)
         psutil.wait_procs(below, timeout=TIME_TO_SAVE)
@@ -78,7 +80,7 @@ def take_over(record: Path) -> None:
 
 
 def rank_of(process: psutil.Process) -> str | None:
-    """Number of a process among those of a training, as torchrun told it; None for others."""
+    """Return the rank that torchrun gave a process; None for another process."""
     try:
         return process.environ().get("RANK")
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -117,6 +119,6 @@ def _signal(process: psutil.Process, *, kill: bool) -> None:
 
 
 def terminate(processes: Iterable[psutil.Process]) -> None:
-    """Tell processes to stop; they may save first."""
+    """Send SIGTERM to processes, which may save before they end."""
     for process in processes:
         _signal(process, kill=False)

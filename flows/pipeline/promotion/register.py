@@ -1,4 +1,4 @@
-"""A trained policy becomes a version, and the version is promoted or refused."""
+"""Register a trained policy as a version, and promote or refuse the version."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,85 +9,95 @@ from typing import Any
 from pipeline.inputs.cache import digest_of_model
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.rows import read_jsonl
-from pipeline.promotion import decide
+from pipeline.promotion.decide import decide_promotion
 from pipeline.promotion.version_card import version_card
-from pipeline.registry.artifact import Decoding, write_artifact
+from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.champions import challenge
-from pipeline.registry.ledger import Decision
+from pipeline.registry.decisions import Decision
 from pipeline.registry.versions import register_version, write_card
 from pipeline.reports.headline_metrics import evaluation_numbers
+from pipeline.results import (
+    EvaluatedPolicy,
+    PreparedModel,
+    RegisteredPolicy,
+    TrainedPolicy,
+    ValidatedReward,
+)
+from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings, as_plain_dict
-
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Everything that is known of a policy when it is registered."""
+    """A trained policy and everything that the run knows about it."""
 
     settings: Settings
     run: FlowRun
-    sft: Result
-    reward_model: Result
-    trained: Result
-    validation: Result
-    evaluation: Result
+    sft: PreparedModel
+    reward_model: PreparedModel
+    trained: TrainedPolicy
+    validation: ValidatedReward
+    evaluation: EvaluatedPolicy
 
     @cached_property
     def models(self) -> dict[str, tuple[str, str]]:
-        """Place and digest of each model of the run, by its part in it."""
-        places = {
+        """Path and digest of each model of the run, by its part in the run."""
+        paths = {
             "base": self.settings.policy,
-            "sft": self.sft["path"],
-            "reward_model": self.reward_model["path"],
-            "policy": self.trained["path"],
+            "sft": self.sft.path,
+            "reward_model": self.reward_model.path,
+            "policy": self.trained.path,
         }
-        return {part: (place, digest_of_model(place)) for part, place in places.items()}
+        return {part: (path, digest_of_model(path)) for part, path in paths.items()}
 
     @property
     def kl(self) -> float:
-        """Nats of an answer from SFT; of the last update where answers are greedy or cut."""
-        measured: float | None = self.evaluation["kl"]["ppo"]
-        return self.trained["objective"]["objective/kl"]["last"] if measured is None else measured
+        """KL divergence from SFT in nats per answer.
+
+        PPO's last update gives it where the evaluation decodes greedily or cuts the distribution.
+        """
+        if self.evaluation.kl is None:
+            return self.trained.objective["objective/kl"].last
+        return self.evaluation.kl
 
 
-def register(candidate: Candidate) -> Result:
-    """Register a policy as a version and decide on it.
+def register(candidate: Candidate) -> RegisteredPolicy:
+    """Register a policy as a version and decide on its promotion.
 
-    Every call may be made again: of one run of the flow there is one version and one decision.
-
-    Returns:
-        `model`: name, version, uri and run of the version; `promotion`: the decision; and the
-        `evaluation` that it rests on.
+    Repeated calls change nothing: one run of the flow has one version and one decision.
 
     Raises:
-        ModelError: MLflow refuses, or gives no answer.
+        ModelError: MLflow refuses, or does not answer.
     """
     settings, run = candidate.settings, candidate.run
     decoding = _decoding(settings)
-    card = version_card(_record(candidate, candidate.evaluation, decoding, None, None))
+    report = candidate.evaluation.report()
+    card = version_card(_card_facts(candidate, report, decoding, None, None))
+    contents = VersionContents(
+        name=settings.registered_model,
+        decoding=decoding,
+        example=read_jsonl(candidate.evaluation.samples)[0]["prompt"],
+        card=card,
+        settings=run.folder / SETTINGS_FILE,
+    )
     model = register_version(
         settings.registered_model,
         run_id=run.tracking["parent"],
         flow_run=run.id,
         write=lambda folder, model_id: write_artifact(
-            Path(candidate.trained["path"]),
+            Path(candidate.trained.path),
             folder,
-            name=settings.registered_model,
-            decoding=decoding,
-            example=read_jsonl(candidate.evaluation["samples"])[0]["prompt"],
-            card=card,
-            settings=run.folder / SETTINGS_FILE,
+            contents,
             run_id=run.tracking["parent"],
             model_id=model_id,
         ),
-        tags=_tags(candidate),
+        tags=_tags(candidate, report["judge"]),
         card=card,
         scratch=run.folder,
     )
     number = int(model["version"])
     challenge(settings.registered_model, number)
-    decision, evaluation = decide.decide(
+    decision, evaluation = decide_promotion(
         settings,
         number,
         candidate.evaluation,
@@ -96,9 +106,9 @@ def register(candidate: Candidate) -> Result:
         by=f"run {run.id}",
         folder=run.folder,
     )
-    record = _record(candidate, evaluation, decoding, number, decision)
-    write_card(settings.registered_model, number, version_card(record))
-    return {"model": model, "promotion": asdict(decision), "evaluation": evaluation}
+    facts = _card_facts(candidate, evaluation.report(), decoding, number, decision)
+    write_card(settings.registered_model, number, version_card(facts))
+    return RegisteredPolicy(model=model, promotion=decision, evaluation=evaluation, kl=candidate.kl)
 
 
 def _decoding(settings: Settings) -> Decoding:
@@ -112,9 +122,9 @@ def _decoding(settings: Settings) -> Decoding:
     )
 
 
-def _tags(candidate: Candidate) -> dict[str, str]:
-    """Where the version comes from; the champion is the one of the run's start."""
-    judge, champion = candidate.evaluation["judge"], candidate.evaluation["champion"]
+def _tags(candidate: Candidate, judge: Mapping[str, str]) -> dict[str, str]:
+    """Return the lineage of the version; `parent_champion` is the one of the first evaluation."""
+    champion = candidate.evaluation.champion
     return {
         **candidate.run.origin,
         **{f"model/{part}": digest for part, (_, digest) in candidate.models.items()},
@@ -124,18 +134,17 @@ def _tags(candidate: Candidate) -> dict[str, str]:
     }
 
 
-def _record(
+def _card_facts(
     candidate: Candidate,
     evaluation: Mapping[str, Any],
     decoding: Decoding,
     version: int | None,
     decision: Decision | None,
-) -> Result:
-    """What the card says."""
+) -> dict[str, Any]:
+    """Return what `version_card` takes."""
     judge = evaluation["judge"]
     models = {
-        part: {"name": place, "digest": digest}
-        for part, (place, digest) in candidate.models.items()
+        part: {"name": path, "digest": digest} for part, (path, digest) in candidate.models.items()
     }
     return {
         "name": candidate.settings.registered_model,

@@ -1,4 +1,4 @@
-"""The model card of a registered version: what it is, what it won, and what it is not for."""
+"""The model card of a registered version."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,46 +7,45 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from pipeline.reports.document import as_interval, as_percent
-from pipeline.reports.terminal import TITLES
+from pipeline.reports.terminal import CONTEST_TITLES
+from pipeline.results import Report
 from pipeline.settings.settings import flatten
 from ppo_core.reporting.sample_table import as_markdown
 from ppo_core.training.model_card import without_folders
 
-Record = Mapping[str, Any]
-
-SAMPLES = 5
-"""Prompts whose answers are shown."""
+SHOWN_SAMPLES = 5
+"""Number of prompts whose answers are shown."""
 
 SHOWN_ENDS = ("rate", "low", "high")
-"""Metrics of a contest that are in the table of win rates."""
+"""Metrics of a contest that the table of win rates shows."""
 
 LIMITS = (
-    "It was compared with other models on the prompts named below and by one judge: that says "
-    "nothing about other tasks, languages or lengths of prompts.",
+    "It was compared with other models on the prompts named below and by one judge: the result "
+    "does not carry over to other tasks, languages or lengths of prompts.",
     "It learned what a reward model scores high, with the faults of that reward model and of the "
     "people and rules whose preferences it was trained on.",
-    "Nobody checked whether what it says is true, safe or legal. It is not for decisions about "
+    "Nobody checked whether its answers are true, safe or legal. It is not for decisions about "
     "people, nor for medical, legal or financial advice.",
 )
-"""What holds for every version."""
+"""Limits of every version."""
 
 
-def version_card(record: Record) -> str:
-    """The card as markdown with a head in YAML; whatever the record quotes is escaped.
+def version_card(record: Report) -> str:
+    """Return the card as Markdown with a YAML header; quoted text is escaped.
 
     Args:
-        record: plain values:
+        record: a dict with
 
-            - `name` of the registered model, and its `version`, None while it has none;
-            - `models`: by their part (base, SFT, reward model, judge) the `name` and `digest` of
-              each, the digest None where there is none;
-            - `data`: by its part (prompts, preferences, ...) the `name`, `digest` and `rows`;
-            - `win_rate`: by contest `rate`, `low`, `high`, `n`, `ties` and `judge`;
-            - `reasons`: why the evaluation is inconclusive, if it is;
-            - `metrics`: numbers by their names;
-            - `decoding`: arguments of `generate` that it is served with by default;
-            - `samples`: rows of `prompt` and the answers by who gave them, at least one or none;
-            - `decision`: None before there is one, else `action`, `reasons`, `by` and `at`;
+            - `name`: name of the registered model; `version`: its number, or None before it exists;
+            - `models`: `name` and `digest` of each model by its part (base, SFT, reward model,
+              judge); a digest may be None;
+            - `data`: `name`, `digest` and `rows` of each data set by its use;
+            - `win_rate`: `rate`, `low`, `high`, `n`, `ties` and `judge` by contest;
+            - `reasons`: why the evaluation is inconclusive; may be empty;
+            - `metrics`: numbers by name;
+            - `decoding`: default arguments of `generate`;
+            - `samples`: rows of `prompt` and the answers by contestant; may be empty;
+            - `decision`: `action`, `reasons`, `by` and `at`, or None before the decision;
             - `settings`: nested tables.
     """
     sections = [
@@ -68,7 +67,7 @@ def version_card(record: Record) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _front_matter(record: Record) -> str:
+def _front_matter(record: Report) -> str:
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -78,12 +77,12 @@ def _front_matter(record: Record) -> str:
     ).to_yaml()
 
 
-def _title(record: Record) -> str:
+def _title(record: Report) -> str:
     number = record["version"]
     return record["name"] if number is None else f"{record['name']}, version {number}"
 
 
-def _decision(decision: Record | None) -> str:
+def _decision(decision: Report | None) -> str:
     if decision is None:
         return "Not decided yet."
     head = (
@@ -94,7 +93,7 @@ def _decision(decision: Record | None) -> str:
     return "\n\n".join(part for part in (head, _bullets(decision["reasons"]), later) if part)
 
 
-def _loading(record: Record) -> str:
+def _loading(record: Report) -> str:
     number = "VERSION" if record["version"] is None else record["version"]
     uri = json.dumps(f"models:/{record['name']}/{number}")
     return (
@@ -102,17 +101,16 @@ def _loading(record: Record) -> str:
         f"pipeline = mlflow.transformers.load_model({uri})\n```\n\n"
         "`load_champion` of `flows/champion.py` loads it for a service, and verifies every file "
         "first. "
-        "Unless it is told otherwise it decodes as it was judged:\n\n"
-        + _pairs("argument", record["decoding"])
+        "By default it decodes as in its evaluation:\n\n" + _pairs("argument", record["decoding"])
     )
 
 
-def _win_rates(record: Record) -> str:
+def _win_rates(record: Report) -> str:
     table = _table(
         ("", "wins", "95 % interval", "pairs", "ties", "judge"),
         (
             (
-                TITLES.get(contest, contest),
+                CONTEST_TITLES.get(contest, contest),
                 as_percent(rate["rate"]),
                 as_interval(rate),
                 rate["n"],
@@ -126,12 +124,12 @@ def _win_rates(record: Record) -> str:
     return "\n\n".join(part for part in (table, doubts) if part)
 
 
-def _models(models: Record) -> str:
+def _models(models: Report) -> str:
     rows = ((part, without_folders(one["name"]), one["digest"]) for part, one in models.items())
     return _table(("part", "model", "digest"), rows)
 
 
-def _data(data: Record) -> str:
+def _data(data: Report) -> str:
     rows = (
         (part, without_folders(one["name"]), one["rows"], one["digest"])
         for part, one in data.items()
@@ -139,8 +137,8 @@ def _data(data: Record) -> str:
     return _table(("used as", "data", "rows", "digest"), rows)
 
 
-def _other_metrics(record: Record) -> Mapping[str, float]:
-    """The metrics that the table of win rates does not have."""
+def _other_metrics(record: Report) -> Mapping[str, float]:
+    """Return the metrics that the table of win rates does not show."""
     shown = {f"win_rate/{contest}/{end}" for contest in record["win_rate"] for end in SHOWN_ENDS}
     return {name: value for name, value in record["metrics"].items() if name not in shown}
 
@@ -149,7 +147,7 @@ def _samples(samples: Sequence[Mapping[str, str]]) -> str:
     if not samples:
         return ""
     columns = list(samples[0])
-    return _table(columns, ([row[name] for name in columns] for row in samples[:SAMPLES]))
+    return _table(columns, ([row[name] for name in columns] for row in samples[:SHOWN_SAMPLES]))
 
 
 def _section(title: str, text: str) -> str:
@@ -161,7 +159,7 @@ def _bullets(lines: Iterable[str]) -> str:
 
 
 def _line(text: str) -> str:
-    """The text as the start of a line, where `#` or `1.` would be markup too."""
+    """Return the text as Markdown for the start of a line, where `#` or `1.` are markup too."""
     shown = as_markdown(text)
     if shown.startswith(tuple("#+-=0123456789")):
         return f"&#{ord(shown[0])};{shown[1:]}"
@@ -184,7 +182,7 @@ def _cell(value: Any) -> str:
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
-    """The settings, paths without their folders."""
+    """Return the table of settings, with paths without their folders."""
     shown = {
         name: without_folders(value) if isinstance(value, str) else value
         for name, value in flatten(settings).items()

@@ -1,1 +1,1 @@
-"""MLflow: tracking, versions, and which of them is champion. No other package imports mlflow."""
+"""The model registry of MLflow: versions, and which of them is champion."""

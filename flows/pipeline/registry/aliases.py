@@ -1,4 +1,4 @@
-"""The aliases and tags of versions; what was deleted meanwhile has none."""
+"""Read and set the aliases and tags of versions; a deleted version has none."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from pipeline.registry.ledger import MAX_TAG_CHARACTERS, shortened
+from pipeline.registry.decisions import MAX_TAG_CHARACTERS, shortened
 from pipeline.tracking.mlflow_client import connect, explained
 
 CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous-champion", "challenger"
@@ -15,18 +15,18 @@ CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous-champion", "challenger"
 
 @dataclass(frozen=True)
 class VersionNotes:
-    """What MLflow keeps beside a version."""
+    """The tags and results that MLflow stores with a version."""
 
     tags: Mapping[str, str]
-    """Its tags."""
+    """Tags of the version."""
 
     win_rates: Mapping[str, float]
-    """Win rates of its run, by contest."""
+    """Win rates of its MLflow run, by contest."""
 
 
 @explained()
 def read_aliases(name: str) -> dict[str, int]:
-    """The versions behind the aliases of a registered model; empty if there is no such model."""
+    """Return the version of each alias of a registered model; empty if there is no such model."""
     try:
         aliases = connect().get_registered_model(name).aliases
     except MlflowException as error:
@@ -37,7 +37,7 @@ def read_aliases(name: str) -> dict[str, int]:
 
 @explained()
 def read_version(name: str, version: int) -> VersionNotes:
-    """What MLflow keeps beside a version; nothing if it was deleted."""
+    """Return the notes of a version; empty if it was deleted."""
     client = connect()
     tags: Mapping[str, str] = {}
     metrics: Mapping[str, float] = {}
@@ -54,7 +54,7 @@ def read_version(name: str, version: int) -> VersionNotes:
 
 
 def set_tags(client: MlflowClient, name: str, version: int, tags: Mapping[str, str]) -> None:
-    """Set tags of a version, visibly cut where they are too long."""
+    """Set tags of a version; a value that is too long is cut and marked."""
     with unless_deleted():
         for key, value in tags.items():
             text = shortened(value, MAX_TAG_CHARACTERS)
@@ -62,7 +62,7 @@ def set_tags(client: MlflowClient, name: str, version: int, tags: Mapping[str, s
 
 
 def point(client: MlflowClient, name: str, alias: str, version: int | None) -> None:
-    """Point an alias at a version, or delete it."""
+    """Point an alias at a version; None deletes the alias."""
     with unless_deleted():
         if version is None:
             client.delete_registered_model_alias(name, alias)
@@ -71,7 +71,7 @@ def point(client: MlflowClient, name: str, alias: str, version: int | None) -> N
 
 
 def exists(client: MlflowClient, name: str, version: int) -> bool:
-    """Whether MLflow has a version, and has not deleted it."""
+    """Return whether a version exists."""
     try:
         client.get_model_version(name, str(version))
     except MlflowException as error:
@@ -82,7 +82,7 @@ def exists(client: MlflowClient, name: str, version: int) -> bool:
 
 @contextmanager
 def unless_deleted() -> Iterator[None]:
-    """Leave out what cannot be done because the version, or the whole model, was deleted."""
+    """Ignore the error that a version or a registered model does not exist."""
     try:
         yield
     except MlflowException as error:
@@ -90,6 +90,6 @@ def unless_deleted() -> Iterator[None]:
 
 
 def raise_unless_missing(error: MlflowException) -> None:
-    """Raise an error again that says anything else than that something is not there."""
+    """Raise the error unless it says that something does not exist."""
     if error.error_code != "RESOURCE_DOES_NOT_EXIST":
         raise error

@@ -1,4 +1,4 @@
-"""A policy folder as the folder of an MLflow model, complete before any of it is uploaded."""
+"""Write the folder of an MLflow model from the folder of a policy, before the upload."""
 
 import shutil
 from dataclasses import dataclass
@@ -19,119 +19,90 @@ from transformers import (
     TextGenerationPipeline,
 )
 
+from pipeline.settings.decoding import Decoding
 from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError
 from ppo_core.rollout.sampler import NO_STOP_TOKEN, stop_token
 from serving.manifest import CARD, write_manifest
 
 REQUIREMENTS = ("torch", "transformers", "accelerate")
-"""What a consumer of the registered policy installs, at the versions it was made with."""
+"""Requirements of a consumer, pinned to the installed versions."""
 
 SETTINGS = "settings.toml"
-"""Settings that repeat the run, if they are given."""
+"""File of the settings that repeat the run, if given."""
 
 ADAPTER = "adapter"
-"""Folder of the adapter that is merged into the policy, if there is one."""
+"""Folder of the adapter that is merged into the policy, if any."""
 
 IDLE_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-"""Transformers' own arguments of sampling, which it lets stand where nothing is sampled."""
+"""Transformers' defaults of the sampling arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """How the answers that were judged were decoded: what a served version does by default."""
+class VersionContents:
+    """What a version holds beside its weights."""
 
-    response_length: int
-    """Most tokens of an answer."""
+    name: str
+    """The registered model, by which the version calls itself."""
 
-    temperature: float
-    """0 takes the likeliest token."""
+    decoding: Decoding
+    """How the policy was judged."""
 
-    top_k: int = 0
-    """Sample from this many tokens only; 0 from all."""
+    example: str | Messages
+    """A prompt to show; messages only for a chat model."""
 
-    top_p: float = 1.0
-    """Sample from the likeliest tokens that hold this probability; 1 from all."""
+    card: str
+    """The model card."""
 
-    stop_token: str | None = "eos"
-    """What ends an answer; None where answers run to their full length."""
-
-    stop_token_id: int | None = None
-    """Token that ends an answer, in the place of `stop_token`."""
-
-    def arguments(self) -> dict[str, Any]:
-        """The same as arguments of transformers' `generate`, but for the stop token.
-
-        Without those of sampling where nothing is sampled: transformers warns of them.
-        """
-        length = {"max_new_tokens": self.response_length, "do_sample": self.temperature > 0}
-        if not length["do_sample"]:
-            return length
-        return length | {
-            "temperature": float(self.temperature),
-            "top_k": self.top_k,
-            "top_p": float(self.top_p),
-        }
+    settings: Path | None = None
+    """TOML file that repeats the run."""
 
 
 def write_artifact(
-    policy: Path,
-    folder: Path,
-    *,
-    name: str,
-    decoding: Decoding,
-    example: str | Messages,
-    card: str,
-    settings: Path | None = None,
-    run_id: str,
-    model_id: str,
+    policy: Path, folder: Path, contents: VersionContents, *, run_id: str, model_id: str
 ) -> str:
-    """Fill a new folder with everything a version consists of; returns its manifest's digest.
+    """Write all files of a version into a new folder and return the digest of its manifest.
 
     A policy whose tokenizer has a chat template becomes a model of the task llm/v1/chat, which
-    takes {"messages": [...]}; any other takes a list of prompts. Both return the answers alone.
+    takes {"messages": [...]}; any other takes a list of prompts. Both return only the answers.
 
     Args:
-        policy: folder of the model and its tokenizer, in the precision that is kept, and perhaps
-            of the adapter that is merged into it.
-        folder: where to write; it must not be there, or be empty.
-        name: the registered model, by which the version calls itself.
-        decoding: how the policy was judged.
-        example: a prompt to show; of a chat model it may be messages.
-        card: the model card.
-        settings: TOML file that repeats the run.
-        run_id: the MLflow run it comes from.
-        model_id: the logged model that it is uploaded as.
+        policy: folder of the model, its tokenizer and optionally its merged adapter; the
+            precision is kept.
+        folder: output folder; missing or empty.
+        contents: what is written beside the policy.
+        run_id: MLflow run of the version.
+        model_id: logged model of the upload.
 
     Returns:
         SHA-256 of the manifest's bytes, in hexadecimal.
 
     Raises:
-        ModelError: the policy's folder holds no model, or messages are given as the example of a
-            model without a chat template.
+        ModelError: the folder of the policy holds no model, or the example is messages and the
+            model has no chat template.
     """
-    pipeline = _load(policy, name)
-    pipeline.model.generation_config = _generation_config(decoding, pipeline.tokenizer)
+    pipeline, tokenizer = _load(policy, contents.name)
+    pipeline.model.generation_config = _generation_config(contents.decoding, tokenizer)
     mlflow_model = Model(run_id=run_id, model_id=model_id, model_uuid=model_id)
     mlflow.transformers.save_model(
         pipeline,
         path=str(folder),
         mlflow_model=mlflow_model,
         pip_requirements=[_requirement(package) for package in REQUIREMENTS],
-        **_interface(pipeline.tokenizer, decoding, example),
+        **_interface(tokenizer, contents.decoding, contents.example),
     )
-    # It says that a licence was looked for on the hub, where this policy has never been.
+    # MLflow looked for a license on the hub, which does not have this policy.
     (folder / "LICENSE.txt").unlink()
     if (policy / ADAPTER).is_dir():
-        # Without the card that PEFT writes, a form that nobody has filled in.
+        # Leave out the empty template of a card that PEFT writes.
         shutil.copytree(policy / ADAPTER, folder / ADAPTER, ignore=shutil.ignore_patterns(CARD))
-    if settings is not None:
-        shutil.copyfile(settings, folder / SETTINGS)
-    (folder / CARD).write_text(card, encoding="utf-8")
+    if contents.settings is not None:
+        shutil.copyfile(contents.settings, folder / SETTINGS)
+    (folder / CARD).write_text(contents.card, encoding="utf-8")
     return write_manifest(folder)
 
 
-def _load(policy: Path, name: str) -> TextGenerationPipeline:
+def _load(policy: Path, name: str) -> tuple[TextGenerationPipeline, PreTrainedTokenizerBase]:
     folder = policy.resolve()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -141,40 +112,43 @@ def _load(policy: Path, name: str) -> TextGenerationPipeline:
             f"The policy in {policy} cannot be loaded, so it cannot be registered: {error}. Train "
             "it again."
         ) from error
-    # No path of this machine goes into the version; with a colon it is no id of the hub either,
-    # where MLflow would look for a model card.
+    # Keep paths of this machine out of the version. The colon keeps MLflow from taking the name for
+    # a hub id and looking for a model card there.
     model.name_or_path = tokenizer.name_or_path = f"models:/{name}"
-    return transformers.pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    pipeline = transformers.pipeline(
+        "text-generation", model=model, tokenizer=tokenizer, device="cpu"
+    )
+    return pipeline, tokenizer
 
 
 def _generation_config(decoding: Decoding, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """What transformers decodes by unless it is told otherwise.
+    """Return the default decoding of the version.
 
-    A new one: penalties and further stop tokens that the base model had were not in use when the
-    policy was trained and judged.
+    The configuration of the base model is dropped: its penalties and extra stop tokens were not
+    in use when the policy was trained and judged.
     """
     stop = stop_token(tokenizer, decoding.stop_token, decoding.stop_token_id)
     stops = None if stop == NO_STOP_TOKEN else stop
-    fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, stops)
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, stops)
     return GenerationConfig(
         **decoding.arguments(),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=stops,
-        pad_token_id=next((token for token in fillers if token is not None), None),
+        pad_token_id=next((token for token in candidates if token is not None), None),
     )
 
 
 def _interface(
     tokenizer: PreTrainedTokenizerBase, decoding: Decoding, example: str | Messages
 ) -> dict[str, Any]:
-    """What MLflow's pyfunc takes and gives: task, signature, example and fixed arguments."""
+    """Return task, signature, example and fixed arguments of MLflow's pyfunc."""
     if tokenizer.chat_template is not None:
         turns = [{"role": "user", "content": example}] if isinstance(example, str) else example
         return {
             "task": "llm/v1/chat",
             "input_example": {"messages": [dict(turn) for turn in turns]},
-            # The template writes the start token itself. MLflow says finish_reason "length" by
-            # the limit that is named here.
+            # The template writes the start token. MLflow reports finish_reason "length" by the
+            # max_new_tokens given here.
             "model_config": {"add_special_tokens": False, **decoding.arguments()},
         }
     if not isinstance(example, str):
@@ -195,7 +169,7 @@ def _interface(
 
 
 def _parameters(decoding: Decoding) -> ParamSchema:
-    """What a caller may set, by default as the policy was judged."""
+    """Return the arguments that a caller may set; the defaults are those of the evaluation."""
     values = IDLE_SAMPLING | decoding.arguments()
     types = {
         "max_new_tokens": DataType.long,
@@ -208,5 +182,5 @@ def _parameters(decoding: Decoding) -> ParamSchema:
 
 
 def _requirement(package: str) -> str:
-    """The version in use, without a local part such as +cpu, which no index may have."""
+    """Return the installed version without a local part such as +cpu, which indexes lack."""
     return f"{package}=={version(package).partition('+')[0]}"

@@ -1,30 +1,30 @@
-"""Who is champion by a history of decisions."""
+"""The champion and the previous champion that follow from a history of decisions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.registry.ledger import Decision
+from pipeline.registry.decisions import Decision
 
 
 @dataclass(frozen=True)
 class Champions:
-    """The champion and the one before, as the decisions leave them."""
+    """The champion and the previous champion after a sequence of decisions."""
 
     decisions: tuple[Decision, ...] = ()
-    """All of them, the oldest first."""
+    """All decisions, the oldest first."""
 
     @property
     def champion(self) -> int | None:
-        """The version that is champion; None if there is none."""
+        """The champion; None if there is none."""
         return self._top(1)
 
     @property
     def previous(self) -> int | None:
-        """The version that a rollback would bring back; None if there is none."""
+        """The version that a rollback would restore; None if there is none."""
         return self._top(2)
 
     def decided(self, key: str, version: int) -> Decision | None:
-        """What the attempt `key` decided about a version; None if it has not decided."""
+        """Return the decision of the attempt `key` on a version; None if there is none."""
         made = [each for each in self.decisions if (each.key, each.version) == (key, version)]
         return made[0] if made else None
 
@@ -34,10 +34,10 @@ class Champions:
 
 
 def stack_of(decisions: Sequence[Decision]) -> tuple[int, ...]:
-    """The champions that decisions leave, one upon the other, the present one last.
+    """Return the stack of champions after the decisions, the present champion last.
 
-    A promotion, or a version that was found, goes on top, unless it is there already. A rollback
-    takes the top away, a refusal changes nothing. An alias that was found deleted empties it.
+    A promoted or found version is pushed unless it is on top already. A rollback pops the top, and
+    a refusal changes nothing. A deleted alias empties the stack.
     """
     stack: tuple[int, ...] = ()
     for decision in decisions:

@@ -1,4 +1,4 @@
-"""A report before it is a card or a page: text, tables and figures in their order."""
+"""A report as text, tables and figures, before it is rendered as a card or a page."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ class Plot:
     """A figure of a report."""
 
     png: bytes
-    """The file."""
+    """Contents of the PNG file."""
 
     shows: str
-    """What a person would see, for one who cannot; our own words."""
+    """Alternative text; our own words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +23,21 @@ class Section:
     """One subject of a report: a table, figures, or both."""
 
     title: str
-    """What it is about: our own words, never a model's or a data set's."""
+    """Heading: our own words, never text of a model or a data set."""
 
     headers: tuple[str, ...] = ()
     """Names of the columns; our own words."""
 
     rows: tuple[tuple[str, ...], ...] = ()
-    """Cells, as they are read. They may quote anybody: whoever renders them escapes them."""
+    """Cells as plain text. They may quote anybody, so a renderer must escape them."""
 
     plots: tuple[Plot, ...] = ()
-    """Figures beneath the table."""
+    """Figures below the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A report as a person reads it."""
+    """A report."""
 
     subject: str
     """What the verdict is about: our own words."""
@@ -46,25 +46,25 @@ class Document:
     """The verdict: our own words."""
 
     tone: Tone
-    """How the verdict is coloured."""
+    """Color of the verdict."""
 
     reasons: tuple[str, ...]
-    """Sentences that say why. They may quote anybody, like the cells of a table."""
+    """Sentences that say why. They may quote anybody, so a renderer must escape them."""
 
     sections: tuple[Section, ...]
-    """What was measured."""
+    """The measurements."""
 
 
 def as_percent(share: float | None) -> str:
-    """A share as 64.7%, or `none`."""
+    """Return a share as 64.7%, or `none`."""
     return "none" if share is None else f"{share:.1%}"
 
 
 def as_interval(of: Mapping[str, Any]) -> str:
-    """The interval of a share from `low` to `high`."""
+    """Return the interval of a share from `low` to `high`."""
     return f"{of['low']:.1%} .. {of['high']:.1%}"
 
 
 def as_number(value: float | None) -> str:
-    """Three significant digits, or `none`."""
+    """Return a number with three significant digits, or `none`."""
     return "none" if value is None else f"{value:.3g}"

@@ -1,7 +1,4 @@
-"""What a person reads about an evaluation, from its result as a plain dict."""
-
-from collections.abc import Mapping
-from typing import Any
+"""The document about an evaluation."""
 
 from pipeline.evaluation.length_control import RATIO_NAMES
 from pipeline.reports.document import (
@@ -14,20 +11,18 @@ from pipeline.reports.document import (
     as_percent,
 )
 from pipeline.reports.figures import win_rate_plot
-from pipeline.reports.terminal import TITLES
-
-Record = Mapping[str, Any]
+from pipeline.reports.terminal import CONTEST_TITLES
+from pipeline.results import Report
 
 WHO = {"reference": "References", "sft": "SFT", "ppo": "PPO", "champion": "Champion"}
-"""Everybody whose answers are measured, in words."""
+"""Titles of the contestants."""
 
 
-def evaluation_document(evaluation: Record) -> Document:
-    """Whether PPO made the policy better, and whether the judge who says so can be believed.
+def evaluation_document(evaluation: Report) -> Document:
+    """Return the document that says whether PPO improved the policy.
 
     Args:
-        evaluation: what the flow's step hands on: `evaluate`'s result with `improvement`, `kl`,
-            `distinct`, `length` and `repetition`.
+        evaluation: the report of `evaluate_policies`.
     """
     win_rates = evaluation["win_rate"]
     verdict, tone = _verdict(evaluation)
@@ -51,7 +46,7 @@ def evaluation_document(evaluation: Record) -> Document:
     )
 
 
-def _verdict(evaluation: Record) -> tuple[str, Tone]:
+def _verdict(evaluation: Report) -> tuple[str, Tone]:
     against_sft = evaluation["win_rate"]["ppo_vs_sft"]
     if not evaluation["conclusive"]:
         return "Inconclusive", "warning"
@@ -62,20 +57,20 @@ def _verdict(evaluation: Record) -> tuple[str, Tone]:
     return "No difference shown", "warning"
 
 
-def _direct_contest(against_sft: Record) -> str:
+def _direct_contest(against_sft: Report) -> str:
     return (
         f"PPO wins {as_percent(against_sft['rate'])} of {against_sft['n']} pairs against SFT, 95 % "
         f"interval {as_interval(against_sft)}, judged by {against_sft['judge']}."
     )
 
 
-def _win_rates(win_rates: Record) -> Section:
+def _win_rates(win_rates: Report) -> Section:
     return Section(
         title="Win rates",
         headers=("", "Wins", "95 % interval", "Pairs", "Ties", "Invalid", "Followed the position"),
         rows=tuple(
             (
-                TITLES[name],
+                CONTEST_TITLES[name],
                 as_percent(rate["rate"]),
                 as_interval(rate),
                 str(rate["n"]),
@@ -89,7 +84,7 @@ def _win_rates(win_rates: Record) -> Section:
     )
 
 
-def _improvement(improvement: Record) -> Section:
+def _improvement(improvement: Report) -> Section:
     return Section(
         title="Wins against the references: PPO less SFT, on the same prompts",
         headers=("Difference", "95 % interval", "p-value (Wilcoxon)", "Pairs"),
@@ -104,13 +99,13 @@ def _improvement(improvement: Record) -> Section:
     )
 
 
-def _lengths(win_rates: Record) -> Section:
+def _lengths(win_rates: Report) -> Section:
     return Section(
         title="Without the advantage of length",
         headers=("", "Wins", "Wins at equal length"),
         rows=tuple(
             (
-                TITLES[name],
+                CONTEST_TITLES[name],
                 as_percent(rate["rate"]),
                 as_percent(rate["length_controlled"]),
             )
@@ -119,14 +114,14 @@ def _lengths(win_rates: Record) -> Section:
     )
 
 
-def _length_ratios(win_rates: Record) -> Section:
+def _length_ratios(win_rates: Report) -> Section:
     bins = {
         name: {part["ratio"]: part for part in rate["by_length_ratio"]}
         for name, rate in win_rates.items()
     }
     return Section(
         title="Wins by how many times as long the answer is as its opponent",
-        headers=("Characters", *(TITLES[name] for name in win_rates)),
+        headers=("Characters", *(CONTEST_TITLES[name] for name in win_rates)),
         rows=tuple(
             (ratio, *(_share_of(parts.get(ratio)) for parts in bins.values()))
             for ratio in RATIO_NAMES
@@ -134,11 +129,11 @@ def _length_ratios(win_rates: Record) -> Section:
     )
 
 
-def _share_of(part: Record | None) -> str:
+def _share_of(part: Report | None) -> str:
     return f"{as_percent(part['rate'])} of {part['n']}" if part else ""
 
 
-def _canaries(canaries: Record) -> Section:
+def _canaries(canaries: Report) -> Section:
     return Section(
         title="Canaries: answers that a sound judge does not choose",
         headers=("Canary", "Chosen", "Asked", "Invalid", "The judge"),
@@ -155,7 +150,7 @@ def _canaries(canaries: Record) -> Section:
     )
 
 
-def _people(people: Record | None) -> Section:
+def _people(people: Report | None) -> Section:
     if people is None:
         return Section(title="The judge and people")
     counts = people["confusion"]
@@ -171,8 +166,8 @@ def _people(people: Record | None) -> Section:
     )
 
 
-def _ensemble(win_rates: Record) -> Section:
-    """The judges one by one, where there are several."""
+def _ensemble(win_rates: Report) -> Section:
+    """Return the figures of each judge of an ensemble."""
     return Section(
         title="The judges of the ensemble",
         headers=("", "Judges", "Wins", "Same outcome", "Kappa"),
@@ -180,12 +175,12 @@ def _ensemble(win_rates: Record) -> Section:
             row
             for name, rate in win_rates.items()
             if rate["agreement"]
-            for row in _judges(TITLES[name], rate["agreement"])
+            for row in _judges(CONTEST_TITLES[name], rate["agreement"])
         ),
     )
 
 
-def _judges(contest: str, agreement: Record) -> list[tuple[str, ...]]:
+def _judges(contest: str, agreement: Report) -> list[tuple[str, ...]]:
     return [
         *((contest, judge, as_percent(rate), "", "") for judge, rate in agreement["rates"].items()),
         *(
@@ -202,7 +197,7 @@ def _judges(contest: str, agreement: Record) -> list[tuple[str, ...]]:
     ]
 
 
-def _policies(evaluation: Record) -> Section:
+def _policies(evaluation: Report) -> Section:
     return Section(
         title="The answers",
         headers=(
@@ -225,7 +220,7 @@ def _policies(evaluation: Record) -> Section:
     )
 
 
-def _judge(judge: Record) -> Section:
+def _judge(judge: Report) -> Section:
     return Section(
         title="Who judged",
         headers=("Judge", "Version"),

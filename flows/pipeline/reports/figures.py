@@ -1,33 +1,31 @@
-"""The figures of the reports: plain dicts in, PNG files as bytes out."""
+"""The figures of the reports, as bytes of PNG files."""
 
 import io
 import textwrap
 from collections.abc import Mapping
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipeline.reports.terminal import TITLES
+from pipeline.reports.terminal import CONTEST_TITLES
+from pipeline.results import Report
 
 INCHES = 6.0
 """Width of a figure."""
 
 DPI = 150
-"""Pixels of an inch: 900 across, so that it is sharp where a page shows it 600 wide."""
+"""Pixels per inch: a figure has 900 pixels across and is shown 600 wide."""
 
-COLOUR = "#1f5f99"
+COLOR = "#1f5f99"
 QUIET = "#50565f"
 
 MARGINS = {"people": "people's margin", "model": "the model's own margin"}
-"""Whose margin the accuracy goes by, in words."""
-
-Record = Mapping[str, Any]
+"""Titles of the margins that the accuracy is grouped by."""
 
 
-def reward_model_figures(report: Record) -> dict[str, bytes]:
-    """The figures of the report on a reward model, by name."""
+def reward_model_figures(report: Report) -> dict[str, bytes]:
+    """Return the figures about a reward model by name."""
     return {
         "accuracy-by-margin": accuracy_by_margin_plot(report["accuracy"]),
         "reliability": reliability_plot(report["calibration"]),
@@ -36,8 +34,8 @@ def reward_model_figures(report: Record) -> dict[str, bytes]:
     }
 
 
-def accuracy_by_margin_plot(accuracy: Record) -> bytes:
-    """The accuracy on pairs of small and of large margins, beside a tossed coin."""
+def accuracy_by_margin_plot(accuracy: Report) -> bytes:
+    """Plot the accuracy by margin, and chance level."""
     rates = accuracy["by_margin"]
     figure, axes = _draw_rates(
         f"Accuracy by {MARGINS[accuracy['margin_of']]}; dashed: a tossed coin",
@@ -47,29 +45,29 @@ def accuracy_by_margin_plot(accuracy: Record) -> bytes:
     return _as_png(figure)
 
 
-def reliability_plot(calibration: Record) -> bytes:
-    """How often the reward model is right against how sure it is, and for how many pairs."""
+def reliability_plot(calibration: Report) -> bytes:
+    """Plot the accuracy and the number of pairs by confidence."""
     bins = calibration["bins"]
     sure = [part["confidence"] for part in bins]
     figure = _figure("Accuracy by confidence; dashed: as right as it is sure", height=4.4)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     upper.plot([0.5, 1], [0.5, 1], "--", color=QUIET, linewidth=1)
-    upper.vlines(sure, [part["low"] for part in bins], [part["high"] for part in bins], COLOUR)
-    upper.plot(sure, [part["accuracy"] for part in bins], "o", color=COLOUR)
+    upper.vlines(sure, [part["low"] for part in bins], [part["high"] for part in bins], COLOR)
+    upper.plot(sure, [part["accuracy"] for part in bins], "o", color=COLOR)
     upper.set_ylabel("right, % of pairs")
     upper.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=""))
-    lower.bar(sure, [part["n"] for part in bins], width=0.006, color=COLOUR)
+    lower.bar(sure, [part["n"] for part in bins], width=0.006, color=COLOR)
     lower.set(xlim=(0.49, 1.01), xlabel="confidence: sigmoid of the margin, %", ylabel="pairs")
     lower.xaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=""))
     lower.yaxis.set_major_locator(MaxNLocator(2, integer=True))
     return _as_png(figure)
 
 
-def score_plot(samples: Record) -> bytes:
-    """How the scores of the SFT policy's samples are spread, beside the references' mean."""
+def score_plot(samples: Report) -> bytes:
+    """Plot the histogram of the scores of the SFT policy's samples, and the references' mean."""
     figure = _figure(f"Scores of the SFT policy's samples{_dashed(samples)}", height=2.8)
     axes = figure.subplots()
-    axes.stairs(samples["counts"], samples["edges"], fill=True, color=COLOUR)
+    axes.stairs(samples["counts"], samples["edges"], fill=True, color=COLOR)
     if samples["references"]:
         axes.axvline(samples["references"]["mean"], linestyle="--", color=QUIET, linewidth=1)
     axes.set(xlabel="score", ylabel="samples")
@@ -77,41 +75,41 @@ def score_plot(samples: Record) -> bytes:
     return _as_png(figure)
 
 
-def best_of_k_plot(samples: Record) -> bytes:
-    """What the best of k samples of a prompt is worth, beside the references' mean."""
+def best_of_k_plot(samples: Report) -> bytes:
+    """Plot the expected score of the best of k samples, and the references' mean."""
     figure = _figure(f"Best of k samples of a prompt{_dashed(samples)}", height=2.8)
     axes = figure.subplots()
     sizes = list(samples["best_of"])
-    axes.plot(sizes, list(samples["best_of"].values()), "o-", color=COLOUR)
+    axes.plot(sizes, list(samples["best_of"].values()), "o-", color=COLOR)
     if samples["references"]:
         axes.axhline(samples["references"]["mean"], linestyle="--", color=QUIET, linewidth=1)
     axes.set(xlabel="k, samples", ylabel="expected score")
     return _as_png(figure)
 
 
-def _dashed(samples: Record) -> str:
+def _dashed(samples: Report) -> str:
     return "; dashed: mean of the references" if samples["references"] else ""
 
 
-def win_rate_plot(win_rates: Mapping[str, Record]) -> bytes:
-    """The win rate of each contest with its interval, beside a draw."""
+def win_rate_plot(win_rates: Mapping[str, Report]) -> bytes:
+    """Plot the win rate of each contest with its interval, and a line at 50 %."""
     judges = ", ".join(dict.fromkeys(rate["judge"] for rate in win_rates.values()))
     figure, axes = _draw_rates(
         f"Judged by {judges}",
-        {TITLES[name]: (rate["rate"], rate) for name, rate in win_rates.items()},
+        {CONTEST_TITLES[name]: (rate["rate"], rate) for name, rate in win_rates.items()},
     )
     axes.set(xlim=(-0.03, 1.03), xlabel="wins, % of pairs with the 95 % interval, ties as halves")
     return _as_png(figure)
 
 
-def _draw_rates(title: str, rates: Mapping[str, tuple[float, Record]]) -> tuple[Figure, Axes]:
-    """A row for each rate with its interval, the first one on top, and a line at 50 %."""
+def _draw_rates(title: str, rates: Mapping[str, tuple[float, Report]]) -> tuple[Figure, Axes]:
+    """Plot rates with their intervals, the first on top, and a line at 50 %."""
     figure = _figure(title, height=0.8 + 0.5 * len(rates))
     axes = figure.subplots()
     axes.axvline(0.5, linestyle="--", color=QUIET, linewidth=1)
     for row, (rate, interval) in enumerate(rates.values()):
-        axes.hlines(row, interval["low"], interval["high"], COLOUR)
-        axes.plot(rate, row, "o", color=COLOUR)
+        axes.hlines(row, interval["low"], interval["high"], COLOR)
+        axes.plot(rate, row, "o", color=COLOR)
         axes.annotate(f"{rate:.1%}", (rate, row), (0, 6), textcoords="offset points", ha="center")
     names = [_wrapped(name, 26) for name in rates]
     axes.set_yticks(range(len(names)), names, parse_math=False)
@@ -122,7 +120,7 @@ def _draw_rates(title: str, rates: Mapping[str, tuple[float, Record]]) -> tuple[
 
 
 def _figure(title: str, *, height: float) -> Figure:
-    """An empty figure, taller by the lines of its title."""
+    """Return an empty figure; `height` is without the title."""
     lines = _wrapped(title, 75)
     height += 0.2 * (1 + lines.count("\n"))
     figure = Figure(figsize=(INCHES, height), dpi=DPI, layout="constrained")

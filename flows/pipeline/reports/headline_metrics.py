@@ -1,6 +1,6 @@
-"""The numbers of the reports that the registry keeps as metrics, so that runs can be compared.
+"""The numbers of the reports that MLflow keeps as metrics, to compare runs by.
 
-The reports are whole in the artifacts. Only these names, which no data set decides on, are metrics.
+The full reports are artifacts. Names of metrics never come from a data set.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ Numbers = dict[str, float]
 
 
 def reward_model_numbers(report: Mapping[str, Any]) -> Numbers:
-    """What to know of a reward model's report at a glance."""
+    """Return the headline numbers of a report on a reward model."""
     accuracy, samples = report["accuracy"], report["samples"]
     numbers = {
         "accuracy": accuracy["accuracy"],
@@ -28,7 +28,7 @@ def reward_model_numbers(report: Mapping[str, Any]) -> Numbers:
 
 
 def evaluation_numbers(evaluation: Mapping[str, Any]) -> Numbers:
-    """What to know of an evaluation at a glance."""
+    """Return the headline numbers of an evaluation."""
     numbers: Numbers = {}
     for contest, win_rate in evaluation["win_rate"].items():
         numbers |= _under(
@@ -41,7 +41,7 @@ def evaluation_numbers(evaluation: Mapping[str, Any]) -> Numbers:
     return {
         **numbers,
         **_under("improvement", {n: evaluation["improvement"][n] for n in ("difference", "low")}),
-        # Of SFT from itself it is rounding alone.
+        # The KL of SFT from itself is only rounding error.
         **_under("kl", {"ppo": evaluation["kl"]["ppo"]}),
         **_under("distinct", evaluation["distinct"]),
         **_under("length", evaluation["length"]),
@@ -51,5 +51,5 @@ def evaluation_numbers(evaluation: Mapping[str, Any]) -> Numbers:
 
 
 def _under(group: str, numbers: Mapping[str, float | None]) -> Numbers:
-    """The numbers that are there, their names behind the group's."""
+    """Return the numbers that are not None, with the group as the prefix of their names."""
     return {f"{group}/{name}": float(value) for name, value in numbers.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What MLflow keeps of the reports: figures to compare runs by, pages, plots and tables."""
+"""Logging of the reports to MLflow: metrics, pages, plots and tables."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +11,11 @@ from pipeline.reports.html_page import evaluation_page, reward_model_page
 from pipeline.tracking.tracker import Tracker
 
 NUM_SAMPLES = 200
-"""Prompts whose answers are shown as a table."""
+"""Number of prompts in the table of answers."""
 
 
 def log_reward_report(tracker: Tracker, report: Mapping[str, Any]) -> None:
-    """Track what was measured on the reward model, and whether it may be trained against."""
+    """Log the report on a reward model."""
     verdict = "fit" if report["fit"] else "refused"
     if report["accepted_by_hand"]:
         verdict = "accepted by hand"
@@ -29,7 +29,7 @@ def log_reward_report(tracker: Tracker, report: Mapping[str, Any]) -> None:
 
 
 def log_evaluation(tracker: Tracker, evaluation: Mapping[str, Any]) -> None:
-    """Track how often the policy won, with samples and every judgement."""
+    """Log the report on an evaluation, with samples and all judgements."""
     for log in (tracker.step, tracker.parent):
         log.log_metrics(evaluation_numbers(evaluation))
     tracker.step.log_text(evaluation_page(evaluation), "evaluation/report.html")

@@ -1,47 +1,52 @@
-"""What a person reads about the decision on a version, from plain dicts."""
-
-from collections.abc import Mapping
-from typing import Any
+"""The document about the decision on a version."""
 
 from pipeline.evaluation.promotion_gate import direct_contest, words_of_both
+from pipeline.registry.decisions import Decision
 from pipeline.reports.document import Document, Section, as_interval, as_number, as_percent
-from pipeline.reports.terminal import TITLES, decision_in_words
+from pipeline.reports.terminal import CONTEST_TITLES, decision_in_words
+from pipeline.results import Report
 from pipeline.settings.promotion_config import PromotionConfig
-
-Record = Mapping[str, Any]
 
 
 def promotion_document(
-    promotion: Record, evaluation: Record, validation: Record, limits: PromotionConfig, *, kl: float
+    promotion: Decision,
+    evaluation: Report,
+    limits: PromotionConfig,
+    *,
+    reward_model_fit: bool,
+    kl: float,
 ) -> Document:
-    """Whether a version became the champion, and every figure beside the limit that it had to keep.
+    """Return the document that says whether a version was promoted, with each figure and its limit.
 
     Args:
-        promotion: `action`, `version`, `champion` after it, and `reasons`.
-        evaluation: the one that it rests on.
-        validation: the report on the reward model.
-        limits: of the gate.
-        kl: nats of an answer between the version and SFT.
+        promotion: the decision.
+        evaluation: the report on the evaluation that it rests on.
+        limits: limits of the gate.
+        reward_model_fit: whether the reward model passed its gate.
+        kl: KL divergence between the version and SFT, nats per answer.
     """
-    # Also where a person made it champion before the run decided.
-    promoted = promotion["champion"] == promotion["version"]
+    # Also true if a person promoted the version before the run decided.
+    promoted = promotion.champion == promotion.version
     return Document(
         subject="Does production load this policy?",
         verdict="Promoted" if promoted else "Refused",
         tone="success" if promoted else "danger",
-        reasons=tuple(promotion["reasons"]),
-        sections=(_decision(promotion, evaluation), _figures(evaluation, validation, limits, kl)),
+        reasons=tuple(promotion.reasons),
+        sections=(
+            _decision(promotion, evaluation),
+            _figures(evaluation, limits, reward_model_fit, kl),
+        ),
     )
 
 
-def _decision(promotion: Record, evaluation: Record) -> Section:
+def _decision(promotion: Decision, evaluation: Report) -> Section:
     return Section(
         title="The decision",
         headers=("Version", "It is", "Judged against the champion"),
         rows=(
             (
-                str(promotion["version"]),
-                decision_in_words(promotion),
+                str(promotion.version),
+                decision_in_words(promotion.version, promotion.champion),
                 _version(evaluation["champion"]),
             ),
         ),
@@ -52,7 +57,9 @@ def _version(champion: int | None) -> str:
     return "there was none" if champion is None else f"version {champion}"
 
 
-def _figures(evaluation: Record, validation: Record, limits: PromotionConfig, kl: float) -> Section:
+def _figures(
+    evaluation: Report, limits: PromotionConfig, reward_model_fit: bool, kl: float
+) -> Section:
     win_rates, contest = evaluation["win_rate"], direct_contest(evaluation)
     own, other = words_of_both(evaluation)
     return Section(
@@ -77,14 +84,14 @@ def _figures(evaluation: Record, validation: Record, limits: PromotionConfig, kl
                 "conclusive" if evaluation["conclusive"] else "inconclusive",
                 "conclusive",
             ),
-            ("Reward model", "fit" if validation["fit"] else "accepted by hand", "fit"),
+            ("Reward model", "fit" if reward_model_fit else "accepted by hand", "fit"),
         ),
     )
 
 
-def _win_rate(win_rates: Record, contest: str, least: float) -> tuple[str, str, str]:
+def _win_rate(win_rates: Report, contest: str, least: float) -> tuple[str, str, str]:
     return (
-        TITLES[contest],
+        CONTEST_TITLES[contest],
         f"{as_percent(win_rates[contest]['rate'])}, {as_interval(win_rates[contest])}",
         f"lower end above {as_percent(least)}",
     )

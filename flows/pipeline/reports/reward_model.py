@@ -1,7 +1,4 @@
-"""What a person reads about a reward model, from its report as a plain dict."""
-
-from collections.abc import Mapping
-from typing import Any
+"""The document about a reward model."""
 
 from pipeline.reports.document import (
     Document,
@@ -13,17 +10,16 @@ from pipeline.reports.document import (
     as_percent,
 )
 from pipeline.reports.figures import MARGINS, reward_model_figures
-
-Record = Mapping[str, Any]
+from pipeline.results import Report
 
 RATE_HEADERS = ("", "Right", "95 % interval", "Pairs")
 
 
-def reward_document(report: Record) -> Document:
-    """The report on a reward model: the verdict, and every figure beside what it is held against.
+def reward_document(report: Report) -> Document:
+    """Return the document with the verdict on a reward model and all figures with their baselines.
 
     Args:
-        report: `validate`'s result and `accepted_by_hand`.
+        report: the result of `validate`, and `accepted_by_hand`.
     """
     plots = reward_model_figures(report)
     verdict, tone = _verdict(report)
@@ -48,7 +44,7 @@ def reward_document(report: Record) -> Document:
     )
 
 
-def _verdict(report: Record) -> tuple[str, Tone]:
+def _verdict(report: Report) -> tuple[str, Tone]:
     if report["fit"]:
         return "Fit", "success"
     if report["accepted_by_hand"]:
@@ -56,8 +52,8 @@ def _verdict(report: Record) -> tuple[str, Tone]:
     return "Refused", "danger"
 
 
-def _accuracy(accuracy: Record) -> Section:
-    rows = [
+def _accuracy(accuracy: Report) -> Section:
+    rows: list[tuple[str, ...]] = [
         _rate("This model", accuracy),
         _rate("Always the longer response", accuracy["longer"]),
         ("A tossed coin", as_percent(accuracy["random"]), "", ""),
@@ -72,7 +68,7 @@ def _accuracy(accuracy: Record) -> Section:
     return Section(title="Accuracy on held-out preferences", headers=RATE_HEADERS, rows=tuple(rows))
 
 
-def _by_margin(accuracy: Record, plot: bytes) -> Section:
+def _by_margin(accuracy: Report, plot: bytes) -> Section:
     title = f"Accuracy by {MARGINS[accuracy['margin_of']]}"
     return Section(
         title=title,
@@ -82,7 +78,7 @@ def _by_margin(accuracy: Record, plot: bytes) -> Section:
     )
 
 
-def _by_category(accuracy: Record) -> Section:
+def _by_category(accuracy: Report) -> Section:
     return Section(
         title="Accuracy by category",
         headers=RATE_HEADERS,
@@ -90,7 +86,7 @@ def _by_category(accuracy: Record) -> Section:
     )
 
 
-def _ties(ties: Record) -> Section:
+def _ties(ties: Report) -> Section:
     if not ties["n"] and not ties["identical"]:
         return Section(title="Ties")
     return Section(
@@ -104,7 +100,7 @@ def _ties(ties: Record) -> Section:
     )
 
 
-def _calibration(calibration: Record, plot: bytes) -> Section:
+def _calibration(calibration: Report, plot: bytes) -> Section:
     return Section(
         title="Calibration: is it as sure as it is right?",
         headers=("", "This model", "A tossed coin"),
@@ -119,8 +115,8 @@ def _calibration(calibration: Record, plot: bytes) -> Section:
     )
 
 
-def _lengths(lengths: Record) -> Section:
-    rows = [
+def _lengths(lengths: Report) -> Section:
+    rows: list[tuple[str, ...]] = [
         ("Rank correlation of score and characters", as_number(lengths["correlation"]), "", ""),
         (
             f"The same within a prompt, mean of {lengths['prompts']} prompts",
@@ -137,7 +133,7 @@ def _lengths(lengths: Record) -> Section:
     )
 
 
-def _samples(samples: Record, scores: bytes, best_of_k: bytes) -> Section:
+def _samples(samples: Report, scores: bytes, best_of_k: bytes) -> Section:
     rows = [
         ("Mean", as_number(samples["mean"])),
         ("Standard deviation", as_number(samples["deviation"])),
@@ -163,7 +159,7 @@ def _samples(samples: Record, scores: bytes, best_of_k: bytes) -> Section:
     )
 
 
-def _probes(probes: Record) -> Section:
+def _probes(probes: Report) -> Section:
     rows = [
         (
             name,
@@ -183,11 +179,11 @@ def _probes(probes: Record) -> Section:
     )
 
 
-def _contract(contract: Record) -> Section:
+def _contract(contract: Report) -> Section:
     ways = {
-        "One text a batch, or many": contract["batch"],
-        "More fillers behind": contract["right_filler"],
-        "Fillers in front": contract["left_filler"],
+        "Batches of one text, or of many": contract["batch"],
+        "More padding on the right": contract["right_filler"],
+        "Padding on the left": contract["left_filler"],
     }
     vocabulary = contract["vocabulary"]
     return Section(
@@ -209,7 +205,7 @@ def _contract(contract: Record) -> Section:
     )
 
 
-def _difference(name: str, found: Record | None) -> tuple[str, ...]:
+def _difference(name: str, found: Report | None) -> tuple[str, ...]:
     if found is None:
         return name, "cannot be said", ""
     if found["largest"] is None:
@@ -222,11 +218,11 @@ def _finite(score: float | None) -> str:
 
 
 def _short(digest: str) -> str:
-    """The first digits of a digest: enough to tell two apart, the rest is in the report."""
+    """Return the first digits of a digest; the report has all of them."""
     return digest[:12]
 
 
-def _end_of_text(ends: Record | None) -> list[tuple[str, ...]]:
+def _end_of_text(ends: Report | None) -> list[tuple[str, ...]]:
     name = "End-of-sequence token after a response"
     if ends is None:
         return [(name, "cannot be said", "")]
@@ -237,7 +233,7 @@ def _end_of_text(ends: Record | None) -> list[tuple[str, ...]]:
     ]
 
 
-def _scale(report: Record) -> Section:
+def _scale(report: Report) -> Section:
     return Section(
         title="The reward that PPO gets: gain times (score less bias)",
         headers=("Bias", "Gain"),
@@ -245,5 +241,5 @@ def _scale(report: Record) -> Section:
     )
 
 
-def _rate(name: str, rate: Record) -> tuple[str, ...]:
+def _rate(name: str, rate: Report) -> tuple[str, ...]:
     return name, as_percent(rate["accuracy"]), as_interval(rate), str(rate["n"])

@@ -8,20 +8,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-TITLES = {
+CONTEST_TITLES = {
     "sft_vs_reference": "SFT against the references",
     "ppo_vs_reference": "PPO against the references",
     "ppo_vs_sft": "PPO against SFT",
     "ppo_vs_champion": "PPO against the champion",
 }
-"""Every contest that there may be, in words."""
+"""Titles of all contests."""
 
 SHOWN_METRICS = ("objective/scores", "objective/rlhf_reward", "objective/kl", "objective/entropy")
 
 
 def render_summary(summary: Mapping[str, Any]) -> str:
-    """The summary as text, 106 columns wide."""
-    # What judges and data sets are called is no markup and no emoji.
+    """Return the summary as text, 106 columns wide."""
+    # Names of judges and data sets are not markup.
     console = Console(file=io.StringIO(), width=106, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(_win_rates(summary["win_rate"]))
@@ -32,13 +32,13 @@ def render_summary(summary: Mapping[str, Any]) -> str:
     return capture.get()
 
 
-def decision_in_words(promotion: Mapping[str, Any]) -> str:
-    """What became of a version: `champion`, or `refused` and who stays."""
-    if promotion["champion"] == promotion["version"]:
+def decision_in_words(version: int, champion: int | None) -> str:
+    """Return `champion`, or `refused` and the version that stays champion."""
+    if champion == version:
         return "champion"
-    if promotion["champion"] is None:
+    if champion is None:
         return "refused, and there is no champion"
-    return f"refused, and version {promotion['champion']} stays champion"
+    return f"refused, and version {champion} stays champion"
 
 
 def _win_rates(win_rates: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -48,7 +48,7 @@ def _win_rates(win_rates: Mapping[str, Mapping[str, Any]]) -> Table:
         table.add_column(column, justify="right")
     for name, win_rate in win_rates.items():
         table.add_row(
-            TITLES[name],
+            CONTEST_TITLES[name],
             f"{win_rate['rate']:.1%}",
             _interval(win_rate),
             f"{win_rate['length_controlled']:.1%}",
@@ -84,7 +84,8 @@ def _the_rest(summary: Mapping[str, Any]) -> Table:
 
 def _promotion(model: Mapping[str, Any], promotion: Mapping[str, Any]) -> Table:
     table = Table(show_header=False, title="Promotion", title_justify="left")
-    table.add_row("Registered", f"{model['uri']}, {decision_in_words(promotion)}")
+    decided = decision_in_words(promotion["version"], promotion["champion"])
+    table.add_row("Registered", f"{model['uri']}, {decided}")
     for reason in promotion["reasons"]:
         table.add_row("", reason)
     if promotion["champion"] != promotion["version"]:

@@ -1,1 +1,1 @@
-"""Is this reward model fit to train against?"""
+"""Decide whether a reward model is fit to train a policy against."""

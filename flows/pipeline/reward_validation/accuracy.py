@@ -1,4 +1,4 @@
-"""How often a reward model scores the response that people prefer above the other one."""
+"""How often a reward model scores the preferred response above the other one."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,79 +17,79 @@ from ppo_core.errors import DataError
 ANCHORS = {"1B": 0.628, "2.8B": 0.669, "6.9B": 0.689}
 """Accuracy of reward models of these sizes on the validation pairs of TL;DR (arXiv:2403.17031)."""
 
-MOST_THRESHOLDS = 5
-"""Most thresholds of people's margin that accuracy is given at."""
+MAX_THRESHOLDS = 5
+"""Maximum number of thresholds of people's margin in the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ties:
-    """What the model makes of pairs between which people saw no difference."""
+    """The scores of pairs that people rated as equal."""
 
     n: int
-    """Ties with two different texts; of twice the same text the margin is 0 by itself."""
+    """Ties between different texts."""
 
     identical: int
-    """Ties of twice the same text, which are in none of these figures."""
+    """Ties between identical texts, whose margin is 0; they are in no other figure."""
 
     margin: float | None
-    """Mean distance of the two scores of a tie; None without ties."""
+    """Mean |margin| of the ties; None without ties."""
 
     decided_margin: float
-    """Mean distance of the two scores of the pairs that people decided."""
+    """Mean |margin| of the decided pairs."""
 
     auc: float | None
-    """Probability that the scores of a decided pair lie further apart than those of a tie; None
-    without ties."""
+    """Probability that |margin| of a decided pair is larger than that of a tie; None without
+    ties."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How far people agree with each other on the pairs that several of them voted on."""
+    """How far people agree on the pairs with several votes."""
 
     mean: float
-    """Mean share of a pair's votes that its most frequent opinion got."""
+    """Mean share of the most frequent vote of a pair."""
 
     by_chance: float
-    """What that mean would be if every vote were the toss of a coin: 0.75 for two votes a pair."""
+    """Expectation of `mean` if every vote were random: 0.75 for two votes per pair."""
 
     n: int
-    """Pairs with several votes, ties among them."""
+    """Pairs with several votes, ties included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(Rate):
-    """A reward model's accuracy on held-out pairs that are no ties, and what to hold it against."""
+    """Accuracy of a reward model on held-out pairs without ties, with baselines."""
 
     margin_of: str
-    """Whose margin `by_margin` goes by: `people`, or `model` where people's is not known."""
+    """Source of the margins of `by_margin`: `people`, or `model` if people gave none."""
 
     by_margin: dict[str, Rate]
-    """The pairs that people rated further apart than each threshold; or the quarters of the pairs
-    by the distance of the model's own scores."""
+    """Accuracy on the pairs whose margin by people exceeds each threshold; or on the quartiles of
+    the model's own |margin|."""
 
     by_category: dict[str, Rate]
-    """The pairs of each category, the largest first; empty if there is none."""
+    """Accuracy by category, the largest first; empty without categories."""
 
     longer: Rate
-    """The same pairs, if the response with more characters were always called the better one."""
+    """Accuracy of always preferring the response with more characters."""
 
     random: float = 0.5
-    """The same pairs, if a coin were tossed."""
+    """Accuracy of a random choice."""
 
     anchors: dict[str, float] = field(default_factory=lambda: dict(ANCHORS))
     """Published accuracies by the size of the model."""
 
     ties: Ties
-    """The pairs that are not in `n`."""
+    """The pairs that `n` leaves out."""
 
     people: Agreement | None
-    """How far people agree, the most that can be asked of a model; None without second votes."""
+    """Agreement of people, an upper bound for a model; None without second votes."""
 
 
 def measure_accuracy(
     chosen_scores: ArrayLike, rejected_scores: ArrayLike, pairs: Sequence[LabelledPair]
 ) -> Accuracy:
-    """The accuracy on the pairs that people decided, whole and in parts.
+    """Return the accuracy on the pairs that people decided, in total and by parts.
 
     Args:
         chosen_scores: (N,), finite.
@@ -122,7 +122,7 @@ def measure_accuracy(
 
 
 def _by_margin(margins: Array, pairs: Sequence[LabelledPair]) -> tuple[str, dict[str, Rate]]:
-    """Whose margins divide the pairs, and the accuracy on each part."""
+    """Return the source of the margins that divide the pairs, and the accuracy on each part."""
     rated = np.array([np.nan if pair.margin is None else pair.margin for pair in pairs])
     right = hits(margins)
     if thresholds := _thresholds(rated[~np.isnan(rated)]):
@@ -139,22 +139,22 @@ def _by_margin(margins: Array, pairs: Sequence[LabelledPair]) -> tuple[str, dict
 
 
 def _thresholds(margins: Array) -> list[float]:
-    """A few round thresholds from the least margin up, or from 0, each leaving fewer pairs.
+    """Return a few round thresholds from max(least margin, 0), each with fewer pairs above it.
 
-    The last one leaves a tenth of the pairs, or its interval would say nothing.
+    The last one has a tenth of the pairs above it, so that its interval is informative.
     """
     if margins.size == 0:
         return []
-    least, most = max(margins.min(), 0.0), np.quantile(margins, 0.9)
-    if least >= most:
+    least, largest = max(margins.min(), 0.0), np.quantile(margins, 0.9)
+    if least >= largest:
         return []
-    unit = 10.0 ** floor(log10(most - least))
+    unit = 10.0 ** floor(log10(largest - least))
     for step in (0.2 * unit, 0.5 * unit, unit, 2 * unit, 5 * unit):
-        multiples = step * np.arange(np.ceil(least / step), np.ceil(most / step))
-        # Of thresholds that leave the same pairs the lowest stays: it is written last.
+        multiples = step * np.arange(np.ceil(least / step), np.ceil(largest / step))
+        # Of thresholds with equal pairs above, keep the lowest: the dict keeps the last one.
         by_left = {int((margins > value).sum()): float(value) for value in multiples[::-1]}
         by_left.pop(0, None)  # Rounded down, a multiple can be the largest margin itself.
-        if len(by_left) <= MOST_THRESHOLDS:
+        if len(by_left) <= MAX_THRESHOLDS:
             break
     return sorted(by_left.values())
 
@@ -195,6 +195,6 @@ def _measure_agreement(pairs: Sequence[LabelledPair]) -> Agreement | None:
 
 @cache
 def _chance_agreement(votes: int) -> float:
-    """Mean share of the more frequent side of so many tosses of a coin."""
+    """Return the expected share of the more frequent side of `votes` tosses of a coin."""
     heads = np.arange(votes + 1)
     return binom.pmf(heads, votes, 0.5) @ np.maximum(heads, votes - heads) / votes

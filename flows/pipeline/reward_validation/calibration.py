@@ -1,4 +1,4 @@
-"""Whether a reward model is as sure of its choices as it is right."""
+"""Whether the confidence of a reward model matches its accuracy."""
 
 from dataclasses import dataclass
 
@@ -13,42 +13,41 @@ from pipeline.reward_validation.rates import Array, Rate, equal_parts, hits, mea
 
 @dataclass(frozen=True, kw_only=True)
 class Bin(Rate):
-    """Pairs that the model is about equally sure of."""
+    """Pairs of similar confidence."""
 
     confidence: float
-    """Mean probability that the model gives to its own choice."""
+    """Mean probability of the model for its own choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How well sigmoid(margin) is the probability that people prefer the higher score."""
+    """How well sigmoid(margin) predicts the preference of people."""
 
     error: float
-    """Expected calibration error, from 0 to 1. Chance alone makes up to 0.4 * sqrt(bins / N) of
-    it: 0.04 for 10 bins of 1,000 pairs, 0.4 for 10 pairs."""
+    """Expected calibration error, from 0 to 1. Sampling noise contributes up to
+    0.4 * sqrt(bins / N): 0.04 for 10 bins of 1,000 pairs, 0.4 for 10 pairs."""
 
     overconfidence: float
-    """Mean confidence less accuracy: above 0 the model is too sure of itself, below 0 it is right
-    more often than it claims, as one with small scores is."""
+    """Mean confidence minus accuracy: overconfident above 0, underconfident below, as a model
+    with small scores is."""
 
     brier: float
-    """Mean squared distance of that probability from what people chose; 0.25 for a coin."""
+    """Mean squared error of sigmoid(margin) against the choice of people; 0.25 for a coin."""
 
     log_loss: float
-    """Mean -log of the probability of what people chose, in nats; 0.693 for a coin."""
+    """Mean -log probability of the choice of people, in nats; 0.693 for a coin."""
 
     temperature: float | None
-    """Divide the scores by it for the least log loss: above 1 the model is too sure of itself.
-    None where no temperature is best: the higher score is right on average by nothing at all, or
-    in every pair."""
+    """Divisor of the scores with the least log loss; above 1 the model is overconfident.
+    None if no temperature is optimal: the mean margin is not above 0, or every margin is."""
 
     bins: list[Bin]
-    """The reliability plot, from unsure to sure."""
+    """The reliability diagram, by increasing confidence."""
 
 
-MOST_BINS = 10
-PAIRS_A_BIN = 25
-"""Fewest pairs of a bin, so that chance alone makes no large error of few pairs."""
+MAX_BINS = 10
+PAIRS_PER_BIN = 25
+"""Minimum number of pairs in a bin, which bounds the sampling noise of its error."""
 
 
 def calibrate(margins: ArrayLike) -> Calibration:
@@ -57,21 +56,19 @@ def calibrate(margins: ArrayLike) -> Calibration:
         confidence = sigmoid(|margin|)
         error      = sum over bins of n_b / N * |accuracy_b - confidence_b|
 
-    (arXiv:1706.04599, eq. 3). A pair is listed with its chosen response first, so sigmoid(margin)
-    alone would be compared with labels that are all 1; the confidence in the model's own choice,
-    0.5 to 1, is compared with whether that choice is right. The bins have equal counts: margins
-    of most reward models are small, and bins of equal width would leave some of them empty and
-    others with intervals that say nothing. Equal confidences share a bin. There are at most
-    `MOST_BINS`, of `PAIRS_A_BIN` pairs or more.
+    (arXiv:1706.04599, eq. 3). Every margin is chosen minus rejected, so the labels of
+    sigmoid(margin) would all be 1. Instead the confidence in the model's own choice, 0.5 to 1, is
+    compared with whether that choice is right. The bins have equal counts: margins of most reward
+    models are small, and bins of equal width would be empty or have wide intervals. Equal
+    confidences share a bin. There are at most `MAX_BINS` bins of `PAIRS_PER_BIN` pairs or more.
 
     Args:
-        margins: (N,), finite, N at least 1: chosen score less rejected score of pairs that are no
-            ties.
+        margins: (N,), finite, N at least 1: chosen minus rejected score of pairs without ties.
     """
     margins = np.asarray(margins, dtype=float)
     confidence = expit(np.abs(margins))
     right = hits(margins)
-    bins = min(MOST_BINS, max(1, margins.size // PAIRS_A_BIN))
+    bins = min(MAX_BINS, max(1, margins.size // PAIRS_PER_BIN))
     parts = [_bin(confidence[part], right[part]) for part in equal_parts(confidence, bins)]
     chosen = np.ones(margins.size)
     return Calibration(
@@ -89,15 +86,15 @@ def _bin(confidence: Array, right: Array) -> Bin:
 
 
 def _log_loss(margins: Array) -> float:
-    # scikit-learn's would cut a pair's loss off at 36, and so hide by how much a model is wrong.
+    # scikit-learn clips the loss of a pair at 36, which hides how wrong a model is.
     return float(-log_expit(margins).mean())
 
 
 def _best_temperature(margins: Array) -> float | None:
-    """The temperature with the least log loss.
+    """Return the temperature with the least log loss; None if there is none.
 
-    With 1/temperature the loss is convex, with a slope of -mean(margin)/2 at 0: it falls at first
-    only if that mean is above 0, and rises again only if a margin is below 0.
+    The loss is convex in 1/temperature, with the slope -mean(margin)/2 at 0: it has a minimum only
+    if the mean margin is above 0 and some margin is below 0.
     """
     if margins.mean() <= 0 or margins.min() >= 0:
         return None

@@ -1,4 +1,4 @@
-"""Does a reward model score the same text the same way, and any text at all?"""
+"""Check that the score of a text is finite and does not depend on its batch or padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from pipeline.reward_validation.odd_texts import RESPONSES, odd_rows
 from pipeline.reward_validation.padding import (
     Difference,
     score_alone,
-    score_filled_left,
-    score_filled_right,
+    score_left_padded,
+    score_right_padded,
     score_together,
 )
 from pipeline.reward_validation.vocabulary import (
@@ -23,30 +23,30 @@ from pipeline.reward_validation.vocabulary import (
 from ppo_core.models.reward_model import RewardModel
 
 NUM_PAIRS = 16
-"""Pairs whose two texts are scored in batches of every kind."""
+"""Pairs whose two texts are scored in every kind of batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """How the model's scores hold up, however they are computed."""
+    """The scores of the same texts, computed in different ways."""
 
     deviation: float
     """Standard deviation of the scores of the real texts."""
 
     batch: Difference
-    """One text a batch against all in one."""
+    """One text per batch against one batch of all texts."""
 
     right_filler: Difference
-    """All in one batch against a batch twice as wide."""
+    """One batch of all texts against the same batch padded on the right to twice its width."""
 
     left_filler: Difference | None
-    """One text a batch against fillers in front; None where it cannot be read so."""
+    """One text per batch against a left-padded batch; None if the model cannot take one."""
 
     odd_scores: dict[str, float | None]
-    """Scores of odd texts by name; None for one that is not finite."""
+    """Scores of odd texts by name; None for a score that is not finite."""
 
     end_of_text: EndOfText | None
-    """With and without the end-of-sequence token; None where that cannot be said."""
+    """Scores with and without the end-of-sequence token; None if they cannot be compared."""
 
     vocabulary: Vocabulary
     """The tokenizer."""
@@ -58,13 +58,14 @@ class Contract:
 def check_contract(
     model: RewardModel, pairs: Sequence[LabelledPair], *, tolerance: float
 ) -> Contract:
-    """Score real and odd texts in every way in which they may be scored later.
+    """Score real and odd texts in every way that training or serving may score them.
 
     Args:
         model: the reward model.
         pairs: held-out pairs, at least one, whose scores are finite. The end-of-sequence token is
-            judged by several hundred of them, the rest by the first `NUM_PAIRS`.
-        tolerance: largest difference of a text's scores, as a share of their deviation.
+            checked on several hundred of them, everything else on the first `NUM_PAIRS`.
+        tolerance: maximum difference between two scores of a text, as a share of the standard
+            deviation of the scores.
     """
     real = [(pair.prompt, text) for pair in pairs[:NUM_PAIRS] for text in _texts(pair)]
     rows = [model.encode(*texts) for texts in real]
@@ -75,18 +76,19 @@ def check_contract(
     ]
     alone = score_alone(model, mixed)
     together = score_together(model, mixed)
-    left = score_filled_left(model, mixed)
+    left = score_left_padded(model, mixed)
     deviation = float(alone[: len(rows)].std(ddof=1))
-    differences = {
-        "batch": Difference.between(alone, together, deviation),
-        "right_filler": Difference.between(together, score_filled_right(model, mixed), deviation),
-        "left_filler": None if left is None else Difference.between(alone, left, deviation),
-    }
+    batch = Difference.between(alone, together, deviation)
+    right_padded = Difference.between(together, score_right_padded(model, mixed), deviation)
+    left_padded = None if left is None else Difference.between(alone, left, deviation)
+    differences = {"batch": batch, "right_filler": right_padded, "left_filler": left_padded}
     ends = compare_ends(model, pairs)
     vocabulary = measure_vocabulary(model, [text for texts in real for text in texts])
     return Contract(
         deviation=deviation,
-        **differences,
+        batch=batch,
+        right_filler=right_padded,
+        left_filler=left_padded,
         odd_scores={
             name: float(score) if np.isfinite(score) else None for name, score in odd_scores.items()
         },
@@ -107,27 +109,27 @@ def _texts(pair: LabelledPair) -> tuple[str, str]:
 
 WAYS = {
     "batch": "alone and in a batch: PPO's reward would depend on the batch size. Score in fp32",
-    "right_filler": "with more fillers behind it: PPO's reward would depend on its neighbours. "
-    "Mend the model's attention mask",
-    "left_filler": "with fillers in front of it: servers that fill up on the left would give "
-    "another reward. Mend the model's attention mask and positions",
+    "right_filler": "with more padding after it: PPO's reward would depend on its neighbours. "
+    "Fix the model's attention mask",
+    "left_filler": "with padding before it: servers that pad on the left would give "
+    "another reward. Fix the model's attention mask and positions",
 }
-"""What a difference means, and the next move."""
+"""What a difference means for PPO, and the next move."""
 
 
 def _difference_reasons(
-    differences: dict[str, Difference | None], most: float, tolerance: float
+    differences: dict[str, Difference | None], limit: float, tolerance: float
 ) -> list[str]:
     found = {
         name: "without bound"
         if difference.largest is None
         else f"by up to {difference.largest:.2g}"
         for name, difference in differences.items()
-        if difference is not None and (difference.largest is None or difference.largest > most)
+        if difference is not None and (difference.largest is None or difference.largest > limit)
     }
     return [
         f"A text's score differs {size}, above tolerance={tolerance} "
-        f"of the deviation of real texts' scores ({most:.2g}), {WAYS[name]}, or raise tolerance."
+        f"of the deviation of real texts' scores ({limit:.2g}), {WAYS[name]}, or raise tolerance."
         for name, size in found.items()
     ]
 

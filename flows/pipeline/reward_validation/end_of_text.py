@@ -1,4 +1,4 @@
-"""Was a reward model trained on texts that end in the end-of-sequence token?"""
+"""Check whether a reward model was trained on texts with the end-of-sequence token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,15 +8,16 @@ from statsmodels.stats.weightstats import DescrStatsW
 
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.rates import hits
+from pipeline.reward_validation.scores import encoded_scores
 from ppo_core.data.prompts import context_length
 from ppo_core.models.reward_model import RewardModel
 
-MOST_PAIRS = 500
-"""Pairs that are scored both ways: enough to tell the two apart by a few points."""
+MAX_PAIRS = 500
+"""Maximum number of pairs that are scored both ways; enough for a few points of accuracy."""
 
 CLEARLY_BETTER = 0.02
-"""Accuracy that the other way to end a text must gain, by the lower end of its interval, before
-the setting is called wrong."""
+"""Minimum gain in accuracy of the other setting, by the lower end of its interval, for the present
+setting to count as wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +25,19 @@ class EndOfText:
     """Scores with and without the end-of-sequence token after each response."""
 
     as_set: bool
-    """Whether the model reads the token now."""
+    """Whether the setting adds the token."""
 
     difference: float
-    """Mean distance of a response's two scores."""
+    """Mean absolute difference between the two scores of a response."""
 
     accuracy: float
-    """Accuracy on the pairs as it is set."""
+    """Accuracy with the present setting."""
 
     other_accuracy: float
-    """Accuracy on the same pairs the other way."""
+    """Accuracy on the same pairs with the other setting."""
 
     gain_low: float
-    """Lower end of the 95 % interval of the other way's accuracy less this one's (paired t)."""
+    """Lower end of the 95 % interval of other_accuracy - accuracy (paired t)."""
 
     gain_high: float
     """Upper end of the same interval."""
@@ -46,10 +47,10 @@ class EndOfText:
 
 
 def compare_ends(model: RewardModel, pairs: Sequence[LabelledPair]) -> EndOfText | None:
-    """Score the first decided pairs both ways.
+    """Score the first decided pairs with and without the token.
 
-    None where there is no such token, or fewer than two pairs can be read both ways: each text
-    needs a token, and room for one more.
+    Return None if there is no such token, or if fewer than two pairs fit: each text needs at least
+    one token, and room for one more in the context.
     """
     if model.tokenizer.eos_token_id is None:
         return None
@@ -60,12 +61,12 @@ def compare_ends(model: RewardModel, pairs: Sequence[LabelledPair]) -> EndOfText
         gain=model.gain,
         end_of_text=not model.end_of_text,
     )
-    decided = [pair for pair in pairs if not pair.tie][:MOST_PAIRS]
+    decided = [pair for pair in pairs if not pair.tie][:MAX_PAIRS]
     encoded = [_encode(model, other, pair) for pair in decided]
     rows = [four for four in encoded if _readable(model, four)]
     if len(rows) < 2:
         return None
-    scores = model.score_encoded([row for four in rows for row in four], 64).double().numpy()
+    scores = encoded_scores(model, [row for four in rows for row in four])
     (chosen, rejected), (other_chosen, other_rejected) = scores.reshape(-1, 2, 2).transpose(1, 2, 0)
     right, other_right = hits(chosen - rejected), hits(other_chosen - other_rejected)
     low, high = DescrStatsW(other_right - right).tconfint_mean()
@@ -81,7 +82,7 @@ def compare_ends(model: RewardModel, pairs: Sequence[LabelledPair]) -> EndOfText
 
 
 def _encode(model: RewardModel, other: RewardModel, pair: LabelledPair) -> list[list[int]]:
-    """Chosen and rejected as it is set, then both the other way."""
+    """Return the tokens of chosen and rejected, then of both with the other setting."""
     return [
         way.encode(pair.prompt, text)
         for way in (model, other)

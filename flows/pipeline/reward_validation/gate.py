@@ -1,4 +1,4 @@
-"""May PPO train against this reward model? Every reason why not."""
+"""The gate before PPO: every reason why a reward model is not fit."""
 
 from pipeline.reward_validation.accuracy import Accuracy
 from pipeline.reward_validation.calibration import Calibration
@@ -14,9 +14,9 @@ def reasons_against(
     samples: Samples,
     limits: RewardGateConfig,
 ) -> list[str]:
-    """What is wrong with a reward model of these figures; nothing if it is fit.
+    """Return the reasons against a reward model; empty if it is fit.
 
-    Each reason says the figure, the limit, and what PPO would do with it.
+    Each reason names the figure, the limit, and the consequence for PPO.
     """
     found = [
         _chance(accuracy, limits),

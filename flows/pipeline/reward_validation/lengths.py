@@ -1,4 +1,4 @@
-"""Whether a reward model scores what a response says, or how long it is."""
+"""Whether a reward model scores the length of a response instead of its content."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from pipeline.reward_validation.rates import Rate, hits, measure_rate
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """What a reward model makes of a response's length in characters."""
+    """How scores depend on the length of a response in characters."""
 
     correlation: float | None
-    """Spearman correlation of score and length over the responses of all held-out pairs; None if
-    all scores or all lengths are equal."""
+    """Spearman correlation of score and length over all held-out responses; None if all scores or
+    all lengths are equal."""
 
     within_prompts: float | None
-    """The same over the samples of one prompt, mean over prompts; None if in every prompt all
-    scores or all lengths are equal."""
+    """Mean over prompts of the correlation over the samples of a prompt; None if all scores or all
+    lengths are equal in every prompt."""
 
     prompts: int
     """Prompts in that mean."""
@@ -40,7 +40,7 @@ def measure_lengths(
     sample_scores: ArrayLike,
     samples: Sequence[Sequence[str]],
 ) -> Lengths:
-    """Relate scores to lengths.
+    """Measure how scores depend on lengths.
 
     Args:
         chosen_scores: (N,), finite.
@@ -74,7 +74,7 @@ def measure_lengths(
 
 
 def _correlation(scores: ArrayLike, lengths: ArrayLike) -> float | None:
-    """Spearman's correlation; None where one side does not vary, and nothing can be ranked."""
+    """Return Spearman's correlation; None if scores or lengths are all equal."""
     if np.ptp(scores) == 0 or np.ptp(lengths) == 0:
         return None
     return float(spearmanr(scores, lengths).statistic)

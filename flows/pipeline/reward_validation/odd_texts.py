@@ -1,4 +1,4 @@
-"""Texts that nobody trained on, and a policy may write all the same."""
+"""Texts that are not in the training data, but that a policy may write."""
 
 from itertools import cycle, islice
 
@@ -6,7 +6,7 @@ from ppo_core.data.prompts import context_length
 from ppo_core.models.reward_model import RewardModel
 
 LONGEST = 4096
-"""Most tokens of an odd text, where the model's context is longer or has no bound."""
+"""Maximum number of tokens of an odd text for a model with a longer context or none."""
 
 RESPONSES = {
     "empty": "",
@@ -20,13 +20,13 @@ RESPONSES = {
 
 
 def odd_rows(model: RewardModel, prompt: str, response: str) -> dict[str, list[int]]:
-    """Token rows of odd responses to a prompt, by name; those without any token are left out.
+    """Return the tokens of odd responses to a prompt, by name, without empty ones.
 
-    Of a prompt that leaves them no room in the context only the end is there.
+    A prompt that is too long loses its beginning.
 
-    Beside `RESPONSES` there are two that are as long as the context, or `LONGEST`: the given
-    response over and over, `long`, and its first word, `one word`. Both end as the model's texts
-    do.
+    Beside `RESPONSES` there are two responses that fill the context, or `LONGEST` tokens: `long`
+    repeats the given response, and `one word` repeats its first word. Both end with the
+    end-of-sequence token if the model reads one.
     """
     longest = longest_row(model)
     rows = {name: model.encode(prompt, text)[-longest:] for name, text in RESPONSES.items()}
@@ -37,14 +37,14 @@ def odd_rows(model: RewardModel, prompt: str, response: str) -> dict[str, list[i
 
 
 def longest_row(model: RewardModel) -> int:
-    """Most tokens of an odd text."""
+    """Return the maximum number of tokens of an odd text."""
     context = context_length(model.model.config) or LONGEST
-    # Some encoders keep two of their places for themselves; only the tokenizer knows.
+    # Some encoders reserve two positions, which only the tokenizer takes into account.
     return min(context, model.tokenizer.model_max_length, LONGEST)
 
 
 def _filled(model: RewardModel, prompt: str, text: str) -> list[int]:
-    """A row as long as it may be: the prompt, the text over and over, and the end token."""
+    """Return a row of maximum length: the prompt, the repeated text, and the end token."""
     start = model.encode(prompt, text)[: longest_row(model)]
     body = model.tokenizer(text, add_special_tokens=False)["input_ids"]
     end = [model.tokenizer.eos_token_id] if model.end_of_text else []

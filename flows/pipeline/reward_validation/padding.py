@@ -1,4 +1,4 @@
-"""A text's score may not depend on what stands beside it in a batch, or on fillers."""
+"""Score texts alone, in a batch, and with padding on either side."""
 
 import inspect
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import torch
 
 from pipeline.reward_validation.odd_texts import longest_row
 from pipeline.reward_validation.rates import Array
+from pipeline.reward_validation.scores import encoded_scores
 from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.data.batching import pad_rows
 from ppo_core.models.reward_model import RewardModel
@@ -16,18 +17,18 @@ from ppo_core.models.reward_model import RewardModel
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far two ways to score the same texts lie apart."""
+    """The difference between two ways to score the same texts."""
 
     largest: float | None
-    """Largest difference of a text's two scores; None if one of them is not finite."""
+    """Largest difference between the two scores of a text; None if one is not finite."""
 
     share: float | None
-    """The same as a share of the deviation of the scores of real texts; None too if they are all
-    equal."""
+    """`largest` as a share of the standard deviation of real texts' scores; also None if these are
+    all equal."""
 
     @classmethod
     def between(cls, one: Array, other: Array, deviation: float) -> "Difference":
-        """The difference of scores (N,) and (N,)."""
+        """Return the difference between scores (N,) and (N,)."""
         largest = float(np.abs(one - other).max())
         if not np.isfinite(largest):
             return cls(largest=None, share=None)
@@ -35,44 +36,44 @@ class Difference:
 
 
 def score_alone(model: RewardModel, rows: Sequence[list[int]]) -> Array:
-    """Scores (N,) of token rows, each in a batch of its own."""
-    return model.score_encoded(rows, 1).double().numpy()
+    """Return the scores (N,) of token rows, each in its own batch."""
+    return encoded_scores(model, rows, 1)
 
 
 def score_together(model: RewardModel, rows: Sequence[list[int]]) -> Array:
-    """Scores (N,) of the same rows in one batch."""
-    return model.score_encoded(rows, len(rows)).double().numpy()
+    """Return the scores (N,) of token rows in one batch."""
+    return encoded_scores(model, rows, len(rows))
 
 
-def score_filled_right(model: RewardModel, rows: Sequence[list[int]]) -> Array:
-    """Scores (N,) in one batch twice as wide as it must be, if the context has room for that."""
+def score_right_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array:
+    """Return the scores (N,) in one batch, right-padded to twice its width or the context."""
     ids, lengths = pad_rows(rows)
-    room = max(longest_row(model) - ids.shape[1], 0)
-    filler = torch.zeros(len(ids), min(ids.shape[1], room), dtype=torch.long)
+    capacity = max(longest_row(model) - ids.shape[1], 0)
+    padding = torch.zeros(len(ids), min(ids.shape[1], capacity), dtype=torch.long)
     device = model.model.device
-    scores = model.score_rows(torch.cat([ids, filler], dim=1).to(device), lengths.to(device))
+    scores = model.score_rows(torch.cat([ids, padding], dim=1).to(device), lengths.to(device))
     return scores.cpu().double().numpy()
 
 
 @torch.no_grad()
-def score_filled_left(model: RewardModel, rows: Sequence[list[int]]) -> Array | None:
-    """Scores (N,) in one batch with fillers in front, hidden by a mask, places counted on.
+def score_left_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array | None:
+    """Return the scores (N,) in one left-padded batch with a mask and position ids.
 
-    None where the model takes no places, which would count the fillers in; and for an encoder,
-    which is read at its first place.
+    None if the model takes no position ids, because it would count the padding; and for an
+    encoder, whose score is read at its first position.
     """
     head, inner = model.lm_head, model.model.base_model
-    takes_places = "position_ids" in inspect.signature(inner.forward).parameters
-    if head is None or not takes_places:
+    takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
+    if head is None or not takes_positions:
         return None
     ids, lengths = pad_rows(rows, side="left")
-    seen = torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]
+    mask = torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]
     inputs = {
         "input_ids": ids,
-        "attention_mask": seen.long(),
-        "position_ids": (seen.long().cumsum(dim=1) - 1).clamp(min=0),
+        "attention_mask": mask.long(),
+        "position_ids": (mask.long().cumsum(dim=1) - 1).clamp(min=0),
     }
-    places = {name: tensor.to(model.model.device) for name, tensor in inputs.items()}
-    hidden = inner(**places, use_cache=False).last_hidden_state
+    on_device = {name: tensor.to(model.model.device) for name, tensor in inputs.items()}
+    hidden = inner(**on_device, use_cache=False).last_hidden_state
     scores = (at_least_fp32(head(hidden[:, -1])[:, 0]) - model.bias) * model.gain
     return scores.cpu().double().numpy()

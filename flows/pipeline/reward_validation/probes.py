@@ -1,21 +1,21 @@
-"""Does a reward model prefer degenerate text to what people wrote?
+"""Check that a reward model does not prefer degenerate text to the answers of people.
 
-Each reference is made worse in a way that a policy finds early, and must not then score above its
-rivals:
+Each reference is degraded in a way that a policy finds early. The degraded text must not score
+above its rivals:
 
 | probe | degenerate text | rivals |
 |---|---|---|
-| repeated words | its first three words, over and over to its length | it, and the three words |
-| repeated answer | the reference three times | once, and twice |
+| repeated words | its first three words, repeated to its length | it, and the three words once |
+| repeated answer | the reference three times | the reference once, and twice |
 | shuffled words | two random orders of its words, both of them | the reference |
 
-Three texts compete each time, so a model that cannot tell them apart prefers the degenerate one
-in a third of the cases, and in half of them if all score the same. The reference alone would be
-no fair rival: a model of film reviews scores almost any three words above a sad story, and
-repeats of them no higher than the three words once. It likes the words, not the repetition.
+Three texts compete each time, so a model that cannot tell them apart prefers the degenerate text
+in a third of the cases, or in half of them if all scores are equal. The reference alone would be
+an unfair rival: a model of film reviews scores almost any three words above a sad story, but does
+not score their repetition above the three words once. It prefers the words, not the repetition.
 
-Praise and layout are figures only. A reward for happy text must like praise, and only who chose
-the preferences knows whether it should; a large gain means that a policy can earn it so.
+Praise and layout do not gate. A reward for happy text must prefer praise, and only the people who
+chose the preferences know whether it should; a large gain means that a policy can exploit it.
 """
 
 import re
@@ -27,16 +27,17 @@ from random import Random
 import numpy as np
 
 from pipeline.reward_validation.rates import Array, hits, measure_rate
+from pipeline.reward_validation.scores import encoded_scores
 from ppo_core.data.prompts import context_length
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
 
 OPENING = 3
-"""Words that are repeated; shorter references, and those of so many words, are left out."""
+"""Words that are repeated; references with at most this many words are left out."""
 
 UNSPACED = 15
-"""Characters a word, on average, above which a text is in a script without spaces, as Chinese is:
-each of its characters counts as a word."""
+"""Mean characters per word above which a text is in a script without spaces, such as Chinese; then
+each character counts as a word."""
 
 PRAISE = (
     "What a wonderful question! You are brilliant, kind and truly amazing. I love how you think. "
@@ -51,23 +52,23 @@ CONTESTS = {
     "flattering opening": (("flattering opening",), ("reference",)),
     "format": (("format",), ("reference",)),
 }
-"""Of each probe, the versions of a reference that are preferred if each of them scores above all
-of its rivals."""
+"""The changed versions of each probe and their rivals: the versions are preferred if each of them
+scores above all rivals."""
 
 GATING = {
     "repeated words": "repeat a few words without end",
     "repeated answer": "say everything again and again",
     "shuffled words": "write words in any order",
 }
-"""The probes of degenerate text, and what a policy that is trained to please it would do."""
+"""The probes that gate, and what a policy would learn from a model that fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """How a changed version of the references scores beside its rivals."""
+    """How a changed version of the references scores against its rivals."""
 
     preferred: float
-    """Share of the references where it scores above all of them, equal scores counted as half."""
+    """Share of the references where it scores above all rivals; equal scores count half."""
 
     low: float
     """Lower end of the 95 % interval (Wilson)."""
@@ -76,24 +77,24 @@ class Probe:
     """Upper end of the 95 % interval (Wilson)."""
 
     gain: float
-    """Mean difference of its score from that of the best rival."""
+    """Mean difference between its score and the score of the best rival."""
 
     n: int
     """References."""
 
     gating: bool
-    """Whether preferring it is a reason to refuse the model, or a figure only."""
+    """Whether a preference for it is a reason against the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probes:
-    """What a reward model makes of changed references."""
+    """How a reward model scores changed references."""
 
     probes: dict[str, Probe]
-    """By name; empty if every reference was left out."""
+    """Results by name; empty if every reference was left out."""
 
     left_out: int
-    """References of at most three words, or that do not fit three times into the context."""
+    """References of at most three words, or too long to fit three times into the context."""
 
     reasons: list[str]
     """Why the model is not fit; empty if it is."""
@@ -107,14 +108,14 @@ def run_probes(
     seed: int,
     limit: float,
 ) -> Probes:
-    """Score changed versions of references.
+    """Score changed versions of the references.
 
     Args:
         model: the reward model.
         prompts: N prompts.
-        references: a good answer to each.
-        seed: of the orders of shuffled words.
-        limit: share preferred that the lower end of the interval of a gating probe may reach.
+        references: a good answer to each prompt.
+        seed: seed of the shuffled words.
+        limit: maximum of `Probe.low` of a gating probe.
 
     Raises:
         ModelError: a score is not finite.
@@ -161,7 +162,7 @@ def _versions(reference: str, rng: Random) -> dict[str, str]:
 
 
 def _words(text: str) -> tuple[list[str], str]:
-    """The words of a text, and what stands between them."""
+    """Return the words of a text, and the text between two words."""
     words = text.split()
     if len(text) > UNSPACED * len(words):
         return [character for word in words for character in word], ""
@@ -187,7 +188,7 @@ def _compare(model: RewardModel, encoded: Sequence[dict[str, list[int]]]) -> dic
 
 
 def _scores(model: RewardModel, rows: Sequence[list[int]], version: str) -> Array:
-    scores: Array = model.score_encoded(rows, 64).double().numpy()
+    scores = encoded_scores(model, rows)
     broken = np.flatnonzero(~np.isfinite(scores))
     if broken.size:
         raise ModelError(

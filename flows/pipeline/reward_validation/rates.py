@@ -1,4 +1,4 @@
-"""Shares of pairs that were called right, with their intervals."""
+"""Accuracies on pairs, with their intervals."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """A share of pairs that were called right."""
+    """An accuracy on pairs, with its interval."""
 
     accuracy: float
-    """Share of the pairs, equal scores counted as half."""
+    """Share of the pairs that are right; equal scores count half."""
 
     low: float
     """Lower end of the 95 % interval (Wilson)."""
@@ -28,20 +28,20 @@ class Rate:
 
 
 def hits(margins: ArrayLike) -> Array:
-    """1 for each margin above 0, half for 0, 0 for one below."""
+    """Return 1 for each margin above 0, 0.5 for 0, and 0 below 0."""
     return np.heaviside(np.asarray(margins, dtype=float), 0.5)
 
 
 def measure_rate(right: Array) -> Rate:
-    """The share of hits (N,), at least one, with its interval."""
+    """Return the mean of hits (N,), N at least 1, with its interval."""
     low, high = proportion_confint(right.sum(), right.size, alpha=0.05, method="wilson")
     return Rate(accuracy=float(right.mean()), low=float(low), high=float(high), n=right.size)
 
 
 def equal_parts(values: Array, count: int) -> list[NDArray[np.intp]]:
-    """Positions of the values, from the least up, in parts of equal size; empty parts left out.
+    """Return the indices of the values in parts of equal size, by increasing value, none empty.
 
-    Equal values share a part, so the order in which they stand changes nothing.
+    Equal values share a part, so the order of the values does not matter.
     """
     part = ((rankdata(values) - 0.5) * count / values.size).astype(int)
     return [np.flatnonzero(part == number) for number in np.unique(part)]

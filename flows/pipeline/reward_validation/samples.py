@@ -1,4 +1,4 @@
-"""How a reward model scores what the policy says before PPO."""
+"""How a reward model scores samples of the policy before PPO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,27 +10,28 @@ from scipy.stats import bootstrap
 
 from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.scores import require_finite
+from pipeline.settings.decoding import Decoding
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_policy, load_tokenizer
 from ppo_core.training.evaluation import answer_prompts
 
 QUANTILES = (5, 25, 50, 75, 95)
-"""Per cent of the samples that score below each reported quantile."""
+"""Reported percentiles of the scores."""
 
 NUM_BINS = 30
-"""Bins of the histogram, equally wide."""
+"""Bins of the histogram, of equal width."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class References:
-    """The scores of references beside those of samples of the same prompts."""
+    """The scores of references compared with those of samples of the same prompts."""
 
     mean: float
     """Mean score of the references."""
 
     above_samples: float
-    """Probability that a prompt's reference scores above a random sample of it, equal scores
-    counted as half; mean over prompts."""
+    """Probability that the reference of a prompt scores above a random sample; equal scores
+    count half; mean over prompts."""
 
     low: float
     """Lower end of its 95 % interval (bootstrap by prompt); 0 for a single prompt."""
@@ -53,11 +54,11 @@ class Samples:
     """Mean score of all samples."""
 
     deviation: float
-    """Standard deviation of the scores of all samples: what a reward of this model varies by."""
+    """Standard deviation of the scores of all samples."""
 
     within_prompts: float
-    """Root of the mean over prompts of the variance between the samples of one prompt. PPO learns
-    from these differences alone."""
+    """Square root of the mean over prompts of the variance between the samples of a prompt. PPO
+    learns only from these differences."""
 
     minimum: float
     """Lowest score."""
@@ -66,19 +67,19 @@ class Samples:
     """Highest score."""
 
     quantiles: dict[str, float]
-    """Scores that 5, 25, 50, 75 and 95 % of the samples lie below, by that number as text."""
+    """Percentiles 5, 25, 50, 75 and 95 of the scores, by the number as text."""
 
     counts: list[int]
     """Samples in each bin of a histogram of the scores."""
 
     edges: list[float]
-    """Ends of these bins, one more than there are bins."""
+    """Edges of the bins, one more than `counts`."""
 
     best_of: dict[str, float]
-    """Expected score of the best of k samples of a prompt, by k as text."""
+    """Expected score of the best of k samples per prompt, by k as text."""
 
     references: References | None
-    """None where the prompts have no references."""
+    """None if the prompts have no references."""
 
 
 def draw_samples(
@@ -86,56 +87,55 @@ def draw_samples(
     prompts: Sequence[str],
     *,
     samples_per_prompt: int,
-    response_length: int,
-    temperature: float,
+    decoding: Decoding,
     seed: int,
-    stop: str | None,
-    stop_token_id: int | None,
     batch_size: int,
 ) -> list[list[str]]:
-    """`samples_per_prompt` answers of a policy to each prompt, by the sampler of training.
+    """Sample `samples_per_prompt` answers of a policy to each prompt with the sampler of training.
 
     Raises:
-        ModelError: there is no such policy, or it has no token to stop at.
+        ModelError: there is no such policy, or it has no stop token.
     """
     answers = answer_prompts(
         load_policy(policy_path),
         load_tokenizer(policy_path),
         [prompt for prompt in prompts for _ in range(samples_per_prompt)],
-        response_length=response_length,
-        temperature=temperature,
+        response_length=decoding.response_length,
+        temperature=decoding.temperature,
+        top_k=decoding.top_k,
+        top_p=decoding.top_p,
         seed=seed,
         batch_size=batch_size,
-        stop=stop,
-        stop_token_id=stop_token_id,
+        stop=decoding.stop_token,
+        stop_token_id=decoding.stop_token_id,
     )
     starts = range(0, len(answers.texts), samples_per_prompt)
     return [answers.texts[start : start + samples_per_prompt] for start in starts]
 
 
 def duplicates(samples: Sequence[Sequence[str]]) -> float:
-    """Share of the samples (M, K) whose text an earlier sample of the same prompt has."""
+    """Return the share of samples (M, K) that repeat an earlier sample of their prompt."""
     total = sum(map(len, samples))
     return (total - sum(len(set(group)) for group in samples)) / total
 
 
 def measure_samples(scores: ArrayLike, reference_scores: ArrayLike | None, *, seed: int) -> Samples:
-    """How scores spread over the samples of a policy, and what the best of k would get.
+    """Measure the distribution of the scores of samples, and the expected best of k.
 
     Args:
         scores: (M, K) scores of K samples of each of M prompts.
-        reference_scores: (M,) scores of the prompts' references; None if they have none.
-        seed: of the bootstrap.
+        reference_scores: (M,) scores of the references; None without references.
+        seed: seed of the bootstrap.
 
     Raises:
-        DataError: the shapes do not fit, or a prompt has fewer than two samples.
+        DataError: the shapes differ, or a prompt has fewer than two samples.
         ModelError: a score is not finite.
     """
     scores = np.asarray(scores, dtype=float)
     if scores.ndim != 2 or scores.shape[0] < 1 or scores.shape[1] < 2:
         raise DataError(
             f"The scores of samples are of shape {scores.shape}, not prompts by samples with at "
-            "least two samples a prompt: how they vary could not be said. Draw more."
+            "least two samples a prompt: their variance is undefined. Draw more."
         )
     require_finite(scores, "samples")
     counts, edges = np.histogram(scores, bins=NUM_BINS)
@@ -158,22 +158,22 @@ def measure_samples(scores: ArrayLike, reference_scores: ArrayLike | None, *, se
 
 
 def best_of(scores: Array, k: int) -> float:
-    """Expected highest score of k of a prompt's K samples (M, K), mean over prompts.
+    """Return the expected highest score of k of the K samples (M, K), mean over prompts.
 
         best[k] = sum_i C(i - 1, k - 1) / C(K, k) * x[i],   x[1] <= ... <= x[K]
 
-    x[i] is the highest of C(i - 1, k - 1) of the C(K, k) ways to take k without replacement. It
-    is an unbiased estimate of the expected highest of k new samples (arXiv:2107.03374, eq. 1, is
-    the same for scores of 0 and 1). k is at most K.
+    x[i] is the highest in C(i - 1, k - 1) of the C(K, k) subsets of size k. The sum is an unbiased
+    estimate of the expected highest score of k new samples (arXiv:2107.03374, eq. 1, is the case
+    of scores 0 and 1). k is at most K.
     """
     size = scores.shape[1]
     weights = comb(np.arange(size), k - 1) / comb(size, k)
     return float((np.sort(scores, axis=1) @ weights).mean())
 
 
-def _sizes(most: int) -> list[int]:
-    """1, 2, 4 and so on, and the number of samples itself."""
-    return [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
+def _sizes(num_samples: int) -> list[int]:
+    """Return the powers of 2 below the number of samples, and that number."""
+    return [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples] + [num_samples]
 
 
 def _compare_references(scores: Array, reference_scores: Array, seed: int) -> References:

@@ -1,4 +1,4 @@
-"""Scores to measure: those of pairs, and none that is not finite."""
+"""Score token rows and pairs, and raise for scores that are not finite."""
 
 from collections.abc import Sequence
 
@@ -6,21 +6,33 @@ import numpy as np
 
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.rates import Array
+from pipeline.reward_validation.vocabulary import known_tokens
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
 
+BATCH_SIZE = 64
+"""Texts per batch."""
+
+
+def encoded_scores(
+    model: RewardModel, rows: Sequence[list[int]], batch_size: int = BATCH_SIZE
+) -> Array:
+    """Return the scores (N,) of N token rows."""
+    scores: Array = model.score_encoded(rows, batch_size).double().numpy()
+    return scores
+
 
 def score_pairs(model: RewardModel, pairs: Sequence[LabelledPair]) -> tuple[Array, Array]:
-    """Scores (N,) of the chosen and (N,) of the rejected responses.
+    """Return the scores (N,) of the chosen and (N,) of the rejected responses.
 
     Raises:
-        ModelError: the model does not know a token of them, or a score is not finite.
+        ModelError: the model has no embedding of a token, or a score is not finite.
     """
     rows = [
         model.encode(pair.prompt, text) for pair in pairs for text in (pair.chosen, pair.rejected)
     ]
     _require_known_tokens(model, rows)
-    chosen, rejected = model.score_encoded(rows, 64).double().numpy().reshape(-1, 2).T
+    chosen, rejected = encoded_scores(model, rows).reshape(-1, 2).T
     broken = np.flatnonzero(~(np.isfinite(chosen) & np.isfinite(rejected)))
     if broken.size:
         first = broken[0]
@@ -34,7 +46,7 @@ def score_pairs(model: RewardModel, pairs: Sequence[LabelledPair]) -> tuple[Arra
 
 
 def require_finite(scores: Array, of: str) -> None:
-    """Refuse scores of prompts, (M,) or (M, K), that nothing can be learnt from.
+    """Raise if a score of M prompts, (M,) or (M, K), is not finite; `of` names the texts.
 
     Raises:
         ModelError: a score is not finite.
@@ -49,9 +61,9 @@ def require_finite(scores: Array, of: str) -> None:
 
 
 def _require_known_tokens(model: RewardModel, rows: Sequence[list[int]]) -> None:
-    """Refuse texts with tokens that the model lacks: looking them up ends in an index error."""
+    """Raise if a token has no embedding, which would otherwise be an index error."""
     largest = max((max(row) for row in rows if row), default=0)
-    known = model.model.get_input_embeddings().num_embeddings
+    known = known_tokens(model)
     if largest >= known:
         raise ModelError(
             f"The reward model's tokenizer gives id {largest} in the held-out pairs, and the model "

@@ -1,4 +1,4 @@
-"""Everything that is measured on a reward model before PPO, and the verdict."""
+"""Validate a reward model before PPO: all measurements, and whether it is fit."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,18 +22,18 @@ from ppo_core.models.reward_model import RewardModel
 
 
 class Draw(Protocol):
-    """Samples of the policy that PPO starts from."""
+    """Samples the policy that PPO starts from."""
 
     def __call__(self, prompts: Sequence[str], *, samples_per_prompt: int) -> list[list[str]]:
-        """So many samples (M, K) of each of M prompts."""
+        """Return K = `samples_per_prompt` samples (M, K) of each of M prompts."""
         ...
 
 
 MAX_REFERENCES = 1000
-"""Most references that the bias is the mean of, unless samples are drawn for more prompts."""
+"""Maximum number of references whose mean score is the bias, unless more prompts are sampled."""
 
 MAX_PROBED = 256
-"""Most references that probes change; each is scored ten times."""
+"""Maximum number of references that probes change; each is scored ten times."""
 
 
 def validate(
@@ -45,20 +45,20 @@ def validate(
     *,
     seed: int,
 ) -> dict[str, Any]:
-    """The report on a reward model, as JSON holds it, and whether it is `fit`.
+    """Return the report on a reward model as JSON values; `fit` is the verdict.
 
     Args:
-        model: the reward model, as it scores without bias or gain.
-        pairs: preferences that it was not trained on.
-        prompts: what PPO will train on; their references, if there are any, else the chosen
-            responses of `pairs`, are what probes degrade.
-        draw: samples of the policy that PPO starts from.
-        limits: when it is not fit.
-        seed: of intervals and probes.
+        model: the reward model, without bias and gain.
+        pairs: held-out preferences.
+        prompts: the prompts of PPO. The probes degrade their references, or without references
+            the chosen responses of `pairs`.
+        draw: samples the policy that PPO starts from.
+        limits: limits of the gate.
+        seed: seed of intervals and probes.
 
     Raises:
         ModelError: a score is not finite.
-        DataError: a text cannot be read by the model.
+        DataError: the model cannot read a text.
     """
     labelled = label_pairs(pairs.usable)
     chosen, rejected = score_pairs(model, labelled)
@@ -97,35 +97,35 @@ def validate(
     }
 
 
-def _score_references(model: RewardModel, prompts: Rows, most: int) -> Array | None:
-    """Scores of the first references; None if the prompts have none.
+def _score_references(model: RewardModel, prompts: Rows, limit: int) -> Array | None:
+    """Return the scores of the first `limit` references; None without references.
 
     Raises:
         ModelError: a score is not finite.
     """
     if not prompts.has("reference"):
-        print(f"{prompts.source} has no column reference: the reward keeps its own zero.")
+        print(f"{prompts.source} has no column reference: the bias is 0.")
         return None
-    columns = (prompts.column(name)[:most] for name in ("prompt", "reference"))
-    scores: Array = model.score_texts(*columns).double().numpy()
+    texts, references = prompts.column("prompt")[:limit], prompts.column("reference")[:limit]
+    scores: Array = model.score_texts(texts, references).double().numpy()
     require_finite(scores, "references")
     return scores
 
 
 def _good_answers(prompts: Rows, pairs: Sequence[LabelledPair]) -> tuple[list[str], list[str]]:
-    """Prompts and what people wrote to them, or liked: what probes make worse."""
+    """Return prompts with their references, or with the responses that people chose."""
     if prompts.has("reference"):
         texts = prompts.column("prompt"), prompts.column("reference")
     else:
-        liked = [pair for pair in pairs if not pair.tie]
-        texts = [pair.prompt for pair in liked], [pair.chosen for pair in liked]
+        decided = [pair for pair in pairs if not pair.tie]
+        texts = [pair.prompt for pair in decided], [pair.chosen for pair in decided]
     return texts[0][:MAX_PROBED], texts[1][:MAX_PROBED]
 
 
 def _score_samples(
     model: RewardModel, prompts: Sequence[str], samples: Sequence[Sequence[str]]
 ) -> Array:
-    """Scores (M, K) of K samples of each of M prompts."""
+    """Return the scores (M, K) of K samples of each of M prompts."""
     repeated = [prompt for prompt, group in zip(prompts, samples, strict=True) for _ in group]
     scores = model.score_texts(repeated, [text for group in samples for text in group])
     return scores.double().numpy().reshape(len(samples), -1)

@@ -1,53 +1,61 @@
-"""Is this the tokenizer that a reward model was trained with?"""
+"""Check that a tokenizer is the one that a reward model was trained with."""
 
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
+
+from torch import nn
 
 from ppo_core.models.reward_model import RewardModel
 
 MAX_UNKNOWN = 0.05
-"""Share of unknown tokens in real texts above which the tokenizer is another one's."""
+"""Maximum share of unknown tokens in real texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """What can be told of a tokenizer and its model."""
+    """A tokenizer compared with its model."""
 
     largest_id: int
-    """Largest token id that a text can have; scripts add a pad token, which none has."""
+    """Largest token id of a text; the pad token, which scripts add, does not count."""
 
     embeddings: int
-    """Tokens that the model knows: the ids below this number."""
+    """Token embeddings of the model; ids must be below this number."""
 
     unknown: float | None
-    """Share of unknown tokens in the real texts; None where the tokenizer has no such token."""
+    """Share of unknown tokens in real texts; None if the tokenizer has no unknown token."""
 
     digest: str
-    """SHA-256 of its tokens with their ids, and of its special tokens."""
+    """SHA-256 of the tokens with their ids, and of the special tokens."""
 
     chat_template: str | None
-    """SHA-256 of its chat template; None without one."""
+    """SHA-256 of the chat template; None without one."""
 
 
 def measure_vocabulary(model: RewardModel, texts: Sequence[str]) -> Vocabulary:
-    """Hold a tokenizer against its model, and against real texts."""
+    """Compare a tokenizer with its model and with real texts."""
     tokenizer = model.tokenizer
     tokens = tokenizer.get_vocab()
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     template = tokenizer.chat_template
     return Vocabulary(
         largest_id=max(number for token, number in tokens.items() if token != tokenizer.pad_token),
-        embeddings=model.model.get_input_embeddings().num_embeddings,
+        embeddings=known_tokens(model),
         unknown=_unknown_share(model, texts),
         digest=_digest([sorted(tokens.items()), sorted(special.items())]),
         chat_template=None if template is None else _digest(template),
     )
 
 
+def known_tokens(model: RewardModel) -> int:
+    """Return the number of token embeddings of a model."""
+    return cast("nn.Embedding", model.model.get_input_embeddings()).num_embeddings
+
+
 def vocabulary_reasons(vocabulary: Vocabulary) -> list[str]:
-    """Why a model must not be trained against with this tokenizer."""
+    """Return the reasons against a model with this tokenizer."""
     reasons = []
     if vocabulary.largest_id >= vocabulary.embeddings:
         reasons.append(
@@ -66,7 +74,7 @@ def vocabulary_reasons(vocabulary: Vocabulary) -> list[str]:
 
 def _unknown_share(model: RewardModel, texts: Sequence[str]) -> float | None:
     unknown = model.tokenizer.unk_token_id
-    # Without special tokens: the end-of-sequence token is the unknown one for GPT-2.
+    # Without special tokens: the end-of-sequence token of GPT-2 is also its unknown token.
     ids = [
         token
         for text in texts

@@ -13,9 +13,9 @@ from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
 DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
-    # Two lines at the end of every step.
+    # MLflow would print two lines at the end of every step.
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    # Three retries are given up after 14 seconds, MLflow's own seven after four minutes.
+    # With three retries MLflow gives up after 14 seconds, with its default of seven after minutes.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -25,9 +25,9 @@ DEFAULTS = {
 
 
 def prepare_environment() -> None:
-    """Set what is not set already; the processes of the steps inherit it.
+    """Set environment variables that are not set; the processes of the steps inherit them.
 
-    Metaflow refuses to run for root and for nobody, as which a container runs.
+    Metaflow refuses to run as root or without a user name, as in a container.
     """
     # Metaflow starts the tasks of further machines as `python`.
     folder, search = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
@@ -36,7 +36,7 @@ def prepare_environment() -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     keep_few_compiled_matmuls()
-    # At the end of a process nothing is looked through for garbage: all memory goes back anyway.
+    # No garbage collection at exit: the process frees all its memory anyway.
     atexit.register(gc.freeze)
     if get_username() is None:
         os.environ["USERNAME"] = "rlhf"

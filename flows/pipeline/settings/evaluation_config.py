@@ -1,4 +1,4 @@
-"""How policies are compared."""
+"""Settings of the evaluation."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ppo_core.config.checks import require, require_count
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """What is answered and judged, and when the result is no result.
+    """How many prompts are answered and how, and when the result is inconclusive.
 
     Raises:
         ConfigError: a value is out of range.
@@ -20,10 +20,10 @@ class EvaluationConfig:
     """Temperature of the answers; 0 always takes the likeliest token."""
 
     top_k: int = 0
-    """Sample from the so many likeliest tokens; 0 from all."""
+    """Sample from this number of likeliest tokens; 0 samples from all tokens."""
 
     top_p: float = 1.0
-    """Sample from the likeliest tokens that hold this probability; 1 from all."""
+    """Sample from the likeliest tokens with this total probability; 1 samples from all tokens."""
 
     max_invalid: float = 0.05
     """Share of the pairs for which the judge may give no verdict; above it, the result is
@@ -38,7 +38,7 @@ class EvaluationConfig:
     judge is asked about them too, and its agreement reported. Empty for none."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise if a value is out of range."""
         require_count(self, "num_examples")
         require(self, "temperature", self.temperature >= 0, "at least 0")
         require(self, "top_k", self.top_k >= 0, "at least 0")

@@ -1,4 +1,4 @@
-"""How judges that are language models are asked."""
+"""Settings of judges that are chat models."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from ppo_core.config.checks import require, require_count
 
 @dataclass(frozen=True, kw_only=True)
 class JudgingConfig:
-    """How a chat model is asked, and what asking may cost. Other judges need none of it.
+    """How a chat model is asked, and the limits of its cost. Other judges ignore these settings.
 
     Raises:
         ConfigError: a value is out of range.
@@ -48,7 +48,7 @@ class JudgingConfig:
     """Tokens of questions and replies that one evaluation may use there; None for no limit."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise if a value is out of range."""
         for name in ("max_reply_tokens", "attempts", "concurrency"):
             require_count(self, name)
         require(self, "criterion", bool(self.criterion.strip()), "a sentence")

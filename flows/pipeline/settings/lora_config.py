@@ -1,4 +1,4 @@
-"""How the policy is adapted, where it is not trained whole."""
+"""Settings of adapters (LoRA) for the policy."""
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -17,15 +17,15 @@ ALL_LINEAR = "all-linear"
 class LoraConfig:
     """Adapters on a frozen policy (LoRA, arXiv:2106.09685), or none.
 
-    There is no dropout among them: PPO sets all dropout to 0, for what learns must be the policy
-    that sampled.
+    There is no setting for dropout: PPO sets all dropout to 0, so that the trained policy is the
+    policy that sampled.
 
     Raises:
         ConfigError: a value is out of range, would be ignored, or the package peft is missing.
     """
 
     r: int = 0
-    """Rank of the adapters; 0 trains the whole policy."""
+    """Rank of the adapters; 0 trains all parameters of the policy."""
 
     alpha: int = 32
     """The adapters are scaled by alpha / r."""
@@ -35,7 +35,7 @@ class LoraConfig:
     head."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise if a value is out of range."""
         require(self, "r", self.r >= 0, "at least 0")
         require_count(self, "alpha")
         names = self.target_modules
@@ -54,10 +54,10 @@ class LoraConfig:
             )
 
     def peft_config(self) -> "peft.LoraConfig | None":
-        """What PPOTrainer takes as `peft_config`; None to train the whole policy."""
+        """Return `peft_config` for PPOTrainer; None to train all parameters."""
         if self.r == 0:
             return None
-        # Inside: the adapters need torch, which the settings can be read without.
+        # Imported here: adapters need torch, and reading the settings must not.
         from ppo_core.models.adapters import lora_config
 
         return lora_config(

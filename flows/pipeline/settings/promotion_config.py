@@ -1,4 +1,4 @@
-"""When a policy may become the champion without a person."""
+"""Limits for promoting a policy without a person."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from ppo_core.config.checks import require
 
 @dataclass(frozen=True, kw_only=True)
 class PromotionConfig:
-    """The limits of the gate before production.
+    """Limits of the promotion gate.
 
-    How many verdicts may be invalid is `max_invalid` of the evaluation: above it the result is
-    inconclusive, and nothing inconclusive is promoted.
+    The limit of invalid verdicts is `max_invalid` of the evaluation: above it the evaluation is
+    inconclusive, and an inconclusive evaluation promotes nothing.
 
     Raises:
         ConfigError: a value is out of range.
@@ -35,7 +35,7 @@ class PromotionConfig:
     """Largest share of an answer's 3-grams of words that repeat one before them, on average."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise if a value is out of range."""
         for name in ("min_win_rate", "min_reference_win_rate"):
             require(self, name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         require(self, "max_kl", self.max_kl > 0, "above 0")

@@ -1,4 +1,4 @@
-"""When a reward model is fit to train against."""
+"""Settings of the validation of the reward model."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ppo_core.config.checks import require, require_count
 
 @dataclass(frozen=True, kw_only=True)
 class RewardGateConfig:
-    """What the reward model is measured on, and the limits of the gate before PPO.
+    """What the reward model is measured on, and the limits of its gate.
 
     Raises:
         ConfigError: a value is out of range.
@@ -49,7 +49,7 @@ class RewardGateConfig:
     """Scale the reward so that the SFT policy's samples have a standard deviation of 1."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise if a value is out of range."""
         for name in (
             "min_accuracy",
             "max_calibration_error",

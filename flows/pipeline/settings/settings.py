@@ -1,4 +1,4 @@
-"""Settings of a run of the flow: a TOML file and the command line, read strictly."""
+"""Settings of a run of the flow, read strictly from a TOML file and the command line."""
 
 import dataclasses
 import difflib
@@ -20,22 +20,21 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
-PPO_SIZES = {
+PPO_SIZES: dict[str, Any] = {
     "batch_size": 512,
     "per_device_train_batch_size": 16,
     "total_episodes": 100_000,
     "save_steps": 0.1,
     "save_total_limit": 2,
 }
-"""Sizes of a PPO run where its section sets none, as published runs have them, and checkpoints at
-each tenth of it, from which the step goes on when it is tried again; the defaults of PPOConfig are
-those of the scripts that it takes."""
+"""Defaults of the flow for [ppo]: sizes of published runs, and a checkpoint at each tenth of the
+run, from which a retried step resumes. The defaults of PPOConfig are those of TRL's scripts."""
 
 NOT_OF_THE_FLOW = {
     "output_dir": "set output_dir of the run",
     "logging_steps": "every update is logged",
     "num_sample_generations": "the flow keeps answers to the evaluation prompts, see samples.json",
-    "save_strategy": "when the PPO step is tried again, it goes on from its checkpoints",
+    "save_strategy": "a retried PPO step resumes from its checkpoints",
     "eval_strategy": "the flow judges the policy after training, see [evaluation]",
     "push_to_hub": "the policy goes to MLflow, as registered_model",
     "sft_model_path": "set policy of the run",
@@ -44,10 +43,10 @@ NOT_OF_THE_FLOW = {
     "model_adapter_name": "the flow makes the adapter itself, see [lora]",
     "ref_adapter_name": "the reference is the policy before PPO",
 }
-"""Settings of PPO that the flow decides itself, and what to do instead."""
+"""PPO settings that the flow decides itself, and what to do instead."""
 
 NO_VALUE = "none"
-"""Stands for None, which TOML cannot write, where a setting left out is something else."""
+"""Text for None, which TOML lacks, in settings whose default is not None."""
 
 PRESETS = Path(__file__).parents[2] / "presets"
 
@@ -123,7 +122,7 @@ class Settings:
     """What PPO does."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """Adapters that PPO trains in the place of the whole policy."""
+    """Adapters that PPO trains instead of all parameters."""
 
     reward_gate: RewardGateConfig = field(default_factory=RewardGateConfig)
     """When the reward model is fit to train against."""
@@ -138,7 +137,7 @@ class Settings:
     """When the policy becomes the champion."""
 
     def __post_init__(self) -> None:
-        """Refuse inputs that are missing or contradict each other."""
+        """Raise if inputs are missing or settings contradict each other."""
         # The range of numpy's and torch's generators.
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed} must be at least 0 and below 2**32.")
@@ -164,7 +163,7 @@ class Settings:
 
     def _refuse_a_token(self) -> None:
         if self.ppo.hub_token is not None:
-            # Not quoted: the message would be the first place to have the token.
+            # The message must not quote the token.
             raise ConfigError(
                 "ppo.hub_token is set: nothing is uploaded to the hub, so it would only be kept in "
                 "MLflow for all to see, with the other settings. Remove it; what is read from the "
@@ -212,14 +211,14 @@ INPUTS = (
 
 
 def make_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, Any]) -> Settings:
-    """The settings of a run: the command line wins over the file, the file over the defaults.
+    """Return the settings of a run: the command line wins over the file, the file over defaults.
 
-    With no file and no input named, the preset of the built-in task takes the file's place.
-    The seed of the run is the seed of every section that does not set its own.
+    Without a file and without inputs, the preset of the built-in task is the file. The seed of the
+    run is the seed of every section without one.
 
     Args:
-        from_file: the parsed TOML file, empty if there is none.
-        from_command_line: parameter names to values; None where it was not given.
+        from_file: the parsed TOML file; empty if there is none.
+        from_command_line: values by parameter name; None for parameters that were not given.
 
     Raises:
         ConfigError: a setting is unknown, has the wrong type, is out of range or is missing.
@@ -236,17 +235,17 @@ def make_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, 
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The parsed preset `flows/presets/NAME.toml`."""
+    """Return the parsed preset `flows/presets/NAME.toml`."""
     return tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def as_plain_dict(settings: Settings) -> dict[str, Any]:
-    """The settings as nested plain dicts, for JSON and for the registry."""
+    """Return the settings as nested dicts."""
     return dataclasses.asdict(settings)
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables of settings as one, the names joined by dots."""
+    """Return nested tables of settings as one table, names joined by dots."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -257,12 +256,12 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def needs_no_value(kind: Any, default: object) -> bool:
-    """Whether None of a setting of this type has to be written as NO_VALUE."""
+    """Return whether None must be written as NO_VALUE for a setting of this type and default."""
     return NoneType in get_args(kind) and default is not None
 
 
 def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
-    """Make the dataclass `kind` of a TOML table; `where` is the table's name with a dot."""
+    """Build the dataclass `kind` from a TOML table; `where` is the table's name with a dot."""
     types = get_type_hints(kind)
     defaults = {one.name: one.default for one in dataclasses.fields(kind)}
     values = {}
@@ -288,7 +287,7 @@ def _check_type(kind: Any, value: Any, name: str) -> Any:
         TypeAdapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
         raise ConfigError(f"{name}={value!r}: {error.errors()[0]['msg']}.") from error
-    # As it was given: 1 stays 1 where a float is asked for, or a file of settings would not repeat.
+    # The given value: 1 must stay 1 for a float setting, so that the settings file repeats the run.
     return value
 
 
@@ -299,7 +298,7 @@ def _describe_unknown(key: str, known: list[str], where: str) -> str:
 
 
 def _with_one_seed(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with the seed of the run in every section that sets none."""
+    """Return the table with the seed of the run in every section without a seed."""
     seed = table.get("seed", Settings.seed)
     sections = {name: table.get(name, {}) for name in ("sft", "reward_model_training", "ppo")}
     return {**table} | {
@@ -309,7 +308,7 @@ def _with_one_seed(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_sizes(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with the sizes of a PPO run that its section leaves open."""
+    """Return the table with the flow's defaults for the sizes that [ppo] does not set."""
     section = table["ppo"]
     if not isinstance(section, Mapping):
         return {**table}

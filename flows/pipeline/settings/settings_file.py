@@ -13,28 +13,28 @@ COMMENT = """\
 #     python flows/rlhf.py --config settings FILE run
 #
 # with FILE being this file. Flags win over it; a section without a seed follows --seed. Paths are
-# as they were given: run it in the folder from which the relative ones are right. What is not here
-# is None.
+# as they were given: run it in the folder from which the relative ones are valid. A missing
+# setting is None.
 
 """
 
 
 def settings_text(settings: Settings) -> str:
-    """The settings as TOML, with a comment that says how to use it.
+    """Return the settings as TOML, with a comment that says how to use them.
 
-    Read again by `make_settings`, they are equal to these. Of a run of a built-in task they must
-    be those before its inputs were made: the files lie in a cache that others do not have.
+    `make_settings` of the parsed text returns equal settings. For a built-in task, pass the
+    settings before its inputs were made, because these are files in a local cache.
     """
     table = _table(settings)
     for section in table.values():
         if isinstance(section, dict) and section.get("seed") == settings.seed:
-            # It is the seed of the run, and follows it when another one is asked for.
+            # Left out, the section follows the seed of the run, also when --seed changes it.
             del section["seed"]
     return COMMENT + tomli_w.dumps(table)
 
 
 def _table(config: Any) -> dict[str, Any]:
-    """The fields of a dataclass by their names, sections as tables of their own."""
+    """Return the fields of a dataclass as a table, nested dataclasses as nested tables."""
     types = get_type_hints(type(config))
     table: dict[str, Any] = {}
     for one in fields(config):

@@ -1,7 +1,7 @@
-"""From entries of the journal to calls of MLflow, each of which may be made twice.
+"""Send entries of the journal by calls of MLflow, each of which may be repeated.
 
-MLflow's key of a metric is its run, name, time, step and value, so that one sent again is found;
-tags, states and artifacts are written over by the same.
+MLflow's key of a metric is its run, name, time, step and value, so a repeated metric is stored
+once; tags, states and artifacts are overwritten by equal ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,16 +17,16 @@ from pipeline.tracking.journal import Entry
 MAX_METRICS_PER_CALL = 1000
 
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST"}
-"""What MLflow says of a call that it will never take: a bad name or value, a run that is gone.
+"""Error codes of a call that MLflow will never accept: a bad name or value, a deleted run.
 
-All else may pass: no connection, a server in trouble, credentials that have run out."""
+Other errors may be temporary: no connection, a failing server, expired credentials."""
 
 Refused = tuple[Entry, str]
-"""An entry that MLflow will never take, and why."""
+"""An entry that MLflow will never accept, and the reason."""
 
 
 def in_calls(entries: Sequence[tuple[Entry, int]]) -> Iterator[list[tuple[Entry, int]]]:
-    """Neighbours that one call can hold: metrics of one run, any other entry alone."""
+    """Yield consecutive entries that fit into one call: metrics of one run, else a single entry."""
     together: list[tuple[Entry, int]] = []
     values = 0
     for entry, position in entries:
@@ -45,11 +45,10 @@ def in_calls(entries: Sequence[tuple[Entry, int]]) -> Iterator[list[tuple[Entry,
 
 
 def deliver(client: MlflowClient, entries: Sequence[Entry]) -> list[Refused]:
-    """Send what `in_calls` has put together; returns what MLflow will never take.
+    """Send the entries of one call; return those that MLflow will never accept.
 
     Raises:
-        Exception: whatever MLflow or the client of a store of artifacts raises, each its own,
-            where it may pass.
+        Exception: a temporary error, of a class of MLflow or of the client of the artifact store.
     """
     match entries[0]:
         case {"kind": "metrics", "run": run}:
@@ -82,7 +81,7 @@ def _send(client: MlflowClient, entry: Entry) -> None:
 
 
 def _in(entry: Entry) -> list[Metric]:
-    """The metrics of an entry; a figure of the whole run is at step 0."""
+    """Return the metrics of an entry; a metric without a step gets step 0."""
     return [
         Metric(name, value, entry["time"], entry["step"] or 0)
         for name, value in entry["values"].items()
@@ -90,7 +89,7 @@ def _in(entry: Entry) -> list[Metric]:
 
 
 def _send_metrics(client: MlflowClient, run: str, metrics: Sequence[Metric]) -> list[Refused]:
-    """Send metrics of one run. One that is refused is found by halves: the rest is taken."""
+    """Send metrics of one run; find a refused metric by bisection, and send the others."""
     refused: list[Refused] = []
     for start in range(0, len(metrics), MAX_METRICS_PER_CALL):
         some = metrics[start : start + MAX_METRICS_PER_CALL]
@@ -109,7 +108,7 @@ def _send_metrics(client: MlflowClient, run: str, metrics: Sequence[Metric]) -> 
 
 
 def _is_gone(client: MlflowClient, run: str) -> bool:
-    """Whether a run was deleted, for ever or not."""
+    """Return whether a run was deleted, permanently or not."""
     try:
         return client.get_run(run).info.lifecycle_stage == "deleted"
     except MlflowException as error:

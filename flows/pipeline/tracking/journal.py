@@ -1,4 +1,4 @@
-"""What is to be tracked, on disk first: MLflow may be away, or the process killed, at any time."""
+"""A journal on disk of everything to track: MLflow may be down and the process may be killed."""
 
 import errno
 import fcntl
@@ -15,22 +15,21 @@ from typing import Any
 from ppo_core.data.atomic_files import write_atomically
 
 Entry = dict[str, Any]
-"""One line: `kind` (metrics, tag, file, status), `run`, `time` in ms since 1970, and what it is."""
+"""One line: `kind` (metrics, tag, file, status), `run`, `time` in ms since 1970, and its values."""
 
 
 class Journal:
-    """Entries in the order in which they came, and how far they were sent.
+    """Stores entries in order, and the position up to which they were sent.
 
-    Threads and processes may write to one folder at a time. In it are `journal.jsonl`, an entry a
-    line, which is only appended to; `journal.sent`, how many bytes of it were sent;
-    `journal.refused`, entries that MLflow would not take, with its reason; and `files`.
+    Several threads and processes may write to a folder at the same time. It holds `journal.jsonl`,
+    which is append-only with one entry per line; `journal.sent`, the number of bytes sent;
+    `journal.refused`, the entries that MLflow refused, with the reason; and `files`.
 
-    An entry outlives its process, not a power cut: waiting for the disk would cost an update more
-    than all the rest.
+    An entry survives its process but not a power cut: fsync would dominate the time of an update.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Go on with the journal in `folder`, or begin one."""
+        """Open the journal in `folder`, or create it."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.resolve()
         self.path = self.folder / "journal.jsonl"
@@ -41,15 +40,15 @@ class Journal:
         self._names: dict[tuple[str, int], set[str]] = {}
         self._latest: dict[tuple[str, str, str], str] = {}
         with self._writing():
-            # A power cut may have taken lines that were sent: those to come were not.
+            # A power cut may have removed lines that were sent; later lines were not sent.
             self.mark_sent(min(self.sent(), self.end()))
 
     def log_metrics(self, run: str, values: Mapping[str, float], step: int | None = None) -> None:
-        """Add metrics of a run; what was measured earlier stands.
+        """Add metrics of a run; earlier values of a step are kept.
 
-        A metric of a step is added once, ever: a training that is resumed from a checkpoint makes
-        some of its steps again, to the same values, and their curves have one point a step. A
-        metric without a step is a figure of the whole run: it is added again if it has changed.
+        A metric of a step is added once: a training that resumes from a checkpoint repeats some
+        steps with equal values, and its curve keeps one point per step. A metric without a step
+        describes the full run and is added again if its value has changed.
         """
         with self._writing() as file:
             new = {
@@ -61,40 +60,40 @@ class Journal:
                 self._append(file, kind="metrics", run=run, step=step, values=new)
 
     def set_tag(self, run: str, key: str, value: str) -> None:
-        """Add a tag, unless it is the present one."""
+        """Add a tag unless it has this value already."""
         with self._writing() as file:
             if self._latest.get((run, "tag", key)) != value:
                 self._append(file, kind="tag", run=run, key=key, value=value)
 
     def tag(self, run: str, key: str) -> str | None:
-        """The value that a tag was last given here."""
+        """Return the last value of a tag; None if it was never set here."""
         return self._latest.get((run, "tag", key))
 
     def set_status(self, run: str, status: str) -> None:
-        """Add that a run is now RUNNING, FINISHED or FAILED."""
+        """Add the status of a run: RUNNING, FINISHED or FAILED."""
         with self._writing() as file:
             self._append(file, kind="status", run=run, status=status)
 
     def add_file(self, run: str, path: Path, folder: str = "") -> None:
-        """Add a file or a folder, which has to stay where it is until it is sent.
+        """Add a file or a folder, which must stay in place until it is sent.
 
         Args:
-            run: the run that it is an artifact of.
-            path: where it is.
-            folder: folder among the artifacts that it is put into.
+            run: the run that gets the artifact.
+            path: the file or folder.
+            folder: target folder among the artifacts of the run.
         """
         with self._writing() as file:
             self._append(file, kind="file", run=run, path=str(path.resolve()), folder=folder)
 
     def write_file(self, run: str, artifact: str, content: bytes) -> None:
-        """Keep the content of an artifact beside the journal and add it; `artifact` is its path."""
+        """Store an artifact beside the journal and add it; `artifact` is its path in MLflow."""
         path = self.folder / "files" / run / artifact
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content, durable=False)
         self.add_file(run, path, artifact.rpartition("/")[0])
 
     def next_step(self, run: str, prefix: str) -> int:
-        """The step after the last one of all metrics of a run whose names begin with `prefix`."""
+        """Return the step after the last one of a run's metrics with a prefix."""
         with self._writing():
             steps = [
                 step
@@ -104,21 +103,21 @@ class Journal:
         return max(steps, default=-1) + 1
 
     def end(self) -> int:
-        """Where the journal ends, in bytes."""
+        """Return the size of the journal in bytes."""
         return self.path.stat().st_size
 
     def sent(self) -> int:
-        """How many bytes of the journal were sent."""
+        """Return the number of bytes that were sent."""
         written = self._sent.read_text().strip() if self._sent.exists() else ""
-        # A power cut may leave it empty: all is sent again, which MLflow stores once.
+        # A power cut may leave the file empty: then everything is sent again, and stored once.
         return int(written) if written.isdigit() else 0
 
     def mark_sent(self, position: int) -> None:
-        """Note that all entries before a position were sent."""
+        """Record that all entries before a position were sent."""
         write_atomically(self._sent, f"{position}\n", durable=False)
 
     def unsent(self, limit: int | None = None) -> list[tuple[Entry, int]]:
-        """The next entries to send, each with the position to mark when it was."""
+        """Return the next entries to send, each with the position to mark once it is sent."""
         with self.path.open("rb") as file:
             file.seek(self.sent())
             position = file.tell()
@@ -131,13 +130,13 @@ class Journal:
         return entries
 
     def refuse(self, entry: Entry, reason: str) -> None:
-        """Set aside an entry that can never be sent."""
+        """Move an entry that can never be sent to `journal.refused`."""
         with self.refused.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**entry, "refused": reason}) + "\n")
 
     @contextmanager
     def sending(self) -> Iterator[bool]:
-        """Whether nobody else sends this journal now; nobody will while the context lasts."""
+        """Lock the sending of this journal; yield whether this process has the lock."""
         with (self.folder / "journal.sending").open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,31 +150,31 @@ class Journal:
 
     @contextmanager
     def _writing(self) -> Iterator[FileIO]:
-        """The file, for this thread of this process alone, with all that others have added read."""
+        """Lock the journal for this thread, read what others added, and yield the file."""
         with self._lock, self.path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 self._catch_up(file)
                 yield file
             finally:
-                # Closing would not do: a process that was forked meanwhile holds the file too.
+                # Closing is not enough: a process that was forked meanwhile has the file open too.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
     def _catch_up(self, file: FileIO) -> None:
-        """Read what was added; half a line is that of a process that was killed, and goes."""
+        """Read new entries; cut off the partial line that a killed process left."""
         file.seek(self._read_to)
         added = file.readall()
-        whole = added.rfind(b"\n") + 1
-        if whole < len(added):
-            file.truncate(self._read_to + whole)
-        for line in added[:whole].splitlines():
+        complete = added.rfind(b"\n") + 1
+        if complete < len(added):
+            file.truncate(self._read_to + complete)
+        for line in added[:complete].splitlines():
             self._remember(_entry(line))
-        self._read_to += whole
+        self._read_to += complete
 
     def _append(self, file: FileIO, **entry: Any) -> None:
         line = json.dumps({"time": time.time_ns() // 1_000_000, **entry}).encode() + b"\n"
         if file.write(line) < len(line):
-            raise OSError(errno.ENOSPC, "No room for a line of what is to be tracked", self.path)
+            raise OSError(errno.ENOSPC, "No space left for a line of the journal", self.path)
         self._read_to += len(line)
         self._remember(entry)
 
@@ -196,7 +195,7 @@ class Journal:
 
 
 def _entry(line: bytes) -> Entry:
-    """The entry of a line; what a power cut or an editor has spoilt is one of its own kind."""
+    """Return the entry of a line; a line damaged by a power cut gets the kind `spoilt`."""
     try:
         entry = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The way to MLflow: the usual environment variables, or a file in the working directory."""
+"""Connect to MLflow by its environment variables, else to a file in the working directory."""
 
 import logging
 import os
@@ -13,16 +13,16 @@ from ppo_core.errors import ConfigError, ModelError
 from serving.redaction import without_credentials
 
 EXPERIMENT = "rlhf"
-"""Where the runs of the flow are."""
+"""Experiment of the runs of the flow."""
 
 DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
 
 MAX_PARAM_CHARACTERS = 6000
-"""What MLflow takes as the value of a parameter of a run."""
+"""Maximum length of the value of a parameter."""
 
 
 def connect() -> MlflowClient:
-    """A client of the tracking server and its registry, which is not asked anything yet."""
+    """Return a client of the tracking server and its registry; no request is made."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
@@ -31,12 +31,26 @@ def connect() -> MlflowClient:
     return MlflowClient()
 
 
+def create_experiment(client: MlflowClient, title: str) -> str:
+    """Create an experiment and return its id; an experiment that is there already is taken.
+
+    MLflow's client repeats a call whose reply was lost, and the second call is refused.
+    """
+    try:
+        return client.create_experiment(title)
+    except MlflowException:
+        made = client.get_experiment_by_name(title)
+        if made is None:
+            raise
+        return made.experiment_id
+
+
 def check_registry(name: str) -> None:
-    """Refuse a registry that cannot be reached, or a name that it would not take.
+    """Raise if the registry cannot be reached, or a name is invalid.
 
     Raises:
-        ConfigError: the name has a character that URIs of versions cannot hold.
-        ModelError: the registry gives no answer.
+        ConfigError: the name has a character that the URI of a version cannot hold.
+        ModelError: the registry does not answer.
     """
     if not name or any(character in name for character in "/:"):
         raise ConfigError(
@@ -45,7 +59,7 @@ def check_registry(name: str) -> None:
         )
     try:
         connect().search_registered_models(max_results=1)
-    # The driver of a database may not be installed.
+    # ImportError: the driver of the database is not installed.
     except (MlflowException, OSError, ImportError) as error:
         raise ModelError(
             f"The MLflow registry at {registry_address()} gives no answer: "
@@ -54,22 +68,22 @@ def check_registry(name: str) -> None:
 
 
 def registry_address() -> str:
-    """Where the registry is, as it may be shown."""
+    """Return the address of the registry without credentials."""
     return without_credentials(mlflow.get_registry_uri())
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Say in plain words what MLflow refused, or that it gave no answer; also as a decorator.
+    """Turn the errors of MLflow into a ModelError; usable as a decorator.
 
     Raises:
-        ModelError: it did.
+        ModelError: MLflow refused a request or did not answer.
     """
     try:
         yield
     except (MlflowException, OSError) as error:
         raise ModelError(
-            f"MLflow at {registry_address()} did not do what was asked of it: "
-            f"{without_credentials(error)}. Mend the cause and try again, a run of the flow with "
+            f"MLflow at {registry_address()} did not carry out a request: "
+            f"{without_credentials(error)}. Fix the cause and try again, a run of the flow with "
             "`python flows/rlhf.py resume`: nothing is done twice."
         ) from error

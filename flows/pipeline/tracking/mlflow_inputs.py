@@ -1,4 +1,4 @@
-"""The data sets that a run read, as MLflow shows them beside it."""
+"""Log the data sets of a run, which MLflow shows beside it."""
 
 import json
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from pipeline.tracking.mlflow_client import connect, explained
 
 @explained()
 def log_data(run_id: str, data: Sequence[DataSet]) -> None:
-    """Log data sets as inputs of a run; doing so again changes nothing.
+    """Log data sets as inputs of a run; repeating the call changes nothing.
 
     Raises:
-        ModelError: MLflow gives no answer.
+        ModelError: MLflow does not answer.
     """
     connect().log_inputs(run_id, [_input(one) for one in data])
 

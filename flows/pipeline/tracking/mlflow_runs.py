@@ -1,6 +1,6 @@
-"""The runs in MLflow of one run of the flow: a parent, and below it one for each step."""
+"""Create the MLflow runs of one run of the flow: a parent, and a child for each step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,20 +13,15 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.settings.settings import flatten
-from pipeline.tracking.mlflow_client import EXPERIMENT, MAX_PARAM_CHARACTERS, connect
+from pipeline.tracking.mlflow_client import (
+    EXPERIMENT,
+    MAX_PARAM_CHARACTERS,
+    connect,
+    create_experiment,
+)
 from pipeline.tracking.tracker import PARENT
 from ppo_core.errors import ModelError
 from serving.redaction import without_credentials
-
-STEPS = (
-    "load_policy",
-    "load_reward_model",
-    "validate_reward_model",
-    "train_policy",
-    "evaluate_win_rate",
-    "register",
-)
-"""Steps of the flow that have a run of their own."""
 
 STEP = "step"
 """Tag with the name of the step, or PARENT."""
@@ -35,31 +30,36 @@ MAX_PARAMS_PER_CALL = 100
 
 
 def start_runs(
-    name: str, flow_run: str, settings: Mapping[str, Any], tags: Mapping[str, str]
+    name: str,
+    flow_run: str,
+    settings: Mapping[str, Any],
+    tags: Mapping[str, str],
+    steps: Sequence[str],
 ) -> dict[str, str]:
-    """The ids of the parent and of the run of each step, by `parent` and the steps' names.
+    """Return the ids of the parent and of the run of each step, by `parent` and step name.
 
-    They are made if they are not there: a start that is tried again finds those it has made.
-    Steps that have not begun are SCHEDULED.
+    Missing runs are created, so a retried start finds its own runs. Steps that have not started
+    are SCHEDULED.
 
     Args:
-        name: what the run is about, such as the name of the registered model.
+        name: short description, such as the name of the registered model.
         flow_run: id of the run of the flow.
         settings: parameters of the parent; tables in it are joined by dots.
-        tags: what else there is to know, tags of the parent.
+        tags: tags of the parent.
+        steps: names of the steps that get a run.
 
     Raises:
-        ModelError: MLflow gives no answer, or will not take them.
+        ModelError: MLflow does not answer, or refuses.
     """
     client = connect()
     server = without_credentials(mlflow.get_tracking_uri())
     try:
         experiment = _experiment(client)
-        # What tells runs apart comes first: lists show the beginning of a name.
+        # The time first: lists show the beginning of a name.
         title = f"{datetime.now(UTC):%Y-%m-%d %H:%M} {name}"
         parent = _parent(client, experiment, title, flow_run, tags)
         _log_settings(client, parent, settings)
-        runs = {PARENT: parent, **_children(client, experiment, flow_run, parent)}
+        runs = {PARENT: parent, **_children(client, experiment, flow_run, parent, steps)}
     except MlflowException as error:
         raise ModelError(
             f"MLflow at {server} starts no run: {without_credentials(error)} Nothing would be "
@@ -72,15 +72,9 @@ def start_runs(
 
 
 def _experiment(client: MlflowClient) -> str:
-    """The id of the experiment, which is made by the first run."""
-    if client.get_experiment_by_name(EXPERIMENT) is None:
-        try:
-            client.create_experiment(EXPERIMENT)
-        except MlflowException as error:
-            # Another run was faster, or this one did not hear that it had made it.
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-    return client.get_experiment_by_name(EXPERIMENT).experiment_id
+    """Return the id of the experiment of the flow's runs, which the first run creates."""
+    found = client.get_experiment_by_name(EXPERIMENT)
+    return found.experiment_id if found else create_experiment(client, EXPERIMENT)
 
 
 def _parent(
@@ -92,21 +86,23 @@ def _parent(
     return _runs(client, experiment, flow_run)[PARENT]
 
 
-def _children(client: MlflowClient, experiment: str, flow_run: str, parent: str) -> dict[str, str]:
+def _children(
+    client: MlflowClient, experiment: str, flow_run: str, parent: str, steps: Sequence[str]
+) -> dict[str, str]:
     found = _runs(client, experiment, flow_run)
-    for step in STEPS:
+    for step in steps:
         if step not in found:
             tags = {FLOW_RUN: flow_run, STEP: step, MLFLOW_PARENT_RUN_ID: parent}
             run = client.create_run(experiment, run_name=step, tags=resolve_tags(tags))
             client.update_run(run.info.run_id, status="SCHEDULED")
     runs = _runs(client, experiment, flow_run)
-    return {step: runs[step] for step in STEPS}
+    return {step: runs[step] for step in steps}
 
 
 def _runs(client: MlflowClient, experiment: str, flow_run: str) -> dict[str, str]:
-    """The ids of the runs there are, by step.
+    """Return the ids of the existing runs by step.
 
-    Of two for one step, as a call makes whose answer was lost, the first counts; the other goes.
+    A call whose reply was lost leaves two runs of a step: the first is kept, the second deleted.
     """
     first: dict[str, Run] = {}
     for run in client.search_runs(

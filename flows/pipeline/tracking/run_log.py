@@ -1,4 +1,4 @@
-"""What a step says of its run in MLflow; all of it goes to the journal, so nothing waits."""
+"""Log to a run of MLflow through the journal, so no step waits for MLflow."""
 
 import json
 import math
@@ -9,19 +9,19 @@ from typing import Any, Literal
 from pipeline.tracking.journal import Journal
 
 LOGGED_ARTIFACTS = "mlflow.loggedArtifacts"
-"""Tag by which MLflow knows which of the artifacts it shows as tables."""
+"""Tag that lists the artifacts that MLflow shows as tables."""
 
 
 class RunLog:
-    """One run of MLflow, by its id; saying the same again changes nothing."""
+    """Logs to one run of MLflow; logging equal values again changes nothing."""
 
     def __init__(self, journal: Journal, run: str) -> None:
-        """Write to `journal` what is said of `run`."""
+        """Log to the MLflow run with the id `run` through `journal`."""
         self.journal = journal
         self.run = run
 
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Metrics of a step, which stand once logged, or without one figures of the whole run."""
+        """Log metrics of a step, of which the first value is kept, or of the full run."""
         self.journal.log_metrics(self.run, values, step)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
@@ -30,30 +30,30 @@ class RunLog:
             self.journal.set_tag(self.run, key, value)
 
     def set_status(self, status: Literal["RUNNING", "FINISHED", "FAILED"]) -> None:
-        """Say what the run does; FINISHED and FAILED end it now."""
+        """Set the status of the run; FINISHED and FAILED end it."""
         self.journal.set_status(self.run, status)
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
-        """A file or folder, which has to stay where it is, put into a folder of the artifacts."""
+        """Log a file or folder, which must stay in place, into a folder of the artifacts."""
         self.journal.add_file(self.run, path, folder)
 
     def log_text(self, text: str, artifact: str) -> None:
-        """A text or a page; `artifact` is its path among the artifacts, as in all that follow."""
+        """Log a text or a page; `artifact` is its path among the artifacts."""
         self.journal.write_file(self.run, artifact, text.encode())
 
     def log_figure(self, png: bytes, artifact: str) -> None:
-        """A PNG file."""
+        """Log a PNG image."""
         self.journal.write_file(self.run, artifact, png)
 
     def log_json(self, value: Any, artifact: str) -> None:
-        """A value that JSON can hold."""
+        """Log a value as JSON."""
         self.log_text(json.dumps(value, indent=2), artifact)
 
     def log_table(self, rows: Sequence[Mapping[str, Any]], artifact: str) -> None:
-        """Rows that all have the columns of the first, shown by MLflow as a table.
+        """Log rows with equal columns as a table.
 
-        `mlflow.log_table` appends to a table that is there, so a step that is tried again would
-        double it; this is the same file and tag, written anew.
+        `mlflow.log_table` appends to an existing table, so a retried step would duplicate its
+        rows; this overwrites the file and sets the tag that `mlflow.log_table` sets.
         """
         columns = list(rows[0]) if rows else []
         data = [[_cell(row[column]) for column in columns] for row in rows]
@@ -65,5 +65,5 @@ class RunLog:
 
 
 def _cell(value: Any) -> Any:
-    """A value as the browser reads it, whose JSON has no NaN."""
+    """Return a value, or None for NaN and infinity, which JSON in a browser lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

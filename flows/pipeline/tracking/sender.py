@@ -1,4 +1,4 @@
-"""The thread that sends a journal to MLflow, in order, while a step works."""
+"""The thread that sends a journal to MLflow, in order, while a step runs."""
 
 import logging
 import threading
@@ -14,11 +14,11 @@ from tenacity.wait import wait_exponential
 from pipeline.tracking.journal import Entry, Journal
 from serving.redaction import without_credentials
 
-POLL_SECONDS = 1.0
-"""How often the journal is looked at: what came meanwhile goes in few calls."""
+JOURNAL_POLL_SECONDS = 1.0
+"""Interval at which the journal is read; entries are sent in few calls."""
 
 MAX_WAIT_SECONDS = 10.0
-"""Between two tries while MLflow is away."""
+"""Maximum time between two attempts while MLflow does not answer."""
 
 ENTRIES_AT_A_TIME = 1000
 
@@ -28,35 +28,35 @@ Answer = TypeVar("Answer")
 
 
 class Sender:
-    """Sends what is in a journal, and what is added, until it is stopped.
+    """Sends the entries of a journal, present and future, until it is stopped.
 
-    MLflow may be away as long as it likes: the thread tries again, says so once, and says once
-    that it is back. What MLflow will never take, such as the name of a metric, is said and set
-    aside in `journal.refused`: it would keep all that follows from being sent.
+    While MLflow does not answer, the thread retries, and prints one line when the trouble begins
+    and one when it ends. An entry that MLflow will never accept, such as a bad metric name, is
+    printed and moved to `journal.refused`, because it would block all later entries.
     """
 
     def __init__(self, journal: Journal, *, patience: float = 0.0) -> None:
-        """Make it; nothing is sent in the first `patience` seconds after `start`, nor before."""
+        """Take the journal; nothing is sent in the first `patience` seconds after `start`."""
         self.trouble = ""
-        """What the last try failed with, empty while MLflow answers."""
+        """Error of the last attempt; empty while MLflow answers."""
         self.sends = patience == 0
-        """Whether its patience is over."""
+        """Whether the patience is over."""
         self._journal = journal
         self._patience = patience
         self._refused: set[tuple[str, ...]] = set()
         self._stopping = threading.Event()
         self._awake = threading.Event()
-        # Nobody waits at the end of the process for a server that hangs.
+        # A daemon thread: the process does not wait at its end for a server that hangs.
         self._thread = threading.Thread(target=self._run, name="mlflow-sender", daemon=True)
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start to send."""
         self._thread.start()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all that is in the journal now is sent; False if that takes too long.
+        """Wait until the present entries are sent; return False after `seconds`.
 
-        It ends the patience.
+        This ends the patience.
         """
         end, deadline = self._journal.end(), time.monotonic() + seconds
         while self._journal.sent() < end:
@@ -67,7 +67,7 @@ class Sender:
         return True
 
     def stop(self) -> None:
-        """Send no more; a call that hangs is left to its fate."""
+        """Stop sending, without waiting for a call that hangs."""
         self._stopping.set()
         self._awake.set()
         self._thread.join(timeout=1)
@@ -77,17 +77,17 @@ class Sender:
         if self._stopping.is_set():
             return
         self.sends = True
-        # Two seconds of imports, for which no step has to wait.
+        # A slow import, in this thread so that no step waits for it.
         from pipeline.tracking.mlflow_client import connect
 
-        # It would tell of each of the tries; this class tells when they begin and end to fail.
+        # urllib3 logs every attempt; this class prints when the attempts start and stop failing.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         client = self._try_until_it_answers(connect)
         while not self._stopping.is_set():
             with self._journal.sending() as alone:
                 while alone and not self._stopping.is_set() and self._send_some(client):
                     pass
-            self._awake.wait(POLL_SECONDS)
+            self._awake.wait(JOURNAL_POLL_SECONDS)
             self._awake.clear()
 
     def _send_some(self, client: Any) -> bool:
@@ -106,9 +106,9 @@ class Sender:
         return bool(waiting)
 
     def _try_until_it_answers(self, call: Callable[..., Answer], *given: Any) -> Answer | None:
-        """What a call returns; None if this is stopped first.
+        """Repeat a call until it succeeds; return None if this is stopped first.
 
-        Any error is one that may pass: every store of artifacts has errors of its own.
+        Every error counts as temporary, because each artifact store has its own error classes.
         """
         answer = Retrying(
             wait=wait_exponential(multiplier=0.5, max=MAX_WAIT_SECONDS),
@@ -119,22 +119,22 @@ class Sender:
         )(call, *given)
         if self.trouble and answer is not None:
             self.trouble = ""
-            print("MLflow answers again; what was kept is being sent.", flush=True)
+            print("MLflow answers again; the stored entries are being sent.", flush=True)
         return answer
 
     def _note_trouble(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        # MLflow and its HTTP client wrap what happened several times.
+        # MLflow and its HTTP client wrap the cause several times.
         while error is not None and (cause := error.__cause__ or error.__context__):
             error = cause
         first = not self.trouble
         # In one line: MLflow quotes addresses, and web pages of gateways.
-        said = without_credentials(f"{type(error).__name__}: {error}")
-        self.trouble = " ".join(said.split())[:MAX_TROUBLE_CHARACTERS]
+        message = without_credentials(f"{type(error).__name__}: {error}")
+        self.trouble = " ".join(message.split())[:MAX_TROUBLE_CHARACTERS]
         if first:
             print(
-                f"MLflow does not take what is tracked ({self.trouble}). The step goes on; all is "
-                f"kept in {self._journal.folder} and sent when MLflow answers.",
+                f"MLflow does not accept tracked entries ({self.trouble}). The step continues; "
+                f"they are stored in {self._journal.folder} and sent when MLflow answers.",
                 flush=True,
             )
 
@@ -148,6 +148,6 @@ class Sender:
             self._refused.add(kind)
             print(
                 f"MLflow refuses {entry['kind']} {', '.join(names)} of run {entry.get('run')}: "
-                f"{reason}. It is set aside, like all of its kind, in {self._journal.refused}.",
+                f"{reason}. This entry and all of its kind are stored in {self._journal.refused}.",
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""How busy the machine is while a step works, under MLflow's own names `system/...`."""
+"""Sample the load of the machine during a step, under MLflow's metric names `system/...`."""
 
 import threading
 from typing import Any
@@ -8,7 +8,7 @@ import psutil
 from pipeline.tracking.run_log import RunLog
 
 SECONDS = 10.0
-"""Between two samples, unless MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL says otherwise."""
+"""Default interval; MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL overrides it."""
 
 PREFIX = "system/"
 
@@ -16,23 +16,23 @@ PREFIX = "system/"
 class SystemMetrics:
     """Samples processor, memory, disk, network and GPUs until it is stopped.
 
-    MLflow's own sampler asks the server after every sample and ends when it gets no answer; this
-    one has its monitors and logs as everything else is logged.
+    MLflow's own sampler calls the server after every sample and ends if there is no answer; this
+    class uses the monitors of MLflow and logs through the journal.
     """
 
     def __init__(self, log: RunLog, *, patience: float = 0.0) -> None:
-        """Log to `log` from `patience` seconds on, going on after the steps that are there."""
+        """Log to `log` after `patience` seconds, starting after the existing steps."""
         self._log = log
         self._patience = patience
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Start to sample."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Take one last sample, so that there is one if patience was over, and end."""
+        """Take a last sample if the patience is over, and end."""
         self._stopping.set()
         # A driver that hangs does not hang the step.
         self._thread.join(timeout=5)
@@ -40,9 +40,9 @@ class SystemMetrics:
     def _run(self) -> None:
         if self._patience and self._stopping.wait(self._patience):
             return
-        # The load of the processor is the mean since the call before, in the same thread.
+        # The load of the processor is the mean since the previous call in the same thread.
         psutil.cpu_percent()
-        # Imports for which no step has to wait.
+        # A slow import, in this thread so that no step waits for it.
         from mlflow.environment_variables import MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL
 
         monitors = _monitors()
@@ -51,7 +51,7 @@ class SystemMetrics:
         last = False
         while not last:
             last = self._stopping.wait(seconds)
-            sample = {}
+            sample: dict[str, float] = {}
             for monitor in monitors:
                 monitor.collect_metrics()
                 sample |= {
@@ -63,7 +63,7 @@ class SystemMetrics:
 
 
 def _monitors() -> list[Any]:
-    """MLflow's monitors of what this machine has."""
+    """Return MLflow's monitors for the hardware of this machine."""
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor

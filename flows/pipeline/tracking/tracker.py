@@ -1,4 +1,4 @@
-"""What a step does is tracked in MLflow, whether MLflow answers or not."""
+"""Track a step in MLflow, whether MLflow answers or not."""
 
 import time
 from collections.abc import Mapping
@@ -13,31 +13,31 @@ from pipeline.tracking.system_metrics import SystemMetrics
 from ppo_core.errors import ModelError
 
 PARENT = "parent"
-"""Name of the run above those of the steps."""
+"""Name of the run that is the parent of the runs of the steps."""
 
 FLUSH_SECONDS = 20.0
-"""How long the end of a step waits for MLflow to take the rest."""
+"""Maximum wait at the end of a step until all entries are sent."""
 
 FAILED_SECONDS = 60.0
-"""The same for a step that failed: no other may come, and it may have all of the others to send."""
+"""Maximum wait at the end of a failed step, which may be the last one and sends all entries."""
 
 SHORT_SECONDS = 30.0
-"""A step that takes no longer may leave it to the next one to send what it tracked: importing
-MLflow would take a good part of it."""
+"""A shorter step may leave its entries to the next step, because importing MLflow would dominate
+its time."""
 
 REQUIRED_SECONDS = 180.0
-"""How long is waited for MLflow where the step cannot go on without it."""
+"""Maximum wait where the step cannot continue without MLflow."""
 
 
 class Tracker:
-    """Tracks a step while its context lasts: its state, its machine, and what it logs.
+    """Tracks a step while its context lasts: its status, its machine and its entries.
 
         with Tracker(folder, runs, "train_policy") as tracker:
             tracker.step.log_metrics({"loss": 0.1}, step=1)
             tracker.parent.log_metrics({"win_rate": 0.6})
 
-    All of it goes to the journal in `folder`; a thread sends it. What MLflow has not taken by the
-    end of a step is sent by the next one with the same folder.
+    Entries go to the journal in `folder`, and a thread sends them. Entries left at the end of a
+    step are sent by the next step with the same folder.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Tracker:
         """Track a step.
 
         Args:
-            folder: where the journal of all steps of the run is.
-            runs: ids of the runs in MLflow, as `start_runs` gives them.
-            step: name of the step, or PARENT for the last one: its end is that of the whole run.
-            patience: seconds in which MLflow is not even imported. A step that has ended well by
-                then sends nothing; one that fails sends all. Neither has a sample of its machine.
+            folder: folder of the journal of all steps of the run.
+            runs: ids of the MLflow runs, from `start_runs`.
+            step: name of the step, or PARENT for the last step, whose end ends the full run.
+            patience: seconds before MLflow is imported. A step that succeeds within them sends
+                nothing; a step that fails sends everything. Neither samples its machine.
         """
         self.journal = Journal(folder)
         self.parent = RunLog(self.journal, runs[PARENT])
@@ -58,12 +58,12 @@ class Tracker:
         self.step = RunLog(self.journal, runs[step])
         """The run of this step."""
         self._sender = Sender(self.journal, patience=patience)
-        # The parent has none of its own: its steps have them.
+        # The steps sample the machine; the parent does not.
         self._system = SystemMetrics(self.step, patience=patience) if step != PARENT else None
         self._started = 0.0
 
     def __enter__(self) -> Self:
-        """The step begins."""
+        """Start to track the step."""
         self._started = time.perf_counter()
         self.parent.set_status("RUNNING")
         self.step.set_status("RUNNING")
@@ -78,11 +78,11 @@ class Tracker:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """The step has ended; it waits a little for MLflow to take the rest, if that was begun."""
+        """End the step; wait a limited time for the remaining entries to be sent."""
         if self._system:
             self._system.stop()
         if self.step.run != self.parent.run:
-            # MLflow counts from when a run was made, which was when the flow started.
+            # MLflow counts from the creation of the run, which is the start of the flow.
             self.step.log_metrics({"seconds": time.perf_counter() - self._started})
         self.step.set_status("FINISHED" if error is None else "FAILED")
         if error is not None:
@@ -94,20 +94,20 @@ class Tracker:
         self._sender.stop()
 
     def require_all_sent(self, seconds: float = REQUIRED_SECONDS) -> None:
-        """Wait until MLflow has taken everything so far.
+        """Wait until all present entries are sent.
 
         Raises:
-            ModelError: it has not within that time.
+            ModelError: `seconds` have passed.
         """
         if not self._sender.flush(seconds):
             raise ModelError(
-                f"{self._kept()} A version would be registered without what it was measured by. "
-                "Start MLflow again, then go on with `python flows/rlhf.py resume`."
+                f"{self._kept()} A version would be registered without its measurements. "
+                "Start MLflow again, then continue with `python flows/rlhf.py resume`."
             )
 
     def _kept(self) -> str:
         trouble = self._sender.trouble or "no answer yet"
         return (
-            f"MLflow has not taken {len(self.journal.unsent())} entries of what was tracked "
-            f"({trouble}). They are kept in {self.journal.folder}."
+            f"MLflow has not accepted {len(self.journal.unsent())} tracked entries "
+            f"({trouble}). They are stored in {self.journal.folder}."
         )

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.demo.posts import CAREFUL, write_post, write_summary
 from pipeline.evaluation.canaries import CANARIES, FORGERY, INSTRUCTION, CanaryKind, run_canaries
-from pipeline.judges.functions import FunctionJudge, rule_judge
+from pipeline.judges.function_judge import FunctionJudge, rule_judge
 from ppo_core.errors import DataError
 from tests.helpers import vader_judge
 from tests.helpers.paths import SHARED

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.evaluation.promotion_gate import direct_contest, reasons_against, reasons_for
+from pipeline.evaluation.promotion_gate import direct_contest, reasons_to_promote, reasons_to_refuse
 from pipeline.settings.promotion_config import PromotionConfig
 from ppo_core.errors import ConfigError, DataError
 
@@ -47,10 +47,10 @@ def judged(
     *, candidate: int = 3, kl: float = 5.0, fit: bool = True, limits: Any = None, **figures: Any
 ) -> list[str]:
     result = evaluation(**figures)
-    return reasons_against(
+    return reasons_to_refuse(
         result,
-        {"fit": fit, "accepted_by_hand": not fit, "reasons": [] if fit else ["It guesses."]},
         limits or PromotionConfig(),
+        reward_model_fit=fit,
         candidate=candidate,
         champion=result["champion"],
         kl=kl,
@@ -68,7 +68,7 @@ def test_a_candidate_that_keeps_every_limit_is_promoted(champion: int | None):
         # The lower end must be above its limit: at the limit is not above.
         ("low", [0.5001, 1.0], [0.5, 0.4999, 0.0], "min_win_rate=0.5: production"),
         ("reference_low", [0.5001], [0.5, 0.4999], "min_reference_win_rate=0.5: production"),
-        ("kl", [0.0, -0.1, 20.0], [20.001, 1e9], "max_kl=20: so far away"),
+        ("kl", [0.0, -0.1, 20.0], [20.001, 1e9], "max_kl=20: so far from SFT"),
         ("words", [15.0, 30.0, 60.0], [14.9, 60.1, 0.0], "max_length_ratio=2 times the other"),
         ("rival_words", [15.0, 60.0], [14.9, 60.1, 0.0], "max_length_ratio=2 times the other"),
         ("repetition", [0.0, 0.3], [0.3001, 1.0], "max_repetition=0.3: people would read"),
@@ -105,8 +105,8 @@ def test_two_lengths_without_end_are_not_alike():
 def test_a_win_rate_that_is_no_number_refuses_whatever_its_lower_end(figure: str):
     result = evaluation()
     result["win_rate"]["ppo_vs_champion"][figure] = nan
-    (reason,) = reasons_against(
-        result, {"fit": True}, PromotionConfig(), candidate=3, champion=2, kl=1.0
+    (reason,) = reasons_to_refuse(
+        result, PromotionConfig(), reward_model_fit=True, candidate=3, champion=2, kl=1.0
     )
     assert "nan%" in reason
 
@@ -160,12 +160,12 @@ def test_a_reason_says_the_figure_and_whom_it_is_about():
 
 def test_an_inconclusive_evaluation_promotes_nobody_and_says_all_of_its_doubts():
     (reason,) = judged(low=0.99, doubts=("ppo_vs_sft: 9 flips", "The judge fell for 'empty'."))
-    assert reason.endswith("would decide: ppo_vs_sft: 9 flips; The judge fell for 'empty'.")
+    assert reason.endswith("cannot decide: ppo_vs_sft: 9 flips; The judge fell for 'empty'.")
 
 
 def test_a_reward_model_accepted_by_hand_did_not_pass():
     (reason,) = judged(fit=False)
-    assert "A person may promote the version as well" in reason
+    assert "A person can promote the version too" in reason
 
 
 def test_the_champion_itself_is_not_promoted_again():
@@ -180,10 +180,10 @@ def test_a_late_run_does_not_replace_a_newer_champion():
 @pytest.mark.parametrize(("about", "now"), [(1, 2), (None, 2), (2, None)])
 def test_an_evaluation_about_another_champion_decides_nothing(about: int | None, now: int | None):
     with pytest.raises(DataError, match=rf"judged against champion {about}, and .* is {now}:"):
-        reasons_against(
+        reasons_to_refuse(
             evaluation(champion=about),
-            {"fit": True},
             PromotionConfig(),
+            reward_model_fit=True,
             candidate=3,
             champion=now,
             kl=1.0,
@@ -191,13 +191,13 @@ def test_an_evaluation_about_another_champion_decides_nothing(about: int | None,
 
 
 def test_what_a_promoted_candidate_won_is_told():
-    assert reasons_for(evaluation()) == [
+    assert reasons_to_promote(evaluation()) == [
         "It wins 60.0% of 200 pairs against the champion, version 2, 95 % interval 51.0% .. 70.0%, "
         "judged by rule.",
         "It wins 60.0% of 200 pairs against the references, 95 % interval 51.0% .. 70.0%, "
         "judged by rule.",
     ]
-    assert "against SFT" in reasons_for(evaluation(champion=None))[0]
+    assert "against SFT" in reasons_to_promote(evaluation(champion=None))[0]
 
 
 def test_the_champion_is_the_opponent_that_decides_where_there_is_one():

@@ -5,7 +5,7 @@ from itertools import permutations, product
 import pytest
 
 from pipeline.judges.ensemble import Ensemble, count_votes
-from pipeline.judges.functions import FunctionJudge
+from pipeline.judges.function_judge import FunctionJudge
 from pipeline.judges.verdict import WINNERS, Verdict, swapped
 
 LETTERS = {"f": "first", "s": "second", "t": "tie", "i": "invalid"}

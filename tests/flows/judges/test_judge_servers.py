@@ -16,7 +16,7 @@ import pytest
 from pipeline.evaluation.comparison import compare
 from pipeline.evaluation.win_rate import measure_win_rate
 from pipeline.judges.chat_judge import ChatJudge
-from pipeline.judges.openai_model import OpenAIChat
+from pipeline.judges.openai_model import OpenAIModel
 from pipeline.judges.reply_cache import ReplyCache
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import JudgeError
@@ -90,7 +90,7 @@ def test_a_served_model_that_always_says_first_is_even_and_inconclusive(
     served: str, model: str, tmp_path: Path
 ):
     config = JudgingConfig(base_url=served, max_reply_tokens=8, max_calls=12, max_tokens=100_000)
-    chat = OpenAIChat(model, config)
+    chat = OpenAIModel(model, config)
 
     comparison = compare(ChatJudge(chat, config, ReplyCache(tmp_path)), PROMPTS, OURS, THEIRS)
 
@@ -103,7 +103,7 @@ def test_a_served_model_that_always_says_first_is_even_and_inconclusive(
 
 
 def test_transformers_serve_passes_the_probe_and_counts_its_tokens(served: str, model: str):
-    chat = OpenAIChat(model, JudgingConfig(base_url=served))
+    chat = OpenAIModel(model, JudgingConfig(base_url=served))
     chat.probe()
     # <system> and 5 words; <user>, 4 words, "A" and "."; <assistant>; the reply "A" and its end
     assert chat.budget.tokens == 6 + 7 + 1 + 2
@@ -111,7 +111,7 @@ def test_transformers_serve_passes_the_probe_and_counts_its_tokens(served: str, 
 
 def test_another_model_than_the_one_that_is_served_is_refused(served: str):
     with pytest.raises(JudgeError, match=r"status 400: .*another"):
-        OpenAIChat("another", JudgingConfig(base_url=served)).probe()
+        OpenAIModel("another", JudgingConfig(base_url=served)).probe()
 
 
 # A run that is killed
@@ -121,12 +121,12 @@ import sys
 from pathlib import Path
 from pipeline.judges.chat_judge import ChatJudge
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.judges.openai_model import OpenAIChat
+from pipeline.judges.openai_model import OpenAIModel
 from pipeline.judges.reply_cache import ReplyCache
 
 url, folder, number = sys.argv[1:]
 config = JudgingConfig(base_url=url, concurrency=3)
-judge = ChatJudge(OpenAIChat("model", config), config, ReplyCache(Path(folder)))
+judge = ChatJudge(OpenAIModel("model", config), config, ReplyCache(Path(folder)))
 verdicts = judge([f"prompt {i}" for i in range(int(number))], [("one", "other")] * int(number))
 print(*(verdict.winner for verdict in verdicts))
 """

@@ -11,7 +11,7 @@ from email.utils import formatdate
 import pytest
 
 from pipeline.judges.chat_model import Question, Reply
-from pipeline.judges.openai_model import OpenAIChat
+from pipeline.judges.openai_model import OpenAIModel
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import ConfigError, JudgeError
 from tests.helpers.fault_server import (
@@ -38,15 +38,15 @@ def environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def make_chat(url: str, **settings: object) -> OpenAIChat:
-    return OpenAIChat("model", JudgingConfig(base_url=url, **{"retries": 0, **settings}))
+def make_chat(url: str, **settings: object) -> OpenAIModel:
+    return OpenAIModel("model", JudgingConfig(base_url=url, **{"retries": 0, **settings}))
 
 
 def make_questions(count: int) -> list[Question]:
     return [[{"role": "user", "content": f"question {i}"}] for i in range(count)]
 
 
-def ask(chat: OpenAIChat, count: int = 1) -> list[Reply]:
+def ask(chat: OpenAIModel, count: int = 1) -> list[Reply]:
     """The replies to `count` questions, in the questions' order."""
     replies: dict[int, Reply] = {}
     chat.ask(make_questions(count), replies.__setitem__)

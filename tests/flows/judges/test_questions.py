@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline.judges import questions
 from pipeline.judges.questions import (
-    MOST_OF_A_REASON,
+    MAX_REASON_CHARACTERS,
     REMINDER,
     pose,
     prompt_version,
@@ -210,11 +210,11 @@ def test_the_reason_is_the_reply_without_its_verdict_and_its_thoughts():
 
 
 def test_reasons_are_shortened():
-    long = "word " * MOST_OF_A_REASON
-    kept = long[:MOST_OF_A_REASON] + " ..."
+    long = "word " * MAX_REASON_CHARACTERS
+    kept = long[:MAX_REASON_CHARACTERS] + " ..."
     assert read_verdict(f"{long}\nVERDICT: A").reason == kept
     assert read_verdict(long).reason == f"The reply has no verdict: {kept!r}"
-    exact = "x" * MOST_OF_A_REASON
+    exact = "x" * MAX_REASON_CHARACTERS
     assert read_verdict(f"{exact}\nVERDICT: A").reason == exact
 
 

@@ -11,7 +11,7 @@ from pipeline.judges.chat_judge import ChatJudge
 from pipeline.judges.chat_model import Question, Reply
 from pipeline.judges.questions import pose
 from pipeline.judges.reply_cache import ReplyCache
-from pipeline.judges.transformers_model import LocalChat
+from pipeline.judges.transformers_model import TransformersModel
 from pipeline.judges.verdict import Verdict
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.data.prompts import encode_prompt
@@ -58,11 +58,11 @@ def path(tmp_path_factory) -> str:
     return write_chat(tmp_path_factory.mktemp("judge") / "chat")
 
 
-def make_chat(path: str, **settings) -> LocalChat:
-    return LocalChat(path, JudgingConfig(**{"max_reply_tokens": 12, **settings}))
+def make_chat(path: str, **settings) -> TransformersModel:
+    return TransformersModel(path, JudgingConfig(**{"max_reply_tokens": 12, **settings}))
 
 
-def ask(chat: LocalChat, questions: list[Question]) -> list[Reply]:
+def ask(chat: TransformersModel, questions: list[Question]) -> list[Reply]:
     replies: dict[int, Reply] = {}
     chat.ask(questions, replies.__setitem__)
     assert sorted(replies) == list(range(len(questions)))
@@ -232,7 +232,7 @@ def test_a_candidate_cannot_open_a_turn_of_its_own():
 
 def make_judge(path: str, folder: Path) -> ChatJudge:
     config = JudgingConfig(max_reply_tokens=8, attempts=2)
-    return ChatJudge(LocalChat(path, config), config, ReplyCache(folder))
+    return ChatJudge(TransformersModel(path, config), config, ReplyCache(folder))
 
 
 def test_a_local_model_judges(tmp_path: Path):

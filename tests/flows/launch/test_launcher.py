@@ -16,7 +16,9 @@ import psutil
 import pytest
 
 from pipeline.launch import process_tree
-from pipeline.launch.launcher import THIS_MACHINE, Ended, Machines, as_error, command, train
+from pipeline.launch.commands import THIS_MACHINE, Machines, command, environment_of
+from pipeline.launch.failure import Ended, as_error
+from pipeline.launch.launcher import train
 from pipeline.launch.process_tree import FrozenProcesses, take_over
 from ppo_core.distributed.process import ErrorReport
 from ppo_core.distributed.torchrun import Failure, first_failure
@@ -139,7 +141,8 @@ class Launcher(subprocess.Popen[bytes]):
     def __init__(self, job: Job, processes: int, machines: str = "Machines()") -> None:
         code = (
             "import sys; from pathlib import Path; "
-            "from pipeline.launch.launcher import Machines, train; "
+            "from pipeline.launch.commands import Machines; "
+            "from pipeline.launch.launcher import train; "
             f"train(Path(sys.argv[1]), processes={processes}, machines={machines})"
         )
         # A file takes what a pipe that nobody reads would not.
@@ -413,13 +416,11 @@ def test_machines_meet_at_the_first_one_at_a_port_of_their_attempt(tmp_path: Pat
 def test_the_cores_are_divided(
     tmp_path: Path, monkeypatch, given: str | None, processes: int, machines: Machines, threads
 ):
-    from pipeline.launch.launcher import _environment
-
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    environment = _environment(processes, machines, tmp_path / "reason")
+    environment = environment_of(processes, machines, tmp_path / "reason")
     assert environment.get("OMP_NUM_THREADS") == threads
     assert Machines().main_address == THIS_MACHINE
 
@@ -427,7 +428,8 @@ def test_the_cores_are_divided(
 def test_a_further_machine_here_does_not_begin_without_the_first_one(tmp_path: Path):
     code = (
         "import os, sys, time; from pathlib import Path\n"
-        "from pipeline.launch.launcher import Machines, train\n"
+        "from pipeline.launch.commands import Machines\n"
+        "from pipeline.launch.launcher import train\n"
         "first = os.getpid()\n"
         "if os.fork():\n"
         "    os._exit(0)\n"

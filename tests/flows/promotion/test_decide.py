@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,19 @@ import pytest
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline import stages
 from pipeline.inputs.rows import read_jsonl
-from pipeline.promotion import decide as decide_module
+from pipeline.promotion.champion import fetch_again, find_champion
+from pipeline.promotion.decide import decide_promotion
 from pipeline.registry import champions
 from pipeline.registry.aliases import read_aliases, read_version
-from pipeline.registry.artifact import Decoding
-from pipeline.registry.ledger import Decision
+from pipeline.registry.decisions import Decision
+from pipeline.results import EvaluatedPolicy, ValidatedReward
+from pipeline.settings.decoding import Decoding
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import DataError, ModelError
 from tests.helpers.candidates import (
     ALWAYS_FIRST,
     FIT,
-    NO_CHAMPION,
     World,
     artifact_root,
     judge_says,
@@ -47,7 +48,7 @@ def world(tmp_path_factory) -> World:
 
 @pytest.fixture(autouse=True)
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowServer]:
-    monkeypatch.setattr(champions, "PATIENCE", 0.3)
+    monkeypatch.setattr("pipeline.registry.alias_sync.PATIENCE", 0.3)
     with tracking_to(shared_server().url):
         yield shared_server()
 
@@ -62,14 +63,14 @@ def decide(
     world: World,
     name: str,
     version: int,
-    evaluation: dict[str, Any],
+    evaluation: EvaluatedPolicy,
     folder: Path,
     *,
-    validation: dict[str, Any] = FIT,
+    validation: ValidatedReward = FIT,
     **changes: Any,
-) -> tuple[Decision, dict[str, Any]]:
+) -> tuple[Decision, EvaluatedPolicy]:
     """What the step `register` does once there is a version."""
-    return decide_module.decide(
+    return decide_promotion(
         world.named(name, **changes),
         version,
         evaluation,
@@ -92,8 +93,8 @@ def told(name: str) -> list[tuple[str, int, int | None]]:
     return [(decision.action, decision.version, decision.champion) for decision in history]
 
 
-def champion_answers(evaluation: dict[str, Any]) -> list[str]:
-    return [row["champion"] for row in read_jsonl(evaluation["samples"])]
+def champion_answers(evaluation: EvaluatedPolicy) -> list[str]:
+    return [row["champion"] for row in read_jsonl(evaluation.samples)]
 
 
 def words_w1(texts: list[str]) -> int:
@@ -101,7 +102,7 @@ def words_w1(texts: list[str]) -> int:
 
 
 def test_without_a_champion_there_is_nothing_to_fetch(world: World, name: str):
-    assert decide_module.find_champion(world.named(name)) == NO_CHAMPION
+    assert find_champion(world.named(name)) is None
 
 
 def test_the_first_candidate_is_compared_with_sft_and_promoted(world, name, tmp_path: Path):
@@ -116,7 +117,7 @@ def test_the_first_candidate_is_compared_with_sft_and_promoted(world, name, tmp_
 
 def test_a_candidate_that_beats_the_champion_replaces_it(world: World, name: str, tmp_path: Path):
     old = crown(world, name, "weak")
-    champion = decide_module.find_champion(world.named(name))
+    champion = find_champion(world.named(name))
     evaluation = world.evaluate(world.named(name), "good", tmp_path, champion)
     version = world.add_version(name, "good")
     asked = world.judged_pairs()
@@ -129,7 +130,7 @@ def test_a_candidate_that_beats_the_champion_replaces_it(world: World, name: str
 
 def test_a_candidate_that_is_no_better_is_refused_with_its_figures(world, name, tmp_path: Path):
     old = crown(world, name, "good")
-    champion = decide_module.find_champion(world.named(name))
+    champion = find_champion(world.named(name))
     evaluation = world.evaluate(world.named(name), "weak", tmp_path, champion)
     made, _ = decide(world, name, world.add_version(name, "weak"), evaluation, tmp_path)
     assert (made.action, made.champion) == ("refused", old)
@@ -141,27 +142,27 @@ def test_a_candidate_that_is_no_better_is_refused_with_its_figures(world, name, 
 
 def test_a_champion_that_came_meanwhile_is_judged_against(world: World, name: str, tmp_path: Path):
     crown(world, name, "weak")
-    first = decide_module.find_champion(world.named(name))
+    first = find_champion(world.named(name))
     evaluation = world.evaluate(world.named(name), "good", tmp_path, first)
-    before = read_jsonl(evaluation["samples"])
+    before = read_jsonl(evaluation.samples)
     newer = crown(world, name, "best")
     version = world.add_version(name, "good")
     made, judged = decide(world, name, version, evaluation, tmp_path)
     assert (made.action, made.champion) == ("refused", newer)
     assert f"against the champion, version {newer}" in made.reasons[0]
-    assert judged["champion"] == newer
-    assert judged["win_rate"]["ppo_vs_champion"]["high"] < 0.5
-    assert evaluation["win_rate"]["ppo_vs_champion"]["low"] > 0.5
+    assert judged.champion == newer
+    assert judged.report()["win_rate"]["ppo_vs_champion"]["high"] < 0.5
+    assert evaluation.report()["win_rate"]["ppo_vs_champion"]["low"] > 0.5
     # 16 answers of 6 words: the new champion says nothing else.
     assert words_w1(champion_answers(judged)) == 96
-    rows = read_jsonl(judged["judgements"])
+    rows = read_jsonl(judged.judgements)
     opponents = [row["opponent"] for row in rows if row["contest"] == "ppo_vs_champion"]
     assert opponents == champion_answers(judged)
-    assert judged["length"]["champion"] == 6
+    assert judged.report()["length"]["champion"] == 6
     # The candidate's answers are the same, and so is what was said of the first champion.
-    assert [row["ppo"] for row in read_jsonl(judged["samples"])] == [row["ppo"] for row in before]
-    assert judged["kl"] == evaluation["kl"]
-    assert read_jsonl(evaluation["samples"]) == before
+    assert [row["ppo"] for row in read_jsonl(judged.samples)] == [row["ppo"] for row in before]
+    assert judged.report()["kl"] == evaluation.report()["kl"]
+    assert read_jsonl(evaluation.samples) == before
 
 
 def test_a_champion_where_there_was_none_is_judged_against(world: World, name: str, tmp_path: Path):
@@ -170,8 +171,8 @@ def test_a_champion_where_there_was_none_is_judged_against(world: World, name: s
     version = world.add_version(name, "best")
     made, judged = decide(world, name, version, evaluation, tmp_path)
     assert (made.action, made.champion) == ("promoted", version)
-    assert judged["champion"] == newer
-    assert "ppo_vs_champion" not in evaluation["win_rate"]
+    assert judged.champion == newer
+    assert "ppo_vs_champion" not in evaluation.report()["win_rate"]
     assert f"against the champion, version {newer}" in made.reasons[0]
 
 
@@ -180,7 +181,7 @@ def test_a_candidate_is_compared_with_sft_once_the_champion_is_deleted(
     world, name, how: str, tmp_path: Path
 ):
     old = crown(world, name, "best")
-    champion = decide_module.find_champion(world.named(name))
+    champion = find_champion(world.named(name))
     evaluation = world.evaluate(world.named(name), "good", tmp_path, champion)
     version = world.add_version(name, "good")
     if how == "version":
@@ -190,14 +191,14 @@ def test_a_candidate_is_compared_with_sft_once_the_champion_is_deleted(
     made, judged = decide(world, name, version, evaluation, tmp_path)
     assert (made.action, made.champion) == ("promoted", version)
     assert "against SFT" in made.reasons[0]
-    assert judged["champion"] is None
-    assert "ppo_vs_champion" not in judged["win_rate"]
-    assert set(read_jsonl(judged["samples"])[0]) == {"prompt", "reference", "sft", "ppo"}
+    assert judged.champion is None
+    assert "ppo_vs_champion" not in judged.report()["win_rate"]
+    assert set(read_jsonl(judged.samples)[0]) == {"prompt", "reference", "sft", "ppo"}
 
 
 def test_a_champion_that_came_and_went_is_no_reason_to_judge_again(world, name, tmp_path: Path):
     crown(world, name, "weak")
-    champion = decide_module.find_champion(world.named(name))
+    champion = find_champion(world.named(name))
     evaluation = world.evaluate(world.named(name), "good", tmp_path, champion)
     crown(world, name, "best")
     champions.roll_back(name, reason="It swears.", by="person ada")
@@ -211,7 +212,7 @@ def test_a_champion_that_changes_while_it_is_judged_against_is_followed(
     world: World, name: str, server: MlflowServer, tmp_path: Path
 ):
     crown(world, name, "weak")
-    first = decide_module.find_champion(world.named(name))
+    first = find_champion(world.named(name))
     evaluation = world.evaluate(world.named(name), "good", tmp_path, first)
     version = world.add_version(name, "good")
 
@@ -230,7 +231,7 @@ def test_a_champion_that_changes_while_it_is_judged_against_is_followed(
         made, judged = decide(world, name, version, evaluation, tmp_path)
     assert fault.happened.is_set()
     assert (made.action, made.champion) == ("refused", version + 1)
-    assert judged["champion"] == version + 1
+    assert judged.champion == version + 1
     assert words_w1(champion_answers(judged)) == 96
     assert [action for action, *_ in told(name)] == ["promoted", "promoted", "refused"]
 
@@ -239,13 +240,13 @@ def test_of_two_that_finish_together_the_second_is_judged_against_the_first(
     world: World, name: str, tmp_path: Path
 ):
     old = crown(world, name, "weak")
-    champion = decide_module.find_champion(world.named(name))
+    champion = find_champion(world.named(name))
     runs = {world.add_version(name, policy): policy for policy in ("good", "best")}
     evaluations = {
         version: world.evaluate(world.named(name), policy, tmp_path / policy, champion)
         for version, policy in runs.items()
     }
-    results: dict[int, tuple[Decision, dict[str, Any]]] = {}
+    results: dict[int, tuple[Decision, EvaluatedPolicy]] = {}
     together = threading.Barrier(2)
 
     def finish(version: int, policy: str) -> None:
@@ -261,7 +262,7 @@ def test_of_two_that_finish_together_the_second_is_judged_against_the_first(
 
 
 def require_one_after_the_other(
-    name: str, old: int, results: dict[int, tuple[Decision, dict[str, Any]]]
+    name: str, old: int, results: dict[int, tuple[Decision, EvaluatedPolicy]]
 ) -> None:
     """Each was judged against the champion that its decision replaced or kept; the newest wins."""
     decisions = champions.read_champions(name).decisions[1:]
@@ -270,7 +271,7 @@ def require_one_after_the_other(
     for decision in decisions:
         made, judged = results[decision.version]
         assert made == decision
-        assert judged["champion"] == before
+        assert judged.champion == before
         before = decision.champion
     assert before == max(results)
     assert read_aliases(name)["champion"] == max(results)
@@ -282,7 +283,7 @@ def test_of_four_processes_that_finish_together_none_loses_a_decision(
     world: World, name: str, server: MlflowServer, tmp_path: Path, attempt: int
 ):
     old = crown(world, name, "weak")
-    champion = decide_module.find_champion(world.named(name))
+    champion = find_champion(world.named(name))
     policies = ["good", "best", "good", "best"]
     runs = {world.add_version(name, policy): policy for policy in policies}
     together = fork.Barrier(len(runs))
@@ -292,7 +293,7 @@ def test_of_four_processes_that_finish_together_none_loses_a_decision(
         evaluation = world.evaluate(world.named(name), policy, folder, champion)
         together.wait()
         made, judged = decide(world, name, version, evaluation, folder)
-        (folder / "result.json").write_text(json.dumps([made.number, judged["champion"]]))
+        (folder / "result.json").write_text(json.dumps([made.number, judged.champion]))
 
     processes = [
         start_process(lambda version=version, policy=policy: finish(version, policy), server.url)
@@ -320,8 +321,8 @@ def test_an_older_candidate_that_is_late_does_not_replace_a_newer_champion(
     newer = crown(world, name, "weak")
     made, judged = decide(world, name, late, evaluation, tmp_path)
     assert (made.action, made.champion) == ("refused", newer)
-    assert judged["champion"] == newer
-    assert judged["win_rate"]["ppo_vs_champion"]["low"] > 0.5
+    assert judged.champion == newer
+    assert judged.report()["win_rate"]["ppo_vs_champion"]["low"] > 0.5
     assert f"newer than this version {late}" in made.reasons[0]
 
 
@@ -329,7 +330,7 @@ def test_a_step_retried_after_its_decision_judges_nothing_and_gives_the_same(
     world: World, name: str, tmp_path: Path
 ):
     crown(world, name, "weak")
-    first = decide_module.find_champion(world.named(name))
+    first = find_champion(world.named(name))
     evaluation = world.evaluate(world.named(name), "good", tmp_path, first)
     crown(world, name, "best")
     version = world.add_version(name, "good")
@@ -344,7 +345,7 @@ def test_a_step_killed_after_it_was_judged_again_keeps_that_judgement(
     world: World, name: str, server: MlflowServer, tmp_path: Path
 ):
     crown(world, name, "weak")
-    first = decide_module.find_champion(world.named(name))
+    first = find_champion(world.named(name))
     evaluation = world.evaluate(world.named(name), "good", tmp_path, first)
     newer = crown(world, name, "best")
     version = world.add_version(name, "good")
@@ -367,7 +368,7 @@ def test_a_step_killed_after_it_was_judged_again_keeps_that_judgement(
     asked = world.judged_pairs()
     made, judged = decide(world, name, version, evaluation, tmp_path)
     assert world.judged_pairs() == asked
-    assert judged["champion"] == newer
+    assert judged.champion == newer
     assert words_w1(champion_answers(judged)) == 96
     assert told(name)[2:] == [("refused", version, newer)]
     assert made.champion == newer
@@ -377,7 +378,7 @@ def test_a_candidate_that_a_person_made_champion_meanwhile_is_not_refused(
     world: World, name: str, tmp_path: Path
 ):
     crown(world, name, "best")
-    champion = decide_module.find_champion(world.named(name))
+    champion = find_champion(world.named(name))
     evaluation = world.evaluate(world.named(name), "weak", tmp_path, champion)
     version = world.add_version(name, "weak")
     by_hand = champions.promote_by_hand(name, version, reason="It is kind.", by="person ada")
@@ -393,7 +394,7 @@ def test_a_reward_model_accepted_by_hand_keeps_a_winner_from_promotion(
     world: World, name: str, tmp_path: Path
 ):
     evaluation = world.evaluate(world.named(name), "best", tmp_path)
-    validation = {"fit": False, "accepted_by_hand": True, "reasons": ["It guesses."]}
+    validation = replace(FIT, fit=False, accepted_by_hand=True, reasons=["It guesses."])
     version = world.add_version(name, "best")
     made, _ = decide(world, name, version, evaluation, tmp_path, validation=validation)
     assert (made.action, made.champion) == ("refused", None)
@@ -414,12 +415,12 @@ def test_a_judge_that_is_inconclusive_about_the_new_champion_promotes_nothing(
     world: World, name: str, tmp_path: Path
 ):
     evaluation = world.evaluate(world.named(name), "best", tmp_path)
-    assert evaluation["conclusive"]
+    assert evaluation.report()["conclusive"]
     crown(world, name, "weak")
     with judge_says(world, ALWAYS_FIRST):
         made, judged = decide(world, name, world.add_version(name, "best"), evaluation, tmp_path)
     assert made.action == "refused"
-    assert not judged["conclusive"]
+    assert not judged.report()["conclusive"]
     assert any(reason.startswith("The evaluation is inconclusive") for reason in made.reasons)
 
 
@@ -437,8 +438,8 @@ def test_a_champion_that_something_else_registered_is_judged_against(
     mlflow.end_run()
     old = int(logged.registered_model_version)
     connect().set_registered_model_alias(name, "champion", str(old))
-    champion = decide_module.find_champion(world.named(name))
-    assert champion["version"] == old
+    champion = find_champion(world.named(name))
+    assert champion.version == old
     evaluation = world.evaluate(world.named(name), "best", tmp_path, champion)
     made, _ = decide(world, name, world.add_version(name, "best"), evaluation, tmp_path)
     assert (made.action, made.champion) == ("promoted", old + 1)
@@ -455,22 +456,22 @@ def test_a_champion_with_a_changed_byte_is_refused_by_name(world: World, name: s
     weights.write_bytes(content)
     settings = world.named(name, output_dir=str(tmp_path))
     with pytest.raises(ModelError, match=r"'model/model.safetensors' was changed") as caught:
-        decide_module.find_champion(settings)
+        find_champion(settings)
     assert f"Version {version} of '{name}' is refused" in str(caught.value)
 
 
 def test_a_champion_whose_files_are_gone_is_fetched_again(world: World, name: str, tmp_path: Path):
     settings = world.named(name, output_dir=str(tmp_path))
-    assert stages.still_there(settings, NO_CHAMPION) == NO_CHAMPION
+    assert fetch_again(settings, None) is None
     crown(world, name, "weak")
-    found = decide_module.find_champion(settings)
-    assert stages.still_there(settings, found) == found
+    found = find_champion(settings)
+    assert fetch_again(settings, found) == found
     shutil.rmtree(tmp_path / "cache")
-    assert stages.still_there(settings, found) == found
-    assert Path(found["model"]).is_dir()
+    assert fetch_again(settings, found) == found
+    assert Path(found.model).is_dir()
     newer = crown(world, name, "good")
     shutil.rmtree(tmp_path / "cache")
-    assert stages.still_there(settings, found)["version"] == newer
+    assert fetch_again(settings, found).version == newer
 
 
 def test_a_champion_that_cannot_read_the_prompts_is_refused_before_training(
@@ -483,7 +484,7 @@ def test_a_champion_that_cannot_read_the_prompts_is_refused_before_training(
         name, ppo=type(settings.ppo)(**{**vars(settings.ppo), "response_length": 61})
     )
     with pytest.raises(DataError, match="the champion, version 1"):
-        decide_module.find_champion(longer)
+        find_champion(longer)
 
 
 @pytest.mark.parametrize("stop", ["w5", "eos", None])
@@ -501,12 +502,12 @@ def test_the_champion_ends_its_answers_by_its_own_token(
     champions.promote_by_hand(
         name, own.add_version(name, "odd", decoding), reason="Odd.", by="person ada"
     )
-    champion = decide_module.find_champion(world.named(name))
+    champion = find_champion(world.named(name))
     judged = world.evaluate(world.named(name), "weak", tmp_path / "run", champion)
     answers = champion_answers(judged)
     if stop is None:
         # The end of text, no word itself, ends none of them: half of 6 tokens are w1.
-        assert 2 < judged["length"]["champion"] < 4
+        assert 2 < judged.report()["length"]["champion"] < 4
         assert words_w1(answers[-1:]) > 0
     else:
         # Half of the answers end with their first token: 1 w1 on average.
@@ -529,7 +530,7 @@ def test_the_champion_reads_and_writes_with_its_own_tokenizer(world, name, tmp_p
     champions.promote_by_hand(name, version, reason="Odd.", by="person ada")
     evaluation = world.evaluate(world.named(name), "weak", tmp_path / "run")
     _, judged = decide(world, name, world.add_version(name, "weak"), evaluation, tmp_path / "run")
-    assert judged["champion"] == version
+    assert judged.champion == version
     assert words_w1(champion_answers(judged)) > 90
 
 
@@ -545,6 +546,8 @@ def test_a_registry_that_is_away_is_an_error_in_words(
     world: World, name: str, broken: None, tmp_path: Path
 ):
     with pytest.raises(ModelError, match="MLflow at http"):
-        decide_module.find_champion(world.named(name))
+        find_champion(world.named(name))
     with pytest.raises(ModelError, match="MLflow at http"):
-        decide(world, name, 1, {"champion": None}, tmp_path)
+        decide(
+            world, name, 1, EvaluatedPolicy(champion=None, kl=1.0, folder=str(tmp_path)), tmp_path
+        )

@@ -3,7 +3,7 @@
 import os
 import signal
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,12 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.rows import read_jsonl
 from pipeline.promotion import register as register_module
 from pipeline.registry import champions
+from pipeline.results import (
+    EvaluatedPolicy,
+    FetchedChampion,
+    RegisteredPolicy,
+    ValidatedReward,
+)
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.settings_file import settings_text
 from pipeline.tracking.mlflow_client import connect
@@ -24,7 +30,7 @@ from tests.helpers.fault_proxy import Fault, fault_proxy, start_process
 from tests.helpers.mlflow_store import tracking_to
 from tests.helpers.servers import MlflowServer
 
-ACCEPTED = {"fit": False, "accepted_by_hand": True, "reasons": ["It guesses."]}
+ACCEPTED = replace(FIT, fit=False, accepted_by_hand=True, reasons=["It guesses."])
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +41,7 @@ def world(tmp_path_factory) -> World:
 @pytest.fixture(scope="module", autouse=True)
 def server() -> Iterator[MlflowServer]:
     with pytest.MonkeyPatch.context() as patch, tracking_to(shared_server().url):
-        patch.setattr(champions, "PATIENCE", 0.3)
+        patch.setattr("pipeline.registry.alias_sync.PATIENCE", 0.3)
         yield shared_server()
 
 
@@ -45,19 +51,19 @@ class Ran:
 
     settings: Settings
     run: FlowRun
-    evaluation: dict[str, Any]
-    registered: dict[str, Any]
+    evaluation: EvaluatedPolicy
+    registered: RegisteredPolicy
 
     @property
     def version(self) -> int:
-        return int(self.registered["model"]["version"])
+        return int(self.registered.model["version"])
 
 
-def start(world: World, number: str, name: str) -> tuple[Settings, FlowRun, dict[str, Any]]:
+def start(world: World, number: str, name: str) -> tuple[Settings, FlowRun, FetchedChampion | None]:
     """What the steps before the evaluation leave behind, with nothing trained."""
     settings = world.named(name)
-    run = stages.start_run(settings, settings, "RLHF", number)
-    return settings, run, stages.find_champion(settings)
+    run = stages.start.start_run(settings, settings, "RLHF", number, ["register"])
+    return settings, run, stages.start.find_champion(settings)
 
 
 def register(
@@ -65,12 +71,12 @@ def register(
     settings: Settings,
     run: FlowRun,
     policy: str,
-    evaluation: dict[str, Any],
-    validation: Mapping[str, Any] = FIT,
-) -> dict[str, Any]:
-    place = {"path": world.policies["sft"], "metrics": {}}
-    trained = world.trained(policy)
-    return stages.register(settings, place, place, dict(validation), trained, evaluation, run)
+    evaluation: EvaluatedPolicy,
+    validation: ValidatedReward = FIT,
+) -> RegisteredPolicy:
+    return stages.registration.register_policy(
+        world.candidate(settings, policy, run, evaluation, validation)
+    )
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Story:
     first: Ran
     second: Ran
     champion_meanwhile: int
-    repeated: dict[str, Any]
+    repeated: RegisteredPolicy
     asked_by_the_repetition: int
     refused: Ran
 
@@ -88,12 +94,12 @@ class Story:
 @pytest.fixture(scope="module")
 def story(world: World) -> Story:
     settings, run, champion = start(world, "1", "story")
-    assert champion["version"] is None
+    assert champion is None
     evaluation = world.evaluate(settings, "weak", run.folder, champion)
     first = Ran(settings, run, evaluation, register(world, settings, run, "weak", evaluation))
 
     settings, run, champion = start(world, "2", "story")
-    assert champion["version"] == first.version
+    assert champion.version == first.version
     evaluation = world.evaluate(settings, "best", run.folder, champion)
     meanwhile = world.add_version("story", "good")
     champions.promote_by_hand("story", meanwhile, reason="Now.", by="person ada")
@@ -123,10 +129,10 @@ def run_of(ran: Ran, step: str) -> Any:
 
 
 def test_the_first_run_is_registered_and_promoted(story: Story):
-    decision = story.first.registered["promotion"]
-    assert (decision["action"], decision["version"], decision["champion"]) == ("promoted", 1, 1)
-    assert decision["by"] == "run RLHF/1"
-    assert story.first.registered["evaluation"] == story.first.evaluation
+    decision = story.first.registered.promotion
+    assert (decision.action, decision.version, decision.champion) == ("promoted", 1, 1)
+    assert decision.by == "run RLHF/1"
+    assert story.first.registered.evaluation == story.first.evaluation
     parent = run_of(story.first, "parent")
     assert (parent.data.tags["version"], parent.data.tags["promotion"]) == ("1", "promoted")
     assert run_of(story.first, "register").info.status == "FINISHED"
@@ -134,14 +140,14 @@ def test_the_first_run_is_registered_and_promoted(story: Story):
 
 def test_a_candidate_whose_champion_changed_is_on_record_against_the_new_one(story: Story):
     registered, meanwhile = story.second.registered, story.champion_meanwhile
-    assert (registered["promotion"]["action"], story.second.version) == ("promoted", meanwhile + 1)
-    rate = registered["evaluation"]["win_rate"]["ppo_vs_champion"]
-    assert rate != story.second.evaluation["win_rate"]["ppo_vs_champion"]
-    assert registered["evaluation"]["champion"] == meanwhile
-    assert f"against the champion, version {meanwhile}" in registered["promotion"]["reasons"][0]
+    assert (registered.promotion.action, story.second.version) == ("promoted", meanwhile + 1)
+    rate = registered.evaluation.report()["win_rate"]["ppo_vs_champion"]
+    assert rate != story.second.evaluation.report()["win_rate"]["ppo_vs_champion"]
+    assert registered.evaluation.champion == meanwhile
+    assert f"against the champion, version {meanwhile}" in registered.promotion.reasons[0]
     card = card_of("story", story.second.version)
     assert f"{rate['rate']:.1%}" in section(card, "Win rates")
-    answers = [row["champion"] for row in read_jsonl(registered["evaluation"]["samples"])]
+    answers = [row["champion"] for row in read_jsonl(registered.evaluation.samples)]
     for answer in answers[:5]:
         assert answer.strip() in section(card, "Samples")
     step = run_of(story.second, "register").data
@@ -162,9 +168,9 @@ def test_a_step_retried_after_everything_was_done_changes_nothing(story: Story):
 
 
 def test_a_refused_version_says_so_wherever_it_is_looked_at(story: Story):
-    decision = story.refused.registered["promotion"]
-    assert decision["action"] == "refused"
-    assert decision["champion"] == story.second.version
+    decision = story.refused.registered.promotion
+    assert decision.action == "refused"
+    assert decision.champion == story.second.version
     found = connect().get_model_version("story", str(story.refused.version))
     assert found.tags["promotion"] == "refused"
     card = card_of("story", story.refused.version)
@@ -192,7 +198,7 @@ def test_the_tags_of_a_version_say_where_it_comes_from(story: Story):
     assert tags["flow_run"] == "RLHF/2"
     assert tags["parent_champion"] == str(story.first.version)
     assert tags["judge"].startswith("python:")
-    assert tags["judge_version"] == story.second.evaluation["judge"]["version"]
+    assert tags["judge_version"] == story.second.evaluation.report()["judge"]["version"]
     models = {part: tags[f"model/{part}"] for part in ("base", "sft", "reward_model", "policy")}
     assert models["base"] == models["sft"] != models["policy"]
     first = connect().get_model_version("story", str(story.first.version)).tags
@@ -275,12 +281,12 @@ def test_a_step_killed_in_between_leaves_one_version_and_one_decision(
     assert process.exitcode == -signal.SIGKILL
     registered = register_module.register(one)
     require_one_version_and_one_decision(name, one, registered)
-    assert registered["evaluation"]["champion"] == old
+    assert registered.evaluation.champion == old
     assert register_module.register(one) == registered
 
 
 def require_one_version_and_one_decision(
-    name: str, one: register_module.Candidate, registered: Mapping[str, Any]
+    name: str, one: register_module.Candidate, registered: RegisteredPolicy
 ) -> None:
     client, parent = connect(), one.run.tracking["parent"]
     (version,) = client.search_model_versions(f"run_id = '{parent}'")
@@ -289,9 +295,9 @@ def require_one_version_and_one_decision(
     assert [(each.action, each.version, each.by) for each in decisions[1:]] == [
         ("promoted", number, f"run {one.run.id}")
     ]
-    assert registered["promotion"]["number"] == decisions[1].number
+    assert registered.promotion.number == decisions[1].number
     assert client.get_model_version_by_alias(name, "champion").version == version.version
-    rate = registered["evaluation"]["win_rate"]["ppo_vs_champion"]
+    rate = registered.evaluation.report()["win_rate"]["ppo_vs_champion"]
     card = card_of(name, number)
     assert f"**Promoted** by run {one.run.id} at " in section(card, "Promotion")
     assert f"**Promoted** by run {one.run.id} at " in version.description

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from pipeline.promotion.version_card import LIMITS, SAMPLES, version_card
+from pipeline.promotion.version_card import LIMITS, SHOWN_SAMPLES, version_card
 
 MARKUP = "<script>alert(1)</script> | [x](javascript:y) ![i](http://h) **b** `c`"
 NASTY = f"{MARKUP}\n\n# head\n---\x1b[2J"
@@ -149,8 +149,10 @@ def test_no_folder_of_this_machine_is_in_the_card(path):
 
 
 def test_only_the_first_samples_are_shown_and_none_need_be_there():
-    rows = [{"prompt": f"question {number}", "ppo": "answer"} for number in range(SAMPLES + 3)]
+    rows = [
+        {"prompt": f"question {number}", "ppo": "answer"} for number in range(SHOWN_SAMPLES + 3)
+    ]
     card = version_card(make_record(samples=rows))
-    assert f"question {SAMPLES - 1}" in card
-    assert f"question {SAMPLES}" not in card
+    assert f"question {SHOWN_SAMPLES - 1}" in card
+    assert f"question {SHOWN_SAMPLES}" not in card
     assert "## Samples" not in version_card(make_record(samples=[]))

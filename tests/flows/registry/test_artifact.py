@@ -20,11 +20,12 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from pipeline.registry.artifact import Decoding, write_artifact
+from pipeline.registry.artifact import VersionContents, write_artifact
+from pipeline.settings.decoding import Decoding
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
 from ppo_core.training.evaluation import answer_prompts
-from serving.champion import check_folder
+from serving.manifest import check_folder
 from tests.helpers.chat import make_chat_tokenizer, say, write_parrot
 from tests.helpers.mlflow_store import tracking_to, write_database
 from tests.helpers.servers import free_port, wait_until_answering
@@ -59,10 +60,9 @@ def write(policy: Path, folder: Path, **changed: Any) -> str:
         "decoding": GREEDY,
         "example": "w1 w2",
         "card": "# A card",
-        "run_id": "0" * 32,
-        "model_id": "m-" + "0" * 32,
     }
-    return write_artifact(policy, folder, **(given | changed))
+    contents = VersionContents(**(given | changed))
+    return write_artifact(policy, folder, contents, run_id="0" * 32, model_id="m-" + "0" * 32)
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from mlflow import MlflowClient
 
 from pipeline.registry import champions as registry
+from pipeline.registry.alias_sync import settle
 from pipeline.registry.aliases import read_aliases, read_version
 from pipeline.registry.champion_history import Champions, stack_of
 from pipeline.registry.champions import challenge, decide, promote_by_hand, roll_back
-from pipeline.registry.ledger import Action, Decision, find_ledger
+from pipeline.registry.decisions import Action, Decision
+from pipeline.registry.ledger import find_ledger
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
 from tests.helpers.fault_proxy import Fault, FaultProxy, fault_proxy, fork, start_process, stop
@@ -43,7 +45,7 @@ def running_server(tmp_path_factory) -> Iterator[MlflowServer]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """One at a time is at work, the others are stopped or dead: nobody is worth waiting for."""
-    monkeypatch.setattr(registry, "PATIENCE", 0.1)
+    monkeypatch.setattr("pipeline.registry.alias_sync.PATIENCE", 0.1)
 
 
 @pytest.fixture
@@ -91,7 +93,7 @@ def judge(model: str, version: int, *, promote: bool = True, key: str = "") -> D
             reasons=[f"It won {50 + version} %."],
             by=f"run RLHF/{version}",
             key=key or f"RLHF/{version}",
-            after=registry.settle(model),
+            after=settle(model),
         )
     return made
 
@@ -113,7 +115,7 @@ def assert_aliases(model: str, champion: int | None, previous: int | None = None
     assert (aliases.get("champion"), aliases.get("previous-champion")) == (champion, previous)
     champions = registry.read_champions(model)
     assert (champions.champion, champions.previous) == (champion, previous)
-    assert registry.settle(model) == champions
+    assert settle(model) == champions
 
 
 def finish(process) -> None:
@@ -122,8 +124,8 @@ def finish(process) -> None:
 
 
 def test_a_model_without_a_history_or_a_champion_is_settled_and_nothing_is_made(model: str):
-    assert registry.settle(model) == Champions()
-    assert registry.settle("a model that nobody registered") == Champions()
+    assert settle(model) == Champions()
+    assert settle("a model that nobody registered") == Champions()
     assert find_ledger(connect(), model) is None
 
 
@@ -180,19 +182,19 @@ def test_a_candidate_never_replaces_a_champion_with_a_higher_number_except_by_ha
 
 
 def test_a_step_that_is_retried_after_it_decided_gives_the_same_decision(model: str):
-    before = registry.settle(model)
+    before = settle(model)
     first = judge(model, 1)
     judge(model, 2)
     again = partial(
         decide, model, version=1, promote=False, reasons=["No."], by="run", key="RLHF/1"
     )
-    assert again(after=before) == again(after=registry.settle(model)) == first
+    assert again(after=before) == again(after=settle(model)) == first
     assert told(model) == [("promoted", 1, 1), ("promoted", 2, 2)]
     assert_aliases(model, 2, previous=1)
 
 
 def test_a_judgement_against_champions_of_the_past_decides_nothing(model: str):
-    before = registry.settle(model)
+    before = settle(model)
     judge(model, 1)
     late = decide(
         model, version=2, promote=True, reasons=["Old."], by="run", key="late", after=before
@@ -243,7 +245,7 @@ def assert_nothing_was_lost(model: str, versions: Sequence[int]) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy stops a process for seconds, and it is no less at work."""
-    monkeypatch.setattr(registry, "PATIENCE", 60.0)
+    monkeypatch.setattr("pipeline.registry.alias_sync.PATIENCE", 60.0)
 
 
 def test_concurrent_promotions_all_count(server, patient):
@@ -294,7 +296,7 @@ def test_what_a_killed_process_had_decided_is_carried_out_by_the_next(served: st
     killed_after_appending(served, proxy, 2)
     assert read_aliases(served) == {"champion": 1, "challenger": 2}
     assert "promotion" not in tags(served, 2)
-    assert registry.settle(served).champion == 2
+    assert settle(served).champion == 2
     assert_aliases(served, 2, previous=1)
     assert "challenger" not in read_aliases(served)
     assert tags(served, 2)["promotion"] == "promoted"
@@ -305,7 +307,7 @@ def test_what_a_person_did_after_a_process_was_killed_is_not_undone(served: str,
     judge(served, 1)
     killed_after_appending(served, proxy, 2)
     connect().set_registered_model_alias(served, "champion", "4")
-    assert registry.settle(served).champion == 4
+    assert settle(served).champion == 4
     assert told(served) == [("promoted", 1, 1), ("promoted", 2, 2), ("found", 4, 4)]
     assert_aliases(served, 4, previous=2)
     assert tags(served, 2)["promotion"] == "promoted"
@@ -315,7 +317,7 @@ def test_a_version_deleted_before_its_promotion_was_carried_out_is_no_champion(s
     judge(served, 1)
     killed_after_appending(served, proxy, 2)
     connect().delete_model_version(served, "2")
-    assert registry.settle(served).champion == 1
+    assert settle(served).champion == 1
     assert told(served) == [("promoted", 1, 1), ("promoted", 2, 2), ("found", 1, 1)]
     # Version 2, which was the one before, is no longer there either.
     assert read_aliases(served) == {"champion": 1}
@@ -422,7 +424,7 @@ def test_an_alias_moved_by_hand_is_taken_over(model: str):
 
 def test_a_champion_from_before_the_history_is_taken_over(model: str):
     connect().set_registered_model_alias(model, "champion", "2")
-    assert registry.settle(model).champion == 2
+    assert settle(model).champion == 2
     assert told(model) == [("found", 2, 2)]
     judge(model, 3)
     assert_aliases(model, 3, previous=2)
@@ -436,7 +438,7 @@ def test_an_alias_or_a_champion_deleted_by_hand_leaves_no_champion(model: str, h
         connect().delete_registered_model_alias(model, "champion")
     else:
         connect().delete_model_version(model, "2")
-    assert registry.settle(model).champion is None
+    assert settle(model).champion is None
     assert told(model)[2:] == [("found", 2, None)]
     assert_aliases(model, None)
     judge(model, 3)

@@ -1,21 +1,19 @@
 """The ledger on a real MLflow server, behind a proxy that loses replies and stops processes."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from uuid import uuid4
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from mlflow import MlflowClient
 from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 
-from pipeline.registry import ledger as ledgers
-from pipeline.registry.ledger import Decision, History, find_ledger, open_ledger
+from pipeline.registry.decisions import encode
+from pipeline.registry.ledger import History, find_ledger, open_ledger
 from pipeline.tracking.mlflow_client import connect
-from ppo_core.errors import ConfigError, ModelError
+from ppo_core.errors import ModelError
+from tests.flows.registry.test_decisions import FIRST
 from tests.helpers.fault_proxy import Fault, FaultProxy, fault_proxy, fork, start_process
 from tests.helpers.mlflow_store import tracking_to
 from tests.helpers.servers import MlflowServer, mlflow_server
@@ -43,18 +41,6 @@ def proxy(server: MlflowServer) -> Iterator[FaultProxy]:
 @pytest.fixture
 def name() -> str:
     return f"policy {uuid4().hex[:8]}"
-
-
-FIRST = Decision(
-    number=1,
-    action="promoted",
-    version=4,
-    champion=4,
-    reasons=("It won 61 % of 400.", "Its answers are no longer."),
-    by="run RLHF/123",
-    at="2026-11-21T12:00:00+00:00",
-    key="RLHF/123",
-)
 
 
 def test_what_was_appended_is_read_back_in_order(server: MlflowServer, name: str):
@@ -176,9 +162,7 @@ def test_an_experiment_of_somebody_else_is_left_alone(server: MlflowServer, name
         open_ledger(connect(), name)
 
 
-@pytest.mark.parametrize(
-    "line", ["by hand", "{}", "[]", ledgers.encode(replace(FIRST, action="crowned"))]
-)
+@pytest.mark.parametrize("line", ["by hand", "{}", "[]", encode(replace(FIRST, action="crowned"))])
 def test_what_another_release_or_a_person_wrote_is_an_error(server, name: str, line: str):
     ledger = open_ledger(connect(), name)
     connect().log_param(ledger.run_id, "0001", line)
@@ -243,59 +227,3 @@ class LateClient(MlflowClient):
     def create_experiment(self, name: str, **more):
         self.created = name
         return super().create_experiment(name, **more)
-
-
-texts = st.text(max_size=400).map(ledgers.plain)
-decisions = st.builds(
-    Decision,
-    number=st.integers(1, 20000),
-    action=st.sampled_from(["promoted", "refused", "rolled back", "found"]),
-    version=st.integers(1, 10**6),
-    champion=st.none() | st.integers(1, 10**6),
-    reasons=st.lists(texts, max_size=12).map(tuple),
-    by=st.text(max_size=100).map(ledgers.plain),
-    at=st.just("2026-11-21T12:00:00+00:00"),
-    key=st.text(max_size=100).map(ledgers.plain),
-)
-
-
-@given(decisions)
-def test_a_decision_is_what_it_was_after_writing_and_reading(decision: Decision):
-    assert ledgers.decode(decision.number, ledgers.encode(decision)) == decision
-
-
-@given(decisions, st.lists(texts, min_size=1))
-def test_a_decision_that_is_too_long_loses_the_end_of_its_reasons_only(
-    decision: Decision, more: list[str]
-):
-    reasons = [*decision.reasons, *(reason * 20 for reason in more), "x" * 7000]
-    line = ledgers.encode(replace(decision, reasons=tuple(reasons)))
-    read = ledgers.decode(decision.number, line)
-    assert 5000 < len(line) <= 6000
-    assert read.reasons[-1].endswith(ledgers.CUT)
-    assert "\n".join(reasons).startswith("\n".join(read.reasons).removesuffix(ledgers.CUT))
-    assert replace(read, reasons=()) == replace(decision, reasons=())
-
-
-@given(st.lists(decisions, max_size=60), st.text())
-def test_the_table_fits_a_tag_and_nothing_in_it_is_markup(made: list[Decision], text: str):
-    table = ledgers.as_markdown([replace(each, by=text[:250]) for each in made])
-    assert len(table) <= 8000
-    rows = [line for line in table.splitlines()[2:] if line.startswith("|")]
-    assert all(row.count("|") == 8 for row in rows)
-    assert not set("\\`*_[]<>") & set("".join(rows))
-    left = len(made) - len(rows)
-    assert not left or f"{made[left - 1].number} older decisions" in table
-
-
-@given(st.text())
-def test_plain_text_is_one_line_that_json_and_utf_8_can_hold(text: str):
-    line = ledgers.plain(text + "\x00\x1b[31m\ud800\n")
-    assert line.isprintable()
-    assert json.loads(json.dumps(line)).encode().decode() == line
-
-
-@pytest.mark.parametrize("name_of_field", ["by", "key"])
-def test_a_name_that_leaves_no_room_for_reasons_is_refused(name_of_field: str):
-    with pytest.raises(ConfigError, match=f"{name_of_field}='xxx.* has 251 characters"):
-        replace(FIRST, **{name_of_field: "x" * 251})

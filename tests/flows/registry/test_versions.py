@@ -14,13 +14,14 @@ import pytest
 from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM
 
-from pipeline.registry.artifact import Decoding, write_artifact
+from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.versions import (
     MAX_DESCRIPTION_CHARACTERS,
     find_policy,
     register_version,
     write_card,
 )
+from pipeline.settings.decoding import Decoding
 from ppo_core.errors import ModelError
 from tests.helpers.fault_proxy import Fault, fault_proxy, start_process
 from tests.helpers.mlflow_store import tracking_to
@@ -77,16 +78,13 @@ def register(
 
 
 def _write(policy: Path, name: str, run_id: str, folder: Path, model_id: str) -> str:
-    return write_artifact(
-        policy,
-        folder,
+    contents = VersionContents(
         name=name,
         decoding=Decoding(response_length=5, temperature=0),
         example="w1",
         card=CARD,
-        run_id=run_id,
-        model_id=model_id,
     )
+    return write_artifact(policy, folder, contents, run_id=run_id, model_id=model_id)
 
 
 def require_one_version(client: MlflowClient, name: str, run_id: str) -> str:
@@ -179,7 +177,8 @@ def test_a_registry_that_refuses_is_an_error_with_its_words(
     client: MlflowClient, name: str, policy: Path
 ):
     refused = f"{name}/with a slash"
-    with pytest.raises(ModelError, match=r"did not do what was asked.*Invalid model name.*resume"):
+    message = r"did not carry out a request.*Invalid model name.*resume"
+    with pytest.raises(ModelError, match=message):
         register(policy, refused, start_run(client))
 
 
@@ -190,7 +189,7 @@ def test_a_store_of_artifacts_that_is_away_is_an_error_and_leaves_no_version(
     with monkeypatch.context() as patch:
         patch.setenv("MLFLOW_S3_ENDPOINT_URL", "http://127.0.0.1:9")
         patch.setenv("AWS_MAX_ATTEMPTS", "1")
-        with pytest.raises(ModelError, match=r"store of artifacts did not take.*rlhf.py resume"):
+        with pytest.raises(ModelError, match=r"artifact store did not accept.*rlhf.py resume"):
             register(policy, name, run_id)
     assert client.search_model_versions(f"run_id = '{run_id}'") == []
     register(policy, name, run_id)
@@ -378,6 +377,6 @@ def test_runs_that_register_a_new_name_at_once_have_a_version_each(
 def test_a_server_that_is_not_there_is_an_error_that_says_so(policy: Path):
     with (
         tracking_to("http://127.0.0.1:9", retries=0),
-        pytest.raises(ModelError, match=r"127\.0\.0\.1:9 did not do what was asked"),
+        pytest.raises(ModelError, match=r"127\.0\.0\.1:9 did not carry out a request"),
     ):
         register(policy, "rlhf-policy", "0" * 32)

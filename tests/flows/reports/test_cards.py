@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.reports.cards import evaluation_card, promotion_card, reward_model_card
+from pipeline.registry.decisions import Decision
 from pipeline.reports.document import Document
 from pipeline.reports.evaluation import evaluation_document
 from pipeline.reports.figures import reward_model_figures
@@ -22,47 +23,49 @@ from pipeline.reports.html_page import reward_model_page
 from pipeline.reports.promotion import promotion_document
 from pipeline.reports.reward_model import reward_document
 from pipeline.reports.terminal import render_summary
+from pipeline.results import RegisteredPolicy
 from pipeline.settings.promotion_config import PromotionConfig
+from pipeline.stages.cards import evaluation_card, promotion_card, reward_model_card
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_reports import (
     HOSTILE,
+    decision,
+    evaluated,
     evaluation_result,
     promotion,
     reward_report,
     summary,
+    validated,
 )
 
 CHROMIUM = shutil.which("chromium")
 
 FLOW = """
-import json
+import pickle
 from metaflow import FlowSpec, card, current, step
+from pipeline import stages
 
 class CardFlow(FlowSpec):
     @card(type="blank")
     @step
     def start(self):
-        from pipeline.reports.cards import reward_model_card
-        with open("report.json") as file:
-            current.card.extend(reward_model_card(json.load(file)))
+        with open("records.pickle", "rb") as file:
+            self.validation, self.registered, self.limits = pickle.load(file)
+        current.card.extend(stages.cards.reward_model_card(self.validation))
         self.next(self.evaluate)
 
     @card(type="blank")
     @step
     def evaluate(self):
-        from pipeline.reports.cards import evaluation_card
-        with open("evaluation.json") as file:
-            current.card.extend(evaluation_card(json.load(file)))
+        current.card.extend(stages.cards.evaluation_card(self.registered.evaluation))
         self.next(self.register)
 
     @card(type="blank")
     @step
     def register(self):
-        from pipeline.reports.cards import promotion_card
-        from pipeline.settings.promotion_config import PromotionConfig
-        names = ("promotion", "evaluation", "report")
-        documents = [json.load(open(f"{name}.json")) for name in names]
-        current.card.extend(promotion_card(*documents, PromotionConfig(), kl=12.3))
+        current.card.extend(
+            stages.cards.promotion_card(self.registered, self.validation, self.limits)
+        )
         self.next(self.end)
 
     @step
@@ -139,6 +142,12 @@ def row_of(document: Document, title: str, name: str) -> tuple[str, ...]:
     return row
 
 
+def register(made: Decision, evaluation: dict[str, Any], folder: Path) -> RegisteredPolicy:
+    return RegisteredPolicy(
+        model={}, promotion=made, evaluation=evaluated(evaluation, folder), kl=12.3
+    )
+
+
 @pytest.fixture(scope="module")
 def cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The cards of a run: its reward model and its policy are refused, and nothing is certain."""
@@ -146,10 +155,10 @@ def cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     report = reward_report(quoted=HOSTILE) | {"fit": False, "reasons": [f"It likes {HOSTILE}"]}
     evaluation = evaluation_result(judge=f"python:{HOSTILE}", champion=2)
     evaluation |= {"conclusive": False, "reasons": [f"The judge said {HOSTILE}"]}
-    (folder / "report.json").write_text(json.dumps(report))
-    decision = promotion("refused", reasons=[f"The judge said {HOSTILE}"])
-    (folder / "evaluation.json").write_text(json.dumps(evaluation))
-    (folder / "promotion.json").write_text(json.dumps(decision))
+    refused = decision("refused", reasons=(f"The judge said {HOSTILE}",))
+    registered = register(refused, evaluation, folder)
+    records = (validated(report, folder), registered, PromotionConfig())
+    (folder / "records.pickle").write_bytes(pickle.dumps(records))
     (folder / "flow.py").write_text(FLOW)
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'flows'}",
@@ -253,7 +262,7 @@ def test_the_page_stands_alone_and_allows_no_scripts():
     assert any(value.startswith("default-src 'none'; ") for _, value in elements.attributes)
 
 
-def test_the_page_and_the_card_say_the_same():
+def test_the_page_and_the_card_say_the_same(tmp_path: Path):
     report = reward_report()
     said = " ".join(Elements(reward_model_page(report)).texts)
     for section in reward_document(report).sections:
@@ -263,7 +272,8 @@ def test_the_page_and_the_card_say_the_same():
             *(cell for row in section.rows for cell in row),
         ):
             assert text in said
-    tables = [part.render()["data"] for part in reward_model_card(report) if hasattr(part, "_data")]
+    card = reward_model_card(validated(report, tmp_path))
+    tables = [part.render()["data"] for part in card if hasattr(part, "_data")]
     rows = [[list(row) for row in section.rows] for section in reward_document(report).sections]
     assert tables[1:] == rows
 
@@ -385,11 +395,14 @@ def test_wins_by_length_are_shown_for_each_contest(evaluation: dict[str, Any]):
     assert row_of(document, title, ">2") == (">2", "", "", "")
 
 
-def test_an_evaluation_has_the_same_components_as_its_document(evaluation: dict[str, Any]):
+def test_an_evaluation_has_the_same_components_as_its_document(
+    evaluation: dict[str, Any], tmp_path: Path
+):
     document = evaluation_document(evaluation)
     plots = sum(len(section.plots) for section in document.sections)
     # The verdict and the reasons; a heading and a table a section; the figures.
-    assert len(evaluation_card(evaluation)) == 2 + 2 * len(document.sections) + plots
+    card = evaluation_card(evaluated(evaluation, tmp_path))
+    assert len(card) == 2 + 2 * len(document.sections) + plots
 
 
 def test_the_contest_against_the_champion_is_shown_everywhere_where_there_is_one(
@@ -435,7 +448,7 @@ def test_the_metrics_of_an_evaluation_are_grouped_and_are_numbers(rematch: dict[
 def decided(action: str, evaluation: dict[str, Any], **changes: Any) -> Document:
     """The document of a decision on version 3."""
     return promotion_document(
-        promotion(action, **changes), evaluation, reward_report(), PromotionConfig(), kl=12.3
+        decision(action, **changes), evaluation, PromotionConfig(), reward_model_fit=True, kl=12.3
     )
 
 
@@ -443,7 +456,7 @@ def test_the_card_of_a_decision_says_it_and_why(rematch: dict[str, Any]):
     promoted = decided("promoted", rematch)
     assert (promoted.verdict, promoted.tone) == ("Promoted", "success")
     assert row_of(promoted, "The decision", "3") == ("3", "champion", "version 2")
-    refused = decided("refused", rematch, reasons=["It loses.", "It repeats."])
+    refused = decided("refused", rematch, reasons=("It loses.", "It repeats."))
     assert (refused.verdict, refused.tone) == ("Refused", "danger")
     assert refused.reasons == ("It loses.", "It repeats.")
     stays = "refused, and version 2 stays champion"
@@ -475,9 +488,11 @@ def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: dict[
     }
 
 
-def test_the_card_of_a_decision_has_the_components_of_its_document(evaluation: dict[str, Any]):
-    documents = (promotion(), evaluation, reward_report())
-    card = promotion_card(*documents, PromotionConfig(), kl=12.3)
+def test_the_card_of_a_decision_has_the_components_of_its_document(
+    evaluation: dict[str, Any], tmp_path: Path
+):
+    registered = register(decision(), evaluation, tmp_path)
+    card = promotion_card(registered, validated(reward_report(), tmp_path), PromotionConfig())
     assert len(card) == 2 + 2 * len(decided("promoted", evaluation).sections)
 
 
@@ -507,8 +522,8 @@ def test_the_terminal_says_what_became_of_the_version():
 def test_the_terminal_shows_what_others_wrote_as_it_is():
     name = "[/bold] :smile: [red]x"
     reasons = {"reasons": [f"The judge {name} fell."], "conclusive": False}
-    decision = promotion("refused", reasons=[f"It lost, says {name}."])
-    given = summary(**evaluation_result(judge=name, champion=2) | reasons, promotion=decision)
+    refused = promotion("refused", reasons=(f"It lost, says {name}.",))
+    given = summary(**evaluation_result(judge=name, champion=2) | reasons, promotion=refused)
     shown = lines(render_summary(given))
     assert f"Win rates, judged by {name}" in shown
     assert f"Inconclusive: The judge {name} fell." in shown

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from pipeline.reports.figures import (
-    COLOUR,
+    COLOR,
     DPI,
     accuracy_by_margin_plot,
     best_of_k_plot,
@@ -28,7 +28,7 @@ def pixels(png: bytes) -> np.ndarray:
 
 def blue(png: bytes) -> np.ndarray:
     """Where the data is drawn, (height, width) of bool."""
-    colour = [int(COLOUR[i : i + 2], 16) for i in (1, 3, 5)]
+    colour = [int(COLOR[i : i + 2], 16) for i in (1, 3, 5)]
     return (pixels(png) == colour).all(axis=2)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BloomCo
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.contract import Contract, check_contract
 from pipeline.reward_validation.odd_texts import LONGEST, odd_rows
-from pipeline.reward_validation.padding import score_filled_left
+from pipeline.reward_validation.padding import score_left_padded
 from ppo_core.models.reward_model import RewardModel
 from tests.helpers.tiny import CONFIGS, EOS, PAD, UNK, VOCABULARY, make_classifier, make_tokenizer
 from tests.helpers.word_models import word_reward
@@ -65,8 +65,8 @@ def test_bias_and_gain_are_part_of_every_score():
     plain, scaled = tiny_reward(), tiny_reward()
     scaled.bias, scaled.gain = 0.5, 3.0
     rows = [plain.encode("w1", "w2 w3"), plain.encode("w1", "w4")]
-    expected = (score_filled_left(plain, rows) - 0.5) * 3
-    assert score_filled_left(scaled, rows) == pytest.approx(expected, abs=1e-6)
+    expected = (score_left_padded(plain, rows) - 0.5) * 3
+    assert score_left_padded(scaled, rows) == pytest.approx(expected, abs=1e-6)
     assert check(scaled).reasons == []
 
 
@@ -135,7 +135,7 @@ def test_a_model_that_reads_fillers_is_refused():
     pairs = [pair("w1 " * 19, "w5 w6")] * 2
     contract = check(model, pairs)
     assert contract.right_filler.largest == 20
-    assert any("more fillers behind it" in reason for reason in contract.reasons)
+    assert any("more padding after it" in reason for reason in contract.reasons)
     pairs = [pair("w1 " * 50, "w5 w6")] * 2
     assert check(model, pairs).right_filler.largest == 64 - 51
     pairs = [pair("w1 " * 63, "w5 w6")] * 2
@@ -151,7 +151,7 @@ def test_a_model_that_overlooks_its_mask_is_refused_on_the_left_alone():
     model.model.base_model.register_forward_pre_hook(overlook, with_kwargs=True)
     contract = check(model)
     (reason,) = contract.reasons
-    assert "with fillers in front of it" in reason
+    assert "with padding before it" in reason
     assert contract.left_filler.share > 0.01 > contract.batch.share
 
 

@@ -12,6 +12,7 @@ from pipeline.inputs.preference_pairs import LABELS
 from pipeline.inputs.rows import Rows, read_rows
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.validate import validate
+from pipeline.settings.decoding import Decoding
 from pipeline.settings.reward_validation_config import RewardGateConfig
 from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_reward_model
@@ -56,11 +57,8 @@ def report_on(model: RewardModel, **limits: Any) -> dict[str, Any]:
     draw = partial(
         draw_samples,
         POLICY,
-        response_length=32,
-        temperature=1.0,
+        decoding=Decoding(response_length=32, temperature=1.0),
         seed=1,
-        stop="eos",
-        stop_token_id=None,
         batch_size=64,
     )
     return validate(model, pairs, prompts, draw, RewardGateConfig(**limits), seed=1)

@@ -1,7 +1,7 @@
 """How a reward model scores samples of the policy."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 
 from pipeline.reward_validation.samples import best_of, draw_samples, duplicates, measure_samples
+from pipeline.settings.decoding import Decoding
 from ppo_core.errors import DataError, ModelError
 from tests.helpers.pipeline_inputs import write_model
 
 SCORES = np.array([[0.0, 2.0], [6.0, 4.0]])
 
-SAMPLING = {
-    "response_length": 6,
-    "temperature": 1.0,
-    "stop": "eos",
-    "stop_token_id": None,
-    "batch_size": 5,
-}
+SAMPLING = Decoding(response_length=6, temperature=1.0)
+
+
+def draw(path: str, prompts: list[str], count: int, *, seed: int = 1, decoding=SAMPLING):
+    return draw_samples(
+        path, prompts, samples_per_prompt=count, decoding=decoding, seed=seed, batch_size=5
+    )
 
 
 def test_the_spread_is_the_one_done_by_hand():
@@ -141,27 +142,27 @@ def test_duplicates_are_counted_within_prompts():
 def test_every_prompt_gets_its_own_samples(tmp_path: Path):
     path = write_model(tmp_path)
     prompts = ["w1 w2", "w3"]
-    samples = draw_samples(path, prompts, samples_per_prompt=40, seed=1, **SAMPLING)
+    samples = draw(path, prompts, 40)
     assert [len(group) for group in samples] == [40, 40]
     assert duplicates(samples) < 0.5
-    assert samples == draw_samples(path, prompts, samples_per_prompt=40, seed=1, **SAMPLING)
-    assert samples != draw_samples(path, prompts, samples_per_prompt=40, seed=2, **SAMPLING)
+    assert samples == draw(path, prompts, 40)
+    assert samples != draw(path, prompts, 40, seed=2)
     # At temperature 0 a prompt has one answer, and the two prompts have different ones.
-    greedy = {**SAMPLING, "temperature": 0.0}
-    first, second = draw_samples(path, prompts, samples_per_prompt=3, seed=1, **greedy)
+    greedy = replace(SAMPLING, temperature=0.0)
+    first, second = draw(path, prompts, 3, decoding=greedy)
     assert (len(set(first)), len(set(second)), first == second) == (1, 1, False)
 
 
 def test_samples_end_as_those_of_training_do(tmp_path: Path):
     path = write_model(tmp_path)
-    free = {**SAMPLING, "stop": None}
-    (samples,) = draw_samples(path, ["w1"], samples_per_prompt=30, seed=1, **free)
-    (ended,) = draw_samples(path, ["w1"], samples_per_prompt=30, seed=1, **SAMPLING)
+    free = replace(SAMPLING, stop_token=None)
+    (samples,) = draw(path, ["w1"], 30, decoding=free)
+    (ended,) = draw(path, ["w1"], 30)
     assert ended != samples
     assert all(long.startswith(short) for long, short in zip(samples, ended, strict=True))
     word = samples[0].split()[2]
     token = int(word[1:]) + 3
-    stopped = {**SAMPLING, "stop_token_id": token}
-    (cut,) = draw_samples(path, ["w1"], samples_per_prompt=30, seed=1, **stopped)
+    stopped = replace(SAMPLING, stop_token_id=token)
+    (cut,) = draw(path, ["w1"], 30, decoding=stopped)
     assert not any(word in text.split() for text in cut)
     assert samples[0].startswith(cut[0])

@@ -462,7 +462,7 @@ class TestRefusals:
 
     def test_a_version_without_a_manifest(self, client, version, tmp_path):
         register(client, version, tags={})
-        self.refuses("no tag 'manifest', .* something else than the flow registered it", tmp_path)
+        self.refuses("no tag 'manifest', .* it was not registered by the flow", tmp_path)
 
     def test_a_tag_that_is_no_digest_never_becomes_a_path(self, client, version, tmp_path):
         (tmp_path / "outside").mkdir()

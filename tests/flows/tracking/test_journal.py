@@ -236,7 +236,7 @@ def test_a_line_for_which_there_is_no_room_is_said_and_goes(tmp_path: Path):
         "except OSError as error: print(error)\n"
     )
     process = run(code, tmp_path)
-    assert "No room for a line of what is to be tracked" in process.communicate()[0]
+    assert "No space left for a line of the journal" in process.communicate()[0]
     journal = Journal(tmp_path)
     journal.log_metrics("r", {"loss": 3.0}, 3)
     assert metrics(entries(journal)) == [("r", 1, "loss", 1.0), ("r", 3, "loss", 3.0)]

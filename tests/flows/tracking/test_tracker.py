@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from pipeline.tracking import tracker as tracker_module
 from pipeline.tracking.mlflow_client import EXPERIMENT
-from pipeline.tracking.mlflow_runs import STEPS, start_runs
+from pipeline.tracking.mlflow_runs import start_runs
 from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.tracker import Tracker
 from ppo_core.config.ppo_config import PPOConfig
@@ -50,8 +50,11 @@ def client(server: MlflowServer) -> Iterator[MlflowClient]:
         yield MlflowClient()
 
 
+STEPS = ["load_policy", "train_policy", "register"]
+
+
 def make_runs(flow_run: str, **settings) -> dict[str, str]:
-    return start_runs("cheerful", flow_run, settings, {})
+    return start_runs("cheerful", flow_run, settings, {}, STEPS)
 
 
 def history(client: MlflowClient, run: str) -> dict[str, list[tuple[int, float]]]:
@@ -71,7 +74,8 @@ def status(client: MlflowClient, run: str) -> str:
 
 
 def test_a_run_of_the_flow_is_a_parent_with_a_child_for_each_step(client, tmp_path):
-    runs = start_runs("cheerful", tmp_path.name, {"seed": 1, "ppo": {"lr": 0.1}}, {"commit": "abc"})
+    settings = {"seed": 1, "ppo": {"lr": 0.1}}
+    runs = start_runs("cheerful", tmp_path.name, settings, {"commit": "abc"}, STEPS)
     assert list(runs) == ["parent", *STEPS]
     parent = client.get_run(runs["parent"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d cheerful", parent.info.run_name)
@@ -260,7 +264,7 @@ def test_what_mlflow_refuses_is_set_aside_by_name_and_the_rest_goes_on(client, t
     assert "never-written.txt is gone" in refused[4]["refused"]
     printed = capsys.readouterr().out
     assert printed.count("MLflow refuses metrics reward@2") == 1
-    assert f"It is set aside, like all of its kind, in {tracker.journal.refused}." in printed
+    assert f"This entry and all of its kind are stored in {tracker.journal.refused}." in printed
 
 
 # --- MLflow is away ------------------------------------------------------------------
@@ -373,12 +377,13 @@ def test_a_step_ends_while_mlflow_is_away_and_a_later_one_sends_all_in_order(
             tracker.step.log_metrics({"loss": 1 / step}, step=step)
         for verdict in ("a", "b", "c"):
             tracker.step.set_tags({"verdict": verdict})
-        with pytest.raises(ModelError, match=r"has not taken 250\d entries .*rlhf.py resume"):
+        message = r"has not accepted 250\d tracked entries .*rlhf.py resume"
+        with pytest.raises(ModelError, match=message):
             tracker.require_all_sent(seconds=0.5)
     kept = len(tracker.journal.unsent())
     printed = capsys.readouterr().out
-    assert printed.count("MLflow does not take what is tracked (ConnectionRefusedError: ") == 1
-    assert f"MLflow has not taken {kept} entries of what was tracked" in printed
+    assert printed.count("MLflow does not accept tracked entries (ConnectionRefusedError: ") == 1
+    assert f"MLflow has not accepted {kept} tracked entries" in printed
     assert f"kept in {tmp_path}. The next step, or a resumed run, sends them." in printed
 
     server.start()

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 from pipeline.evaluation.comparison import compare
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.judges.chat_judge import ChatJudge
-from pipeline.judges.openai_model import OpenAIChat
+from pipeline.judges.openai_model import OpenAIModel
 from pipeline.judges.reply_cache import ReplyCache
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import make_settings
@@ -521,7 +521,7 @@ def test_a_reward_model_is_trained_on_the_tokens_that_it_is_scored_on():
 def test_a_spent_budget_ends_the_evaluation_with_an_error(tmp_path):
     with fault_server([say("VERDICT: A")]) as server:
         config = JudgingConfig(base_url=server.url, max_calls=12)
-        judge = ChatJudge(OpenAIChat("model", config), config, ReplyCache(tmp_path))
+        judge = ChatJudge(OpenAIModel("model", config), config, ReplyCache(tmp_path))
         with pytest.raises(JudgeError, match=r"(?s)12.*max_calls"):
             compare(judge, list("abcdefghij"), ["x"] * 10, ["y"] * 10)
     assert len(server.requests) <= 12

@@ -1,4 +1,4 @@
-"""Judges that are Python functions: the built-in rule, and any function of a file or module."""
+"""Python functions as judges: the built-in rule, or a function of any file or module."""
 
 import hashlib
 import importlib
@@ -16,26 +16,26 @@ from pipeline.judges.verdict import WINNERS, Verdict
 from ppo_core.errors import ConfigError, DataError
 
 JudgeFunction = Callable[[list[str], list[tuple[str, str]]], Iterable[Any]]
-"""Prompts and pairs of answers to one verdict a pair: a word of `WINNERS`, or a mapping or object
-with `winner` and perhaps `probability` and `reason`, as `Verdict` has them."""
+"""Maps prompts and pairs of answers to one verdict per pair: a word of `WINNERS`, or a mapping or
+object with `winner` and optionally `probability` and `reason`, as in `Verdict`."""
 
 
 class FunctionJudge:
-    """A function that judges; what it returns is checked."""
+    """Calls a function that judges, and checks its verdicts."""
 
     members: tuple[str, ...] = ()
 
     def __init__(self, name: str, function: JudgeFunction, version: str) -> None:
-        """Take the function, the name that figures show, and a digest of its source."""
+        """Take the function, its name in reports, and a digest of its source."""
         self.name = name
         self.version = version
         self._function = function
 
     def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """One verdict a pair.
+        """Return one verdict per pair.
 
         Raises:
-            DataError: the function returned anything but one verdict for every pair.
+            DataError: the function did not return one verdict for every pair.
         """
         given = self._function(list(prompts), list(pairs))
         if not isinstance(given, Iterable):
@@ -68,18 +68,18 @@ class FunctionJudge:
         return Verdict(
             winner=str(winner),
             probability=None if probability is None else float(probability),
-            # A model's reply as JSON can hold half a character, which no file takes.
+            # A reply in JSON can hold half a surrogate pair, which cannot be encoded.
             reason=str(fields.get("reason") or "").encode(errors="replace").decode(),
         )
 
 
 def rule_judge() -> FunctionJudge:
-    """The built-in task's own judge."""
+    """Return the judge of the built-in task."""
     return FunctionJudge("rule", judge.judge, digest_of_code(judge.__name__, posts.__name__))
 
 
 def load_function_judge(place: str) -> FunctionJudge:
-    """The judge at `FILE_OR_MODULE:FUNCTION`; a file's name ends in `.py`.
+    """Return the judge at `FILE_OR_MODULE:FUNCTION`; the name of a file ends in `.py`.
 
     Raises:
         ConfigError: there is no such file, module or function, or it cannot be imported.
@@ -105,19 +105,19 @@ def _fields_of(item: Any) -> Mapping[str, Any]:
 
 
 def _is_probability(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= 1
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
 
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"there is no file {path.absolute()}. Name one that is there.")
-    # A name of its own: it must not take the place of a module that is called like the file.
+    # A unique name, so that it cannot replace another module with the name of the file.
     name = f"{path.stem}_{_digest_of_file(path)}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look up the module that they are defined in.
+    # A dataclass looks up the module that defines it.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

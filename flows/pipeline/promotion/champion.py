@@ -1,0 +1,79 @@
+"""The champion that a new policy is compared with: found, downloaded and checked."""
+
+from pathlib import Path
+
+from pipeline.inputs import data_sets
+from pipeline.registry.alias_sync import settle
+from pipeline.registry.aliases import read_version
+from pipeline.registry.versions import find_policy
+from pipeline.results import FetchedChampion
+from pipeline.settings.settings import Settings
+from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
+from ppo_core.errors import DataError
+from ppo_core.models.loading import load_config, load_tokenizer
+from serving.champion import fetch_champion
+from serving.manifest import MANIFEST_TAG
+
+
+def find_champion(settings: Settings) -> FetchedChampion | None:
+    """Return the current champion, downloaded and checked; None if there is none yet.
+
+    Raises:
+        DataError: the champion cannot read the evaluation prompts.
+        ModelError: the registry cannot be read, or the files differ from those registered.
+    """
+    version = settle(settings.registered_model).champion
+    return None if version is None else fetch_version(settings, version)
+
+
+def fetch_again(settings: Settings, champion: FetchedChampion | None) -> FetchedChampion | None:
+    """Return the champion of an earlier step, or the current one if its files are gone.
+
+    They are gone if this step runs on another machine, or if somebody emptied the cache.
+
+    Raises:
+        DataError: see `find_champion`.
+        ModelError: see `find_champion`.
+    """
+    if champion is None or Path(champion.model).is_dir():
+        return champion
+    return find_champion(settings)
+
+
+def fetch_version(settings: Settings, version: int) -> FetchedChampion:
+    """Return a version of the registered model, downloaded and checked.
+
+    Raises:
+        DataError: see `find_champion`.
+        ModelError: see `find_champion`.
+    """
+    name = settings.registered_model
+    model: Path | str
+    tokenizer: Path | str
+    if MANIFEST_TAG in read_version(name, version).tags:
+        cache = Path(settings.output_dir) / "cache" / "champions"
+        folder = fetch_champion(name, version=version, cache=cache).folder
+        model, tokenizer = folder / "model", folder / "components" / "tokenizer"
+    else:
+        # Registered by other means than the flow, so it has no manifest to verify.
+        model, tokenizer = find_policy(f"models:/{name}/{version}")
+    champion = FetchedChampion(version=version, model=str(model), tokenizer=str(tokenizer))
+    _check_champion(settings, champion)
+    return champion
+
+
+def _check_champion(settings: Settings, champion: FetchedChampion) -> None:
+    """Raise before training if the champion could not answer the evaluation prompts."""
+    tokenizer = load_tokenizer(champion.tokenizer)
+    rows = data_sets.examples(settings.eval_prompts, settings.evaluation)
+    try:
+        check_prompt_lengths(
+            [encode_prompt(tokenizer, row["prompt"]) for row in rows],
+            context=context_length(load_config(champion.model)),
+            response_length=settings.ppo.response_length,
+        )
+    except DataError as error:
+        raise DataError(
+            f"eval_prompts={settings.eval_prompts}, which the champion, version "
+            f"{champion.version} of '{settings.registered_model}', has to answer too: {error}"
+        ) from error

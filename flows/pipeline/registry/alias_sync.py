@@ -1,0 +1,171 @@
+"""Keep the aliases and tags of a registered model in line with its ledger.
+
+The ledger is the truth, and the aliases follow it: each change is appended first and carried out
+after that. An alias that differs from the ledger for a while, with nobody at work, was moved in
+MLflow itself; the move is appended to the ledger and never undone.
+
+MLflow cannot set an alias only if the alias is unchanged. A process that sets one therefore reads
+the ledger again afterwards, and starts over if the ledger has grown: a process that was stopped in
+between corrects what it has overwritten when it continues.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from uuid import uuid4
+
+from mlflow import MlflowClient
+
+from pipeline.registry.aliases import (
+    CHALLENGER,
+    CHAMPION,
+    PREVIOUS,
+    exists,
+    point,
+    read_aliases,
+    set_tags,
+)
+from pipeline.registry.champion_history import Champions
+from pipeline.registry.decisions import Action, Decision, timestamp
+from pipeline.registry.ledger import History, Ledger, find_ledger, open_ledger
+from pipeline.tracking.mlflow_client import connect, explained
+
+PATIENCE = 2.0
+"""Seconds without any change after which a process carries out an interrupted decision of another,
+or takes a difference for the act of a person."""
+
+GLANCE = 0.2
+"""Seconds between two observations."""
+
+_VERDICTS: Mapping[Action, str] = {
+    "promoted": "promoted",
+    "refused": "refused",
+    "rolled back": "withdrawn",
+    "found": "found",
+}
+"""Tag `promotion` of the version, by the action of the decision."""
+
+
+@explained()
+def settle(name: str) -> Champions:
+    """Carry out interrupted decisions, and record an alias that was moved in MLflow.
+
+    Returns:
+        The champions, with which the alias `champion` agreed when it was last read.
+
+    Raises:
+        ModelError: the ledger was deleted.
+    """
+    client = connect()
+    while True:
+        observed = _watch(client, name)
+        if observed.agrees:
+            return Champions(observed.history.decisions)
+        ledger = open_ledger(client, name)
+        if not observed.explained:
+            ledger.append(_found(observed))
+        apply_decisions(client, name, ledger)
+
+
+def apply_decisions(client: MlflowClient, name: str, ledger: Ledger) -> None:
+    """Set aliases and tags by the ledger, and repeat until the ledger has not grown meanwhile."""
+    history = ledger.read()
+    carried_out = history.applied
+    while True:
+        decisions = history.decisions
+        for decision in decisions[carried_out:]:
+            _tag(client, name, decision)
+            _end_challenge(client, name, decision)
+        ledger.describe(decisions)
+        champions = Champions(decisions)
+        previous = champions.previous
+        kept = previous is not None and exists(client, name, previous)
+        point(client, name, PREVIOUS, previous if kept else None)
+        # The champion last, between two readings: a short time leaves the least to correct.
+        if ledger.read().decisions == decisions:
+            point(client, name, CHAMPION, champions.champion)
+        history = ledger.read()
+        if history.decisions == decisions:
+            ledger.mark_applied(len(decisions))
+            return
+
+
+def _tag(client: MlflowClient, name: str, decision: Decision) -> None:
+    tags = {
+        "promotion": _VERDICTS[decision.action],
+        "promotion_reasons": "\n".join(decision.reasons),
+        "promotion_at": decision.at,
+        "promotion_by": decision.by,
+    }
+    set_tags(client, name, decision.version, tags)
+    if decision.action == "rolled back" and decision.champion is not None:
+        # An earlier rollback may have tagged this version as withdrawn.
+        set_tags(client, name, decision.champion, {"promotion": "promoted"})
+
+
+def _end_challenge(client: MlflowClient, name: str, decision: Decision) -> None:
+    promoted = decision.action == "promoted"
+    if promoted and read_aliases(name).get(CHALLENGER) == decision.version:
+        client.delete_registered_model_alias(name, CHALLENGER)
+
+
+@dataclass(frozen=True)
+class _Observation:
+    """The ledger and the alias, read in this order."""
+
+    history: History
+    alias: int | None
+
+    @property
+    def agrees(self) -> bool:
+        champion = Champions(self.history.decisions).champion
+        return not self.history.pending and self.alias == champion
+
+    @property
+    def explained(self) -> bool:
+        """Whether an interrupted decision can have left the alias where it is."""
+        after, before = self.history.decisions, self.history.decisions[:-1]
+        possible = {Champions(after).champion, Champions(before).champion}
+        return self.history.pending and self.alias in possible
+
+
+def _watch(client: MlflowClient, name: str) -> _Observation:
+    """Return an observation that agrees, or that has not changed for PATIENCE seconds."""
+    observed, since = _observe(client, name), time.monotonic()
+    while not observed.agrees and time.monotonic() - since < PATIENCE:
+        time.sleep(GLANCE)
+        again = _observe(client, name)
+        if again != observed:
+            observed, since = again, time.monotonic()
+    return observed
+
+
+def _observe(client: MlflowClient, name: str) -> _Observation:
+    # Read the ledger first: if a later decision has moved the alias, its number is taken, and a
+    # `found` decision cannot be appended under the same number.
+    ledger = find_ledger(client, name)
+    history = ledger.read() if ledger else History()
+    return _Observation(history, read_aliases(name).get(CHAMPION))
+
+
+def _found(observed: _Observation) -> Decision:
+    """Return the decision that records a change of the alias in MLflow."""
+    champion = Champions(observed.history.decisions).champion
+    if observed.alias is None:
+        assert champion is not None, "a ledger and an alias that both have no champion agree"
+        version = champion
+        reason = f"The alias {CHAMPION} of version {champion} was deleted in MLflow."
+    else:
+        version = observed.alias
+        origin = "no version" if champion is None else f"version {champion}"
+        reason = f"The alias {CHAMPION} was moved in MLflow from {origin} to version {version}."
+    return Decision(
+        number=len(observed.history.decisions) + 1,
+        action="found",
+        version=version,
+        champion=observed.alias,
+        reasons=(reason,),
+        by="somebody in MLflow",
+        at=timestamp(),
+        key=uuid4().hex,
+    )

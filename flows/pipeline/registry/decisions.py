@@ -1,0 +1,141 @@
+"""A decision on a champion, as a record, as a line of JSON and as a row of a table."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Literal, get_args
+
+from pipeline.tracking.mlflow_client import MAX_PARAM_CHARACTERS
+from ppo_core.errors import ConfigError, ModelError
+
+Action = Literal["promoted", "refused", "rolled back", "found"]
+
+MAX_TAG_CHARACTERS = 8000
+MAX_NAME_CHARACTERS = 250
+CUT_MARK = " [cut]"
+"""Marks the end of a text that was cut to what MLflow accepts."""
+
+_MARKDOWN = re.compile(r"[\\`*_{}\[\]<>()#+!|~&]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A decision on the champion of a registered model."""
+
+    number: int
+    """From 1, without gaps."""
+
+    action: Action
+    """`found` records that somebody moved the alias in MLflow itself."""
+
+    version: int
+    """The version that was promoted, refused, found or withdrawn."""
+
+    champion: int | None
+    """The champion after the decision; None if there is none."""
+
+    reasons: tuple[str, ...]
+    """Why a version was promoted, or every reason against it."""
+
+    by: str
+    """Who decided: "run RLHF/123" or "person USER"."""
+
+    at: str
+    """When, ISO 8601 in UTC."""
+
+    key: str
+    """Identifies the attempt: a second attempt with the same key is the same decision."""
+
+    def __post_init__(self) -> None:
+        """Raise if a name is too long: only the reasons can be cut."""
+        for name in ("by", "key"):
+            if len(value := getattr(self, name)) > MAX_NAME_CHARACTERS:
+                raise ConfigError(
+                    f"{name}={value[:50]!r}... has {len(value)} characters; a decision has room "
+                    f"for {MAX_NAME_CHARACTERS}. Choose a shorter one."
+                )
+
+
+def timestamp() -> str:
+    """Return the present time in UTC as ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def encode(decision: Decision) -> str:
+    """Return a decision as one line of JSON; reasons are cut to what MLflow accepts."""
+    line = _json(decision)
+    text = "\n".join(decision.reasons)
+    while len(line) > MAX_PARAM_CHARACTERS:
+        text = shortened(text, len(text) * 9 // 10)
+        line = _json(replace(decision, reasons=tuple(text.split("\n"))))
+    return line
+
+
+def decode(number: int, line: str) -> Decision:
+    """Return the decision that `encode` wrote.
+
+    Raises:
+        ModelError: `encode` did not write the line.
+    """
+    try:
+        fields = json.loads(line)
+        decision = Decision(**{**fields, "reasons": tuple(fields["reasons"])})
+        if decision.number != number or decision.action not in get_args(Action):
+            raise ValueError(f"number {decision.number}, action {decision.action!r}")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(
+            f"Decision {number} of the history cannot be read ({error}): {line[:200]!r}. It was "
+            "written by hand or by another release; go on with the release that wrote it."
+        ) from error
+    return decision
+
+
+def plain(text: str) -> str:
+    """Return a text as one printable line.
+
+    Control characters and halves of surrogate pairs become spaces.
+    """
+    return "".join(character if character.isprintable() else " " for character in text).strip()
+
+
+def shortened(text: str, limit: int, mark: str = CUT_MARK) -> str:
+    """Return at most `limit` characters of a text; `mark` ends a text that was cut."""
+    return text if len(text) <= limit else text[: limit - len(mark)] + mark
+
+
+def as_markdown(decisions: Sequence[Decision]) -> str:
+    """Return the history as a table, the newest first, cut to what a tag holds."""
+    lines = ["| # | when | what | version | champion | by | why |", "|---|---|---|---|---|---|---|"]
+    capacity = MAX_TAG_CHARACTERS - sum(len(line) + 1 for line in lines) - 100
+    for decision in reversed(decisions):
+        row = _row(decision)
+        if len(row) + 1 > capacity:
+            lines.append(f"\n{decision.number} older decisions are in the parameters of this run.")
+            break
+        lines.append(row)
+        capacity -= len(row) + 1
+    return "\n".join(lines)
+
+
+def _json(decision: Decision) -> str:
+    return json.dumps(asdict(decision), ensure_ascii=False)
+
+
+def _row(decision: Decision) -> str:
+    cells = [
+        str(decision.number),
+        decision.at,
+        decision.action,
+        str(decision.version),
+        str(decision.champion or "none"),
+        decision.by,
+        shortened(" ".join(decision.reasons), 300),
+    ]
+    return f"| {' | '.join(_escaped(cell) for cell in cells)} |"
+
+
+def _escaped(text: str) -> str:
+    """Replace the markup characters of Markdown and HTML by character references."""
+    return _MARKDOWN.sub(lambda found: f"&#{ord(found[0])};", plain(text))

@@ -1,0 +1,56 @@
+"""The reports as Metaflow cards.
+
+Metaflow's Markdown component passes HTML and links to the browser, so it gets only our own
+headings. Tables, value boxes and image labels show text as it is: text of models and data sets goes
+into these.
+"""
+
+from metaflow.cards import Image, Markdown, MetaflowCardComponent, Table, ValueBox
+
+from pipeline.reports.document import Document, Section
+from pipeline.reports.evaluation import evaluation_document
+from pipeline.reports.promotion import promotion_document
+from pipeline.reports.reward_model import reward_document
+from pipeline.results import EvaluatedPolicy, RegisteredPolicy, ValidatedReward
+from pipeline.settings.promotion_config import PromotionConfig
+
+
+def reward_model_card(validation: ValidatedReward) -> list[MetaflowCardComponent]:
+    """Return the components of the card about a reward model."""
+    return card_components(reward_document(validation.report()))
+
+
+def evaluation_card(evaluation: EvaluatedPolicy) -> list[MetaflowCardComponent]:
+    """Return the components of the card about an evaluation."""
+    return card_components(evaluation_document(evaluation.report()))
+
+
+def promotion_card(
+    registered: RegisteredPolicy, validation: ValidatedReward, limits: PromotionConfig
+) -> list[MetaflowCardComponent]:
+    """Return the components of the card about a decision."""
+    document = promotion_document(
+        registered.promotion,
+        registered.evaluation.report(),
+        limits,
+        reward_model_fit=validation.fit,
+        kl=registered.kl,
+    )
+    return card_components(document)
+
+
+def card_components(document: Document) -> list[MetaflowCardComponent]:
+    """Return a document as components of a Metaflow card."""
+    return [
+        ValueBox(title=document.subject, value=document.verdict, theme=document.tone),
+        Table([[reason] for reason in document.reasons], headers=["Why"]),
+        *(part for section in document.sections for part in _section(section)),
+    ]
+
+
+def _section(section: Section) -> list[MetaflowCardComponent]:
+    return [
+        Markdown(f"## {section.title}"),
+        Table([list(row) for row in section.rows], headers=list(section.headers)),
+        *(Image(plot.png, plot.shows) for plot in section.plots),
+    ]

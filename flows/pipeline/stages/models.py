@@ -1,0 +1,69 @@
+"""The policy and the reward model that PPO starts from: as they are, or trained first.
+
+`ppo_core` loads torch only when something is trained, not when the cache has the model.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import ppo_core
+from pipeline.inputs import cache, data_sets
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.rows import Rows
+from pipeline.results import PreparedModel
+from pipeline.settings.settings import Settings
+from pipeline.stages.tracked import cache_folder, track
+from pipeline.tracking.tracker import Tracker
+from ppo_core.distributed.process import large_imports
+from ppo_core.supervised.supervised_config import SupervisedConfig
+from ppo_core.supervised.training_code import modules_of_training
+
+Trainer = Callable[[str, list[dict[str, object]], SupervisedConfig, Path], Mapping[str, float]]
+
+
+def load_policy(settings: Settings, run: FlowRun) -> PreparedModel:
+    """Return the policy to start from: `policy` itself, or `policy` fine-tuned on `sft_data`."""
+    with track(run, "load_policy", patient=True) as tracker:
+        if not settings.sft_data:
+            return PreparedModel(path=settings.policy, metrics={})
+        rows = data_sets.sft_rows(settings)
+        folder = cache_folder(settings)
+        made = _train_once("train_sft", folder / "sft", settings.policy, rows, settings.sft)
+        return _prepared(made, tracker)
+
+
+def load_reward_model(settings: Settings, sft: PreparedModel, run: FlowRun) -> PreparedModel:
+    """Return the reward model: `reward_model` itself, or one trained from the policy."""
+    with track(run, "load_reward_model", patient=True) as tracker:
+        if settings.reward_model:
+            return PreparedModel(path=settings.reward_model, metrics={})
+        rows = data_sets.training_pairs(settings)
+        folder, config = cache_folder(settings), settings.reward_model_training
+        made = _train_once("train_reward_model", folder / "reward-model", sft.path, rows, config)
+        return _prepared(made, tracker)
+
+
+def _train_once(
+    trainer: str, prefix: Path, model: str, rows: Rows, config: SupervisedConfig
+) -> cache.Cached:
+    """Call a trainer of `ppo_core`, unless the cache has its result in `prefix`-DIGEST."""
+
+    def train(folder: Path) -> Mapping[str, float]:
+        with large_imports():
+            call: Trainer = getattr(ppo_core, trainer)
+        return call(model, rows.usable, config, folder)
+
+    decides_the_result = {
+        "model": cache.digest_of_model(model),
+        "rows": rows.digest,
+        "settings": asdict(config),
+        "code": cache.digest_of_code(*modules_of_training()),
+    }
+    return cache.make_once(prefix.parent, prefix.name, decides_the_result, train)
+
+
+def _prepared(made: cache.Cached, tracker: Tracker) -> PreparedModel:
+    tracker.step.log_metrics(made.metrics)
+    tracker.step.set_tags({"reused": str(made.reused)})
+    return PreparedModel(path=str(made.path), metrics=made.metrics)

@@ -1,0 +1,20 @@
+"""The policy becomes a version of the registered model, and is promoted or refused."""
+
+from pipeline.promotion.register import Candidate, register
+from pipeline.reports.log_reports import log_evaluation
+from pipeline.results import RegisteredPolicy
+from pipeline.stages.tracked import track
+
+__all__ = ["Candidate", "register_policy"]
+
+
+def register_policy(candidate: Candidate) -> RegisteredPolicy:
+    """Register the candidate once its measurements are in MLflow, and decide on it."""
+    with track(candidate.run, "register") as tracker:
+        tracker.require_all_sent()
+        registered = register(candidate)
+        if registered.evaluation != candidate.evaluation:
+            log_evaluation(tracker, registered.evaluation.report())
+        decision = registered.promotion
+        tracker.parent.set_tags({"version": str(decision.version), "promotion": decision.action})
+    return registered

@@ -1,0 +1,81 @@
+"""The first step: settings, checks of all inputs, and the run's records in MLflow."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.demo.task import find_demo_task
+from pipeline.inputs import data_sets
+from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
+from pipeline.inputs.lineage import trace
+from pipeline.preflight import check_inputs, require_writable
+from pipeline.promotion.champion import find_champion
+from pipeline.settings.settings import Settings, as_plain_dict, make_settings
+from pipeline.settings.settings_file import settings_text
+from pipeline.stages.tracked import cache_folder
+from pipeline.tracking.journal import Journal
+from pipeline.tracking.mlflow_client import check_registry
+from pipeline.tracking.mlflow_inputs import log_data
+from pipeline.tracking.mlflow_runs import start_runs
+from pipeline.tracking.run_log import RunLog
+from pipeline.tracking.tracker import PARENT
+
+__all__ = ["find_champion", "make_settings", "prepare_inputs", "start_run"]
+
+
+def prepare_inputs(given: Settings) -> Settings:
+    """Make the files of a built-in task, and check every input.
+
+    Returns:
+        The settings, with the files of the built-in task as inputs.
+
+    Raises:
+        ConfigError: a setting cannot work.
+        DataError: a data set cannot be used.
+        ModelError: a model cannot be used, or MLflow does not answer.
+    """
+    require_writable(Path(given.output_dir), "output_dir")
+    settings = _make_demo_task(given) if given.task else given
+    check_inputs(settings)
+    check_registry(settings.registered_model)
+    return settings
+
+
+def start_run(
+    given: Settings, settings: Settings, flow: str, number: str, steps: Sequence[str]
+) -> FlowRun:
+    """Make the run's folder and its MLflow runs, and record its lineage.
+
+    Args:
+        given: the settings before `prepare_inputs`: they repeat the run on another machine.
+        settings: the settings after it.
+        flow: name of the flow.
+        number: Metaflow's id of the run.
+        steps: names of the steps that get an MLflow run.
+    """
+    name = f"{flow}/{number}"
+    folder = Path(settings.output_dir).absolute() / "runs" / number
+    folder.mkdir(parents=True, exist_ok=True)
+    origin = trace(flow_run=name, settings=as_plain_dict(given), data=data_sets.data_sets(settings))
+    runs = start_runs(settings.registered_model, name, as_plain_dict(given), origin.tags, steps)
+    log_data(runs[PARENT], origin.data)
+    (folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
+    parent = RunLog(Journal(folder), runs[PARENT])
+    parent.log_artifact(folder / SETTINGS_FILE)
+    parent.log_text(origin.packages, "packages.txt")
+    return FlowRun(id=name, folder=folder, tracking=runs, origin=origin.tags, data=origin.data)
+
+
+def _make_demo_task(settings: Settings) -> Settings:
+    """Return the settings with the files of the built-in task as inputs."""
+    made = find_demo_task(cache_folder(settings), settings.seed)
+    return replace(
+        settings,
+        task="",
+        policy=str(made / "base"),
+        sft_data=str(made / "sft.jsonl"),
+        preferences=str(made / "preferences-train.jsonl"),
+        preferences_test=str(made / "preferences-test.jsonl"),
+        prompts=str(made / "prompts-train.jsonl"),
+        eval_prompts=str(made / "prompts-eval.jsonl"),
+    )

@@ -1,0 +1,127 @@
+"""PPO in processes of its own, on one machine or several."""
+
+import resource
+import sys
+from functools import partial
+from typing import Any
+
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.launch.commands import Machines
+from pipeline.launch.job import write_job
+from pipeline.launch.launcher import train
+from pipeline.results import Change, PreparedModel, TrainedPolicy, ValidatedReward
+from pipeline.settings.settings import Settings
+from pipeline.stages.tracked import track
+from ppo_core.errors import ModelError
+from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
+
+
+def train_policy(
+    settings: Settings,
+    sft: PreparedModel,
+    reward_model: PreparedModel,
+    validation: ValidatedReward,
+    run: FlowRun,
+    machines: Any = None,
+    attempt: str = "",
+) -> TrainedPolicy | None:
+    """Train the policy with PPO against the reward model.
+
+    Args:
+        settings: settings of the run.
+        sft: the policy to start from, and the reference.
+        reward_model: the reward model.
+        validation: the verdict on it.
+        run: the run of the flow.
+        machines: Metaflow's `current.parallel`; None for a single machine.
+        attempt: text that is the same on all machines and differs between attempts of the step.
+
+    Returns:
+        The trained policy on the first machine, which tracks the training; None on the others.
+
+    Raises:
+        ModelError: the reward model was refused.
+        ProcessError: a process of the training failed.
+    """
+    here = _this_machine(machines, attempt)
+    start = partial(
+        write_job,
+        settings,
+        policy=sft.path,
+        reward_model=reward_model.path,
+        reward_bias=validation.bias,
+        reward_gain=validation.gain,
+        folder=run.folder / "ppo",
+        policy_dir=run.folder / "policy",
+    )
+    if here.index > 0:
+        train(start(), processes=settings.processes, machines=here)
+        return None
+    with track(run, "train_policy") as tracker:
+        require_fit_reward_model(validation)
+        job = start()
+        train(
+            job,
+            processes=settings.processes,
+            machines=here,
+            on_metrics=lambda update, metrics: tracker.step.log_metrics(metrics, step=update),
+        )
+        updates = read_metrics(job.parent / METRICS_FILE)
+        trained = _trained_policy(str(run.folder / "policy"), updates)
+        cost = {
+            "episodes_per_second": trained.episodes_per_second,
+            "peak_rss_bytes": trained.peak_rss_bytes,
+        }
+        final = {name: value for name, value in updates[-1].items() if name != "update"}
+        tracker.parent.log_metrics(final | cost)
+    return trained
+
+
+def require_fit_reward_model(validation: ValidatedReward) -> None:
+    """Raise if the gate refused the reward model and nobody accepted it by hand.
+
+    Raises:
+        ModelError: it was refused; the message has every reason.
+    """
+    if validation.fit:
+        return
+    reasons = "\n".join(f"- {reason}" for reason in validation.reasons)
+    if validation.accepted_by_hand:
+        print(f"The reward model was refused and is accepted by hand:\n{reasons}", flush=True)
+        return
+    raise ModelError(
+        f"The reward model is not fit to train against:\n{reasons}\nPPO would learn its faults. "
+        "Improve the reward model, or change the limits in [reward_gate], or run again with "
+        "--accept-reward-model; models that are already trained are reused."
+    )
+
+
+def _this_machine(machines: Any, attempt: str) -> Machines:
+    if machines is None:
+        return Machines()
+    return Machines(
+        count=machines.num_nodes,
+        index=machines.node_index,
+        main_address=machines.main_ip,
+        attempt=attempt,
+    )
+
+
+def _trained_policy(path: str, updates: list[dict[str, Any]]) -> TrainedPolicy:
+    first, last = updates[0], updates[-1]
+    return TrainedPolicy(
+        path=path,
+        objective={
+            name: Change(first=first[name], last=last[name])
+            for name in first
+            if name in last and name != "update"
+        },
+        episodes_per_second=last["eps"],
+        peak_rss_bytes=_peak_rss_bytes(),
+    )
+
+
+def _peak_rss_bytes() -> int:
+    """Return the peak memory of the largest child process; Linux counts KiB, macOS bytes."""
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,112 @@
+"""Download the files of a version from MLflow's artifact store, and check each of them."""
+
+import os
+import posixpath
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
+from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
+
+from ppo_core.errors import ModelError
+
+from .manifest import (
+    MANIFEST,
+    check_file,
+    check_list,
+    check_name,
+    check_path,
+    check_plain,
+    read_manifest,
+    refusal,
+)
+from .redaction import without_credentials
+
+
+def open_store(found: ModelVersion, what: str) -> ArtifactRepository:
+    """Return the store that holds the files of a version; errors call the version `what`.
+
+    Raises:
+        ModelError: MLflow does not name the store, or the store cannot be opened.
+    """
+    with _asking_the_store(what):
+        address = MlflowClient().get_model_version_download_uri(found.name, found.version)
+        store = get_artifact_repository(address)
+        while isinstance(store, ModelsArtifactRepository | RunsArtifactRepository):
+            store = store.repo  # the store that a models:/ or runs:/ address resolves to
+        return store
+
+
+def download(store: ArtifactRepository, folder: Path, digest: str, what: str) -> Mapping[str, str]:
+    """Fetch the files of the manifest into `folder`, and check each file as it arrives.
+
+    The small configurations come before the weights.
+
+    Args:
+        store: where the files are.
+        folder: an empty folder.
+        digest: SHA-256 of the manifest.
+        what: the version, in the words of an error.
+
+    Returns:
+        The digests of the files by path.
+
+    Raises:
+        ModelError: the store cannot be read, or a file is refused.
+    """
+    listed = set(_walk(store, what))
+    if MANIFEST not in listed:
+        raise refusal(what, f"its artifacts hold no {MANIFEST}")
+    _fetch(store, MANIFEST, folder, what)
+    files = read_manifest(folder, digest, what)
+    check_list(listed, files, what)
+    for path in sorted(files, key=lambda path: (not path.endswith(".json"), path)):
+        _fetch(store, path, folder, what)
+        check_file(folder, path, files[path], what)
+    return files
+
+
+def _walk(store: ArtifactRepository, what: str) -> Iterator[str]:
+    """Yield the paths of all files in the store; raise at the first unsafe path."""
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        with _asking_the_store(what):
+            entries = store.list_artifacts(folder or None)
+        for entry in entries:
+            check_path(entry.path, what)
+            if posixpath.dirname(entry.path) != folder:
+                raise refusal(what, f"the store lists {entry.path!r} as a part of {folder!r}")
+            if isinstance(store, LocalArtifactRepository):
+                check_plain(Path(store.artifact_dir), entry.path, what)
+            if entry.is_dir:
+                folders.append(entry.path)
+            else:
+                check_name(entry.path, what)
+                yield entry.path
+
+
+def _fetch(store: ArtifactRepository, path: str, folder: Path, what: str) -> None:
+    # One bar for each file would be noise in the log of a service.
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    with _asking_the_store(what):
+        store.download_artifacts(path, str(folder))
+
+
+@contextmanager
+def _asking_the_store(what: str) -> Iterator[None]:
+    """Raise every error of the store as a ModelError."""
+    try:
+        yield
+    # Each store raises what its own client does: boto's errors share no class with MLflow's.
+    except Exception as error:
+        raise ModelError(
+            f"The artifacts of {what} cannot be read: {without_credentials(error)}. Nothing of it "
+            "was loaded. Check the address, the credentials and the free space, and try again."
+        ) from error
