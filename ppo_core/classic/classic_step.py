@@ -159,5 +159,10 @@ class ClassicStep:
         # A constant schedule: the script's own lr_scheduler counts calls of step().
         constant = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 1.0)
         return TrainState(
-            module=prepared, optimizer=optimizer, scheduler=constant, engine=self._engine
+            module=prepared,
+            optimizer=optimizer,
+            scheduler=constant,
+            engine=self._engine,
+            # TRL's classic loop skips such steps and continues.
+            large_ratios_end_run=False,
         )

@@ -25,7 +25,7 @@ from ppo_core.ppo.reward_functions import RewardMix
 from ppo_core.reporting.callbacks import Reporter
 from ppo_core.reporting.sample_table import log_table
 from ppo_core.training.model_card import push_folder, write_model_card
-from ppo_core.training.model_setup import make_models
+from ppo_core.training.model_setup import ScriptModels, make_models
 
 
 class ClassicPPOTrainer:
@@ -86,16 +86,8 @@ class ClassicPPOTrainer:
         self, ref_model: nn.Module | None, optimizer: torch.optim.Optimizer | None
     ) -> ClassicStep:
         no_rewards = RewardMix({}, None)
-        models = make_models(
-            self._settings,
-            self.tokenizer,
-            self.model,
-            ref_model,
-            no_rewards,
-            None,
-            None,
-            self.engine,
-        )
+        given = ScriptModels(self.model, ref_model, None, no_rewards)
+        models = make_models(self._settings, self.tokenizer, given, self.engine)
         self.policy, self.reference, self.critic = models.policy, models.reference, models.critic
         eos = self.tokenizer.eos_token_id
         return ClassicStep(self.config, models, self.engine, optimizer, eos_token_id=eos)

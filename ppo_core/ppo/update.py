@@ -38,6 +38,9 @@ class TrainState:
     pretraining: PretrainingTexts | None = None
     """Texts of the pretraining term of the loss (PPO-ptx), if there is one."""
 
+    large_ratios_end_run: bool = True
+    """Whether steps skipped by `ratio_threshold` count as skipped in a row."""
+
     skipped_steps: int = 0
     """Optimizer steps of the run that were skipped."""
 
@@ -57,10 +60,13 @@ class TrainState:
         for _ in range(steps):
             self.scheduler.step()
 
-    def count_step(self, *, is_taken: bool) -> None:
+    def count_step(self, *, is_taken: bool, counts_in_a_row: bool = True) -> None:
         """Count one optimizer step, and advance the learning rate."""
         self.skipped_steps += not is_taken
-        self.skipped_in_a_row = 0 if is_taken else self.skipped_in_a_row + 1
+        if is_taken:
+            self.skipped_in_a_row = 0
+        elif counts_in_a_row:
+            self.skipped_in_a_row += 1
         self.scheduler.step()
 
 
@@ -181,7 +187,7 @@ def _optimizer_step(update: _Update, minibatch: Tensor) -> TokenSums:
     totals = TokenSums(**dict(zip(SUMS, engine.sum(sums).tolist(), strict=True)))
     if _ratio_is_too_large(totals, config):
         engine.discard(state.module, state.optimizer)
-        state.count_step(is_taken=False)
+        state.count_step(is_taken=False, counts_in_a_row=state.large_ratios_end_run)
     else:
         norm = engine.step(state.module, state.optimizer, config.max_grad_norm)
         state.count_step(is_taken=bool(norm.isfinite()))
