@@ -2,7 +2,7 @@
 
 import copy
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ppo_core.errors import ModelError
 from ppo_core.models.adapters import check_adapter, plain_model, using_adapter
 from ppo_core.models.backbones import Backbone, DecoderBackbone
 from ppo_core.models.kernels.fused_linear_loss import TokenLoss
-from ppo_core.models.policy import LanguageModel
+from ppo_core.models.policy import LanguageModel, Predictions
 from ppo_core.models.reward_model import RewardModel
 
 if TYPE_CHECKING:
@@ -106,22 +106,6 @@ def _zero_head(policy: PreTrainedModel) -> nn.Linear:
     return head
 
 
-class Predictions(NamedTuple):
-    """Outputs of the policy for the N counted tokens of a batch."""
-
-    loss: Tensor
-    """() summed loss of the tokens."""
-
-    logprobs: Tensor
-    """(N,) log-probabilities of the tokens, without a gradient."""
-
-    entropies: Tensor
-    """(N,) entropies of the policy, without a gradient."""
-
-    full_kl: Tensor | None
-    """(N,) exact KL divergence from the reference, if one was given."""
-
-
 class ActorCritic(nn.Module):
     """Policy and critic as one module, so that one engine shards and trains both."""
 
@@ -153,31 +137,5 @@ class ActorCritic(nn.Module):
         With a `reference`, predictions include the exact KL divergence from it.
         """
         states = self.policy.backbone.states(rows)
-        predicted = self._predict(states, rows, temperature, token_loss, reference)
+        predicted = self.policy.predict(states, rows, temperature, token_loss, reference)
         return predicted, self.critic.values(states) if self.shares_backbone else self.critic(rows)
-
-    def of_policy(
-        self,
-        rows: TokenRows,
-        temperature: float,
-        token_loss: TokenLoss,
-        reference: LanguageModel | None = None,
-    ) -> Predictions:
-        """Return the policy's predictions only; `critic` computes the rest of `forward`."""
-        states = self.policy.backbone.states(rows)
-        return self._predict(states, rows, temperature, token_loss, reference)
-
-    def _predict(
-        self,
-        states: Tensor,
-        rows: TokenRows,
-        temperature: float,
-        token_loss: TokenLoss,
-        reference: LanguageModel | None,
-    ) -> Predictions:
-        head = self.policy.lm_head(temperature)
-        loss, logprobs, entropies = head.loss(states, rows.targets, token_loss)
-        full_kl = None
-        if reference is not None:
-            full_kl = self.policy.full_kl(states, reference, rows, temperature)
-        return Predictions(loss, logprobs, entropies, full_kl)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ppo_core.algorithm.kl import full_kl
 from ppo_core.algorithm.logits import tempered
-from ppo_core.models.kernels.fused_linear_loss import TokenLoss, distribution, fused_linear_loss
+from ppo_core.models.kernels.fused_linear_loss import distribution
 
 LOGITS_PER_CHUNK = 2**23
 """Logits that exist at a time: 32 MiB in fp32."""
@@ -60,20 +60,6 @@ class ChunkedLMHead:
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    def loss(
-        self, hidden: Tensor, targets: Tensor, token_loss: TokenLoss
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the summed token loss (), log-probabilities (N,) and entropies (N,) of targets.
-
-        Gradients flow through the loss alone. Logits are computed once: the loss of a token
-        depends on its own log-probability, so a chunk's gradients are computed with its logits.
-        """
-        if self._is_sharded():
-            # ZeRO-3 gathers the weights by hooks, for a forward and a backward pass each.
-            logprobs, entropies = self.logprobs(hidden, targets)
-            return token_loss(logprobs, slice(None)).sum(), logprobs.detach(), entropies
-        return fused_linear_loss(self, hidden, targets, token_loss)
-
     def divergence(self, hidden: Tensor, reference: "ChunkedLMHead", ref_hidden: Tensor) -> Tensor:
         """Return KL(policy || reference) (N,) over the vocabulary, for states (N, D) of each.
 
@@ -99,7 +85,7 @@ class ChunkedLMHead:
         """
         size = max(1, LOGITS_PER_CHUNK // int(self.module.out_features))  # type: ignore[arg-type]
         number = max(1, -(-len(hidden) // size))
-        if self._is_sharded():
+        if self.is_sharded():
             maximum = torch.tensor(number, device=hidden.device)
             torch.distributed.all_reduce(maximum, torch.distributed.ReduceOp.MAX)
             number = int(maximum)
@@ -108,6 +94,6 @@ class ChunkedLMHead:
             yield slice(start, start + len(part))
             start += len(part)
 
-    def _is_sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether ZeRO-3 holds the weights in shards."""
         return any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())

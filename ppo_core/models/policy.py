@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ppo_core.data.types import TokenRows
 from ppo_core.errors import ModelError
 from ppo_core.models.backbones import Backbone, DecoderBackbone, EncoderDecoderBackbone, Within
+from ppo_core.models.kernels.fused_linear_loss import FusedLinearLoss, TokenLoss
 from ppo_core.models.kernels.matmul_backend import large_matmuls
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.lm_head import ChunkedLMHead
@@ -42,6 +43,22 @@ class _LogitRule:
         if self.softcap is None:
             return logits
         return torch.tanh(logits / self.softcap) * self.softcap
+
+
+class Predictions(NamedTuple):
+    """Outputs of the policy for the N counted tokens of a batch."""
+
+    loss: Tensor
+    """() summed loss of the tokens."""
+
+    logprobs: Tensor
+    """(N,) log-probabilities of the tokens, without a gradient."""
+
+    entropies: Tensor
+    """(N,) entropies of the policy, without a gradient."""
+
+    full_kl: Tensor | None
+    """(N,) exact KL divergence from the reference, if one was given."""
 
 
 class LanguageModel(nn.Module):
@@ -155,6 +172,33 @@ class LanguageModel(nn.Module):
         The entropy carries no gradient.
         """
         return self.lm_head(temperature).logprobs(self.backbone.states(rows), rows.targets)
+
+    def predict(
+        self,
+        states: Tensor,
+        rows: TokenRows,
+        temperature: float,
+        token_loss: TokenLoss,
+        reference: "LanguageModel | None" = None,
+    ) -> Predictions:
+        """Return the summed token loss, and predictions for the counted tokens of `rows`.
+
+        `states` (N, D) are the hidden states of the backbone. Gradients flow through the loss and
+        the exact KL divergence, which is computed if a `reference` is given.
+        """
+        head = self.lm_head(temperature)
+        if head.is_sharded():
+            # ZeRO-3 gathers the weights by hooks, for a forward and a backward pass each.
+            logprobs, entropies = head.logprobs(states, rows.targets)
+            loss, logprobs = token_loss(logprobs, slice(None)).sum(), logprobs.detach()
+        else:
+            loss, logprobs, entropies = FusedLinearLoss.apply(  # type: ignore[no-untyped-call]
+                states, rows.targets, token_loss, head, *head.module.parameters()
+            )
+        full_kl = None
+        if reference is not None:
+            full_kl = self.full_kl(states, reference, rows, temperature)
+        return Predictions(loss, logprobs, entropies, full_kl)
 
     def full_kl(
         self, states: Tensor, reference: "LanguageModel", rows: TokenRows, temperature: float

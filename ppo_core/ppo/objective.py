@@ -1,6 +1,8 @@
 """The objective of an update: weighted losses of policy and critic over counted tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Self
 
 import torch
@@ -10,7 +12,7 @@ from ppo_core.algorithm.kl import kl_per_token
 from ppo_core.algorithm.losses import importance_weights, policy_loss, value_loss
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.types import Experience, TokenSums
-from ppo_core.models.actor_critic import Predictions
+from ppo_core.models.policy import Predictions
 
 ALL = slice(None)
 
@@ -71,10 +73,12 @@ class Objective:
 
     def of_policy(self, logprobs: Tensor, part: slice) -> Tensor:
         """Return weighted losses (n,) of the log-probabilities (n,) of the tokens in `part`."""
-        losses, _ = self._policy_losses(logprobs, part)
+        tokens = self.tokens
+        losses, _ = self._clipped_loss(logprobs, tokens.old_logprobs[part], tokens.advantages[part])
+        losses = self._importance_weighted(losses, part)
         if self._estimates_divergence:
-            losses = losses + self.tokens.kl_coef * self._divergences(logprobs, part)
-        return self.tokens.weights[part] * losses
+            losses = losses + tokens.kl_coef * self._divergences(logprobs, part)
+        return tokens.weights[part] * losses
 
     def of_predictions(self, predicted: Predictions) -> Tensor:
         """Return the policy's summed loss (), including the exact KL divergence if predicted."""
@@ -94,7 +98,10 @@ class Objective:
 
         They stay on the device: reading one of them on the host would wait for the device.
         """
-        policy_losses, clipped = self._policy_losses(predicted.logprobs, ALL)
+        policy_losses, clipped = self._clipped_loss(
+            predicted.logprobs, self.tokens.old_logprobs, self.tokens.advantages
+        )
+        policy_losses = self._importance_weighted(policy_losses, ALL)
         value_losses, value_clipped = self._value_losses(values)
         divergences = predicted.full_kl
         if divergences is None and self._estimates_divergence:
@@ -123,23 +130,27 @@ class Objective:
     def _estimates_divergence(self) -> bool:
         return self.config.kl_in_loss and self.config.kl_estimator != "full"
 
-    def _policy_losses(self, logprobs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        config, tokens = self.config, self.tokens
-        losses, clipped = policy_loss(
-            logprobs,
-            tokens.old_logprobs[part],
-            tokens.advantages[part],
+    @property
+    def _clipped_loss(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """`policy_loss` with the clipping of the settings."""
+        config = self.config
+        return partial(
+            policy_loss,
             cliprange=config.cliprange,
             cliprange_high=config.cliprange_high,
             dual_clip=config.dual_clip,
         )
-        if tokens.behaviour_logprobs is not None:
-            losses = losses * importance_weights(
-                tokens.old_logprobs[part],
-                tokens.behaviour_logprobs[part],
-                cap=config.vllm_importance_sampling_cap,
-            )
-        return losses, clipped
+
+    def _importance_weighted(self, losses: Tensor, part: slice) -> Tensor:
+        """Correct the losses of tokens that another distribution than the policy sampled."""
+        tokens = self.tokens
+        if tokens.behaviour_logprobs is None:
+            return losses
+        return losses * importance_weights(
+            tokens.old_logprobs[part],
+            tokens.behaviour_logprobs[part],
+            cap=self.config.vllm_importance_sampling_cap,
+        )
 
     def _divergences(self, logprobs: Tensor, part: slice) -> Tensor:
         return kl_per_token(logprobs, self.tokens.ref_logprobs[part], self.config.kl_estimator)

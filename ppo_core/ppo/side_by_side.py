@@ -17,14 +17,12 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-def run_both(first: Callable[[], A], second: Callable[[], B], *, concurrently: bool) -> tuple[A, B]:
-    """Call two functions that write to nothing in common; return both results.
+def run_both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
+    """Call two functions that share no state in two threads; return both results.
 
-    Concurrently each has half of PyTorch's threads. If both raise, the error of `second` is
+    Each thread has half of PyTorch's threads. If both functions raise, the error of `second` is
     raised.
     """
-    if not concurrently:
-        return first(), second()
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))
     future = _second_thread().submit(first)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -12,10 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ppo_core.algorithm.losses import aggregation_weights
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import token_batches
-from ppo_core.data.types import Experience, TokenSums, map_tensors
+from ppo_core.data.types import Experience, TokenRows, TokenSums, map_tensors
 from ppo_core.distributed.engine import Engine
-from ppo_core.models.actor_critic import ActorCritic, Predictions
-from ppo_core.models.policy import LanguageModel
+from ppo_core.models.actor_critic import ActorCritic
+from ppo_core.models.policy import LanguageModel, Predictions
 from ppo_core.ppo.objective import SUMS, CountedTokens, Objective
 from ppo_core.ppo.ptx import PretrainingTexts, add_pretraining_gradients
 from ppo_core.ppo.side_by_side import pays_concurrently, run_both
@@ -116,6 +117,25 @@ class _Update:
     concurrently: bool
     """Whether policy and critic make their passes in two threads."""
 
+    @property
+    def policy_weight(self) -> float:
+        """Weight of the policy's loss: 0 keeps a gradient of every parameter."""
+        return 0.0 if self.critic_only else 1.0
+
+
+@dataclass(frozen=True)
+class _Microbatch:
+    """One forward and backward pass of this process."""
+
+    sequences: Tensor
+    """(n,) of the full batch; empty if other processes have one pass more to make."""
+
+    token_weights: Tensor
+    """(n,) weight in the loss of each counted token of a sequence."""
+
+    is_last: bool
+    """Whether it is the last of its minibatch."""
+
 
 def update_policy(
     state: TrainState,
@@ -147,10 +167,19 @@ def update_policy(
     )
     minibatches = progress.minibatches(config)
     while progress.steps_done < len(minibatches):
-        sums = _optimizer_step(update, minibatches[progress.steps_done])
-        progress.add_step(sums)
+        minibatch = minibatches[progress.steps_done].to(state.engine.device)
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=state.engine.device)
+        with state.engine.learning(state.module):
+            if state.pretraining is not None and not critic_only:
+                add_pretraining_gradients(
+                    state.pretraining, state.module, state.engine, config, num_texts=len(minibatch)
+                )
+            for microbatch in _own_microbatches(update, minibatch):
+                sums += _add_gradients(update, microbatch)
+        totals = _optimizer_step(state, sums, config)
+        progress.add_step(totals)
         is_hopeless = state.skipped_in_a_row >= config.max_skipped_steps
-        if is_hopeless or _moved_too_far(sums, config):
+        if is_hopeless or _moved_too_far(totals, config):
             # The learning rate follows the steps of the schedule, so that it ends with the run.
             for _ in range(progress.steps_done, len(minibatches)):
                 state.scheduler.step()
@@ -166,24 +195,12 @@ def _moved_too_far(sums: TokenSums, config: PPOConfig) -> bool:
     return sums.kl_from_old / sums.tokens > 1.5 * config.target_kl
 
 
-def _optimizer_step(update: _Update, minibatch: Tensor) -> TokenSums:
-    """Take a step on the loss of a minibatch (sequences, over all processes), or skip it.
+def _optimizer_step(state: TrainState, sums: Tensor, config: PPOConfig) -> TokenSums:
+    """Take an optimizer step, or skip it; return the sums over all processes.
 
-    Returns the sums over all processes. They reach the host once a step.
+    `sums` (len(SUMS),) are this process's. This is their only transfer to the host.
     """
-    state, engine, config = update.state, update.state.engine, update.config
-    minibatch = minibatch.to(update.experience.rollout.row_lengths.device)
-    weights = _token_weights(update, minibatch)
-    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=engine.device)
-    with engine.learning(state.module):
-        if state.pretraining is not None and not update.critic_only:
-            add_pretraining_gradients(
-                state.pretraining, state.module, engine, config, num_texts=len(minibatch)
-            )
-        microbatches = _own_microbatches(update, minibatch)
-        for number, positions in enumerate(microbatches, start=1):
-            with engine.accumulate_only(state.module, number < len(microbatches)):
-                sums += _add_gradients(update, minibatch[positions], weights[positions])
+    engine = state.engine
     totals = TokenSums(**dict(zip(SUMS, engine.sum(sums).tolist(), strict=True)))
     if _ratio_is_too_large(totals, config):
         engine.discard(state.module, state.optimizer)
@@ -194,79 +211,95 @@ def _optimizer_step(update: _Update, minibatch: Tensor) -> TokenSums:
     return totals
 
 
-def _token_weights(update: _Update, minibatch: Tensor) -> Tensor:
-    """Return the weight (n,) in the loss of each token of a sequence: the loss is a mean."""
-    lengths = update.experience.rollout.response_mask[minibatch].sum(dim=1)
-    return aggregation_weights(
-        lengths,
-        update.config.loss_aggregation,
-        num_tokens=lengths.sum(),
-        num_responses=len(lengths),
-        response_length=update.config.response_length,
-    )
-
-
-def _own_microbatches(update: _Update, minibatch: Tensor) -> list[Tensor]:
-    """Return the positions in a minibatch of each microbatch of this process.
+def _own_microbatches(update: _Update, minibatch: Tensor) -> list[_Microbatch]:
+    """Return this process's microbatches of a minibatch (sequences, over all processes).
 
     Sequences of similar length are dealt out to different processes, so that all do a similar
     amount of work. All processes make the same number of passes; the last of them may be of an
     empty microbatch.
     """
-    config, engine = update.config, update.state.engine
-    lengths = update.experience.rollout.row_lengths[minibatch]
+    config, engine, rollout = update.config, update.state.engine, update.experience.rollout
+    counted = rollout.response_mask[minibatch].sum(dim=1)
+    weights = aggregation_weights(
+        counted,
+        config.loss_aggregation,
+        num_tokens=counted.sum(),
+        num_responses=len(counted),
+        response_length=config.response_length,
+    )
     max_tokens = config.max_tokens_per_microbatch
     batches = token_batches(
-        lengths,
+        rollout.row_lengths[minibatch],
         config.per_device_train_batch_size * engine.num_processes,
         max_tokens=max_tokens and max_tokens * engine.num_processes,
     )
-    return [positions[engine.rank :: engine.num_processes] for positions in batches]
+    own = [positions[engine.rank :: engine.num_processes] for positions in batches]
+    return [
+        _Microbatch(minibatch[positions], weights[positions], is_last=number == len(own))
+        for number, positions in enumerate(own, start=1)
+    ]
 
 
-def _add_gradients(update: _Update, sequences: Tensor, weights: Tensor) -> Tensor:
+def _add_gradients(update: _Update, microbatch: _Microbatch) -> Tensor:
     """Pass one microbatch forward and backward; return its sums (len(SUMS),).
 
     An empty microbatch adds gradients of 0 from the first sequence of the batch: every process
     must make the pass, and have a gradient of every parameter.
     """
-    if len(sequences) == 0:
-        first = torch.zeros(1, dtype=torch.long, device=sequences.device)
-        return torch.zeros_like(_add_gradients(update, first, torch.zeros_like(first).float()))
-    state, engine = update.state, update.state.engine
-    rollout, module = update.experience.rollout, state.actor_critic
+    sequences, weights = microbatch.sequences, microbatch.token_weights
+    is_empty = len(sequences) == 0
+    if is_empty:
+        sequences, weights = sequences.new_zeros(1), weights.new_zeros(1)
+    rows = update.experience.rollout.token_rows(sequences)
     objective = Objective(update.config, CountedTokens.of(update.experience, sequences, weights))
-    rows = rollout.token_rows(sequences)
-    inputs = rows, rollout.temperature, objective.of_policy, state.reference
-    # A weight of 0 keeps the policy's parameters in the graph: each must have a gradient.
-    policy_weight = 0.0 if update.critic_only else 1.0
+    state, module = update.state, update.state.actor_critic
+    with state.engine.accumulate_only(state.module, not microbatch.is_last):
+        if not state.engine.is_plain or module.shares_backbone:
+            predicted, values = _joint_pass(update, rows, objective)
+        elif update.concurrently:
+            predicted, values = run_both(
+                partial(_policy_pass, update, rows, objective),
+                partial(_critic_pass, update, rows, objective),
+            )
+        else:
+            predicted = _policy_pass(update, rows, objective)
+            values = _critic_pass(update, rows, objective)
+    sums = objective.sums(predicted, values)
+    return torch.zeros_like(sums) if is_empty else sums
 
-    def policy_pass() -> Predictions:
-        with module.policy.backbone.products(rows.ids):
-            with engine.autocast():
-                predicted = module.of_policy(*inputs)
-            engine.backward(policy_weight * objective.of_predictions(predicted))
-        return predicted
 
-    def critic_pass() -> Tensor:
-        with module.critic.backbone.products(rows.ids):
-            with engine.autocast():
-                values = module.critic(rows)
-            engine.backward(objective.of_critic(values))
-        return values
+def _policy_pass(update: _Update, rows: TokenRows, objective: Objective) -> Predictions:
+    """Add the gradients of the policy's loss; with `critic_only` they are 0."""
+    engine, policy = update.state.engine, update.state.actor_critic.policy
+    temperature, reference = update.experience.rollout.temperature, update.state.reference
+    with policy.backbone.products(rows.ids):
+        with engine.autocast():
+            states = policy.backbone.states(rows)
+            predicted = policy.predict(states, rows, temperature, objective.of_policy, reference)
+        engine.backward(update.policy_weight * objective.of_predictions(predicted))
+    return predicted
 
-    def joint_pass() -> tuple[Predictions, Tensor]:
-        with module.policy.backbone.products(rows.ids):
-            predicted, values = state.module(*inputs)
-            loss_of_policy = policy_weight * objective.of_predictions(predicted)
-            engine.backward(loss_of_policy + objective.of_critic(values))
-        return predicted, values
 
-    if engine.is_plain and not module.shares_backbone:
-        predicted, values = run_both(policy_pass, critic_pass, concurrently=update.concurrently)
-    else:
-        predicted, values = joint_pass()
-    return objective.sums(predicted, values)
+def _critic_pass(update: _Update, rows: TokenRows, objective: Objective) -> Tensor:
+    """Add the gradients of the critic's loss; return its values (N,)."""
+    engine, critic = update.state.engine, update.state.actor_critic.critic
+    with critic.backbone.products(rows.ids):
+        with engine.autocast():
+            values: Tensor = critic(rows)
+        engine.backward(objective.of_critic(values))
+    return values
+
+
+def _joint_pass(
+    update: _Update, rows: TokenRows, objective: Objective
+) -> tuple[Predictions, Tensor]:
+    """Add the gradients of both losses in one pass of the prepared module."""
+    state, temperature = update.state, update.experience.rollout.temperature
+    with state.actor_critic.policy.backbone.products(rows.ids):
+        predicted, values = state.module(rows, temperature, objective.of_policy, state.reference)
+        policy_loss = update.policy_weight * objective.of_predictions(predicted)
+        state.engine.backward(policy_loss + objective.of_critic(values))
+    return predicted, values
 
 
 def _runs_concurrently(state: TrainState, config: PPOConfig) -> bool:

@@ -10,8 +10,9 @@ again in the backward pass.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -83,23 +84,13 @@ def distribution(logits: Tensor, chosen: Tensor) -> Distribution:
     return Distribution(logits, torch.cat(logprobs), torch.cat(entropies))
 
 
-def fused_linear_loss(
-    head: LMHead, hidden: Tensor, targets: Tensor, token_loss: TokenLoss
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed token loss (), log-probabilities (N,) and entropies (N,) of targets.
+class FusedLinearLoss(torch.autograd.Function):
+    """Summed loss of chosen tokens; the logits of a chunk are freed before the next chunk.
 
-    hidden is (N, D), targets (N,) token ids. Gradients flow through the loss alone, to hidden
-    and to the head's parameters.
+    `apply(hidden, targets, token_loss, head, *head.module.parameters())`, with hidden states
+    (N, D) and token ids (N,), returns the summed token loss (), log-probabilities (N,) and
+    entropies (N,). Gradients flow through the loss only, to hidden and to the parameters.
     """
-    loss: Tensor
-    loss, logprobs, entropies = _FusedLinearLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, targets, token_loss, head, *head.module.parameters()
-    )
-    return loss, logprobs, entropies
-
-
-class _FusedLinearLoss(torch.autograd.Function):
-    """Computes the logits of a chunk, their gradients, and frees them before the next chunk."""
 
     @staticmethod
     def forward(
@@ -110,13 +101,21 @@ class _FusedLinearLoss(torch.autograd.Function):
         head: LMHead,
         *parameters: nn.Parameter,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the losses and all gradients of the summed loss, chunk by chunk."""
         kind = _PlainLinear if _PlainLinear.fits(head, hidden) else _AnyHead
         work = kind(head, parameters)
-        results = [
-            work.add_chunk(hidden[part], targets[part], token_loss, part)
-            for part in head.chunks(hidden)
-        ]
-        losses, logprobs, entropies, hidden_grads = zip(*results, strict=True)
+        chunks = []
+        with work.precision():
+            for part in head.chunks(hidden):
+                states, chosen = hidden[part], targets[part]
+                made = work.distribution(states, chosen)
+                leaf = made.logprobs.detach().requires_grad_()
+                with torch.enable_grad():
+                    loss = token_loss(leaf, part).sum()
+                (slopes,) = torch.autograd.grad(loss, leaf)
+                hidden_grad = work.add_gradients(states, chosen, made, slopes)
+                chunks.append((loss.detach(), made.logprobs, made.entropies, hidden_grad))
+        losses, logprobs, entropies, hidden_grads = zip(*chunks, strict=True)
         ctx.save_for_backward(torch.cat(hidden_grads), *work.grads)
         ctx.is_trained = [parameter.requires_grad for parameter in parameters]
         outputs = torch.stack(losses).sum(), torch.cat(logprobs), torch.cat(entropies)
@@ -126,35 +125,13 @@ class _FusedLinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `forward`, times the gradient () of the loss."""
         # With one process loss_grad is 1: skip the copies.
         is_one = bool(loss_grad == 1)
         hidden_grad, *rest = (saved if is_one else saved * loss_grad for saved in ctx.saved_tensors)
         grads = iter(rest)
         parameter_grads = (next(grads) if trained else None for trained in ctx.is_trained)
         return hidden_grad, None, None, None, *parameter_grads
-
-
-class _ChunkResult(NamedTuple):
-    loss: Tensor
-    """Sum over the chunk's tokens, ()."""
-
-    logprobs: Tensor
-    """(n,)."""
-
-    entropies: Tensor
-    """(n,)."""
-
-    hidden_grad: Tensor
-    """(n, D)."""
-
-
-def _loss_and_slopes(logprobs: Tensor, token_loss: TokenLoss, part: slice) -> tuple[Tensor, Tensor]:
-    """Return the summed loss () and its derivatives l' (n,) by the log-probabilities."""
-    leaf = logprobs.detach().requires_grad_()
-    with torch.enable_grad():
-        loss = token_loss(leaf, part).sum()
-        (slopes,) = torch.autograd.grad(loss, leaf)
-    return loss.detach(), slopes
 
 
 class _PlainLinear:
@@ -187,22 +164,27 @@ class _PlainLinear:
         self._is_first = True
         self._buffer = self._weight.new_empty(0, len(self._weight))
 
-    def add_chunk(
-        self, states: Tensor, chosen: Tensor, token_loss: TokenLoss, part: slice
-    ) -> _ChunkResult:
-        """Add a chunk's gradients to `grads`."""
-        in_full_precision = torch.autocast(states.device.type, enabled=False)
-        with in_full_precision, large_matmuls(self._weight.numel()):
-            return self._add_chunk(states, chosen, token_loss, part)
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """Compute in the precision of the weights, by the matmul backend for their size."""
+        device = self._weight.device.type
+        with torch.autocast(device, enabled=False), large_matmuls(self._weight.numel()):
+            yield
 
-    def _add_chunk(
-        self, states: Tensor, chosen: Tensor, token_loss: TokenLoss, part: slice
-    ) -> _ChunkResult:
-        weight, logits = self._weight, self._logits_buffer(states)
-        torch.mm(states / self._temperature, weight.T, out=logits)
-        made = distribution(logits, chosen)
-        p = made.probabilities
-        loss, slopes = _loss_and_slopes(made.logprobs, token_loss, part)
+    def distribution(self, states: Tensor, chosen: Tensor) -> Distribution:
+        """Return the distributions at the states (n, D) of a chunk."""
+        logits = self._logits_buffer(states)
+        torch.mm(states / self._temperature, self._weight.T, out=logits)
+        return distribution(logits, chosen)
+
+    def add_gradients(
+        self, states: Tensor, chosen: Tensor, made: Distribution, slopes: Tensor
+    ) -> Tensor:
+        """Add a chunk's gradients to `grads`; return the gradient of its states (n, D).
+
+        `slopes` (n,) are the derivatives l' of the losses by the log-probabilities.
+        """
+        weight, p = self._weight, made.probabilities
         slopes = slopes[:, None] / self._temperature
         hidden_grad = slopes * (weight[chosen] - p @ weight)
         for grad in self.grads:
@@ -211,7 +193,7 @@ class _PlainLinear:
             grad.addmm_(p.T, scaled, beta=beta, alpha=-1)
             grad.index_add_(0, chosen, scaled)
         self._is_first = False
-        return _ChunkResult(loss, made.logprobs, made.entropies, hidden_grad)
+        return hidden_grad
 
     def _logits_buffer(self, states: Tensor) -> Tensor:
         """Return memory (n, V) that all chunks share."""
@@ -227,16 +209,28 @@ class _AnyHead:
         self._head = head
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.grads = [torch.zeros_like(parameter) for parameter in self._trained]
+        self._graphs: list[tuple[Tensor, Tensor]] = []
 
-    def add_chunk(
-        self, states: Tensor, chosen: Tensor, token_loss: TokenLoss, part: slice
-    ) -> _ChunkResult:
-        """Add a chunk's gradients to `grads`."""
+    def precision(self) -> AbstractContextManager[None]:
+        """Leave the precision as it is."""
+        return nullcontext()
+
+    def distribution(self, states: Tensor, chosen: Tensor) -> Distribution:
+        """Return the distributions at the states (n, D) of a chunk; keep its autograd graph."""
         leaf = states.detach().requires_grad_()
         with torch.enable_grad():
             logits = self._head.logits(leaf)
-        made = distribution(logits.detach().clone(), chosen)
-        loss, slopes = _loss_and_slopes(made.logprobs, token_loss, part)
+        self._graphs.append((leaf, logits))
+        return distribution(logits.detach().clone(), chosen)
+
+    def add_gradients(
+        self, states: Tensor, chosen: Tensor, made: Distribution, slopes: Tensor
+    ) -> Tensor:
+        """Add a chunk's gradients to `grads`; return the gradient of its states (n, D).
+
+        `slopes` (n,) are the derivatives l' of the losses by the log-probabilities.
+        """
+        leaf, logits = self._graphs.pop()
         logits_grad = made.probabilities.mul_(-slopes[:, None])
         logits_grad.scatter_add_(1, chosen[:, None], slopes[:, None])
         # A head with several adapters uses the weights of one.
@@ -246,4 +240,4 @@ class _AnyHead:
         for total, grad in zip(self.grads, found, strict=True):
             if grad is not None:
                 total += grad
-        return _ChunkResult(loss, made.logprobs, made.entropies, hidden_grad)
+        return hidden_grad

@@ -78,8 +78,8 @@ def test_a_loss_of_each_token_has_the_gradient_of_its_log_probabilities(case, mo
     def of_tokens(logprobs: Tensor, part: slice) -> Tensor:
         return (logprobs - targets[part]) ** 2
 
-    head, states = model.lm_head(TEMPERATURE), model.backbone.states(rows)
-    loss, logprobs, entropies = head.loss(states, rows.targets, of_tokens)
+    states = model.backbone.states(rows)
+    loss, logprobs, entropies, _ = model.predict(states, rows, TEMPERATURE, of_tokens)
     fused = gradients_of(policy, 3 * loss)
     expected, expected_entropies = model(rows, TEMPERATURE)
     plain = gradients_of(policy, 3 * of_tokens(expected, slice(None)).sum())

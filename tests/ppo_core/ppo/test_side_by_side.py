@@ -35,11 +35,9 @@ def test_two_functions_meet_with_half_of_the_threads_each():
         meeting.wait()
         return torch.get_num_threads()
 
-    assert run_both(threads, threads, concurrently=True) == (1, 1)
+    assert run_both(threads, threads) == (1, 1)
     assert torch.get_num_threads() == 2
-    for concurrently in (True, False):
-        names = run_both(lambda: "first", lambda: "second", concurrently=concurrently)
-        assert names == ("first", "second")
+    assert run_both(lambda: "first", lambda: "second") == ("first", "second")
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -50,7 +48,7 @@ def test_an_error_of_either_is_raised_and_the_threads_come_back(which):
     functions = [lambda: None, lambda: None]
     functions[which] = fail
     with pytest.raises(ValueError, match="broken"):
-        run_both(*functions, concurrently=True)
+        run_both(*functions)
     assert torch.get_num_threads() == 2
 
 

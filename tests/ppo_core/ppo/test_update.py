@@ -597,9 +597,7 @@ def half_precision_gradients(monkeypatch, of_ours: bool, **head) -> dict[str, Te
     with torch.autocast("cpu", torch.bfloat16):
         states = policy.backbone.states(rows)
         if of_ours:
-            of_logprobs, *_ = policy.lm_head(0.7).loss(
-                states, rows.targets, lambda logprobs, _: logprobs
-            )
+            of_logprobs = policy.predict(states, rows, 0.7, lambda logprobs, _: logprobs).loss
             divergence = policy.full_kl(states, reference, rows, 0.7)
         else:
             plain = (policy.logits(states).float() / 0.7).log_softmax(-1)

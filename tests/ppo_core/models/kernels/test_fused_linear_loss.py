@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from ppo_core.models.kernels.fused_linear_loss import fused_linear_loss
+from ppo_core.models.kernels.fused_linear_loss import FusedLinearLoss
 
 STATES, VOCABULARY, WIDTH = 6, 11, 4
 
@@ -65,7 +65,9 @@ def test_loss_and_gradients_equal_those_of_autograd(kind: str):
         return list(torch.autograd.grad(3 * loss, [states, *head.module.parameters()]))
 
     states = hidden.clone().requires_grad_()
-    loss, logprobs, entropies = fused_linear_loss(head, states, targets, token_loss)
+    loss, logprobs, entropies = FusedLinearLoss.apply(
+        states, targets, token_loss, head, *head.module.parameters()
+    )
     actual = gradients(loss, states)
 
     states = hidden.clone().requires_grad_()
