@@ -1,5 +1,24 @@
-"""The import path of a service: `from flows.champion import load_champion`."""
+"""The import path of a service: `from flows.champion import load_champion`.
 
-from .serving.champion import Champion, champion_version, load_champion
+Import it as `flows.champion`: it is no module by itself.
+"""
 
-__all__ = ["Champion", "champion_version", "load_champion"]
+from .serving.champion import (
+    ABANDONED_SECONDS,
+    CACHE,
+    Champion,
+    Fetched,
+    champion_version,
+    fetch_champion,
+    load_champion,
+)
+
+__all__ = [
+    "ABANDONED_SECONDS",
+    "CACHE",
+    "Champion",
+    "Fetched",
+    "champion_version",
+    "fetch_champion",
+    "load_champion",
+]

@@ -52,8 +52,9 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
 
     A step with `@retry` is retried only after errors that a second attempt can avoid.
     """
-    # Before it merges the artifacts of its inputs, a join has none.
-    if step_name != "start" and inputs is None and getattr(flow, "records", None) != RECORDS:
+    # Before a join merges the artifacts of its inputs, it has none of its own.
+    earlier = flow if inputs is None else next(iter(inputs))
+    if step_name != "start" and getattr(earlier, "records", None) != RECORDS:
         raise RunStoppedError(
             "The resumed run was started by another version of this flow, and its results cannot "
             "be read. Start a new run: models that are already trained are reused."
@@ -119,7 +120,10 @@ class RLHF(FlowSpec):
     def start(self) -> None:
         """Read the settings, check every input, and find the champion to beat."""
         self.records = RECORDS
-        given = stages.start.make_settings(self.file_settings, self._command_line())
+        # Imported here: a wrong setting is reported before large libraries are imported.
+        from pipeline.settings.settings import make_settings
+
+        given = make_settings(self.file_settings, self._command_line())
         self.settings = stages.start.prepare_inputs(given)
         self.champion = stages.start.find_champion(self.settings)
         self.tracked = stages.start.start_run(

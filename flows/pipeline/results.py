@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppo_core.data.atomic_files import write_atomically
+
 if TYPE_CHECKING:
     from pipeline.registry.decisions import Decision
 
@@ -145,7 +147,7 @@ class RegisteredPolicy:
 
 def write_report(path: Path, report: Report) -> None:
     """Write a report as JSON."""
-    path.write_text(json.dumps(report), encoding="utf-8")
+    write_atomically(path, json.dumps(report))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class ClassicStep:
         scored = time.monotonic()
         kl_coef = self._adaptive_kl.kl_coef if self._adaptive_kl else self._settings.kl_coef
         kl = divergence(rollout, scores, self._settings.kl_estimator)
-        experience = make_experience(rollout, scores, self._settings, kl_coef=kl_coef)
+        experience = make_experience(rollout, scores, kl, self._settings, kl_coef=kl_coef)
         learning_rate = self.train_state.optimizer.param_groups[0]["lr"]
         sums = self._update(experience)
         vf_coef = self._settings.vf_coef

@@ -146,7 +146,16 @@ def checkpoint_activations(model: "PeftModel") -> None:
     transformers, checkpointing acts only in training mode.
     """
     settings = {"use_reentrant": False, "context_fn": partial(_recomputation, model)}
-    plain_model(model).activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+    recompute_activations(plain_model(model), settings)
+
+
+def recompute_activations(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    """Switch activation checkpointing on, without its hook on the embeddings.
+
+    Only reentrant checkpointing needs that hook, and a hooked backbone has no fast path.
+    """
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+    model.disable_input_require_grads()
 
 
 def adapter_settings(model: "PeftModel", name: str | None = None) -> dict[str, str]:

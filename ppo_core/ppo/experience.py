@@ -61,10 +61,9 @@ def divergence(rollout: Rollout, scores: Scores, estimator: str) -> Tensor:
 
 
 def make_experience(
-    rollout: Rollout, scores: Scores, config: PPOConfig, *, kl_coef: float
+    rollout: Rollout, scores: Scores, kl: Tensor, config: PPOConfig, *, kl_coef: float
 ) -> Experience:
-    """Compute advantages and returns from scores and KL, which `kl_coef` weighs."""
-    kl = divergence(rollout, scores, config.kl_estimator)
+    """Compute advantages and returns from scores and `kl` (B, T), which `kl_coef` weighs."""
     whiten = partial(standardize, mask=rollout.response_mask)
     in_reward = 0.0 if config.kl_in_loss else kl_coef
     rewards = token_rewards(scores.scores, kl, rollout.response_mask, kl_coef=in_reward)

@@ -1,6 +1,7 @@
 """The update: epochs, minibatches and microbatches of PPO's losses on one batch of experience."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -144,7 +145,7 @@ def update_policy(
     progress: UpdateProgress,
     *,
     critic_only: bool = False,
-    after_step: Callable[[], None] = lambda: None,
+    before_step: Callable[[], None] = lambda: None,
 ) -> TokenSums:
     """Train policy and critic on a full batch; return the sums over its tokens and epochs.
 
@@ -153,11 +154,9 @@ def update_policy(
     when the policy has moved further than 1.5 x `target_kl` from the one that sampled, or after
     `max_skipped_steps` skipped steps in a row.
 
-    `after_step` is called after each optimizer step, when the state is consistent. If it raises,
-    calling again with the same `progress` continues the update.
+    `before_step` is called before each optimizer step, when the state is consistent. If it
+    raises, calling `update_policy` again with the same `progress` continues the update.
     """
-    # transformers recomputes activations only in training mode; every dropout is 0 anyway.
-    state.module.train(config.gradient_checkpointing)
     update = _Update(
         state=state,
         experience=map_tensors(experience, lambda tensor: tensor.to(state.engine.device)),
@@ -166,27 +165,46 @@ def update_policy(
         concurrently=_runs_concurrently(state, config),
     )
     minibatches = progress.minibatches(config)
-    while progress.steps_done < len(minibatches):
-        minibatch = minibatches[progress.steps_done].to(state.engine.device)
-        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=state.engine.device)
-        with state.engine.learning(state.module):
-            if state.pretraining is not None and not critic_only:
-                add_pretraining_gradients(
-                    state.pretraining, state.module, state.engine, config, num_texts=len(minibatch)
-                )
-            for microbatch in _own_microbatches(update, minibatch):
-                sums += _add_gradients(update, microbatch)
-        totals = _optimizer_step(state, sums, config)
-        progress.add_step(totals)
-        is_hopeless = state.skipped_in_a_row >= config.max_skipped_steps
-        if is_hopeless or _moved_too_far(totals, config):
-            # The learning rate follows the steps of the schedule, so that it ends with the run.
-            for _ in range(progress.steps_done, len(minibatches)):
-                state.scheduler.step()
-            progress.steps_done = len(minibatches)
-        after_step()
-    state.module.eval()
+    with _training_mode(state.module, enabled=config.gradient_checkpointing):
+        while progress.steps_done < len(minibatches):
+            before_step()
+            minibatch = minibatches[progress.steps_done].to(state.engine.device)
+            sums = torch.zeros(len(SUMS), dtype=torch.float64, device=state.engine.device)
+            with state.engine.learning(state.module):
+                _add_pretraining_gradients(update, num_texts=len(minibatch))
+                for microbatch in _own_microbatches(update, minibatch):
+                    sums += _add_gradients(update, microbatch)
+            totals = _optimizer_step(state, sums, config)
+            progress.add_step(totals)
+            is_hopeless = state.skipped_in_a_row >= config.max_skipped_steps
+            if is_hopeless or _moved_too_far(totals, config):
+                # The learning rate follows the steps of the schedule: it ends with the run.
+                for _ in range(progress.steps_done, len(minibatches)):
+                    state.scheduler.step()
+                progress.steps_done = len(minibatches)
     return progress.sums
+
+
+@contextmanager
+def _training_mode(module: nn.Module, *, enabled: bool) -> Iterator[None]:
+    """Put a module into training mode, in which transformers recomputes activations.
+
+    Every dropout is 0 in any case. At the end the module is in evaluation mode.
+    """
+    module.train(enabled)
+    try:
+        yield
+    finally:
+        module.eval()
+
+
+def _add_pretraining_gradients(update: _Update, *, num_texts: int) -> None:
+    """Add the gradients of the pretraining term of the loss, if there is one."""
+    state = update.state
+    if state.pretraining is not None and not update.critic_only:
+        add_pretraining_gradients(
+            state.pretraining, state.module, state.engine, update.config, num_texts=num_texts
+        )
 
 
 def _moved_too_far(sums: TokenSums, config: PPOConfig) -> bool:

@@ -3,7 +3,7 @@
 import logging
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -12,9 +12,6 @@ from ppo_core.models.adapter_weights import save_adapter
 from ppo_core.models.quantization import is_quantized
 from ppo_core.ppo.run_state import RunParts
 from ppo_core.training.model_card import push_folder, write_model_card
-
-if TYPE_CHECKING:
-    pass
 
 ADAPTER = "adapter"
 """Folder of the adapter beside the merged policy."""

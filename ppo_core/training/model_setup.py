@@ -21,6 +21,7 @@ from ppo_core.models.adapters import (
     checkpoint_activations,
     is_peft,
     plain_model,
+    recompute_activations,
     using_adapter,
 )
 from ppo_core.models.policy import LanguageModel
@@ -340,7 +341,7 @@ def _checkpoint_activations(model: nn.Module, critic: Critic) -> None:
     backbones = [plain_model(model), critic.model]
     for backbone in backbones[is_peft(model) :]:
         if isinstance(backbone, PreTrainedModel) and not backbone.is_activation_checkpointing:
-            backbone.activation_checkpointing_enable({"use_reentrant": False})
+            recompute_activations(backbone, {"use_reentrant": False})
 
 
 def _transformers_model(model: nn.Module, part: str) -> PreTrainedModel:

@@ -324,15 +324,15 @@ class PPOTrainer:
         """
         run, args, kl_coef = self._run, self.args, self._kl_coef
         rollout, scores = self._gathered(rollout), self._gathered(scores)
+        kl = divergence(rollout, scores, args.kl_estimator)
         experience = None
         if bool(scores.scores.isfinite().all()):
             shaped = shaped_scores(scores.scores, rollout, args, run.moments)
             scores = replace(scores, scores=shaped)
-            experience = make_experience(rollout, scores, args, kl_coef=kl_coef)
+            experience = make_experience(rollout, scores, kl, args, kl_coef=kl_coef)
         elif self.engine.is_main:
             shown = [self._train_set.prompts[row] for row in prompts.rows]
             logger.warning(describe_broken(scores.scores, shown, rollout, self.processing_class))
-        kl = divergence(rollout, scores, args.kl_estimator)
         metrics = objective_metrics(rollout, scores, kl, kl_coef=kl_coef) | self._timer.pop()
         metrics |= self._sampler.metrics(rollout)
         metrics["lr"] = float(self._train_state.scheduler.get_last_lr()[0])
@@ -353,10 +353,11 @@ class PPOTrainer:
                     self.args,
                     pending.progress,
                     critic_only=self._run.updates < self.args.critic_warmup_updates,
-                    after_step=self._stop_if_interrupted,
+                    before_step=self._stop_if_interrupted,
                 )
-            metrics = update_metrics(sums) | self._timer.pop()
+            metrics = update_metrics(sums)
             metrics["val/explained_variance"] = explained_variance(experience)
+            metrics |= self._timer.pop()
         self._run.health.check_skipped(state.skipped_in_a_row)
         return metrics | {"val/skipped_steps": float(state.skipped_steps)}
 
@@ -394,6 +395,7 @@ class PPOTrainer:
         except RunInterruptedError:
             self._run.restore(*before)
             restore_global_rng_state(*randomness)
+            self._timer.pop()
             raise
 
     def _stop_if_interrupted(self) -> None:

@@ -67,6 +67,16 @@ def test_a_model_from_the_cache_is_found_without_torch():
     assert imported_by(work, "torch", "transformers") == []
 
 
+def test_short_steps_import_no_mlflow():
+    work = "import pipeline.stages.validation, pipeline.stages.evaluation, pipeline.stages.cards"
+    assert imported_by(work, "mlflow") == []
+
+
+def test_a_wrong_setting_is_reported_before_anything_large_is_imported():
+    work = "import runpy; runpy.run_path('flows/rlhf.py'); import pipeline.settings.settings"
+    assert imported_by(work, "mlflow", "torch", "transformers") == []
+
+
 def test_a_short_step_is_tracked_without_mlflow(tmp_path: Path):
     work = (
         "from pathlib import Path; from pipeline.tracking.tracker import SHORT_SECONDS, Tracker\n"

@@ -26,20 +26,6 @@ def find_champion(settings: Settings) -> FetchedChampion | None:
     return None if version is None else fetch_version(settings, version)
 
 
-def fetch_again(settings: Settings, champion: FetchedChampion | None) -> FetchedChampion | None:
-    """Return the champion of an earlier step, or the current one if its files are gone.
-
-    They are gone if this step runs on another machine, or if somebody emptied the cache.
-
-    Raises:
-        DataError: see `find_champion`.
-        ModelError: see `find_champion`.
-    """
-    if champion is None or Path(champion.model).is_dir():
-        return champion
-    return find_champion(settings)
-
-
 def fetch_version(settings: Settings, version: int) -> FetchedChampion:
     """Return a version of the registered model, downloaded and checked.
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
-from pipeline.tracking.mlflow_client import MAX_PARAM_CHARACTERS
+from pipeline.tracking.limits import MAX_PARAM_CHARACTERS
 from ppo_core.errors import ConfigError, ModelError
 
 Action = Literal["promoted", "refused", "rolled back", "found"]

@@ -1,12 +1,14 @@
 """The trained policy's answers, judged against the references, SFT and the champion."""
 
+from pathlib import Path
+
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.promotion.champion import fetch_again
 from pipeline.reports.log_reports import log_evaluation
 from pipeline.results import EvaluatedPolicy, FetchedChampion, PreparedModel, TrainedPolicy
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
+from ppo_core.distributed.process import large_imports
 
 
 def evaluate_win_rate(
@@ -22,3 +24,20 @@ def evaluate_win_rate(
         evaluation = evaluate_policies(settings, sft.path, policy.path, champion, run.folder)
         log_evaluation(tracker, evaluation.report())
     return evaluation
+
+
+def fetch_again(settings: Settings, champion: FetchedChampion | None) -> FetchedChampion | None:
+    """Return the champion of an earlier step, or the current one if its files are gone.
+
+    They are gone if this step runs on another machine, or if somebody emptied the cache.
+
+    Raises:
+        DataError: see `find_champion`.
+        ModelError: see `find_champion`.
+    """
+    if champion is None or Path(champion.model).is_dir():
+        return champion
+    # Imported here: it imports MLflow, which a short step does without.
+    with large_imports():
+        from pipeline.promotion.champion import find_champion
+    return find_champion(settings)

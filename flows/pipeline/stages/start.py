@@ -10,7 +10,7 @@ from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.lineage import trace
 from pipeline.preflight import check_inputs, require_writable
 from pipeline.promotion.champion import find_champion
-from pipeline.settings.settings import Settings, as_plain_dict, make_settings
+from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.settings.settings_file import settings_text
 from pipeline.stages.tracked import cache_folder
 from pipeline.tracking.journal import Journal
@@ -20,7 +20,7 @@ from pipeline.tracking.mlflow_runs import start_runs
 from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.tracker import PARENT
 
-__all__ = ["find_champion", "make_settings", "prepare_inputs", "start_run"]
+__all__ = ["find_champion", "prepare_inputs", "start_run"]
 
 
 def prepare_inputs(given: Settings) -> Settings:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.launch.commands import Machines
+from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.job import write_job
 from pipeline.launch.launcher import train
 from pipeline.results import Change, PreparedModel, TrainedPolicy, ValidatedReward
@@ -98,7 +98,7 @@ def require_fit_reward_model(validation: ValidatedReward) -> None:
 
 def _this_machine(machines: Any, attempt: str) -> Machines:
     if machines is None:
-        return Machines()
+        return ONE_MACHINE
     return Machines(
         count=machines.num_nodes,
         index=machines.node_index,

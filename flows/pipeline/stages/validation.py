@@ -22,9 +22,9 @@ def validate_reward_model(
     with track(run, "validate_reward_model", patient=True) as tracker:
         report = examine_reward_model(settings, sft, reward_model)
         report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
+        file = run.folder / REWARD_REPORT_FILE
+        write_report(file, report)
         log_reward_report(tracker, report)
-    file = run.folder / REWARD_REPORT_FILE
-    write_report(file, report)
     return ValidatedReward(
         fit=report["fit"],
         accepted_by_hand=report["accepted_by_hand"],

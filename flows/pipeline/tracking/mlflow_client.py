@@ -17,9 +17,6 @@ EXPERIMENT = "rlhf"
 
 DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
 
-MAX_PARAM_CHARACTERS = 6000
-"""Maximum length of the value of a parameter."""
-
 
 def connect() -> MlflowClient:
     """Return a client of the tracking server and its registry; no request is made."""

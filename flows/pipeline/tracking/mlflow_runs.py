@@ -13,9 +13,9 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.settings.settings import flatten
+from pipeline.tracking.limits import MAX_PARAM_CHARACTERS
 from pipeline.tracking.mlflow_client import (
     EXPERIMENT,
-    MAX_PARAM_CHARACTERS,
     connect,
     create_experiment,
 )

@@ -16,13 +16,14 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.inputs.rows import read_jsonl
-from pipeline.promotion.champion import fetch_again, find_champion
+from pipeline.promotion.champion import find_champion
 from pipeline.promotion.decide import decide_promotion
 from pipeline.registry import champions
 from pipeline.registry.aliases import read_aliases, read_version
 from pipeline.registry.decisions import Decision
 from pipeline.results import EvaluatedPolicy, ValidatedReward
 from pipeline.settings.decoding import Decoding
+from pipeline.stages.evaluation import fetch_again
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import DataError, ModelError
 from tests.helpers.candidates import (

@@ -50,10 +50,12 @@ def experience_of(scores, values, mask, kl=None, **settings) -> Experience:
         scores=tensor(scores),
         full_kl=torch.zeros_like(values) if kl is None else tensor(kl),
     )
+    config = PPOConfig(**{**PLAIN, **settings})
     return make_experience(
         rollout,
         judged,
-        PPOConfig(**{**PLAIN, **settings}),
+        divergence(rollout, judged, config.kl_estimator),
+        config,
         kl_coef=settings.get("kl_coef", 0.0),
     )
 

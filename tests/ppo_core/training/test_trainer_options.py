@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError, DataError, TrainingError
+from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.loading import load_policy
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.training.test_trainer import CONFIG as WHOLE_CONFIG
@@ -374,3 +375,9 @@ def test_prompts_padded_on_the_left_train_like_those_without_padding():
         metrics = make_trainer(parts={"prompts": prompts}).step()
         histories.append({k: v for k, v in metrics.items() if not k.startswith("time/")})
     assert histories[0] == histories[1]
+
+
+def test_gradient_checkpointing_leaves_the_fast_path_to_sampling_and_scoring():
+    trainer = make_trainer(gradient_checkpointing=True)
+    for model in (trainer.policy, trainer.critic):
+        assert fast_path(model.backbone.module) is not None

@@ -1,0 +1,4 @@
+"""Limits of MLflow, for modules that do not import it."""
+
+MAX_PARAM_CHARACTERS = 6000
+"""Maximum length of the value of a parameter."""
