@@ -136,7 +136,7 @@ def test_messages_are_rendered_by_the_reward_models_own_template(template):
     ("prompt", "message"),
     [
         (say("w0"), "no chat template"),
-        ([3, 4], "Decode token ids with the tokenizer that encoded them"),
+        ([3, 4], "Decode token ids with the tokenizer that encoded the prompt"),
     ],
 )
 def test_what_a_reward_model_cannot_read_is_refused(prompt, message):
