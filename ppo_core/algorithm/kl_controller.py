@@ -8,7 +8,7 @@ LARGEST_ERROR = 0.2
 
 
 class AdaptiveKL:
-    """Raise the coefficient while the divergence is above its target, lower it while below.
+    """Raises kl_coef while the divergence is above its target, and lowers kl_coef while below.
 
         error   = clip(kl / target - 1, -0.2, 0.2)
         kl_coef = kl_coef * (1 + error * episodes / horizon)
@@ -18,7 +18,7 @@ class AdaptiveKL:
     """
 
     def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
-        """Start at `kl_coef`; `target` is in nats per response, `horizon` in episodes."""
+        """Start with `kl_coef`; `target` is in nats per response, and `horizon` in episodes."""
         self.kl_coef = kl_coef
         self.target = target
         self.horizon = horizon

@@ -64,7 +64,7 @@ class PPOConfig(RunConfig):
 
     top_p: float = 1.0
     """Sample only from the fewest likeliest tokens with this total probability
-    (arXiv:1904.09751); 1 samples from all tokens. Importance weights correct for this, too."""
+    (arXiv:1904.09751); 1 samples from all tokens. The loss is corrected as for `top_k`."""
 
     stop_token: Literal["eos"] | None = "eos"
     """Token that ends a response: `eos` is the tokenizer's end-of-sequence token; with None,

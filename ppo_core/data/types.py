@@ -149,8 +149,8 @@ class Experience:
 class TokenSums:
     """Sums over the counted tokens of an update; division by `tokens` gives means.
 
-    `ratio_error` sums ratio - 1, and `ratio_error_squared` sums (ratio - 1)^2. Their difference
-    gives the variance of the ratio with less rounding error than sums of the ratio would.
+    `ratio_error` sums ratio - 1, and `ratio_error_squared` sums (ratio - 1)^2. Subtracting 1
+    reduces the rounding error of the ratio's variance.
     """
 
     tokens: float = 0.0
