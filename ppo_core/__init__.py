@@ -1,7 +1,7 @@
 """PPO for language models, independent of any flow, registry or object store.
 
-Public names are imported on first use, so that `import ppo_core` does not import torch: machines
-that launch a flow parse it without torch.
+Public names are imported on first use, so that `import ppo_core` works without torch: the
+machines that launch a flow may not have torch.
 """
 
 from importlib import import_module

@@ -13,17 +13,17 @@ from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train with the settings of the flags.
+    """Train with the settings given as flags; return the exit code.
 
-    Returns 0; 75 after SIGTERM, when the run can resume from its checkpoint; or 1 after printing an
-    error.
+    The exit code is 0 on success, 1 after an error, which is printed, and 75 after SIGTERM, when
+    the run can resume from its checkpoint.
     """
     try:
         with reported_errors():
             config, script, model = parse_arguments(
                 [PPOConfig, ScriptArguments, ModelArguments], argv
             )
-            # After parsing: torch takes seconds to import, and a wrong flag is reported at once.
+            # Importing torch takes seconds. Parsing first reports a wrong flag at once.
             with large_imports():
                 import torch
 

@@ -1,12 +1,12 @@
-"""The exceptions that this project raises; `PPOError` is the base of all."""
+"""Exceptions of this project."""
 
 
 class PPOError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base of the exceptions of this project."""
 
 
 class ConfigError(PPOError, ValueError):
-    """A setting, or a combination of settings, cannot work."""
+    """A setting, or a combination of settings, is invalid."""
 
 
 class DataError(PPOError, ValueError):
@@ -18,16 +18,16 @@ class ModelError(PPOError, ValueError):
 
 
 class TrainingError(PPOError, RuntimeError):
-    """Training reached a state that it must not continue from."""
+    """Training cannot continue, for example after repeated non-finite losses."""
 
 
 class RunInterruptedError(PPOError, RuntimeError):
-    """Training was told to stop, and can resume from its last checkpoint."""
+    """Training was stopped by a signal and can resume from its last checkpoint."""
 
 
 class ProcessError(PPOError, RuntimeError):
-    """A process of a run died or froze; a new attempt resumes from the last checkpoint."""
+    """A process of a run died or stopped responding; a retry resumes from the last checkpoint."""
 
 
 class JudgeError(PPOError, RuntimeError):
-    """A judge cannot be called, or its budget is spent."""
+    """An LLM judge cannot be called, or its budget is spent."""

@@ -1,4 +1,4 @@
-"""Advantages: how much better a token was than the critic expected."""
+"""Advantages of tokens over the critic's values."""
 
 import torch
 from torch import Tensor
@@ -10,14 +10,14 @@ def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda:
         delta[t] = rewards[t] + gamma * values[t+1] - values[t]
         A[t]     = delta[t] + gamma * gae_lambda * A[t+1]
 
-    rewards and values are (B, T) and already 0 after each response's last token, so the
-    value past the end is 0. Returns (B, T), not standardized, 0 after the last token.
+    rewards and values are (B, T), and the caller has set them to 0 after each response's last
+    token. Returns advantages (B, T), not standardized, and 0 after the last token.
 
-    Decoupled lambdas (arXiv:2503.01491) take two calls: one with the policy's lambda for its
-    advantages, one with the critic's lambda for its returns, A + values.
+    Decoupled GAE (arXiv:2503.01491) takes two calls: the policy's lambda gives the advantages of
+    the policy loss, and the critic's lambda gives the returns A + values.
 
-    An uncounted token inside a response is a step with reward 0 and value 0: the estimate before
-    such a gap depends on later values only through A[t+1], discounted by gamma * gae_lambda.
+    An uncounted token inside a response is a step with reward 0 and value 0. The token before it
+    therefore sees later values only through A[t+1], discounted by gamma * gae_lambda.
     """
     if rewards.shape != values.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and values {tuple(values.shape)} differ.")

@@ -1,18 +1,18 @@
 """KL divergence from a reference at each token: estimated from samples, or exact.
 
-In the reward only the value of an estimator matters, in the loss only its gradient
+Only the value of an estimator matters in the reward, and only its gradient matters in the loss
 (arXiv:2506.09477):
 
-| estimator | in the reward | in the loss, on-policy |
+| estimator | value in the reward | expected gradient in the loss, on-policy |
 |---|---|---|
-| k1 | unbiased | its gradient is 0 in expectation: no penalty at all |
-| k2 | biased, never negative | the gradient of KL(policy || reference), as intended |
-| k3 | unbiased, nearly flat near the reference | the gradient of KL(reference || policy) |
-| abs | no estimate of the divergence, never negative | equally strong at any distance |
-| full | exact | the gradient of KL(policy || reference), without sampling noise |
+| k1 | unbiased | 0, so there is no penalty |
+| k2 | biased, never negative | gradient of KL(policy || reference), as intended |
+| k3 | unbiased, nearly flat near the reference | gradient of KL(reference || policy) |
+| abs | does not estimate the divergence, never negative | equally strong at any distance |
+| full | exact | gradient of KL(policy || reference), without sampling noise |
 
-In the reward, k3 restrains a policy far less than k1: with the same coefficient, the policy was
-1.8 nats from its reference after 16 updates with k3, 0.4 with k1, and 2.6 without a penalty.
+In the reward, k3 penalizes far less than k1. In one test with equal coefficients, the divergence
+after 16 updates was 1.8 nats with k3, 0.4 with k1, and 2.6 without a penalty.
 """
 
 import torch
@@ -28,7 +28,7 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tens
         abs = |log p - log q|           biased, never negative
 
     p is the policy that sampled the token, q the reference
-    (J. Schulman, http://joschu.net/blog/kl-approx.html). Inputs and output have one shape.
+    (J. Schulman, http://joschu.net/blog/kl-approx.html). Inputs and output have equal shapes.
 
     Raises:
         ValueError: the estimator is unknown.
@@ -44,7 +44,7 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tens
         return difference.abs()
     raise ValueError(
         f"kl_estimator={estimator!r} is unknown; choose k1, k2, k3 or abs. "
-        "'full' needs the full distributions: see full_kl."
+        "For 'full', call full_kl, which takes the logits of the whole vocabulary."
     )
 
 
@@ -53,11 +53,11 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
         sum over v of p[v] (log p[v] - log q[v])
 
-    Both inputs are tempered logits (..., V) of one shape; returns (...). A token with policy logit
-    -inf adds 0.
+    Both inputs are logits (..., V) already divided by the temperature; returns (...). A vocabulary
+    entry whose policy logit is -inf adds 0.
     """
     logprobs, ref_logprobs = logits.log_softmax(dim=-1), ref_logits.log_softmax(dim=-1)
     probabilities = logprobs.exp()
-    # 0 * (-inf + inf) would be NaN.
+    # Where p is 0, p * (log p - log q) would be NaN.
     differences = torch.where(probabilities > 0, logprobs - ref_logprobs, 0)
     return (probabilities * differences).sum(dim=-1)

@@ -4,33 +4,33 @@ import math
 from collections.abc import Mapping
 
 LARGEST_ERROR = 0.2
-"""Bound of the relative error of the divergence in one update."""
+"""Bound on the relative deviation of the divergence from its target, per update."""
 
 
 class AdaptiveKL:
-    """Raise the coefficient while the divergence is above its target, lower it while below.
+    """Raises kl_coef while the divergence is above its target, and lowers kl_coef while below.
 
         error   = clip(kl / target - 1, -0.2, 0.2)
         kl_coef = kl_coef * (1 + error * episodes / horizon)
 
-    (arXiv:1909.08593, section 2.2): a proportional controller of log(kl_coef), which changes
-    kl_coef by at most about 20% over one horizon.
+    This is a proportional controller of log(kl_coef) (arXiv:1909.08593, section 2.2). It changes
+    kl_coef by at most about 20% over `horizon` episodes.
     """
 
     def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
-        """Start at `kl_coef`; `target` is in nats per response, `horizon` in episodes."""
+        """Start with `kl_coef`; `target` is in nats per response, and `horizon` in episodes."""
         self.kl_coef = kl_coef
         self.target = target
         self.horizon = horizon
 
     def update(self, kl: float, episodes: int) -> None:
-        """Adapt to `kl`, the mean divergence of a batch of `episodes` in nats per response.
+        """Adapt to `kl`, the mean divergence in nats per response of a batch of `episodes`.
 
-        A NaN, from a batch that nothing was learned from, is ignored.
+        A NaN is ignored: it comes from a batch without any training step.
 
         Raises:
             ValueError: the batch is so large relative to the horizon that one update could make
-                the coefficient 0 or negative, which would reward divergence.
+                the coefficient 0 or negative; a negative coefficient would reward divergence.
         """
         if (least := LARGEST_ERROR * episodes) >= self.horizon:
             raise ValueError(
@@ -43,7 +43,7 @@ class AdaptiveKL:
         self.kl_coef *= 1 + error * episodes / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state to resume from; target and horizon are settings."""
+        """Return the state to resume from, without target and horizon, which are settings."""
         return {"kl_coef": self.kl_coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

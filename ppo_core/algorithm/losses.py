@@ -1,4 +1,4 @@
-"""Policy and value loss of PPO per token, and the weights of tokens in the total loss."""
+"""PPO's policy loss and value loss per token, and the weight of each token in the total loss."""
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ def policy_loss(
     (arXiv:2503.14476, eq. 10). dual_clip, above 1, bounds the loss of a token with negative
     advantage that became likelier (arXiv:1912.09729, eq. 5); None sets no bound.
 
-    All tensors have one shape. Returns the loss, and a mask that is True where a clip is active,
-    so that the gradient is 0.
+    All tensors have equal shapes. Returns the loss, and a mask that is True where clipping or the
+    dual_clip bound makes the gradient 0.
     """
     high = cliprange if cliprange_high is None else cliprange_high
     ratio = torch.exp(logprobs - old_logprobs)
@@ -43,12 +43,15 @@ def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: flo
 
         weight = min(exp(logprobs - behaviour_logprobs), cap)
 
-    logprobs are the policy's at sampling time, behaviour_logprobs those of the distribution that
-    was sampled from: the policy truncated by top_k and top_p, where the weight is at most 1
-    (arXiv:2110.00641, eq. 5), or an inference engine with the same weights but other rounding
-    (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+    logprobs are the policy's at sampling time. behaviour_logprobs belong to the distribution that
+    the tokens were sampled from, which is one of two:
+
+    - the policy truncated by top_k and top_p; weights are then at most 1 (arXiv:2110.00641, eq. 5);
+    - an inference engine with equal weights but different rounding (Yao et al. 2025, "Your
+      Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+
     The cap bounds the variance at the cost of some bias (IMPALA, arXiv:1802.01561, section 4.1).
-    All tensors have one shape.
+    All tensors have equal shapes.
     """
     return torch.exp(logprobs - behaviour_logprobs).clamp(max=cap)
 
@@ -60,8 +63,8 @@ def value_loss(
 
         loss = 1/2 max((v - R)^2, (clip(v, v_old - cliprange_value, v_old + cliprange_value) - R)^2)
 
-    All tensors have one shape. Returns the loss, and a mask that is True where the clipped term
-    is the larger one.
+    All tensors have equal shapes. Returns the loss, and a mask that is True where the clipped term
+    is larger than the unclipped one.
     """
     near = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
     unclipped = (values - returns) ** 2
@@ -77,17 +80,17 @@ def aggregation_weights(
     num_responses: float | Tensor,
     response_length: int,
 ) -> Tensor:
-    """Return the weight (B,) of each counted token of a response in the total loss.
+    """Return weights (B,): the weight of each counted token of response b in the total loss.
 
-    The total loss is the sum of weight * loss per token:
+    The total loss is the sum of weight * loss over the counted tokens:
 
         token:        1 / num_tokens                         mean over all tokens
-        sequence:     1 / (num_responses * lengths[b])       mean over responses of their means
+        sequence:     1 / (num_responses * lengths[b])       mean of the responses' means
         fixed_length: 1 / (num_responses * response_length)  arXiv:2503.20783
 
-    lengths (B,) are the counted tokens of each response; num_tokens and num_responses are totals
-    of the optimizer step over all processes, so that the split into microbatches and processes
-    does not change the loss. A response without a counted token has weight 0.
+    lengths (B,) are the numbers of counted tokens per response. num_tokens and num_responses are
+    totals of the optimizer step over all processes, so that the loss does not depend on the split
+    into microbatches and processes. A response without counted tokens has weight 0.
 
     Raises:
         ValueError: `how` is unknown.

@@ -1,7 +1,8 @@
-"""Masks, and statistics under them.
+"""Masks, and statistics of masked values.
 
-Dimensions, here and everywhere: B responses, P prompt tokens, T response tokens, S = P + T tokens
-of prompt and response joined, N counted tokens, D hidden size, V vocabulary size.
+Dimensions throughout `ppo_core`: B responses, P prompt tokens, T response tokens, S = P + T tokens
+of prompt and response, N counted tokens, D hidden size, V vocabulary size. A response token is
+counted unless the policy did not sample it (padding, or the output of a tool).
 """
 
 import torch
@@ -14,23 +15,22 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of the values where the mask is True; masked values may be NaN."""
+    """Return the sum of the values where the mask is True; the other values may be NaN."""
     return torch.where(mask, values, 0).sum()
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of the values where the mask is True, or 0 if it is True nowhere."""
+    """Return the mean of the values where the mask is True, or 0 if the mask is all False."""
     return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
 def standardize(values: Tensor, mask: Tensor, *, keep_mean: bool, epsilon: float = 1e-8) -> Tensor:
-    """Return values (B, T) scaled to standard deviation 1 under the mask, and 0 outside.
+    """Return values (B, T) scaled to standard deviation 1 where the mask is True, 0 elsewhere.
 
         out = (values - mean) / sqrt(variance + epsilon)  [+ mean, if keep_mean]
 
-    Mean and variance (with Bessel's correction) are taken over the counted tokens. Use
-    keep_mean=False for advantages, True for rewards (arXiv:1909.08593; arXiv:2403.17031,
-    detail 18).
+    Mean and variance (with Bessel's correction) are taken where the mask is True. Advantages use
+    keep_mean=False and rewards keep_mean=True (arXiv:1909.08593; arXiv:2403.17031, detail 18).
     """
     mean = masked_mean(values, mask)
     deviations = torch.where(mask, values - mean, 0)

@@ -1,4 +1,4 @@
-"""The share of repeated n-grams in a response."""
+"""The fraction of repeated n-grams in a response."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def repeated_share(ids: Tensor, lengths: Tensor, n: int = 3) -> Tensor:
-    """Return the share of repeated n-grams of each response, (B,) on the device of `ids`.
+    """Return the fraction (B,) of repeated n-grams of each response, on the device of `ids`.
 
-    ids are (B, T) token ids; the first lengths[b] tokens of each response count, lengths is (B,).
+    ids are (B, T) token ids. lengths is (B,): response b is the first lengths[b] tokens of row b.
     """
     shares = [
         repeated_ngrams(response[:length], n)
@@ -19,11 +19,11 @@ def repeated_share(ids: Tensor, lengths: Tensor, n: int = 3) -> Tensor:
 
 
 def repeated_ngrams(tokens: Sequence[int] | Sequence[str], n: int) -> float:
-    """Return the share of n-grams that occurred earlier in the same sequence.
+    """Return the fraction of n-grams that occurred earlier in the sequence.
 
         (number of n-grams - number of distinct n-grams) / number of n-grams
 
-    This is seq-rep-n of arXiv:1908.04319; 0 for fewer than n + 1 tokens.
+    This is seq-rep-n of arXiv:1908.04319. Sequences of at most n tokens give 0.
     """
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return (len(grams) - len(set(grams))) / max(1, len(grams))

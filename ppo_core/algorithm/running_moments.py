@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 ROUNDING = 1e-12
-"""A standard deviation below this share of the mean is rounding error of equal values."""
+"""Standard deviations up to this fraction of |mean| are rounding errors of equal values."""
 
 
 class RunningMoments:
     """Mean and standard deviation of a stream of values.
 
-    Batches are merged by the parallel update of Chan, Golub and LeVeque (1979, eq. 2.1) in fp64,
-    so the result does not depend on the split into batches.
+    Each batch is merged by the formula of Chan, Golub and LeVeque (1979, eq. 2.1) in fp64, so
+    that the split into batches does not matter.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class RunningMoments:
     def std(self) -> float:
         """Return the standard deviation with Bessel's correction.
 
-        It is 1 for fewer than two values or equal values, to avoid division by 0 (TRL #727).
+        Fewer than two values, or equal values, give 1, to avoid division by 0 (TRL #727).
         """
         if self.count < 2:
             return 1.0
@@ -34,7 +34,7 @@ class RunningMoments:
         return deviation if deviation > ROUNDING * abs(self.mean) else 1.0
 
     def update(self, values: Tensor) -> None:
-        """Add the next values (B,), which must be finite."""
+        """Add the values (B,), which must be finite, to the moments."""
         values, count = values.double(), len(values)
         mean = values.mean().item()
         squares = ((values - mean) ** 2).sum().item()

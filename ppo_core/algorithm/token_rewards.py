@@ -1,14 +1,14 @@
-"""Turn one score per response into one reward per token."""
+"""Rewards of tokens: penalties on the scores of responses, the KL penalty, and their sum."""
 
 import torch
 from torch import Tensor
 
 
 def penalize_missing_stop(scores: Tensor, has_stop: Tensor, penalty: float) -> Tensor:
-    """Return scores (B,) minus the penalty where has_stop (B,) is False.
+    """Return scores (B,), with the penalty subtracted where has_stop (B,) is False.
 
-    Subtracting preserves the score's information (TRL #2012, #2033); arXiv:1909.08593 replaces
-    the score by a fixed value.
+    Unlike replacing the score by a fixed value (arXiv:1909.08593), subtracting keeps the
+    differences between scores (TRL #2012, #2033).
     """
     return torch.where(has_stop, scores, scores - penalty)
 
@@ -21,13 +21,12 @@ def length_penalty(scores: Tensor, lengths: Tensor, per_token: float) -> Tensor:
 def overlong_penalty(
     lengths: Tensor, *, response_length: int, buffer: int, penalty: float
 ) -> Tensor:
-    """Return the penalty (B,) of responses that are close to their maximum length.
+    """Return penalties (B,) of responses of the given lengths (B,), to subtract from the scores.
 
         penalty * clip((lengths - (response_length - buffer)) / buffer, 0, 1)
 
-    The penalty is 0 up to response_length - buffer tokens and full at response_length
-    (arXiv:2503.14476, eq. 13, negated); never negative, and 0 for all if the buffer is 0. lengths
-    is (B,).
+    This is arXiv:2503.14476, eq. 13, negated. It rises from 0 at response_length - buffer tokens
+    to `penalty` at response_length. A buffer of 0 gives no penalty.
     """
     if buffer == 0:
         return torch.zeros(lengths.shape, device=lengths.device)
@@ -44,18 +43,18 @@ def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef:
 
         reward[b, t] = -kl_coef * kl[b, t] + (scores[b] if t is the last counted token)
 
-    scores is (B,); kl and response_mask are (B, T). The mask may have gaps: uncounted tokens
-    inside a response. Rewards are 0 where the mask is False.
+    scores is (B,); kl and response_mask are (B, T). The mask may also be False inside a response.
+    Rewards are 0 where the mask is False.
 
     Raises:
-        ValueError: a response has no counted token that could carry its score.
+        ValueError: a response has no counted token, so its score has no position.
     """
     positions = torch.arange(response_mask.shape[1], device=response_mask.device)
     last = torch.where(response_mask, positions, -1).amax(dim=1, keepdim=True)
     if empty := (last < 0).nonzero()[:, 0].tolist():
         raise ValueError(
-            f"response_mask counts no token in rows {empty}: their scores would be lost. Leave "
-            "these responses out, or count one token of each."
+            f"response_mask is all False in rows {empty}, so the scores of these responses would "
+            "be lost. Remove the responses, or set one position of each row to True."
         )
     rewards = torch.where(response_mask, -kl_coef * kl, 0)
     return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))

@@ -1,4 +1,4 @@
-"""TRL 0.11's loop: the script samples and scores, the trainer takes one PPO step.
+"""TRL 0.11's loop: a script samples and scores, and the trainer takes PPO steps.
 
     for batch in trainer.dataloader:
         responses = trainer.generate(batch["input_ids"], return_prompt=False, max_new_tokens=32)
@@ -6,8 +6,8 @@
         stats = trainer.step(batch["input_ids"], responses, scores)
         trainer.log_stats(stats, batch, scores)
 
-Names and arguments are those of TRL's PPO up to 0.11. The step calls the same functions as the
-trainer of `ppo_core`.
+Names and arguments are those of TRL's PPO up to 0.11. `step` and `ppo_core.PPOTrainer` share the
+code of the PPO update.
 """
 
 from transformers import set_seed

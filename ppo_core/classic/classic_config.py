@@ -16,20 +16,20 @@ KL_ESTIMATORS: dict[str, Literal["k1", "k2", "abs", "full"]] = {
     "mse": "k2",
     "full": "full",
 }
-"""Estimator of the KL divergence for each value of kl_penalty."""
+"""Value of kl_penalty -> estimator of the KL divergence."""
 
-_COUNTED = "the trainer counts the processes: leave it out"
+_COUNTED = "the trainer counts the processes, so leave the setting out"
 _LAUNCHED = "start the script with accelerate launch --config_file FILE, or torchrun"
-_READ = "it is read from the model: leave it out"
-_MEMORY = "there is no such option: leave it out, and lower mini_batch_size if memory is short"
+_READ = "the trainer reads this property from the model, so leave the setting out"
+_MEMORY = "leave the setting out, and lower mini_batch_size if memory is short"
 _BEST = "compare the statistics of step() in the script, and call trainer.push_to_hub(repo_id)"
-_PASS = "it is mini_batch_size x gradient_accumulation_steps: set those"
+_PASS = "set mini_batch_size and gradient_accumulation_steps, whose product is this setting"
 
 CLASSIC_INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
     "accelerator_kwargs": (({},), _LAUNCHED),
     "backward_batch_size": ((None,), _PASS),
     "compare_steps": ((1,), _BEST),
-    "forward_batch_size": ((None,), "set mini_batch_size, the current name of the same setting"),
+    "forward_batch_size": ((None,), "set mini_batch_size, which has replaced forward_batch_size"),
     "global_backward_batch_size": ((None,), _COUNTED),
     "global_batch_size": ((None,), _COUNTED),
     "is_encoder_decoder": ((None,), _READ),
@@ -45,7 +45,7 @@ CLASSIC_INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "world_size": ((None,), _COUNTED),
 }
-"""Settings of TRL 0.11 that are not honoured: accepted values, and what to use instead."""
+"""Setting of TRL 0.11 without effect here -> (accepted values, advice for other values)."""
 
 
 @partial(refusing_unsupported, instead=CLASSIC_INSTEAD)
@@ -54,7 +54,7 @@ class ClassicPPOConfig:
     """Settings of the classic PPO of TRL (up to 0.11), under the same names.
 
     Raises:
-        ConfigError: a value is out of range, or batch_size is no multiple of mini_batch_size x
+        ConfigError: a value is out of range, or batch_size is not a multiple of mini_batch_size x
             gradient_accumulation_steps.
     """
 
@@ -62,46 +62,46 @@ class ClassicPPOConfig:
     """Name of the run."""
 
     model_name: str = "gpt2"
-    """The policy to load; only the script reads it."""
+    """Policy to load; only the script reads this setting."""
 
     query_dataset: str = "stanfordnlp/imdb"
-    """The data set to load; only the script reads it."""
+    """Data set to load; only the script reads this setting."""
 
     reward_model: str = "sentiment-analysis:lvwerra/distilbert-imdb"
-    """The reward model to load; only the script reads it."""
+    """Reward model to load; only the script reads this setting."""
 
     task_name: str | None = None
-    """A description of the run; only the script reads it."""
+    """Description of the run; only the script reads this setting."""
 
     log_with: Literal["wandb", "tensorboard", "mlflow"] | None = None
-    """The tracker that `log_stats` sends metrics to."""
+    """Tracker to which `log_stats` sends metrics; None: no tracker."""
 
     output_dir: str = "trainer_output"
-    """Folder for tables of texts."""
+    """Folder for tables of queries and responses."""
 
     seed: int = 0
-    """Seed of the order of data and minibatches, and of torch when the trainer is created."""
+    """Seed of torch, set when the trainer is created, and of the order of data and minibatches."""
 
     steps: int = 20_000
-    """Responses of the full run; only the script reads it."""
+    """Number of responses in the run; the script must end its loop by itself."""
 
     learning_rate: float = 1.41e-5
     """Learning rate of Adam, if the script passes no optimizer."""
 
     batch_size: int = 128
-    """Responses per `step` in one process."""
+    """Number of responses per call of `step` in each process."""
 
     mini_batch_size: int = 128
-    """Responses per forward and backward pass."""
+    """Number of responses per forward and backward pass."""
 
     gradient_accumulation_steps: int = 1
-    """Passes per optimizer step."""
+    """Number of forward and backward passes per optimizer step."""
 
     ppo_epochs: int = 4
-    """Passes over each batch."""
+    """Optimization epochs over each batch of responses."""
 
     temperature: float = 1.0
-    """The policy is softmax(logits / temperature) in both `generate` and `step`."""
+    """The policy is softmax(logits / temperature), both in `generate` and in `step`."""
 
     adap_kl_ctrl: bool = True
     """Adapt the KL coefficient to `target`."""
@@ -110,64 +110,65 @@ class ClassicPPOConfig:
     """Initial weight of the KL divergence in the reward."""
 
     kl_penalty: Literal["kl", "abs", "mse", "full"] = "kl"
-    """Estimator of the KL divergence: k1, abs, k2 or exact, in this order."""
+    """Estimator of the KL divergence: `kl` is k1, `abs` is abs, `mse` is k2, `full` is exact."""
 
     target: float = 6.0
-    """KL divergence in nats per response that the adaptive coefficient aims at."""
+    """Target of the KL divergence for the adaptive coefficient, in nats per response."""
 
     horizon: float = 10_000
-    """Episodes in which the adaptive coefficient changes by at most about a fifth."""
+    """Episodes over which the adaptive coefficient changes by at most about 20%."""
 
     gamma: float = 1.0
-    """Discount per token."""
+    """Discount factor per token."""
 
     lam: float = 0.95
     """Lambda of generalized advantage estimation."""
 
     cliprange: float = 0.2
-    """The probability ratio is clipped to 1 - cliprange .. 1 + cliprange."""
+    """Clip the probability ratio to [1 - cliprange, 1 + cliprange]."""
 
     cliprange_value: float = 0.2
-    """Maximum distance of a new value from the value at sampling time."""
+    """Maximum distance of the critic's new values from those at sampling time, by clipping."""
 
     vf_coef: float = 0.1
     """Weight of the value loss in the total loss."""
 
     max_grad_norm: float | None = None
-    """Maximum norm of the gradient; None does not clip."""
+    """Maximum norm of the gradient; None: no clipping."""
 
     early_stopping: bool = False
-    """Stop the passes over a batch when the policy has moved by 1.5 x `target_kl`."""
+    """End the update of a batch once the KL divergence from the policy at sampling time exceeds
+    1.5 x `target_kl`."""
 
     target_kl: float = 1.0
-    """Nats per token, for early stopping."""
+    """Divergence for `early_stopping`, in nats per token."""
 
     ratio_threshold: float = 10.0
-    """An optimizer step with a mean probability ratio above this value is skipped."""
+    """Skip optimizer steps whose mean probability ratio exceeds this value."""
 
     use_score_scaling: bool = False
     """Divide scores by their running standard deviation."""
 
     use_score_norm: bool = False
-    """Subtract the running mean of the scores first; needs use_score_scaling."""
+    """Subtract the running mean of the scores before scaling; requires use_score_scaling."""
 
     score_clip: float | None = None
-    """Clip scores to -score_clip .. score_clip after scaling."""
+    """Clip scores to [-score_clip, score_clip] after scaling; None: no clipping."""
 
     whiten_rewards: bool = False
-    """Divide token rewards by their standard deviation over the batch, and keep their mean."""
+    """Scale token rewards to standard deviation 1 over the batch, without changing their mean."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
 
     remove_unused_columns: bool = True
-    """`prepare_dataloader` keeps only input_ids, attention_mask, label, query and response."""
+    """In `prepare_dataloader`, keep only input_ids, attention_mask, label, query and response."""
 
     dataset_num_proc: int | None = None
-    """Processes that tokenize the data set; only the script reads it."""
+    """Number of processes that tokenize the data set; only the script reads this setting."""
 
     def __post_init__(self) -> None:
-        """Check the values; the settings of the update check the remaining ones."""
+        """Check the values, some of them by creating the PPOConfig of `update_settings`."""
         for name in (
             "batch_size mini_batch_size gradient_accumulation_steps steps ppo_epochs"
         ).split():
@@ -182,18 +183,19 @@ class ClassicPPOConfig:
         per_step = self.mini_batch_size * self.gradient_accumulation_steps
         if left := self.batch_size % per_step:
             raise ConfigError(
-                f"batch_size={self.batch_size} is no multiple of mini_batch_size x "
-                f"gradient_accumulation_steps = {per_step}: {left} responses would be left over."
+                f"batch_size={self.batch_size} is not a multiple of mini_batch_size x "
+                f"gradient_accumulation_steps = {per_step}, so {left} responses would be left "
+                "over. Change one of the three settings."
             )
         self.update_settings()
 
     @property
     def total_ppo_epochs(self) -> int:
-        """Calls of `step` in the full run; only the script reads it."""
+        """Number of calls of `step` in the run: `steps` / batch_size, rounded up."""
         return math.ceil(self.steps / self.batch_size)
 
     def update_settings(self) -> PPOConfig:
-        """Return these settings under the names of `ppo_core.PPOConfig`."""
+        """Return the equivalent `ppo_core.PPOConfig`."""
         return PPOConfig(
             exp_name=self.exp_name,
             output_dir=self.output_dir,

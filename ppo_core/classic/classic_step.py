@@ -1,4 +1,4 @@
-"""One PPO step of the classic loop: score the script's responses, then update the policy."""
+"""One PPO step of the classic loop: run the models on the responses, then update the policy."""
 
 import logging
 import time
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One batch of a script."""
+    """One batch from the script: queries, responses, scores and masks."""
 
     queries: Sequence[Tensor]
     responses: Sequence[Tensor]
@@ -41,7 +41,7 @@ class StepInputs:
 
 
 class ClassicStep:
-    """The models, the optimizer and the running statistics of PPO steps."""
+    """Takes PPO steps; holds the models, the optimizer and the running statistics."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ClassicStep:
         *,
         eos_token_id: int | None,
     ) -> None:
-        """Prepare policy and critic for training; without an optimizer use Adam."""
+        """Prepare policy and critic for training; `optimizer=None` uses Adam."""
         self._config, self._settings = config, config.update_settings()
         self._models, self._engine = models, engine
         self._eos_token_id = eos_token_id
@@ -65,7 +65,7 @@ class ClassicStep:
 
     @contextmanager
     def full_policy(self) -> Iterator[None]:
-        """Gather the policy in every process, and compute in the training precision."""
+        """Return a context with the unsharded policy in every process, and with autocast."""
         with self._engine.gathered(self.train_state.module), self._engine.autocast():
             yield
 
@@ -73,7 +73,7 @@ class ClassicStep:
         """Take one PPO step; return its statistics.
 
         Raises:
-            DataError: the batch has not `batch_size` rows, or a row cannot be used.
+            DataError: the number of rows is not `batch_size`, or a row is invalid.
             TrainingError: too many optimizer steps in a row were skipped.
         """
         started = time.monotonic()
@@ -111,14 +111,17 @@ class ClassicStep:
             temperature=self._config.temperature,
             device=self._engine.device,
         )
-        # Recomputed under the current policy: generation rounds differently (TRL #2358).
+        # Recompute log-probabilities, because generation rounds differently (TRL #2358).
         size = self._config.mini_batch_size
         rollout.logprobs.copy_(response_logprobs(self._models.policy, rollout, size))
         return rollout
 
     def _score(self, rollout: Rollout, given: Tensor) -> Scores:
         if self._engine.any(not bool(given.isfinite().all())):
-            raise DataError(f"Scores must be finite numbers; here they are {given.tolist()}.")
+            raise DataError(
+                f"Scores must be finite in all processes; in this process they are "
+                f"{given.tolist()}."
+            )
         policy, reference = self._models.policy, self._models.reference
         size, exact = self._config.mini_batch_size, self._settings.kl_estimator == "full"
         return Scores(
@@ -129,7 +132,7 @@ class ClassicStep:
         )
 
     def _gather(self, record: Record) -> Record:
-        """Return a record of the sequences of all processes, in every process."""
+        """Gather the sequences of all processes into one record, in every process."""
         gather = partial(self._engine.gather_rows, rows=self._global_batch_size)
         return map_tensors(record, gather)
 
@@ -156,13 +159,13 @@ class ClassicStep:
         check_optimizer(optimizer, module)
         check_sharding(self._settings, self._engine, module)
         prepared, optimizer = self._engine.prepare(module, optimizer)
-        # A constant schedule: the script's own lr_scheduler counts calls of step().
+        # Constant, because the script's lr_scheduler advances once per call of step().
         constant = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 1.0)
         return TrainState(
             module=prepared,
             optimizer=optimizer,
             scheduler=constant,
             engine=self._engine,
-            # TRL's classic loop skips such steps and continues.
+            # Like TRL's classic loop, never fail because of steps with a large ratio.
             large_ratios_end_run=False,
         )

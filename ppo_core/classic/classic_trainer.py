@@ -44,22 +44,24 @@ class ClassicPPOTrainer:
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         training_data_collator: None = None,
     ) -> None:
-        """Set up training of the model in place; torch is seeded with `config.seed`.
+        """Prepare `model` for training in place, and seed torch with `config.seed`.
 
         Args:
-            config: the settings.
-            model: a model with a value head, causal or sequence-to-sequence.
-            ref_model: the reference; None copies the policy, or disables its adapter.
-            tokenizer: the policy's.
+            config: the settings; None uses the defaults.
+            model: a model with a value head, causal or sequence-to-sequence; required.
+            ref_model: the reference; None uses a copy of the policy, or the policy without its
+                adapter.
+            tokenizer: the policy's tokenizer; required.
             dataset: the rows of `dataloader`; None if the script has its own loader.
-            optimizer: replaces Adam.
-            data_collator: makes a batch of rows; None makes a list for each column.
-            num_shared_layers: without a ref_model: frozen layers that policy and reference share.
-            lr_scheduler: steps once after each `step`; None keeps the learning rate constant.
-            training_data_collator: not honoured; `step` pads its rows itself.
+            optimizer: the optimizer; None uses Adam.
+            data_collator: makes a batch from a list of rows; None makes a list for each column.
+            num_shared_layers: number of frozen layers that the policy shares with the reference;
+                only without a ref_model.
+            lr_scheduler: advanced after each `step`; None keeps the learning rate constant.
+            training_data_collator: must be None, because `step` pads its own rows.
 
         Raises:
-            ConfigError: arguments contradict each other, or one is not honoured.
+            ConfigError: arguments contradict each other, or an argument is not supported.
             ModelError: a model has the wrong type or cannot be trained.
             DataError: the data set is too small for one batch.
         """
@@ -106,23 +108,23 @@ class ClassicPPOTrainer:
 
     @property
     def accelerator(self) -> Any:
-        """The accelerator of accelerate: device, process_index, is_main_process, ..."""
+        """Accelerator object of accelerate, with device, process_index, is_main_process, ..."""
         return self.engine.accelerator
 
     @property
     def current_device(self) -> torch.device:
-        """The device of this process."""
+        """Device of this process."""
         return self.engine.device
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of policy and value head."""
+        """Optimizer of policy and value head."""
         return self._step.train_state.optimizer
 
     def prepare_dataloader(
         self, dataset: Any, data_collator: Collator | None = None
     ) -> DataLoader[Any]:
-        """Return a loader of full batches of this process's rows, reshuffled in each pass.
+        """Return a loader of full batches from this process's rows, shuffled anew in each pass.
 
         Raises:
             DataError: the data set is too small for one batch.
@@ -147,16 +149,17 @@ class ClassicPPOTrainer:
         generate_ref_response: bool = False,
         **generation_kwargs: Any,
     ) -> Any:
-        """Sample responses from the policy that `step` trains, by transformers' `generate`.
+        """Sample responses from the policy with transformers' `generate`.
 
-        One query (P,) returns (1, L) as `generate` ends it. A list of queries returns a list of
-        (L,), sampled in batches of `batch_size`, each response up to its first end-of-sequence
-        token, inclusive. `generate_ref_response` returns a pair: the policy's responses and
-        the reference's. `length_sampler` draws max_new_tokens for each batch.
+        For a single query (P,), returns the response as a tensor (1, L). For a list of queries,
+        samples in batches of `batch_size` and returns a list of tensors (L,), each cut after the
+        first end-of-sequence token of the response. With `generate_ref_response`, returns a pair:
+        responses of the policy and of the reference. `length_sampler` draws max_new_tokens for
+        each batch.
 
         Raises:
-            ConfigError: an argument would sample from another distribution than the policy.
-            DataError: a query is no vector of token ids.
+            ConfigError: an argument is unknown, or would change the sampling distribution.
+            DataError: a query is not a non-empty vector of token ids.
         """
         single = isinstance(query_tensor, Tensor)
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
@@ -191,13 +194,13 @@ class ClassicPPOTrainer:
         scores: Sequence[Tensor | float],
         response_masks: Masks = None,
     ) -> Stats:
-        """Take one PPO step on `batch_size` queries (P,), responses (T,) and their scores.
+        """Take one PPO step on `batch_size` queries (P,), responses (T,) and scores.
 
         A response mask (T,) is 0 or False for tokens that the policy did not sample, such as
         the output of a tool. Returns the statistics under the names of TRL 0.11.
 
         Raises:
-            DataError: the batch has not `batch_size` rows, or a row cannot be used.
+            DataError: the number of rows is not `batch_size`, or a row is invalid.
             TrainingError: too many optimizer steps in a row were skipped.
         """
         stats = self._step.take(StepInputs(queries, responses, scores, response_masks))
@@ -213,10 +216,10 @@ class ClassicPPOTrainer:
         rewards: Sequence[Tensor | float],
         columns_to_log: Sequence[str] = ("query", "response"),
     ) -> None:
-        """Send statistics and the mean reward of all processes to `log_with`, if it is set.
+        """Send statistics, and mean and deviation of all rewards, to the tracker `log_with`.
 
-        If the batch has the texts "query" and "response", they are logged as a table, with the
-        other columns that `columns_to_log` names.
+        Does nothing if `log_with` is None. If the batch has the columns "query" and "response",
+        also logs a table of these texts, the rewards, and the columns in `columns_to_log`.
 
         Raises:
             DataError: the batch lacks a column of `columns_to_log`.
@@ -243,7 +246,7 @@ class ClassicPPOTrainer:
             )
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write policy, value head, tokenizer and model card; call it in every process."""
+        """Write policy, value head, tokenizer and model card; call this in every process."""
         weights = self.engine.full_state_dict(self.model)
         if self.engine.is_main:
             self.model.save_pretrained(save_directory, state_dict=weights)
@@ -251,7 +254,7 @@ class ClassicPPOTrainer:
             self.create_model_card(save_directory)
 
     def create_model_card(self, path: str | Path, model_name: str | None = None) -> None:
-        """Write README.md into a folder, with the settings and the last step's statistics."""
+        """Write a README.md with the settings and the last step's statistics into a folder."""
         write_model_card(
             path,
             config=self._settings,
@@ -268,13 +271,13 @@ class ClassicPPOTrainer:
         token: str | None = None,
         private: bool | None = None,
     ) -> str | None:
-        """Upload the files of `save_pretrained`; return the URL of the commit, None elsewhere.
+        """Upload the files of `save_pretrained` to the hub; call this in every process.
 
-        Only the main process uploads; call it in every process.
+        The main process uploads and returns the URL of the commit; other processes return None.
 
         Raises:
-            ConfigError: `repo_id` is no valid name of a repository.
-            TrainingError: the hub cannot be reached, or refuses.
+            ConfigError: `repo_id` is not a valid repository name.
+            TrainingError: the hub cannot be reached, or rejects the upload.
         """
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder)
@@ -298,18 +301,18 @@ def _check_arguments(
 ) -> None:
     if not isinstance(config, ClassicPPOConfig):
         raise ConfigError(
-            f"config is a {type(config).__module__}.{type(config).__name__}; the classic loop "
+            f"config is a {type(config).__module__}.{type(config).__name__}, but the classic loop "
             "takes ppo_core.classic.PPOConfig."
         )
     if ref_model is not None and num_shared_layers is not None:
         raise ConfigError(
             f"num_shared_layers={num_shared_layers} has no effect if a ref_model is passed. "
-            "Leave out one of them."
+            "Leave out num_shared_layers or ref_model."
         )
     if training_data_collator is not None:
         raise ConfigError(
-            "training_data_collator is not honoured: step() pads its rows itself. "
-            "Leave it out; data_collator makes the batches of the data set."
+            "training_data_collator is not honoured, because step() pads its own rows. Leave "
+            "training_data_collator out; data_collator makes the batches of the data set."
         )
 
 
@@ -318,8 +321,8 @@ def _require_model(
 ) -> tuple[ModelWithValueHead, PreTrainedTokenizerBase]:
     if not isinstance(model, ModelWithValueHead) or tokenizer is None:
         raise ModelError(
-            f"model is a {type(model).__name__} and tokenizer a {type(tokenizer).__name__}; "
-            "pass AutoModelForCausalLMWithValueHead.from_pretrained(path), or its "
-            "Seq2Seq counterpart, and the policy's tokenizer."
+            f"model is a {type(model).__name__} and tokenizer a {type(tokenizer).__name__}. "
+            "As model, pass AutoModelForCausalLMWithValueHead.from_pretrained(path), or the "
+            "Seq2Seq class. As tokenizer, pass the policy's tokenizer."
         )
     return model, tokenizer

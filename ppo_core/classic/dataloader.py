@@ -1,4 +1,4 @@
-"""The data loader of the classic loop: full, shuffled batches of a script's data set."""
+"""The data loader of the classic loop, with full, shuffled batches of a script's data set."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,11 @@ from ppo_core.data.prompt_set import Collator
 from ppo_core.errors import DataError
 
 KEPT_COLUMNS = {"input_ids", "attention_mask", "label", "query", "response"}
-"""Columns of a data set that remove_unused_columns keeps."""
+"""Columns that `remove_unused_columns` keeps."""
 
 
 def without_unused_columns(dataset: Any) -> Any:
-    """Return a data set of `datasets` with `KEPT_COLUMNS` only; any other data set as it is."""
+    """Return a `datasets.Dataset` with only `KEPT_COLUMNS`, and any other data set unchanged."""
     if not hasattr(dataset, "column_names"):
         return dataset
     unused = [name for name in dataset.column_names if name not in KEPT_COLUMNS]
@@ -29,18 +29,18 @@ def shuffled_batches(
     rank: int,
     num_processes: int,
 ) -> DataLoader[Any]:
-    """Return a loader of full batches of one process's rows, in a new order in each pass.
+    """Return a loader of full batches from one process's rows, in a new order for each pass.
 
-    The incomplete last batch of a pass is dropped. Without `collate`, mappings become one
-    mapping of lists, and other rows are collated by torch.
+    The incomplete last batch of a pass is dropped. Without `collate`, a batch of mappings becomes
+    a mapping of lists, and torch's default_collate handles other rows.
 
     Raises:
-        DataError: there are too few rows for one batch in each process.
+        DataError: the data set is too small for one batch in each process.
     """
     if len(dataset) < batch_size * num_processes:
         raise DataError(
             f"The data set has {len(dataset)} rows, too few for one batch of {batch_size} in each "
-            f"of {num_processes} processes: the loop would never run. Set a smaller batch_size."
+            f"of {num_processes} processes, so the loop would never run. Set a smaller batch_size."
         )
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, num_replicas=num_processes, rank=rank, seed=seed, drop_last=True
@@ -55,7 +55,7 @@ def shuffled_batches(
 
 
 class _ReshuffledLoader(DataLoader[Any]):
-    """A loader that advances its sampler's epoch, and with it the order, in each pass."""
+    """A loader that advances its sampler's epoch for each pass, which changes the order."""
 
     def __iter__(self) -> Any:
         sampler: Any = self.sampler

@@ -1,4 +1,4 @@
-"""Responses of the classic loop, sampled by transformers' `generate`."""
+"""Sampling of responses for the classic loop, by transformers' `generate`."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -40,13 +40,13 @@ UNRESTRICTED: dict[str, tuple[Any, ...]] = {
     "prompt_lookup_num_tokens": _ONLY_NONE,
     "return_dict_in_generate": (False, None),
 }
-"""Arguments of `generate` with the values that do not change the distribution, default first.
+"""Argument of `generate` -> values that leave the sampling distribution unchanged, default first.
 
-Any other value samples from another distribution than the policy.
+With any other value, `generate` does not sample from the policy's distribution.
 """
 
 OTHER_ENDS = {"stop_strings", "stopping_criteria", "max_time"}
-"""Arguments that end a response without an end token to locate the end by."""
+"""Arguments that may end a response without an end token."""
 
 LENGTH_AND_SPEED = {
     "max_new_tokens",
@@ -58,18 +58,18 @@ LENGTH_AND_SPEED = {
     "cache_implementation",
     "synced_gpus",
 }
-"""Arguments of length and speed, which do not change the distribution of the tokens."""
+"""Arguments that change length or speed, but not the distribution of tokens."""
 
 
 def unrestricted(given: dict[str, Any], temperature: float) -> dict[str, Any]:
-    """Return arguments of `generate` that sample from the policy's own distribution.
+    """Return arguments with which `generate` samples from the policy's distribution.
 
-    They override the model's generation config, which may restrict sampling as well.
+    The returned arguments override the model's generation config, which may truncate sampling.
 
     Raises:
-        ConfigError: an argument changes the distribution, or is unknown. `step` would treat
-            the responses as samples of the policy, and its estimate of the KL divergence could
-            become negative (TRL #235, #256, #262).
+        ConfigError: an argument is unknown or changes the distribution. `step` would treat the
+            responses as samples of the policy, and its estimate of the KL divergence could become
+            negative (TRL #235, #256, #262).
     """
     harmless = {**UNRESTRICTED, "temperature": (temperature,)}
     for name, value in given.items():
@@ -77,16 +77,16 @@ def unrestricted(given: dict[str, Any], temperature: float) -> dict[str, Any]:
             continue
         if name not in harmless:
             raise ConfigError(
-                f"{name}={value!r} is no argument of generate() that is known to leave the policy "
-                "unchanged. Leave it out, or use trainer.model.generate for responses that are "
-                "not trained on."
+                f"{name}={value!r} is not an argument of generate() that is known to leave the "
+                "policy's distribution unchanged. Leave the argument out, or call "
+                "trainer.model.generate for responses that are not used in step()."
             )
         if value not in harmless[name]:
             raise ConfigError(
-                f"{name}={value!r} samples from another distribution than the policy that "
-                f"step() trains, and the KL divergence would be wrong. Leave it out (temperature "
-                "is a setting), or use trainer.model.generate for responses that are not trained "
-                "on."
+                f"{name}={value!r} would sample from another distribution than the policy, so "
+                "step() would compute a wrong KL divergence. Leave the argument out, or call "
+                "trainer.model.generate for responses that are not used in step(). The "
+                "temperature is a setting of PPOConfig."
             )
     kept = {name: value for name, value in given.items() if name not in harmless}
     return {name: values[0] for name, values in harmless.items()} | kept
@@ -103,14 +103,14 @@ def generate_responses(
     length_sampler: Callable[[], int] | None,
     arguments: dict[str, Any],
 ) -> list[Tensor]:
-    """Return a response to each query (P,), up to its first token in `ends`, inclusive.
+    """Return a response to each query (P,), cut after the response's first token in `ends`.
 
-    With `return_prompt` the response follows its query, except for encoder-decoder models:
-    their responses begin with the decoder's start token, as in transformers.
+    With `return_prompt`, each response is prefixed by its query. An encoder-decoder model ignores
+    return_prompt, and its responses begin with the decoder's start token, as in transformers.
     `length_sampler` draws max_new_tokens for each batch of `batch_size` queries.
     """
     if OTHER_ENDS & arguments.keys():
-        # In a batch, ended sequences are padded, and no end token marks where padding begins.
+        # In larger batches, padding would follow such a response without an end token between.
         batch_size = 1
     has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     generate = _after_encoder if has_encoder else _after_prompt
@@ -139,7 +139,7 @@ def _after_prompt(
 def _after_encoder(
     model: Any, queries: Sequence[Tensor], pad_token_id: int, arguments: dict[str, Any]
 ) -> Tensor:
-    """Return the start token and responses, (B, 1 + T)."""
+    """Return the decoder's start token followed by the response, (B, 1 + T), for each query."""
     ids, lengths = pad_rows([query.tolist() for query in queries])
     return _generate(model, ids, length_mask(lengths, ids.shape[1]), pad_token_id, arguments)
 

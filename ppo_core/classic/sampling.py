@@ -1,4 +1,4 @@
-"""Sampling helpers of TRL's classic loop."""
+"""Helpers of TRL's classic loop for sampling tokens and lengths."""
 
 from typing import Any
 
@@ -20,11 +20,11 @@ def respond_to_batch(
     *,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Sample `txt_len` tokens after each query (B, P) without padding; return (B, txt_len).
+    """Return `txt_len` tokens (B, txt_len) sampled after each of the unpadded queries (B, P).
 
-    No token ends a response. `top_k` and `top_p` are those of
-    `ppo_core.algorithm.top_k_top_p.truncated`. The model, plain or with a value head, stays in
-    its mode. It runs without a KV cache: for more than a few tokens `model.generate` is faster.
+    No token ends a response early. `ppo_core.algorithm.top_k_top_p.truncated` explains `top_k` and
+    `top_p`. The model may have a value head, and stays in training or evaluation mode. Sampling
+    uses no KV cache, so `model.generate` is faster for more than a few tokens.
 
     Raises:
         ModelError: the model has an encoder.
@@ -32,8 +32,8 @@ def respond_to_batch(
     config: Any = model.config
     if config.is_encoder_decoder:
         raise ModelError(
-            f"{type(model).__name__} has an encoder, so a response does not continue its query. "
-            "Use model.generate."
+            f"{type(model).__name__} has an encoder, so responses do not continue their queries. "
+            "Call model.generate instead."
         )
     ids = queries
     for _ in range(txt_len):
@@ -53,12 +53,12 @@ class LengthSampler:
         """Set the bounds; max_value is excluded.
 
         Raises:
-            ConfigError: the range has no length, or a length below 1.
+            ConfigError: the range is empty, or contains a length below 1.
         """
         if not 1 <= min_value < max_value:
             raise ConfigError(
-                f"{min_value=} must be at least 1 and below {max_value=}: lengths are drawn from "
-                "min_value up to max_value - 1."
+                f"{min_value=} must be at least 1 and below {max_value=}, because lengths are "
+                "drawn from min_value, ..., max_value - 1."
             )
         self.min_value = min_value
         self.max_value = max_value

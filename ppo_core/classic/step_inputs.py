@@ -1,4 +1,4 @@
-"""The tensors that a script passes to a classic step: check them, and build a rollout."""
+"""Checks of the tensors that a script passes to a classic step, and their rollout."""
 
 from collections.abc import Sequence
 
@@ -10,31 +10,32 @@ from ppo_core.data.types import Rollout
 from ppo_core.errors import DataError
 
 Masks = Sequence[Tensor] | None
-"""A mask (T,) for each response; None if all tokens count."""
+"""Mask (T,) of each response, True for counted tokens; None counts all tokens."""
 
 
 def check_vectors(name: str, vectors: Sequence[Tensor]) -> None:
-    """Raise DataError unless each vector is a tensor (length,) with at least one element."""
+    """Raise DataError unless each vector is a tensor (length,) with at least one token."""
     for number, vector in enumerate(vectors):
         if not isinstance(vector, Tensor) or vector.ndim != 1 or len(vector) == 0:
             shape = tuple(vector.shape) if isinstance(vector, Tensor) else type(vector).__name__
             raise DataError(
-                f"{name} {number} must be a tensor (length,) of token ids, at least one; it is "
+                f"{name} {number} must be a tensor (length,) of at least one token id, but is "
                 f"{shape}."
             )
 
 
 def check_scores(scores: Sequence[Tensor | float], batch_size: int) -> Tensor:
-    """Return the scores (B,) on the CPU; values that are not finite are kept.
+    """Return the scores as a tensor (B,) on the CPU, without a check for non-finite scores.
 
     Raises:
-        DataError: there are not `batch_size` scores, or one is a tensor of several numbers.
+        DataError: the number of scores is not `batch_size`, or a score is a tensor of more or
+            less than one number.
     """
     _check_count("score", scores, batch_size)
     for number, score in enumerate(scores):
         if isinstance(score, Tensor) and score.numel() != 1:
             raise DataError(
-                f"Score {number} is a tensor {tuple(score.shape)}; a response has one number."
+                f"Score {number} is a tensor {tuple(score.shape)}. Give one number per response."
             )
     return torch.tensor([float(score) for score in scores])
 
@@ -50,14 +51,14 @@ def make_rollout(
     temperature: float,
     device: torch.device,
 ) -> Rollout:
-    """Return a rollout of queries (P,) and responses (T,), with log-probabilities of 0.
+    """Return a rollout of queries (P,) and responses (T,); its log-probabilities are set to 0.
 
-    `start_token_id` is the first decoder input of an encoder-decoder model. `generate` puts it
-    before a response although the policy did not sample it, so it is removed.
+    `start_token_id` is the first decoder input of an encoder-decoder model, else None. This token
+    is removed from responses, because `generate` puts it there and the policy did not sample it.
 
     Raises:
-        DataError: there are not `batch_size` queries, responses and masks; one is no vector; or
-            a mask does not fit its response.
+        DataError: the number of queries, responses or masks is not `batch_size`, one of them is
+            not a vector, or a mask does not fit its response.
     """
     masks = [torch.ones_like(response) for response in responses] if masks is None else masks
     for name, vectors in (("query", queries), ("response", responses), ("mask", masks)):
@@ -87,8 +88,8 @@ def make_rollout(
 def _check_count(name: str, values: Sequence[object], batch_size: int) -> None:
     if len(values) != batch_size:
         raise DataError(
-            f"step() got {len(values)} rows of {name}, and batch_size is {batch_size}. Pass full "
-            "batches, or set batch_size."
+            f"step() got {len(values)} rows of {name}, but batch_size is {batch_size}. Pass full "
+            "batches, or change batch_size."
         )
 
 
@@ -97,6 +98,6 @@ def _check_masks(responses: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
         if len(mask) != len(response) or not mask.any():
             raise DataError(
                 f"Mask {number} counts {int(mask.bool().sum())} of {len(mask)} tokens, for a "
-                f"response of {len(response)}: it must be as long as the response, and count at "
-                "least one token."
+                f"response of {len(response)} tokens. A mask must be as long as its response, and "
+                "count at least one token."
             )

@@ -12,7 +12,7 @@ from ppo_core.reporting.metrics import Metrics, explained_variance
 from ppo_core.reporting.sample_table import Completions
 
 Stats = dict[str, Any]
-"""A number for each name; a list of one number per response for names that end in "_dist"."""
+"""Name -> number; for names that end in "_dist", name -> list with one number per response."""
 
 
 def step_stats(
@@ -26,7 +26,7 @@ def step_stats(
 ) -> Stats:
     """Return the statistics of one step on the batch of all processes.
 
-    Means over tokens are means over counted tokens. kl is (B, T); `sums` are totals over all
+    Means over tokens use counted tokens only. `kl` is (B, T), and `sums` are totals over all
     processes.
     """
     rollout = experience.rollout
@@ -84,12 +84,12 @@ def _length_stats(kind: str, lengths: Tensor) -> Stats:
 
 
 def numbers(stats: Stats) -> Metrics:
-    """Return the statistics that are single numbers."""
+    """Return the statistics that are floats."""
     return {name: value for name, value in stats.items() if isinstance(value, float)}
 
 
 def health_metrics(stats: Stats) -> Metrics:
-    """Return the metrics that `ppo_core.reporting.health` watches, under its names."""
+    """Return metrics for `ppo_core.reporting.health`, under the names in `GUARDS`."""
     return {
         "objective/kl": stats["objective/kl"],
         "val/ratio": stats["ppo/policy/ratio"],
@@ -103,10 +103,9 @@ def texts_table(
     columns: Sequence[str],
     gather: Callable[[list[Any]], list[Any]],
 ) -> Completions | None:
-    """Return the texts of a batch with their rewards; None if it has no query or no response.
+    """Return a table of queries, responses and rewards, or None without query or response texts.
 
-    `gather` concatenates the lists of all processes. The table has the columns query, response
-    and `columns`.
+    `gather` concatenates the lists of all processes. Further columns of the table are `columns`.
 
     Raises:
         DataError: the batch lacks one of `columns`.
@@ -116,8 +115,8 @@ def texts_table(
     others = [name for name in columns if name not in ("query", "response")]
     if missing := [name for name in others if name not in batch]:
         raise DataError(
-            f"The batch has no column {missing[0]!r}, which columns_to_log names; it has "
-            f"{', '.join(batch)}."
+            f"The batch has no column {missing[0]!r}, which columns_to_log names. Choose from its "
+            f"columns: {', '.join(batch)}."
         )
     return Completions(
         gather(list(batch["query"])),

@@ -1,4 +1,4 @@
-"""Read settings from the command line, or from a TOML or JSON file with the same names."""
+"""Read settings from command-line flags, or from a TOML or JSON file with the flags' names."""
 
 import ast
 import inspect
@@ -18,8 +18,8 @@ from ppo_core.errors import ConfigError
 def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
     """Return one instance of each dataclass in `kinds`, read from command-line arguments.
 
-    The first argument may be a TOML file, one flag per line; flags that follow override it. A
-    JSON file must be the only argument; unlike flags, its values may be null.
+    The first argument may be a TOML file with one flag per line; flags after the file override its
+    lines. A JSON file must be the only argument; its values may be null, unlike those of flags.
 
     Raises:
         ConfigError: a flag, a value or the file is invalid.
@@ -40,10 +40,10 @@ def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
 
 
 class DocumentedParser(HfArgumentParser):
-    """`HfArgumentParser` that prints field docstrings as help and raises ConfigError."""
+    """`HfArgumentParser` with field docstrings as help, which raises ConfigError on errors."""
 
     def __init__(self, kinds: Sequence[type], *, prog: str, usage: str) -> None:
-        """Make a flag of each field of the dataclasses; `prog` and `usage` are printed in help."""
+        """Add one flag for each field of the dataclasses; the help prints `prog` and `usage`."""
         self._field_docs = {name: doc for kind in kinds for name, doc in field_docs(kind).items()}
         self._field_defaults = {
             field.name: field.default for kind in kinds for field in fields(kind)
@@ -66,7 +66,7 @@ class DocumentedParser(HfArgumentParser):
             list(argv), return_remaining_strings=True, look_for_args_file=False
         )
         if rest:
-            raise ConfigError(f"Unknown: {' '.join(rest)}. {self.prog} --help lists the flags.")
+            raise ConfigError(f"Unknown: {' '.join(rest)}. For all flags, run {self.prog} --help.")
         return parsed
 
     def add_argument(self, *flags: str, **options: Any) -> Any:
@@ -74,14 +74,14 @@ class DocumentedParser(HfArgumentParser):
         name = flags[0].lstrip("-")
         if name in self._field_docs:
             options["help"] = self._field_docs[name].replace("%", "%%")
-            # HfArgumentParser forgets the default of a field that may be a list.
+            # HfArgumentParser drops the default of a field whose value may be a list.
             options.setdefault("default", self._field_defaults[name])
         elif name.startswith("no_"):
             options["help"] = f"Turn {options['dest']} off."
         return super().add_argument(*flags, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error that argparse would print.
+        """Raise a ConfigError, where argparse would print the message and exit.
 
         Raises:
             ConfigError: always.
@@ -112,8 +112,8 @@ def _read_json(kinds: Sequence[type], path: Path) -> list[Any]:
         raise ConfigError(f"The settings in '{path}' cannot be read: {error}.") from error
     if not isinstance(settings, dict):
         raise ConfigError(
-            f"'{path}' holds a {type(settings).__name__}, not settings. Write an object of names "
-            'and values: {"name": value}.'
+            f"'{path}' holds a {type(settings).__name__}, not a JSON object. Write the settings as "
+            'an object of names and values: {"name": value}.'
         )
     known = [name for kind in kinds for name in field_docs(kind)]
     refuse_unsupported({n: value for n, value in settings.items() if n not in known}, known)
@@ -132,7 +132,8 @@ def _flags_of_file(path: Path) -> list[str]:
     for name, value in settings.items():
         if isinstance(value, dict):
             raise ConfigError(
-                f"'{path}' has a table [{name}]. Write plain lines, name = value, without tables."
+                f"'{path}' has a table [{name}], and settings have no tables. Write one line "
+                "name = value for each setting."
             )
         several = isinstance(value, list)
         flags += [f"--{name}", *map(str, value)] if several else [f"--{name}={value}"]
@@ -140,7 +141,7 @@ def _flags_of_file(path: Path) -> list[str]:
 
 
 def _read_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return name -> value of flags that no dataclass has; a flag without a value is True."""
+    """Return name -> value of flags unknown to all dataclasses; a flag without a value is True."""
     given: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):
@@ -149,7 +150,9 @@ def _read_flags(words: Sequence[str]) -> dict[str, Any]:
         elif given:
             last.append(word)
         else:
-            raise ConfigError(f"'{word}' belongs to no flag. See python -m ppo_core --help.")
+            raise ConfigError(
+                f"'{word}' belongs to no flag. For all flags, run python -m ppo_core --help."
+            )
     return {name: _read_value(values) for name, values in given.items()}
 
 

@@ -1,20 +1,26 @@
-"""Checks of settings, with errors that name the setting and its value."""
+"""Checks of settings; the errors name the setting and its value."""
 
 from ppo_core.errors import ConfigError
 
 
 def require(config: object, name: str, holds: bool, what: str) -> None:
-    """Raise if a check of a setting failed.
+    """Raise unless the setting's value passed its check.
+
+    Args:
+        config: the settings.
+        name: name of the setting.
+        holds: result of the check.
+        what: description of valid values, after "must be".
 
     Raises:
-        ConfigError: `holds` is False; the message gives the name, the value and `what`.
+        ConfigError: `holds` is False.
     """
     if not holds:
         raise ConfigError(f"{name}={getattr(config, name)!r} must be {what}.")
 
 
 def require_count(config: object, name: str) -> None:
-    """Raise if a setting is not an integer of at least 1.
+    """Raise unless a setting is an integer of at least 1.
 
     Raises:
         ConfigError: the value is not an integer, or is below 1.

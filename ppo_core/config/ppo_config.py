@@ -1,4 +1,4 @@
-"""Settings of PPO: frozen, and validated on construction."""
+"""Settings of PPO, immutable and validated on construction."""
 
 from dataclasses import dataclass, fields
 from math import isfinite
@@ -16,19 +16,20 @@ from ppo_core.errors import ConfigError
 class PPOConfig(RunConfig):
     """All settings of PPO apart from the models and the prompts.
 
-    Names are those of TRL's PPO (1.12 and the classic trainer); defaults are those of "The N+
-    Implementation Details of RLHF with PPO" (arXiv:2403.17031). Options found in neither are off.
+    Names follow TRL's PPO (1.12 and the classic trainer). Defaults follow "The N+ Implementation
+    Details of RLHF with PPO" (arXiv:2403.17031). Features outside TRL and that paper are off by
+    default.
 
     Raises:
-        ConfigError: a value is out of range, two values contradict each other, or a setting of
-            `transformers.TrainingArguments` or TRL is given that is not supported here.
+        ConfigError: a value is out of range, two values contradict each other, or a given setting
+            of TRL or `transformers.TrainingArguments` is not supported.
     """
 
     # --- Length of the run and sizes of batches ---
 
     total_episodes: int | None = None
-    """Responses sampled in the full run, rounded up to full updates; None: `num_train_epochs`
-    passes over the prompts."""
+    """Responses sampled in the run, rounded up to a multiple of the batch size; None: one
+    response per prompt in each of `num_train_epochs` passes."""
 
     batch_size: int | None = None
     """Responses sampled for one PPO update, over all processes; None:
@@ -38,16 +39,16 @@ class PPOConfig(RunConfig):
     """Optimization epochs over each batch of responses."""
 
     num_mini_batches: int = 1
-    """Minibatches, and so optimizer steps, in one epoch; must divide the batch size."""
+    """Minibatches per epoch, each one optimizer step; must divide the batch size."""
 
     max_tokens_per_microbatch: int | None = None
-    """Maximum tokens of prompts and responses in one forward and backward pass of one process,
-    padding included. Memory grows with it. None: the tokens of the `per_device_train_batch_size`
-    longest sequences. Pretraining texts are always batched by their number."""
+    """Maximum tokens of prompts and responses, padding included, in one forward and backward pass
+    of one process. Memory grows with this number. None: the tokens of the
+    `per_device_train_batch_size` longest sequences. Pretraining texts ignore this limit."""
 
     local_rollout_forward_batch_size: int = 64
-    """Prompts answered, or responses scored, in one batch per process. Memory grows with it;
-    results do not depend on it."""
+    """Batch size per process for sampling and scoring. Memory grows with the batch size; results
+    do not depend on it."""
 
     # --- Sampling ---
 
@@ -58,35 +59,35 @@ class PPOConfig(RunConfig):
     """The policy is softmax(logits / temperature), both in sampling and in training."""
 
     top_k: int = 0
-    """Sample only from the k likeliest tokens; 0 samples from all. Importance weights in the
-    loss correct for the truncation."""
+    """Sample only from the k likeliest tokens; 0 samples from all tokens. Importance weights in
+    the loss correct for the truncation."""
 
     top_p: float = 1.0
-    """Sample only from the smallest set of likeliest tokens with this total probability
-    (arXiv:1904.09751); 1 samples from all. Corrected in the loss like `top_k`."""
+    """Sample only from the fewest likeliest tokens with this total probability
+    (arXiv:1904.09751); 1 samples from all tokens. The loss is corrected as for `top_k`."""
 
     stop_token: Literal["eos"] | None = "eos"
-    """Token that ends a response: `eos`, the tokenizer's end-of-sequence token, or None for no
-    token."""
+    """Token that ends a response: `eos` is the tokenizer's end-of-sequence token; with None,
+    every response has the maximum length."""
 
     stop_token_id: int | None = None
     """Id of the token that ends a response; overrides `stop_token`."""
 
     use_vllm: bool = False
-    """Sample the training responses on a vLLM server, which receives the current weights of the
-    policy before each rollout (docs/vllm.md). Evaluation is sampled without the server."""
+    """Sample the training responses on a vLLM server, which loads the policy's current weights
+    before each rollout (docs/vllm.md). Evaluations sample without the server."""
 
     vllm_importance_sampling_cap: float = 2.0
-    """Upper bound of a token's importance weight min(p_policy / p_server, cap), which corrects
-    the loss where the server's probability of a token differs from the policy's."""
+    """Cap of a token's importance weight min(p_policy / p_server, cap). The weights correct the
+    loss where server and policy give a token different probabilities."""
 
     # --- The reward of a response ---
 
     missing_eos_penalty: float | None = None
-    """Subtracted from the score of a response without a stop token; None subtracts nothing."""
+    """Penalty subtracted from the score of a response without a stop token; None: no penalty."""
 
     length_penalty: float = 0.0
-    """Subtracted from the score for each token of a response."""
+    """Penalty per response token, subtracted from the score."""
 
     overlong_buffer: int = 0
     """Number of final tokens of `response_length` over which a penalty grows linearly from 0 to
@@ -102,40 +103,40 @@ class PPOConfig(RunConfig):
     """Subtract the running mean of the scores before scaling; requires use_score_scaling."""
 
     reward_weights: list[float] | None = None
-    """Weights of the reward functions, in their order; None gives each weight 1."""
+    """Weights of the reward functions, in the order of the functions; None: all weights are 1."""
 
     score_clip: float | None = None
-    """Clip scores to [-score_clip, score_clip] after scaling; None clips nothing."""
+    """Clip scores to [-score_clip, score_clip] after scaling; None: no clipping."""
 
     # --- The divergence from the reference ---
 
     kl_coef: float = 0.05
-    """Weight of the KL divergence from the reference, per token; the initial weight if
-    `kl_target` is set."""
+    """Weight of the KL divergence from the reference at each token; with `kl_target`, the initial
+    weight."""
 
     kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
-    """Estimator of that divergence at each token (http://joschu.net/blog/kl-approx.html); `full`
-    computes it exactly over the vocabulary."""
+    """Estimator of the KL divergence at each token (http://joschu.net/blog/kl-approx.html);
+    `full` computes the exact divergence over the vocabulary."""
 
     kl_in_loss: bool = False
-    """Add the divergence to the loss instead of subtracting it from the reward. Use k2 or full:
-    in the loss, the expected gradient of k1 is 0, and that of k3 is the gradient of
+    """Add the KL divergence to the loss instead of subtracting it from the reward. Use k2 or full,
+    because in the loss the expected gradient of k1 is 0, and k3 has the gradient of
     KL(reference || policy) (`ppo_core.algorithm.kl`)."""
 
     kl_target: float | None = None
-    """Target of the divergence, in nats per response, to which kl_coef adapts (arXiv:1909.08593,
-    section 2.2); None keeps kl_coef fixed."""
+    """Adapt kl_coef to keep the KL divergence near this target, in nats per response
+    (arXiv:1909.08593, section 2.2); None keeps kl_coef fixed."""
 
     kl_horizon: int = 10_000
     """Episodes over which an adaptive kl_coef changes by at most about 20%."""
 
     reference_refresh_updates: int = 0
-    """Copy the policy into the reference every this many updates; 0 never."""
+    """Number of updates after which the policy is copied into the reference; 0: never."""
 
     # --- Advantages ---
 
     whiten_rewards: bool = False
-    """Scale token rewards to standard deviation 1 over the batch; their mean is kept."""
+    """Scale token rewards to standard deviation 1 over the batch, without changing their mean."""
 
     whiten_advantages: bool = True
     """Standardize advantages over the batch to mean 0 and standard deviation 1."""
@@ -147,7 +148,7 @@ class PPOConfig(RunConfig):
     """Lambda of generalized advantage estimation (arXiv:1506.02438)."""
 
     lam_critic: float | None = None
-    """Lambda of the critic's targets (decoupled GAE, arXiv:2503.01491); None: `lam`."""
+    """Lambda for the critic's targets (decoupled GAE, arXiv:2503.01491); None: `lam`."""
 
     # --- The losses ---
 
@@ -155,23 +156,23 @@ class PPOConfig(RunConfig):
     """Clip the probability ratio to [1 - cliprange, 1 + cliprange] (arXiv:1707.06347, eq. 7)."""
 
     cliprange_high: float | None = None
-    """Upper bound of the ratio is 1 + cliprange_high (clip-higher, arXiv:2503.14476); None:
+    """Clip the ratio from above at 1 + cliprange_high (clip-higher, arXiv:2503.14476); None:
     `cliprange`."""
 
     dual_clip: float | None = None
     """Bound the loss of a token with negative advantage by dual_clip x |advantage|
-    (arXiv:1912.09729, eq. 5). Must be above 1; None sets no bound."""
+    (arXiv:1912.09729, eq. 5). Must be above 1; None: no bound."""
 
     loss_aggregation: Literal["token", "sequence", "fixed_length"] = "token"
-    """Loss of an optimizer step: `token` is the mean over all tokens, `sequence` the mean over
-    the responses' means, `fixed_length` the sum divided by responses x response_length
-    (arXiv:2503.20783)."""
+    """Average of the token losses in an optimizer step: `token` is the mean over all tokens,
+    `sequence` the mean of the responses' means, and `fixed_length` the sum divided by
+    responses x response_length (arXiv:2503.20783)."""
 
     vf_coef: float = 0.1
     """Weight of the value loss, relative to the policy loss."""
 
     cliprange_value: float = 0.2
-    """Clip new values to at most this distance from the values at sampling time."""
+    """Maximum distance of the critic's new values from those at sampling time, by clipping."""
 
     critic_learning_rate: float | None = None
     """Peak learning rate of the critic; None: `learning_rate`."""
@@ -186,47 +187,46 @@ class PPOConfig(RunConfig):
     """Weight of the language-modeling loss on pretraining texts (PPO-ptx, arXiv:2203.02155)."""
 
     ema_decay: float | None = None
-    """Decay per update of an exponential moving average of the policy's weights. If set, the
-    average is evaluated and saved instead of the trained weights. None keeps no average."""
+    """Decay per update of an exponential moving average of the policy's weights. The average is
+    then evaluated and saved instead of the trained weights. None: no average."""
 
     # --- When to stop, and when to warn ---
 
     target_kl: float | None = None
-    """Stop the epochs over a batch once the policy has moved more than 1.5 x this many nats per
-    token, over all processes; None never stops early."""
+    """End the update of a batch once the KL divergence from the policy at sampling time exceeds
+    1.5 x this value, in nats per token over all processes; None: never."""
 
     ratio_threshold: float | None = None
-    """Skip an optimizer step whose mean probability ratio exceeds this; None skips none."""
+    """Skip optimizer steps whose mean probability ratio exceeds this value; None: never."""
 
     max_skipped_steps: int = 3
-    """Consecutive optimizer steps skipped for a non-finite score, loss or gradient, or by
-    `ratio_threshold`, after which the run fails."""
+    """The run fails after this many consecutive optimizer steps were skipped, for a non-finite
+    score, loss or gradient or by `ratio_threshold`."""
 
     warn_kl: float = 50.0
     """Warn when the KL divergence from the reference exceeds this many nats per response."""
 
     warn_ratio: float = 2.0
-    """Warn when the mean probability ratio of an update is above this, or below 1/5 of its
-    inverse."""
+    """Warn when the mean probability ratio of an update exceeds warn_ratio, or is below
+    1 / (5 x warn_ratio)."""
 
     warn_entropy: float = 0.05
-    """Warn when the mean entropy of the policy per token falls below this share of the first
-    update's. A share, because a healthy number of nats per token depends on the task: short
-    answers of likely tokens start far lower than free text."""
+    """Warn when the policy's mean entropy per token falls below this fraction of the entropy in
+    the first update. The limit is relative because normal entropy depends on the task."""
 
     warn_explained_variance: float = -0.5
-    """Warn when the critic explains less than this share of the variance of the returns."""
+    """Warn when the critic's explained variance of the returns falls below this value."""
 
     warn_length_growth: float = 2.0
-    """Warn when the mean response is this many times as long as in the first update."""
+    """Warn when the mean response length exceeds this multiple of that in the first update."""
 
     warn_repetition: float = 0.5
-    """Warn when more than this share of 3-grams in responses are repeats."""
+    """Warn when more than this fraction of the 3-grams in responses are repetitions."""
 
-    # --- Samples, and what scripts around the trainer read ---
+    # --- Sample tables, and names of models and adapters ---
 
     num_sample_generations: int = 10
-    """Number of times in a run that the evaluation prompts are answered and printed as a table."""
+    """Number of times per run that responses to the evaluation prompts are printed as a table."""
 
     sft_model_path: str | None = None
     """Folder or hub id of the initial policy; read by `python -m ppo_core` and scripts."""
@@ -235,13 +235,13 @@ class PPOConfig(RunConfig):
     """Folder or hub id of the reward model; read by `python -m ppo_core` and scripts."""
 
     model_adapter_name: str | None = None
-    """Name of the PEFT adapter to train, if the policy has several; None: the active one."""
+    """Name of the PEFT adapter to train; None: the active adapter."""
 
     ref_adapter_name: str | None = None
     """Name of the PEFT adapter that is the reference; None: the base model without adapters."""
 
     ds3_gather_for_generation: bool = True
-    """With sharded weights (zero3, fsdp2), gather them once per rollout, which is far faster.
+    """Gather sharded weights (zero3, fsdp2) once per rollout, which makes sampling far faster.
     False gathers layer by layer in each forward pass, for policies too large for one process."""
 
     def __post_init__(self) -> None:
@@ -253,7 +253,7 @@ class PPOConfig(RunConfig):
 
 
 def _check_types(config: PPOConfig) -> None:
-    """Raise if a number is not a finite number, or a switch not a bool."""
+    """Raise if a numeric setting is not a finite number, or a boolean setting not a bool."""
     for name, hint in get_type_hints(PPOConfig).items():
         kinds = set(get_args(hint) or (hint,))
         value = getattr(config, name)
@@ -283,8 +283,8 @@ def _check_ranges(config: PPOConfig) -> None:
             require_count(config, name)
     if config.save_total_limit == 1:
         raise ConfigError(
-            "save_total_limit=1 would leave no checkpoint to resume from if the only one is "
-            "damaged. Set at least 2, or None to keep all."
+            "save_total_limit=1 would keep only one checkpoint. If its files were damaged, the run "
+            "could not resume. Set save_total_limit to at least 2, or to None to keep all."
         )
     for name in (
         "top_k overlong_buffer critic_warmup_updates reference_refresh_updates "
@@ -295,7 +295,7 @@ def _check_ranges(config: PPOConfig) -> None:
     for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
         value = getattr(config, name) or 0
         whole = 0 <= value < 1 or value == int(value)
-        require(config, name, whole, "a whole number, or a share below 1")
+        require(config, name, whole, "a whole number, or a fraction of the run below 1")
     for name in (
         "temperature learning_rate adam_epsilon max_grad_norm num_train_epochs logging_steps "
         "save_steps warn_ratio warn_length_growth vllm_server_timeout"
@@ -347,28 +347,29 @@ def _check_combinations(config: PPOConfig) -> None:
     if config.batch_size is not None and config.gradient_accumulation_steps != 1:
         raise ConfigError(
             f"batch_size={config.batch_size} and gradient_accumulation_steps="
-            f"{config.gradient_accumulation_steps} both set the size of a batch. Set one of them."
+            f"{config.gradient_accumulation_steps} both set the size of a batch. Leave one of the "
+            "settings at its default."
         )
     if config.batch_size is not None and (left := config.batch_size % config.num_mini_batches):
         raise ConfigError(
             f"num_mini_batches={config.num_mini_batches} does not divide "
-            f"batch_size={config.batch_size}: {left} responses would be dropped in every epoch. "
-            "Choose a batch_size that is a multiple of num_mini_batches."
+            f"batch_size={config.batch_size}, so {left} responses would be dropped in every epoch. "
+            "Set batch_size to a multiple of num_mini_batches."
         )
     if config.warmup_steps and config.warmup_ratio:
         raise ConfigError(
             f"warmup_steps={config.warmup_steps} and warmup_ratio={config.warmup_ratio} both set "
-            "the warm-up. Set one of them."
+            "the warm-up. Set only one of the settings."
         )
     if config.lr_scheduler_type == "constant" and (config.warmup_steps or config.warmup_ratio):
         raise ConfigError(
-            "lr_scheduler_type='constant' has no warm-up: warmup_steps and warmup_ratio would be "
-            "ignored. Set lr_scheduler_type='constant_with_warmup'."
+            "lr_scheduler_type='constant' has no warm-up, so warmup_steps and warmup_ratio would "
+            "be ignored. Set lr_scheduler_type='constant_with_warmup'."
         )
     if config.missing_eos_penalty and config.stop_token is None and config.stop_token_id is None:
         raise ConfigError(
-            f"missing_eos_penalty={config.missing_eos_penalty} with no stop token would be "
-            "subtracted from every response. Set stop_token='eos' or stop_token_id."
+            f"missing_eos_penalty={config.missing_eos_penalty} would be subtracted from every "
+            "score, because there is no stop token. Set stop_token='eos' or stop_token_id."
         )
     if config.kl_target is not None and config.kl_coef == 0:
         raise ConfigError(
@@ -377,23 +378,24 @@ def _check_combinations(config: PPOConfig) -> None:
         )
     if config.use_score_norm and not config.use_score_scaling:
         raise ConfigError(
-            "use_score_norm=True takes effect only with use_score_scaling=True. Set both."
+            "use_score_norm=True takes effect only with use_score_scaling=True. Set both to True."
         )
     if config.overlong_buffer > config.response_length:
         raise ConfigError(
             f"overlong_buffer={config.overlong_buffer} is longer than "
-            f"response_length={config.response_length}: every response would be penalized. "
-            "Set it to at most response_length."
+            f"response_length={config.response_length}, so every response would be penalized. "
+            "Set overlong_buffer to at most response_length."
         )
     if (config.top_k or config.top_p < 1) and config.kl_estimator == "k1":
         raise ConfigError(
-            f"top_k={config.top_k}, top_p={config.top_p}: with restricted sampling the k1 estimate "
-            "of the KL divergence is biased and may be negative. Set kl_estimator to full or k3."
+            f"top_k={config.top_k} and top_p={config.top_p} truncate sampling, which makes the k1 "
+            "estimate of the KL divergence biased and possibly negative. Set kl_estimator to full "
+            "or k3."
         )
     if config.ref_adapter_name and config.ref_adapter_name == config.model_adapter_name:
         raise ConfigError(
             f"model_adapter_name and ref_adapter_name are both {config.ref_adapter_name!r}: the "
-            "reference would follow the policy. Name two adapters."
+            "reference would change with the policy. Name two different adapters."
         )
     _check_vllm(config)
 
@@ -404,12 +406,15 @@ def _check_vllm(config: PPOConfig) -> None:
     require(config, "vllm_server_base_url", is_root, "http://HOST:PORT, without /v1")
     if config.use_vllm and config.vllm_weights_dir is None:
         raise ConfigError(
-            "use_vllm=True needs vllm_weights_dir: the server reads the policy's weights from that "
-            "folder, at the same path; without it the server would sample from its initial "
-            "weights. On a single machine, set it for example to /dev/shm/weights."
+            "use_vllm=True needs vllm_weights_dir, the folder from which the server reads the "
+            "policy's weights. Without the folder, the server would sample from its initial "
+            "weights. On a single machine, set vllm_weights_dir=/dev/shm/weights, for example."
         )
     names = [field.name for field in fields(config) if field.name.startswith("vllm_")]
     defaults = {field.name: field.default for field in fields(config)}
     changed = [name for name in names if getattr(config, name) != defaults[name]]
     if changed and not config.use_vllm:
-        raise ConfigError(f"{changed[0]} takes effect only with use_vllm=True. Set both.")
+        raise ConfigError(
+            f"{changed[0]} takes effect only with use_vllm=True. Set use_vllm=True, or leave the "
+            "other setting out."
+        )

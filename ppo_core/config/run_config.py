@@ -1,4 +1,4 @@
-"""Settings of a run apart from PPO: steps, optimizer, files, logs, hub, hardware."""
+"""Settings of a run that are not specific to PPO: optimizer, hardware, checkpoints, logs, hub."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,12 +8,13 @@ from typing import Literal
 class RunConfig:
     """The settings of `transformers.TrainingArguments` that PPO supports, under the same names.
 
-    All other `TrainingArguments` are rejected with a replacement
-    (`ppo_core.config.unsupported_settings`). Steps count PPO updates.
+    All other `TrainingArguments` are rejected; the error names an alternative
+    (`ppo_core.config.unsupported_settings`). `logging_steps`, `eval_steps` and `save_steps` count
+    PPO updates.
     """
 
     output_dir: str = "trainer_output"
-    """Folder for checkpoints, the model card and the final policy; created on first write."""
+    """Folder for checkpoints, the model card and the final policy; created when needed."""
 
     exp_name: str = "ppo"
     """Name of the run if `run_name` is None."""
@@ -25,14 +26,14 @@ class RunConfig:
     """Random seed of prompt order, sampling and minibatch order."""
 
     per_device_train_batch_size: int = 8
-    """Responses of maximum length in one forward and backward pass of one process; shorter
-    responses are packed in larger batches. Memory grows with it."""
+    """Responses of maximum length in one forward and backward pass of one process; batches of
+    shorter responses are larger. Memory grows with this number."""
 
     per_device_eval_batch_size: int = 8
     """Evaluation prompts answered in one batch per process."""
 
     gradient_accumulation_steps: int = 1
-    """Multiplier of per_device_train_batch_size in the default of `batch_size`."""
+    """Factor in the default of `batch_size`."""
 
     num_train_epochs: float = 3.0
     """Passes over the prompts; used if `total_episodes` is None."""
@@ -46,14 +47,14 @@ class RunConfig:
     """Schedule of the learning rate over the optimizer steps of the run."""
 
     warmup_steps: float = 0
-    """Optimizer steps over which the learning rate rises from 0; below 1: a share of the run."""
+    """Optimizer steps over which the learning rate rises from 0; values below 1 are a fraction of
+    the run."""
 
     warmup_ratio: float = 0.0
-    """Warm-up as a share of the run's optimizer steps; set either this or `warmup_steps`."""
+    """Warm-up as a fraction of the run's optimizer steps; excludes `warmup_steps`."""
 
     weight_decay: float = 0.0
-    """AdamW's weight decay, per step and unit of learning rate; not applied to norms and
-    biases."""
+    """AdamW's weight decay; not applied to norms and biases."""
 
     adam_beta1: float = 0.9
     """AdamW's decay rate of the first moment of the gradient."""
@@ -65,48 +66,49 @@ class RunConfig:
     """AdamW's epsilon."""
 
     max_grad_norm: float = 1.0
-    """Maximum norm of the joint gradient of policy and critic; larger gradients are scaled
-    down."""
+    """Maximum norm of the joint gradient of policy and critic; larger gradients are clipped."""
 
     bf16: bool | None = None
-    """Sample, score and train under bfloat16 autocast, with fp32 master weights. None: True where
-    bfloat16 is expected to be faster (a GPU, or a CPU with avx512_bf16 or AMX if the hidden size
-    is at least 192). `PPOTrainer.args` and checkpoints record the choice."""
+    """Sample, score and train under bfloat16 autocast, with fp32 master weights. None: True on
+    hardware where bfloat16 is usually faster: a GPU, or a CPU with avx512_bf16 or AMX if the
+    hidden size is at least 192. `PPOTrainer.args` and checkpoints hold the chosen value."""
 
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: saves memory, takes about a third more time."""
+    """Recompute activations in the backward pass, which saves memory and takes about a third more
+    time."""
 
     use_cpu: bool = False
     """Use the CPU even if there is a GPU."""
 
     sharding: Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"] | None = None
-    """Parallelism over several processes: `ddp` replicates everything; zero1 shards optimizer
-    states, zero2 also gradients, zero3 and fsdp2 also weights. None: as configured by
-    `accelerate launch`, else ddp if there are several processes."""
+    """Parallelism over several processes: `ddp` replicates all state; zero1 shards optimizer
+    states, zero2 also gradients, zero3 and fsdp2 also weights. None: the choice of
+    `accelerate launch`, or ddp if accelerate makes no choice and there are several processes."""
 
     offload: bool = False
-    """Keep sharded optimizer states in CPU memory; with zero3 and fsdp2 also sharded weights."""
+    """Keep sharded optimizer states, and with zero3 or fsdp2 also sharded weights, in CPU
+    memory."""
 
     ddp_timeout: int = 1800
     """Seconds that a process waits for the other processes before the run fails."""
 
     deepspeed: str | None = None
-    """JSON file of DeepSpeed settings; with `accelerate launch`, name it in accelerate's config
-    file instead."""
+    """JSON file of DeepSpeed settings. With `accelerate launch`, name the file in accelerate's
+    config file instead."""
 
     vllm_server_base_url: str = "http://localhost:8000"
-    """URL of the vLLM server that `use_vllm` samples from. Its key, if any, is read from the
-    environment variable VLLM_API_KEY."""
+    """URL of the vLLM server for `use_vllm`. The environment variable VLLM_API_KEY holds the
+    server's API key, if it has one."""
 
     vllm_weights_dir: str | None = None
-    """Folder through which the policy's weights reach the vLLM server, which must see it at the
-    same path; on a single machine /dev/shm is fastest. Needs space for one copy of the policy."""
+    """Folder from which the vLLM server reads the policy's weights, at an identical path on both
+    machines; on a single machine /dev/shm is fastest. Needs space for one copy of the policy."""
 
     vllm_server_timeout: float = 240.0
-    """Seconds to wait for a reply of the vLLM server, or for the server to be reachable."""
+    """Seconds to wait for a reply of the vLLM server, or for the server to become reachable."""
 
     dataset_num_proc: int | None = None
-    """Processes that tokenize the prompts; None tokenizes in the main process."""
+    """Number of processes that tokenize the prompts; None: only the main process."""
 
     disable_tqdm: bool = False
     """Show no progress bar."""
@@ -116,26 +118,27 @@ class RunConfig:
     tensorboard."""
 
     logging_steps: float = 1
-    """Updates between two logs; below 1: a share of the run."""
+    """Updates between two logs; values below 1 are a fraction of the run."""
 
     eval_strategy: Literal["no", "steps"] = "no"
-    """`steps`: answer and score the evaluation prompts every `eval_steps`."""
+    """`steps` answers and scores the evaluation prompts every `eval_steps` updates; `no` never
+    evaluates."""
 
     eval_steps: float | None = None
-    """Updates between two evaluations; below 1: a share of the run; None: `logging_steps`."""
+    """Updates between two evaluations; values below 1 are a fraction of the run; None:
+    `logging_steps`."""
 
     save_strategy: Literal["no", "steps"] = "steps"
-    """`steps`: write a checkpoint every `save_steps` and at the end."""
+    """`steps` writes a checkpoint every `save_steps` updates and at the end; `no` writes none."""
 
     save_steps: float = 500
-    """Updates between two checkpoints; below 1: a share of the run."""
+    """Updates between two checkpoints; values below 1 are a fraction of the run."""
 
     save_total_limit: int | None = None
-    """Number of checkpoints kept, at least 2; the oldest is deleted first. None keeps all."""
+    """Maximum number of checkpoints, at least 2; the oldest is deleted first. None keeps all."""
 
     async_save: bool = False
-    """Write checkpoints in the background, from a copy in CPU memory, while training
-    continues."""
+    """Write checkpoints in the background while training continues, from a copy in CPU memory."""
 
     push_to_hub: bool = False
     """Upload the policy to the Hugging Face Hub when it is saved."""

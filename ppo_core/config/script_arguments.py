@@ -1,4 +1,4 @@
-"""Flags of `python -m ppo_core` beside PPOConfig: data, models, adapters."""
+"""Flags of `python -m ppo_core` for data, models and adapters."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -8,44 +8,46 @@ from ppo_core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptArguments:
-    """Data sets, how rewards are scaled, and which checkpoint to resume."""
+    """Data sets, scaling of rewards, and the checkpoint to resume from."""
 
     dataset_name: str | None = None
-    """Prompts: a .jsonl, .json or .parquet file, a folder, or a hub id; required."""
+    """Data set of prompts: a .jsonl, .json or .parquet file, a folder, or a hub id; required."""
 
     dataset_config: str | None = None
-    """Configuration name of a hub data set that has several."""
+    """Configuration name, for a hub data set with several configurations."""
 
     dataset_train_split: str = "train"
     """Split to train on."""
 
     dataset_test_split: str = "test"
-    """Split to evaluate on; read only with eval_strategy=steps."""
+    """Split to evaluate on; used only with eval_strategy=steps."""
 
     reward_bias: float = 0.0
-    """Subtracted from the reward model's output, for example its mean over reference answers."""
+    """Constant in score = (output - reward_bias) * reward_gain, where output is the reward
+    model's; for example the mean output for reference answers."""
 
     reward_gain: float = 1.0
-    """Factor applied after `reward_bias`: score = (output - reward_bias) * reward_gain."""
+    """Factor in score = (output - reward_bias) * reward_gain."""
 
     reward_end_of_text: bool = True
-    """Whether the reward model was trained on texts that end in its end-of-sequence token; if
-    so, every scored text gets one."""
+    """End every scored text in the reward model's end-of-sequence token; set False if the reward
+    model was trained on texts without the token."""
 
     policy_dir: str | None = None
     """Folder for the final policy; None: `output_dir`."""
 
     resume_from_checkpoint: str | None = None
-    """Folder of the checkpoint to resume, or `latest` for the newest in output_dir, if any."""
+    """Folder of the checkpoint to resume from; `latest` takes the newest checkpoint in output_dir,
+    or starts a new run if there is no checkpoint."""
 
     resume_anyway: bool = False
-    """Resume even if the checkpoint was written with other settings or models; differences are
-    only warned about."""
+    """Only warn, instead of failing, if the checkpoint was written with different settings or
+    models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraArguments:
-    """LoRA settings that PPO and supervised training share.
+    """LoRA settings of both PPO and supervised training.
 
     Raises:
         ConfigError: a LoRA setting is given without `use_peft`.
@@ -59,10 +61,10 @@ class LoraArguments:
     """Rank of the adapters."""
 
     lora_alpha: int = 32
-    """Adapters are scaled by lora_alpha / lora_r."""
+    """Numerator of the scale of the adapters, lora_alpha / lora_r."""
 
     lora_target_modules: list[str] | None = None
-    """Modules that get adapters, or `all-linear`; None takes PEFT's default for the model."""
+    """Names of the modules with adapters, or `all-linear`; None: PEFT's default for the model."""
 
     def __post_init__(self) -> None:
         """Check the values before anything is loaded."""
@@ -70,7 +72,10 @@ class LoraArguments:
             name for name in self.changed() if name.startswith(("lora_", "use_rslora", "use_dora"))
         ]
         if lora and not self.use_peft:
-            raise ConfigError(f"{lora[0]} takes effect only with --use_peft. Give both.")
+            raise ConfigError(
+                f"{lora[0]} takes effect only with --use_peft. Add --use_peft, or leave the other "
+                "flag out."
+            )
 
     def changed(self) -> list[str]:
         """Return the names of the settings that differ from their defaults."""
@@ -82,26 +87,27 @@ class ModelArguments(LoraArguments):
     """The policy, its precision and its adapters.
 
     Raises:
-        ConfigError: a setting would have no effect, or the trained weights would be in half
-            precision.
+        ConfigError: a setting would have no effect, or the trained weights would not be in
+            float32.
     """
 
     model_name_or_path: str | None = None
-    """Folder or hub id of the tokenizer, and of the policy if sft_model_path is not given."""
+    """Folder or hub id of the tokenizer, and also of the policy if sft_model_path is not given."""
 
     model_revision: str = "main"
-    """Branch, tag or commit of the policy on the hub."""
+    """Branch, tag or commit of the policy's hub repository."""
 
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    """Precision of the policy's weights; other than float32 only with use_peft, where the base is
-    frozen."""
+    """Precision of the policy's weights. Values other than float32 need use_peft, which freezes
+    the base model."""
 
     attn_implementation: str | None = None
     """Attention implementation of the policy, such as sdpa, eager or flash_attention_2; None:
     transformers' default for the model."""
 
     lora_target_parameters: list[str] | None = None
-    """Parameters that get adapters but are not the weight of a module, such as MoE experts."""
+    """Names of parameters with adapters that are not the weight of a module, such as MoE
+    experts."""
 
     lora_modules_to_save: list[str] | None = None
     """Modules that are trained in full and saved with the adapters."""
@@ -110,13 +116,13 @@ class ModelArguments(LoraArguments):
     """Scale adapters by lora_alpha / sqrt(lora_r) (arXiv:2312.03732)."""
 
     use_dora: bool = False
-    """Adapt magnitude and direction of the weights separately (arXiv:2402.09353)."""
+    """Adapt magnitude and direction of the weights separately (DoRA, arXiv:2402.09353)."""
 
     load_in_8bit: bool = False
-    """Load the frozen base in 8 bits; requires bitsandbytes and a GPU."""
+    """Load the frozen base model in 8 bits; requires bitsandbytes and a GPU."""
 
     load_in_4bit: bool = False
-    """Load the frozen base in 4 bits; requires bitsandbytes and a GPU."""
+    """Load the frozen base model in 4 bits; requires bitsandbytes and a GPU."""
 
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
     """Number format of 4-bit weights (nf4: arXiv:2305.14314)."""
@@ -130,11 +136,14 @@ class ModelArguments(LoraArguments):
         changed = self.changed()
         four_bit = [name for name in changed if "bnb" in name]
         if four_bit and not self.load_in_4bit:
-            raise ConfigError(f"{four_bit[0]} takes effect only with --load_in_4bit. Give both.")
+            raise ConfigError(
+                f"{four_bit[0]} takes effect only with --load_in_4bit. Add --load_in_4bit, or "
+                "leave the other flag out."
+            )
         frozen = [name for name in changed if name in ("dtype", "load_in_8bit", "load_in_4bit")]
         if frozen and not self.use_peft:
             raise ConfigError(
-                f"{frozen[0]}={getattr(self, frozen[0])!r} would be the precision of the trained "
-                "weights, which would round small updates away. Add --use_peft, which trains "
-                "adapters on a frozen base, or train under autocast with --bf16."
+                f"{frozen[0]}={getattr(self, frozen[0])!r} would reduce the precision of the "
+                "trained weights, and small updates would be lost by rounding. Add --use_peft to "
+                "train adapters on a frozen base model, or use --bf16 instead of that flag."
             )

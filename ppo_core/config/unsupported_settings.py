@@ -1,4 +1,4 @@
-"""Settings of TRL and transformers that are not supported, and what to use instead."""
+"""Settings of TRL and transformers that are not supported, and their replacements."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -11,7 +11,7 @@ from ppo_core.errors import ConfigError
 Settings = TypeVar("Settings")
 
 Unsupported = Mapping[str, tuple[tuple[object, ...], str]]
-"""Name of a setting -> values that are accepted and ignored, and what to use instead."""
+"""Name of a setting -> (values that are accepted and ignored, advice for all other values)."""
 
 _SIZES = (
     "it follows from batch_size, or per_device_train_batch_size x gradient_accumulation_steps x "
@@ -134,14 +134,14 @@ INSTEAD: Unsupported = {
     "do_train": ((True,), "trainer.train() trains"),
     "do_eval": ((), "set eval_strategy='steps' and eval_steps"),
     "do_predict": ((False,), "call trainer.generate_completions()"),
-    # TRL's PPOConfig: fields that it computes
+    # fields that TRL's PPOConfig computes
     "world_size": ((None,), _LAUNCHER),
     "num_total_batches": ((None,), "set total_episodes; updates are total_episodes / batch_size"),
     "micro_batch_size": ((None,), _SIZES),
     "local_batch_size": ((None,), _SIZES),
     "mini_batch_size": ((None,), _SIZES),
     "local_mini_batch_size": ((None,), _SIZES),
-    # TRL's classic PPOConfig (see ppo_core.classic): settings with other names here
+    # settings of TRL's classic PPOConfig (see ppo_core.classic)
     "backward_batch_size": ((None,), _SIZES),
     "global_backward_batch_size": ((None,), _SIZES),
     "global_batch_size": ((None,), _SIZES),
@@ -208,18 +208,18 @@ INSTEAD: Unsupported = {
     "evaluation_strategy": (("no",), "set eval_strategy"),
     "config": ((), "write the settings into a TOML file: python -m ppo_core settings.toml"),
 }
-"""Name -> accepted values, which describe what happens anyway, and what to use instead."""
+"""Name -> (values that match the fixed behaviour of this trainer, advice for other values)."""
 
 
 def refuse_unsupported(
     given: Mapping[str, Any], supported: Collection[str], instead: Unsupported = INSTEAD
 ) -> dict[str, Any]:
-    """Return the settings of `given` whose names are `supported`.
+    """Return the settings of `given` whose names are in `supported`.
 
-    A setting in `instead` is dropped if its value is accepted there.
+    Settings listed in `instead` with an accepted value are dropped.
 
     Raises:
-        ConfigError: a setting is unknown, or has a value that is not supported.
+        ConfigError: any other setting is given.
     """
     for name, value in given.items():
         if name not in supported:

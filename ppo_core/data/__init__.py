@@ -1,1 +1,1 @@
-"""Prompts, batches, and the records that one phase hands to the next."""
+"""Prompts, batches, and the records that are passed between the phases of a PPO step."""

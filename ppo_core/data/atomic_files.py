@@ -1,4 +1,4 @@
-"""Files that hold their old content or their new one after a crash, never a part of it."""
+"""Atomic writes of files: after a crash, a file has its full old or its full new content."""
 
 import os
 from pathlib import Path
@@ -6,18 +6,19 @@ from uuid import uuid4
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Write or replace a file in one step: to a hidden file beside it, which is then renamed.
+    """Create or replace a file atomically: write a hidden temporary file, then rename it.
 
-    Processes of several machines may write the same path; the last rename wins.
+    Several machines may write the same path at the same time; the last rename wins.
 
     Args:
-        path: the file, in a folder that exists.
-        content: bytes, or text that is written as UTF-8.
-        durable: return when the content and the name are on the disk, so that they survive a
-            power cut. Without it they survive the end of the process only.
+        path: the file, in an existing folder.
+        content: bytes, or text to be encoded as UTF-8.
+        durable: sync the file and its folder to disk before returning, so that the new content
+            survives a power failure, and not only a crash of the process.
 
     Raises:
-        OSError: the file cannot be written; the old one stays, and nothing is left beside it.
+        OSError: the file cannot be written. An existing file is unchanged, and the temporary file
+            is removed.
     """
     unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
@@ -34,7 +35,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
 
 
 def sync_to_disk(path: Path) -> None:
-    """Return when a file's content, or a folder's list of names, is on the disk (fsync)."""
+    """Sync a file's content, or a folder's list of names, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

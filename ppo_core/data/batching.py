@@ -1,4 +1,4 @@
-"""Sequences of unequal lengths: padded to one tensor, and split into batches."""
+"""Padding of sequences of unequal lengths, and their split into batches."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 PASS_COST = 128
-"""Fixed cost of a forward pass, in tokens: trades the number of batches against padding."""
+"""Fixed cost of a forward pass, in tokens; a larger value gives fewer batches, more padding."""
 
 
 def pad_rows(rows: Sequence[Sequence[int]], *, side: str = "right") -> tuple[Tensor, Tensor]:
     """Return lists of token ids as one zero-padded tensor (B, longest), and their lengths (B,).
 
-    Padding is known by the lengths only, so 0 may also be a token.
+    Only the lengths mark padding, because 0 may also be a token id.
     """
     lengths = torch.tensor([len(row) for row in rows])
     width = int(lengths.max())
@@ -28,7 +28,7 @@ def pad_rows(rows: Sequence[Sequence[int]], *, side: str = "right") -> tuple[Ten
 def length_sorted_batches(lengths: Tensor, batch_size: int) -> list[Tensor]:
     """Return indices of sequences in batches of similar length, longest first.
 
-    Such batches need little padding, and a batch that does not fit into memory fails first.
+    Similar lengths need little padding, and the longest batch, first, reveals a lack of memory.
     Sequences of equal length keep their order.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
@@ -38,18 +38,18 @@ def length_sorted_batches(lengths: Tensor, batch_size: int) -> list[Tensor]:
 def token_batches(
     lengths: Tensor, batch_size: int, *, max_tokens: int | None = None
 ) -> list[Tensor]:
-    """Return indices of sequences in batches of similar length, longest first, at least cost.
+    """Return indices of sequences in batches of similar length, longest first, at minimum cost.
 
-    A batch costs its tokens with padding plus `PASS_COST`; dynamic programming finds the split of
-    least total cost. A batch holds at most `max_tokens` tokens, padding included; None: the tokens
-    of the `batch_size` longest sequences. A longer sequence is a batch of its own. Sequences of
-    equal length keep their order.
+    The cost of a batch is its tokens, padding included, plus `PASS_COST`. Dynamic programming
+    finds the split with the lowest total cost. A batch has at most `max_tokens` tokens, padding
+    included, or is a single longer sequence. None allows `batch_size` sequences of the greatest
+    length. Sequences of equal length keep their order.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     ordered = lengths[order].double().numpy(force=True)
     max_tokens = max_tokens or batch_size * int(ordered[0])
     numbers = np.arange(1, len(ordered) + 1)
-    # least[n] is the least cost of the first n sequences, starts[n] the start of their last batch.
+    # least[n]: lowest cost of the first n sequences. starts[n]: where their last batch starts.
     least, starts = np.zeros(len(ordered) + 1), [0]
     for n in numbers:
         padded = ordered[:n] * (n - numbers[:n] + 1)

@@ -1,4 +1,4 @@
-"""Chat messages, rendered and encoded by the tokenizer's chat template."""
+"""Rendering and encoding of chat messages with the tokenizer's chat template."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.errors import DataError
 
 Messages = Sequence[Mapping[str, str]]
-"""A conversation: messages with "role" and "content", oldest first."""
+"""Conversation: messages with the keys "role" and "content", oldest first."""
 
 
 def is_messages(value: object) -> TypeGuard[Messages]:
-    """Return whether a value is a non-empty conversation rather than text or token ids."""
+    """Return whether a value is a non-empty conversation, not text or token ids."""
     return (
         isinstance(value, Sequence)
         and len(value) > 0
@@ -27,19 +27,19 @@ def render_chat(
     """Return the text of a conversation; `answer_follows` appends the start of an assistant turn.
 
     Raises:
-        DataError: the tokenizer has no chat template, the template refuses the conversation,
-            or a message lacks the text of its role or content.
+        DataError: the tokenizer has no chat template, the template rejects the conversation, or
+            the role or content of a message is not text.
     """
     if tokenizer.chat_template is None:
         raise DataError(
-            "The tokenizer has no chat template, so messages cannot become text. Set its "
+            "The tokenizer has no chat template, so messages cannot be rendered. Set its "
             "chat_template, start from a chat model, or give text instead of messages."
         )
     for message in messages:
         if not all(isinstance(message.get(name), str) for name in ("role", "content")):
             raise DataError(
-                f"A message needs the texts 'role' and 'content'; it is {message!r:.120}. "
-                "Fix or remove the row."
+                f"A message must have the text fields 'role' and 'content', but is "
+                f"{message!r:.120}. Fix or remove its row."
             )
     try:
         return str(
@@ -56,23 +56,28 @@ def render_chat(
 
 
 def missing_end(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return [end-of-sequence token], or [] if the text of a conversation already ends in it.
+    """Return [id of the end-of-sequence token], or [] if a rendered text already ends in it.
 
-    Many templates end a turn with that token and a line break, which counts as ended.
+    Whitespace after the token is ignored, because many templates end a turn with the token and a
+    line break.
 
     Raises:
         DataError: the tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
-        raise DataError("The tokenizer has no end-of-sequence token to end a conversation with.")
+        raise DataError(
+            "The tokenizer has no end-of-sequence token, which must end a conversation. Set the "
+            "tokenizer's eos_token."
+        )
     return [] if text.rstrip().endswith(str(tokenizer.eos_token)) else [tokenizer.eos_token_id]
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, end: bool) -> list[int]:
-    """Return token ids of a conversation; `end` makes them end in an end-of-sequence token.
+    """Return the token ids of a conversation; `end` appends a missing end-of-sequence token.
 
     Raises:
-        DataError: as `render_chat`; or `end` is True and the tokenizer has no such token.
+        DataError: `render_chat` fails, or `end` is True and the tokenizer has no end-of-sequence
+            token.
     """
     text = render_chat(tokenizer, messages, answer_follows=False)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""The prompts of a run, as given in the data set and as token ids."""
+"""The prompts of a run, in their original form and as token ids."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -24,16 +24,16 @@ Collator = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts of a run, in the order of the data set."""
+    """The prompts of a run, in the order of the data set."""
 
     prompts: list[Prompt]
-    """Prompts as given: text, messages or token ids."""
+    """Original prompts: text, messages or token ids."""
 
     tokens: list[Tokens]
-    """Token ids of each prompt, by the policy's tokenizer."""
+    """Token ids of each prompt, for the policy."""
 
     def digest(self) -> str:
-        """Return a short digest of the token ids in order."""
+        """Return a short digest of all token ids, which also depends on the prompts' order."""
         return hashlib.sha256(repr(self.tokens).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
@@ -48,17 +48,17 @@ def make_prompt_set(
     config: PPOConfig,
     collator: Collator | None = None,
 ) -> PromptSet:
-    """Return the prompts of a data set, checked against the model that answers them.
+    """Return the prompts of a data set, after checking that the policy `model` can answer them.
 
-    A `collator` is called with one row at a time; it returns "input_ids" and optionally the
-    "attention_mask" that marks padding.
+    A `collator` is called with one row at a time. It returns "input_ids" and optionally an
+    "attention_mask", which marks padding with 0.
 
     Raises:
-        DataError: there is no prompt, one leaves no space for a response, or one has a token
-            without an embedding in the model.
+        DataError: there is no prompt, a prompt is too long to leave context for a response, or a
+            prompt has a token without an embedding in the model.
     """
     if collator is not None:
-        # One row at a time, so that the collator adds little padding, which the mask removes.
+        # A batch of one row needs little padding; `prompts_of` removes padding by the mask.
         dataset = [_collated(collator, dataset[number]) for number in range(len(dataset))]
     prompts = prompts_of(dataset)
     tokens = encode_prompts(tokenizer, prompts, num_proc=config.dataset_num_proc)
@@ -73,19 +73,19 @@ def _collated(collator: Collator, row: Any) -> dict[str, Tokens]:
     batch = collator([row])
     if "input_ids" not in batch:
         raise DataError(
-            f"The data collator gave {', '.join(batch)}, and no input_ids to take a prompt from. "
-            "Return input_ids, or leave data_collator=None."
+            f"The data collator returned {', '.join(batch)}, but no input_ids, which must hold the "
+            "prompt. Return input_ids from the data collator, or set data_collator=None."
         )
     names = [name for name in ("input_ids", "attention_mask") if name in batch]
     return {name: torch.as_tensor(batch[name])[0].tolist() for name in names}
 
 
 def _check_known(prompts: Sequence[Tokens], vocabulary: int) -> None:
-    """Raise if a prompt has a token without an embedding, such as an added pad token."""
+    """Raise if a prompt has a token without an embedding, for example an added padding token."""
     for number, tokens in enumerate(prompts):
         if (largest := max(tokens)) >= vocabulary:
             raise DataError(
                 f"Prompt {number} has the token {largest}, but the policy has only {vocabulary} "
-                "embeddings. Remove padding from the prompts (none is needed here), or resize the "
-                "embeddings."
+                "embeddings. Remove padding from the prompts, which need no padding, or resize the "
+                "policy's embeddings."
             )

@@ -1,4 +1,4 @@
-"""Prompts: read from data sets, encoded, decoded, checked, and drawn in random order."""
+"""Prompts: reading from data sets, encoding, decoding, checks, and random order."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,10 +15,10 @@ from ppo_core.errors import DataError
 Tokens = list[int]
 
 Prompt: TypeAlias = str | Messages | Sequence[int]
-"""Text, chat messages, or the policy's token ids (also as an array or tensor)."""
+"""Text, chat messages, or token ids of the policy's tokenizer (as list, array or tensor)."""
 
 PROMPT_COLUMNS = ("input_ids", "prompt", "messages", "query")
-"""Columns that may hold the prompt of a row; the first one present is used."""
+"""Columns that may hold the prompt; the first column with a value is used."""
 
 
 # --- From data sets to prompts -----------------------------------------------------
@@ -27,21 +27,21 @@ PROMPT_COLUMNS = ("input_ids", "prompt", "messages", "query")
 def prompts_of(dataset: Iterable[Any]) -> list[Prompt]:
     """Return the prompts of a `datasets.Dataset`, a list of rows, or a list of prompts.
 
-    A row is a mapping with one of `PROMPT_COLUMNS`. Padding in "input_ids", as marked by
-    "attention_mask", is removed; so is a final assistant message in "messages".
+    A row is a mapping with one of `PROMPT_COLUMNS`. In "input_ids", padding is removed where
+    "attention_mask" is 0. In "messages", a final message of the assistant is removed.
 
     Raises:
-        DataError: the data set is one text or a mapping, or a row has none of the columns.
+        DataError: the data set is a text or a mapping, or a row has none of `PROMPT_COLUMNS`.
     """
     if isinstance(dataset, Mapping):
         raise DataError(
-            f"The prompts are a mapping of {', '.join(map(str, dataset))}, not one data set. "
+            f"The prompts are a mapping of {', '.join(map(str, dataset))}, not a single data set. "
             "Choose a split, for example dataset['train']."
         )
     if isinstance(dataset, str):
         raise DataError(
-            f"The prompts are one text, {dataset!r:.80}, not a data set. Load the data set first, "
-            "or put the text into a list."
+            f"The prompts are a single text, {dataset!r:.80}, not a data set. Load the data set "
+            "first, or put the text into a list."
         )
     return [
         _prompt_of_row(item, row) if isinstance(item, Mapping) else item
@@ -53,8 +53,8 @@ def _prompt_of_row(columns: Mapping[str, Any], row: int) -> Prompt:
     name = next((name for name in PROMPT_COLUMNS if columns.get(name) is not None), None)
     if name is None:
         raise DataError(
-            f"Row {row} has no prompt: its columns are {', '.join(map(str, columns))}, and it has "
-            f"no value in {', '.join(PROMPT_COLUMNS)}. Rename a column."
+            f"Row {row} has no prompt: it has the columns {', '.join(map(str, columns))}, but no "
+            f"value in any of {', '.join(PROMPT_COLUMNS)}. Rename a column or remove the row."
         )
     prompt: Prompt = columns[name]
     if name == "input_ids" and columns.get("attention_mask") is not None:
@@ -67,14 +67,14 @@ def _prompt_of_row(columns: Mapping[str, Any], row: int) -> Prompt:
 def _without_padding(ids: Tokens, mask: Sequence[int], row: int) -> Tokens:
     if len(ids) != len(mask):
         raise DataError(
-            f"Row {row} has {len(ids)} input_ids and an attention_mask of {len(mask)}; they must "
-            "have equal lengths. Tokenize the row again."
+            f"Row {row} has {len(ids)} input_ids, but an attention_mask of length {len(mask)}. "
+            "Tokenize the row again, so that both lengths are equal."
         )
     return [token for token, visible in zip(ids, mask, strict=True) if visible]
 
 
 def _plain(ids: Any) -> Any:
-    """Return an array or a tensor as a list, any other value unchanged."""
+    """Return an array or a tensor as a list, and any other value unchanged."""
     return ids.tolist() if hasattr(ids, "tolist") else ids
 
 
@@ -82,14 +82,14 @@ def _plain(ids: Any) -> Any:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Tokens:
-    """Return the token ids of a prompt, without an end-of-sequence token.
+    """Return the token ids of a prompt, without an added end-of-sequence token.
 
-    Text gets the tokenizer's start tokens; messages are rendered by its chat template up to the
-    start of the assistant's response; token ids are returned unchanged.
+    Text is encoded with the tokenizer's start tokens. Messages are rendered by the tokenizer's
+    chat template up to the start of the assistant's response. Token ids are returned as a list.
 
     Raises:
-        DataError: the prompt has another type, an id is outside the vocabulary, or messages are
-            given and the tokenizer has no chat template.
+        DataError: the prompt is not text, messages or token ids, an id is outside the vocabulary,
+            or messages cannot be rendered.
     """
     if isinstance(prompt, str):
         return _encode_text(tokenizer, prompt)
@@ -119,8 +119,8 @@ def _checked_ids(tokenizer: PreTrainedTokenizerBase, ids: object) -> Tokens:
     unknown = next((token for token in ids if not 0 <= token < size), None)
     if unknown is not None:
         raise DataError(
-            f"Token {unknown} of a prompt is not one of the tokenizer's {size} tokens: another "
-            "tokenizer made it. Encode the prompts again, or give them as text."
+            f"A prompt has the token id {unknown}, but the tokenizer has only {size} tokens, so "
+            "another tokenizer encoded the prompt. Encode the prompts again, or give text."
         )
     return [int(token) for token in ids]
 
@@ -131,13 +131,13 @@ def encode_prompts(
     """Return the token ids of many prompts, encoded by `num_proc` processes.
 
     Raises:
-        DataError: as `encode_prompt`, with the row number.
+        DataError: `encode_prompt` fails for a prompt; the message names the row.
     """
     if num_proc is None or num_proc == 1:
         return [_encode_row(tokenizer, prompt, row) for row, prompt in enumerate(prompts)]
     from datasets import Dataset
 
-    # As JSON, because an Arrow column holds one type and adds missing keys to messages.
+    # JSON, because an Arrow column has a single type and adds missing keys to messages.
     rows = Dataset.from_dict({"prompt": [json.dumps(prompt, default=_plain) for prompt in prompts]})
     encoded = rows.map(
         _encode_json, with_indices=True, fn_kwargs={"tokenizer": tokenizer}, num_proc=num_proc
@@ -161,38 +161,40 @@ def _encode_json(
 def encode_response(tokenizer: PreTrainedTokenizerBase, text: str, *, end: bool) -> Tokens:
     """Return the token ids of a response; `end` appends the end-of-sequence token.
 
-    Supervised training, validation and scoring all encode prompt and response separately and
-    concatenate the ids, so that a model is scored on the same tokens as it was trained on
-    (TRL #1702).
+    Supervised training, validation and scoring all encode prompt and response separately and then
+    concatenate the ids, so that all of them use identical tokens (TRL #1702).
     """
     ids: Tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not end:
         return ids
     if tokenizer.eos_token_id is None:
-        raise DataError("The tokenizer has no end-of-sequence token to end a response with.")
+        raise DataError(
+            "The tokenizer has no end-of-sequence token, which must end a response. Set the "
+            "tokenizer's eos_token."
+        )
     return [*ids, tokenizer.eos_token_id]
 
 
 def encode_dialogue(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, response: str, *, end: bool
 ) -> Tokens:
-    """Return token ids of a prompt with its response, as input of a reward model.
+    """Return the token ids of a prompt and its response, for a reward model.
 
-    Prompt and response texts are encoded separately and concatenated; messages are rendered by
-    the tokenizer's chat template with the response as the assistant's turn. `end` makes the ids
+    A text prompt and the response are encoded separately and concatenated. A prompt of messages is
+    rendered by the chat template, with the response as the assistant's turn. `end` makes the ids
     end in an end-of-sequence token.
 
     Raises:
-        DataError: the prompt is token ids, which may be another tokenizer's; or messages are given
-            and the tokenizer has no chat template.
+        DataError: the prompt is token ids, which may come from another tokenizer, or messages
+            cannot be rendered.
     """
     if is_messages(prompt):
         reply = {"role": "assistant", "content": response}
         return encode_chat(tokenizer, [*prompt, reply], end=end)
     if not isinstance(prompt, str):
         raise DataError(
-            f"A reward model reads text or messages, not {prompt!r:.80}. Decode token ids with the "
-            "tokenizer that encoded them."
+            f"A reward model reads text or messages, but the prompt is {prompt!r:.80}. Decode "
+            "token ids with the tokenizer that encoded the prompt."
         )
     return _encode_text(tokenizer, prompt) + encode_response(tokenizer, response, end=end)
 
@@ -201,7 +203,7 @@ def encode_dialogue(
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    """Return the text of a prompt for people and reward functions.
+    """Return the text of a prompt, for tables and reward functions.
 
     Messages are rendered by the chat template; token ids are decoded without special tokens.
     """
@@ -216,8 +218,8 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 def response_text(tokenizer: PreTrainedTokenizerBase, prompt: Tokens, response: Tokens) -> str:
     """Return the text that a response adds to its prompt, without special tokens.
 
-    Tokenizers that mark word starts drop a leading space when a response is decoded alone. Prompt
-    and response are decoded together to keep it.
+    Some tokenizers drop a leading space when a response is decoded alone. Decoding the prompt and
+    the response as one sequence keeps the space.
     """
     prefix = str(tokenizer.decode(prompt, skip_special_tokens=True))
     full = str(tokenizer.decode([*prompt, *response], skip_special_tokens=True))
@@ -227,7 +229,7 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt: Tokens, response: 
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
-    """Return the text of each response of a rollout, up to its stop token."""
+    """Return the text of each response of a rollout, without the stop token."""
     return [
         response_text(tokenizer, prompt[:prompt_length], response[:response_length])
         for prompt, prompt_length, response, response_length in zip(
@@ -244,26 +246,28 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list
 
 
 def context_length(config: Any) -> int | None:
-    """Return the maximum sequence length of a model; None if its configuration sets none."""
+    """Return the maximum sequence length of a model, or None if its configuration has no limit."""
     return getattr(config, "max_position_embeddings", None)
 
 
 def check_prompt_lengths(
     prompts: Sequence[Tokens], *, context: int | None, response_length: int
 ) -> None:
-    """Raise if a prompt is empty or leaves too little of the context for a response.
+    """Raise if a prompt is empty, or too long to leave `response_length` tokens of context.
+
+    A context of None is unlimited.
 
     Raises:
-        DataError: there is no prompt, or one has no token, or one has more than
-            `context - response_length`; a context of None is unbounded.
+        DataError: there are no prompts, a prompt has no token, or a prompt has more than
+            `context - response_length` tokens.
     """
     if not prompts:
-        raise DataError("There are no prompts; PPO needs at least one.")
+        raise DataError("There are no prompts, but PPO needs at least one. Add prompts.")
     empty = [i for i, prompt in enumerate(prompts) if not prompt]
     if empty:
         raise DataError(
             f"{len(empty)} of {len(prompts)} prompts have no token, the first in row {empty[0]}. "
-            "Remove them."
+            "Remove the empty prompts."
         )
     if context is None:
         return
@@ -272,9 +276,10 @@ def check_prompt_lengths(
     if long:
         worst = max(long, key=lambda i: len(prompts[i]))
         raise DataError(
-            f"{len(long)} of {len(prompts)} prompts are longer than {max_prompt_length} tokens: "
-            f"the context is {context}, response_length is {response_length}. The longest, in row "
-            f"{worst}, has {len(prompts[worst])}. Shorten or remove them, or lower response_length."
+            f"{len(long)} of {len(prompts)} prompts are longer than {max_prompt_length} tokens, "
+            f"the context of {context} minus response_length={response_length}. The longest, in "
+            f"row {worst}, has {len(prompts[worst])} tokens. Shorten or remove these prompts, or "
+            "lower response_length."
         )
 
 
@@ -282,13 +287,13 @@ class PromptStream:
     """Endless batches of row numbers, in a new seeded order for each pass over the data."""
 
     def __init__(self, num_prompts: int, *, seed: int) -> None:
-        """Draw row numbers from 0 to num_prompts - 1."""
+        """Start a stream of the row numbers 0 to num_prompts - 1."""
         self._num_prompts = num_prompts
         self._seed = seed
         self.restart()
 
     def restart(self) -> None:
-        """Restart at the beginning of the first pass."""
+        """Start again at the beginning of the first pass."""
         self._generator = torch.Generator().manual_seed(self._seed)
         self._rows = self._draw_rows()
 
@@ -297,5 +302,5 @@ class PromptStream:
             yield from torch.randperm(self._num_prompts, generator=self._generator).tolist()
 
     def next_batch(self, batch_size: int) -> list[int]:
-        """Return the next row numbers; a batch may span two passes, so no row is dropped."""
+        """Return the next row numbers; a batch may span several passes, so no row is dropped."""
         return [next(self._rows) for _ in range(batch_size)]

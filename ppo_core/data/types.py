@@ -1,4 +1,7 @@
-"""Records passed between the phases of a PPO step; dimensions as in `algorithm.masking`."""
+"""Records passed between the phases of a PPO step.
+
+`ppo_core.algorithm.masking` explains the dimensions and the term "counted token".
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,35 +15,35 @@ from ppo_core.algorithm.masking import length_mask
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """Prompts and the responses that the policy sampled for them."""
+    """Prompts and the policy's sampled responses."""
 
     prompt_ids: Tensor
     """(B, P) token ids, right-padded."""
 
     prompt_lengths: Tensor
-    """(B,) tokens of each prompt."""
+    """(B,) number of tokens of each prompt."""
 
     response_ids: Tensor
     """(B, T) token ids, right-padded."""
 
     response_lengths: Tensor
-    """(B,) tokens of each response, the stop token included; at least 1."""
+    """(B,) number of tokens of each response, the stop token included; at least 1."""
 
     has_stop: Tensor
     """(B,) True where the response ends in the stop token."""
 
     logprobs: Tensor
-    """(B, T) log-probability of each token when it was sampled; 0 where not counted."""
+    """(B, T) log-probability of each token under the policy at sampling time; 0 if not counted."""
 
     temperature: float
     """Sampling temperature."""
 
     response_mask: Tensor
-    """(B, T) True for counted tokens, the stop token included; the only mask of the step."""
+    """(B, T) True for counted tokens, the stop token included; every phase uses this mask."""
 
     behaviour_logprobs: Tensor | None = None
-    """(B, T) log-probabilities under the sampling distribution, if it differs from the policy's
-    through top_k, top_p or the rounding of another engine; else None."""
+    """(B, T) log-probabilities under the sampling distribution; None if tokens were sampled from
+    the policy itself, without top_k, top_p or another inference engine."""
 
     def __len__(self) -> int:
         """Return the number of responses."""
@@ -48,11 +51,11 @@ class Rollout:
 
     @property
     def row_lengths(self) -> Tensor:
-        """Return the tokens (B,) of prompt and response together."""
+        """Return the number of tokens (B,) of prompt plus response."""
         return self.prompt_lengths + self.response_lengths
 
     def token_rows(self, rows: Tensor) -> "TokenRows":
-        """Return prompts and responses of the given rows, joined without padding between them."""
+        """Return the sequences of the given rows, without padding between prompt and response."""
         prompt_lengths, responses = self.prompt_lengths[rows], self.response_ids[rows]
         lengths = self.row_lengths[rows]
         width = int(lengths.max())
@@ -76,26 +79,25 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """Sequences of prompt and response, and the positions of their N counted tokens."""
+    """Sequences of prompt and response, and the positions of all N counted tokens."""
 
     ids: Tensor
     """(B, S) token ids, right-padded."""
 
     lengths: Tensor
-    """(B,) tokens of each sequence."""
+    """(B,) number of tokens of each sequence."""
 
     prompt_lengths: Tensor
-    """(B,) tokens of each prompt."""
+    """(B,) number of tokens of each prompt."""
 
     row: Tensor
-    """(N,) the sequence of each counted token, in ascending order."""
+    """(N,) index of each counted token's sequence, in ascending order."""
 
     state: Tensor
-    """(N,) the position before each counted token, whose hidden state the token was sampled
-    from."""
+    """(N,) position before each counted token; the hidden state there predicts the token."""
 
     targets: Tensor
-    """(N,) the counted tokens."""
+    """(N,) ids of the counted tokens."""
 
     def to(self, device: torch.device) -> "TokenRows":
         """Return a copy on another device."""
@@ -110,16 +112,16 @@ class Scores:
     """(B, T) log-probabilities under the reference; 0 where not counted."""
 
     values: Tensor
-    """(B, T) the critic's value of the state before each token; 0 where not counted."""
+    """(B, T) critic's value of the state before each token; 0 where not counted."""
 
     scores: Tensor
     """(B,) total score of each response."""
 
     parts: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> scores (B,) of each reward function, if there are several."""
+    """Name of each reward function -> its scores (B,) before weighting; may be empty."""
 
     full_kl: Tensor | None = None
-    """(B, T) exact KL divergence at each counted token, if requested."""
+    """(B, T) exact KL divergence at each counted token; None unless `kl_estimator` is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,23 +133,24 @@ class Experience:
     """(B, T) values at sampling time."""
 
     ref_logprobs: Tensor
-    """(B, T) log-probabilities under the reference, for a KL divergence in the loss."""
+    """(B, T) log-probabilities under the reference, for the KL term of the loss."""
 
     kl_loss_coef: float = 0.0
-    """Weight of the KL divergence in the loss."""
+    """Weight of the KL term of the loss."""
 
     advantages: Tensor
-    """(B, T) advantages, standardized if the settings say so."""
+    """(B, T) advantages, standardized if `whiten_advantages` is set."""
 
     returns: Tensor
-    """(B, T) targets of the critic: advantages before standardization, plus values."""
+    """(B, T) targets of the critic: unstandardized advantages plus values."""
 
 
 @dataclass(kw_only=True)
 class TokenSums:
-    """Sums over the counted tokens of an update; divide by `tokens` for means.
+    """Sums over the counted tokens of an update; division by `tokens` gives means.
 
-    `ratio_error` and its square are sums of ratio - 1, for a numerically exact variance.
+    `ratio_error` sums ratio - 1, and `ratio_error_squared` sums (ratio - 1)^2. Subtracting 1
+    reduces the rounding error of the ratio's variance.
     """
 
     tokens: float = 0.0
@@ -156,7 +159,7 @@ class TokenSums:
     entropy: float = 0.0
     approxkl: float = 0.0
     kl_from_old: float = 0.0
-    """k3 estimate of the KL divergence from the policy at sampling time."""
+    """Sum of the k3 estimates of the KL divergence from the policy at sampling time."""
 
     kl_loss: float = 0.0
     clipped: float = 0.0
@@ -169,7 +172,7 @@ class TokenSums:
     """Sum of |ratio - 1| in the first optimizer step, where only rounding changes the ratio."""
 
     def add(self, other: "TokenSums") -> None:
-        """Add the sums of one more optimizer step."""
+        """Add the sums of another optimizer step."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -178,7 +181,7 @@ Record = TypeVar("Record", Rollout, Scores, Experience)
 
 
 def map_tensors(record: Record, function: Callable[[Tensor], Tensor]) -> Record:
-    """Return a copy of a record with `function` applied to each tensor, nested ones included."""
+    """Return a copy of a record with `function` applied to each tensor, also in nested records."""
     return replace(
         record, **{name: _mapped(value, function) for name, value in vars(record).items()}
     )

@@ -1,1 +1,1 @@
-"""Metrics, warnings, tables and callbacks of a run."""
+"""Metrics, warnings, sample tables and callbacks of a run."""

@@ -1,4 +1,4 @@
-"""Calls to transformers' callbacks, and the decisions of these callbacks."""
+"""Calls of transformers' callbacks at the events of a run."""
 
 import math
 import warnings
@@ -28,30 +28,30 @@ from ppo_core.reporting.metrics_file import MetricsFile
 
 CallbackOrType: TypeAlias = TrainerCallback | type[TrainerCallback]
 
-# The trainer uploads to the hub itself. transformers renamed gradient_checkpointing, and would
-# read DeepSpeed's file, which changes how models are built.
+# PPOTrainer uploads to the hub without transformers. transformers has renamed
+# gradient_checkpointing. Given DeepSpeed's file, transformers would change how models are built.
 _NOT_HANDED_ON = {"push_to_hub", "gradient_checkpointing", "deepspeed"}
 
 
 class PPOArguments(TrainingArguments):
-    """`TrainingArguments` of a PPO run: the settings of its PPOConfig are attributes as well."""
+    """`TrainingArguments` of a PPO run, with all settings of the PPOConfig as attributes."""
 
     ppo_settings: dict[str, Any]
-    """The PPOConfig as it was given, without the token for the hub."""
+    """Original settings of the PPOConfig, without hub_token."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the parameters that integrations log: PPOConfig's and transformers' settings."""
+        """Return the settings of transformers and PPOConfig, for integrations to log."""
         logged = super().to_dict() | self.ppo_settings  # type: ignore[no-untyped-call]
         return {name: value for name, value in logged.items() if name != "hub_token"}
 
 
 def training_arguments(config: PPOConfig, num_updates: int) -> PPOArguments:
-    """Return the settings under transformers' names; a step is one of `num_updates` updates.
+    """Return the settings as transformers' arguments; a step is one of `num_updates` PPO updates.
 
-    Call it after the process group exists: transformers then uses that group.
+    Call this function after the process group exists, so that transformers uses the group.
 
     Raises:
-        ConfigError: transformers refuses a value, and says why.
+        ConfigError: transformers rejects a value; the message has transformers' reason.
     """
     settings = asdict(config)
     del settings["hub_token"]
@@ -59,20 +59,20 @@ def training_arguments(config: PPOConfig, num_updates: int) -> PPOArguments:
     shared = {name: settings[name] for name in settings.keys() & theirs - _NOT_HANDED_ON}
     shared |= {
         "max_steps": num_updates,
-        # A plain HfArgumentParser gives None where the flag is missing.
+        # HfArgumentParser sets report_to to None if the flag is missing.
         "report_to": config.report_to or "none",
         "run_name": config.run_name or config.exp_name,
         "activation_checkpointing": config.gradient_checkpointing,
-        # A share where it is below 1, as transformers has it.
+        # transformers, too, reads a value below 1 as a fraction of the run.
         "warmup_steps": config.warmup_steps or config.warmup_ratio,
         "use_cpu": config.use_cpu or not torch.cuda.is_available(),
-        # Otherwise transformers resets the process group of the engine.
+        # Without this setting, transformers would reset the engine's process group.
         "accelerator_config": {"use_configured_state": True},
     }
     try:
         arguments = PPOArguments(**shared)
     except ValueError as error:
-        raise ConfigError(f"transformers refuses the settings of the run: {error}") from error
+        raise ConfigError(f"transformers rejects the settings of the run: {error}") from error
     arguments.ppo_settings = settings
     for name in settings.keys() - theirs | {"deepspeed"}:
         setattr(arguments, name, settings[name])
@@ -80,10 +80,10 @@ def training_arguments(config: PPOConfig, num_updates: int) -> PPOArguments:
 
 
 class Reporter:
-    """Calls transformers' callbacks at the usual events, in every process.
+    """Calls transformers' callbacks at the events of transformers' Trainer, in every process.
 
     One step of a callback is one PPO update. `should_evaluate`, `should_save` and `should_stop`
-    are decisions of this process; all processes must agree before acting on them.
+    are decisions of this process only, so processes must agree before acting on a decision.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Reporter:
         num_updates: int,
         is_main: bool,
     ) -> None:
-        """Make the integrations of `report_to`, add `callbacks` after them, call on_init_end.
+        """Create the integrations of `report_to`, add `callbacks`, and call on_init_end.
 
         Raises:
             ConfigError: `report_to` names an unknown integration, or one whose package is not
@@ -113,7 +113,7 @@ class Reporter:
             is_world_process_zero=is_main,
         )
         self.state.compute_steps(self.args, num_updates)
-        # Without checkpoints the run creates no folder.
+        # A run without checkpoints must not create output_dir.
         kept = is_main and config.save_strategy != "no"
         self._metrics_file = MetricsFile(Path(config.output_dir)) if kept else None
         self.control = TrainerControl()
@@ -128,26 +128,26 @@ class Reporter:
 
     @property
     def callbacks(self) -> list[TrainerCallback]:
-        """The callbacks, in the order in which they are called."""
+        """Callbacks in the order of their calls."""
         return self._handler.callbacks
 
     @property
     def should_evaluate(self) -> bool:
-        """Whether an evaluation is due; False again after `evaluated` or `step_begin`."""
+        """Whether an evaluation is due; `evaluated` and `step_begin` reset the flag."""
         return self.control.should_evaluate
 
     @property
     def should_save(self) -> bool:
-        """Whether a checkpoint is due; False again after `saved` or `step_begin`."""
+        """Whether a checkpoint is due; `saved` and `step_begin` reset the flag."""
         return self.control.should_save
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run is complete, or a callback ends it."""
+        """Whether the run is complete, or a callback has stopped it."""
         return self.control.should_training_stop
 
     def begin(self) -> None:
-        """Call on_train_begin, at the start or after `load_state_dict`."""
+        """Call on_train_begin; a resumed run calls `load_state_dict` before this method."""
         if self._metrics_file is not None:
             self._metrics_file.cut_back(self.state.global_step)
         self._call("on_train_begin")
@@ -157,9 +157,9 @@ class Reporter:
         self._call("on_step_begin")
 
     def step_end(self, metrics: Metrics, *, epoch: float | None = None) -> None:
-        """Write the metrics of an update to the file, call on_step_end, and log if it is due.
+        """Append an update's metrics to the metrics file, call on_step_end, and log if due.
 
-        `epoch` is the number of passes over the prompts, with a fraction.
+        `epoch` is the number of passes over the prompts, including a fraction.
         """
         self.state.global_step += 1
         if self._metrics_file is not None:
@@ -171,13 +171,13 @@ class Reporter:
             self.log(metrics)
 
     def log(self, metrics: Metrics) -> None:
-        """Add metrics to the history, and call on_log."""
+        """Add metrics to the log history, and call on_log."""
         logs = metrics | {"epoch": self.state.epoch}
         self.state.log_history.append(logs | {"step": self.state.global_step})
         self._call("on_log", logs=logs)
 
     def evaluated(self, metrics: Metrics) -> None:
-        """Call on_evaluate with the metrics of an evaluation, which `log` has logged."""
+        """Call on_evaluate with the metrics of an evaluation; call `log` with them first."""
         self._call("on_evaluate", metrics=metrics)
 
     def saved(self) -> None:
@@ -189,19 +189,19 @@ class Reporter:
         self._call("on_train_end")
 
     def add_callback(self, callback: CallbackOrType) -> None:
-        """Add a callback, or make one of this class."""
+        """Add a callback, given as an instance or as a class to instantiate."""
         self._handler.add_callback(callback)
 
     def pop_callback(self, callback: CallbackOrType) -> TrainerCallback | None:
-        """Remove this callback, or the first of this class, and return it, if there is one."""
+        """Remove and return a callback, or the first of a class; return None if there is none."""
         return self._handler.pop_callback(callback)
 
     def remove_callback(self, callback: CallbackOrType) -> None:
-        """Remove this callback, or the first of this class."""
+        """Remove a callback, or the first callback of a class."""
         self._handler.remove_callback(callback)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for `load_state_dict`, as JSON can hold it."""
+        """Return the state for `load_state_dict`, serializable as JSON."""
         stateful: list[TrainerCallback] = [
             each for each in self.callbacks if isinstance(each, ExportableState)
         ]
@@ -215,10 +215,10 @@ class Reporter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
+        """Restore the result of `state_dict`.
 
-        Replaces each callback that has a state by one made from it. Warns if this run lacks the
-        callback of a state.
+        Each callback with a state is replaced by a new callback created from the state. A state
+        whose callback is missing in this run causes a warning.
         """
         self.state.global_step = state["global_step"]
         self.state.epoch = state["epoch"]
@@ -233,8 +233,8 @@ class Reporter:
         if len(places) < len(states):
             warnings.warn(
                 f"The checkpoint holds {len(states)} state(s) of the callback {name}; this run has "
-                f"{len(places)} of it. What is left over is dropped: pass the callback again if "
-                "it is to go on.",
+                f"{len(places)} callback(s) of this class. States without a callback are dropped. "
+                "To restore them, pass the missing callbacks to the trainer.",
                 stacklevel=3,
             )
         for place, state in zip(places, states, strict=False):
@@ -259,6 +259,6 @@ def _integration(name: str, kind: type[TrainerCallback]) -> TrainerCallback:
         return kind()
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"report_to={name!r} cannot start: {error} To run without it, take {name!r} out of "
+            f"report_to={name!r} cannot start: {error} To run without {name!r}, remove it from "
             "report_to."
         ) from error

@@ -1,4 +1,4 @@
-"""Warnings about the metrics of a run: which limit one has crossed, and what to change."""
+"""Warnings for metrics of a run that cross a limit, with advice on what to change."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,27 +10,27 @@ from ppo_core.errors import TrainingError
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """A metric that must not cross a limit."""
+    """A metric and its limit."""
 
     metric: str
 
     side: Literal["above", "below"]
-    """The side of the limit that the metric must not be on."""
+    """Side of the limit on which a value is bad."""
 
     limit: Callable[[PPOConfig, float], float]
-    """Returns the limit from the settings and the metric's value in the first update."""
+    """Function of the settings and the metric's value in the first update; returns the limit."""
 
     rule: str
-    """How the limit follows from a setting, for the message."""
+    """Origin of the limit, shown in the warning."""
 
     updates: int = 1
-    """Consecutive updates in which the metric must be bad before the warning."""
+    """Number of consecutive updates with bad values before the warning."""
 
     words: str
-    """The probable cause, and what to change."""
+    """Probable cause, and advice, shown in the warning."""
 
     def is_bad(self, value: float, limit: float) -> bool:
-        """Return whether the value is on the wrong side; NaN is on neither."""
+        """Return whether the value is on the bad side of the limit; False for NaN."""
         return value > limit if self.side == "above" else value < limit
 
 
@@ -40,44 +40,45 @@ GUARDS = {
         side="above",
         limit=lambda config, _: config.warn_kl,
         rule="warn_kl",
-        words="The policy is moving far from the reference: the reward pulls harder than the "
-        "divergence holds, or the steps are too large. Raise kl_coef, set kl_target, or lower "
-        "learning_rate; and read some responses, for the reward model may be being exploited.",
+        words="The policy is moving far from the reference, because the KL penalty is too weak "
+        "for the reward, or optimizer steps are too large. Raise kl_coef, set kl_target, or lower "
+        "learning_rate. Read some responses, because the policy may exploit the reward model.",
     ),
     "negative divergence": Guard(
         metric="objective/kl",
         side="below",
         limit=lambda config, _: -1.0,
-        rule="a divergence cannot be negative, only its estimate by a little",
-        words="Sampling and training probably disagree about the policy: restricted sampling, "
-        "padding, dropout or a temperature that only one of them applies. Set top_k=0 and "
-        "top_p=1, and look at val/first_ratio_error: it must be near 0.",
+        rule="the divergence is never negative, and its estimate only slightly",
+        words="Sampling and training probably use different distributions, for example because "
+        "truncated sampling, padding, dropout or the temperature affects only one of the two. Set "
+        "top_k=0 and top_p=1, and check that val/first_ratio_error is near 0.",
     ),
     "ratio too high": Guard(
         metric="val/ratio",
         side="above",
         limit=lambda config, _: config.warn_ratio,
         rule="warn_ratio",
-        words="Within one update the policy left the one that was sampled from, so its estimates "
-        "no longer hold. Lower learning_rate or num_ppo_epochs, or set ratio_threshold or "
-        "target_kl; if val/first_ratio_error is not near 0, sampling and training disagree.",
+        words="Within one update the policy moved so far from the policy at sampling time that "
+        "the advantages are no longer valid. Lower learning_rate or num_ppo_epochs, or set "
+        "ratio_threshold or target_kl. If val/first_ratio_error is not near 0, sampling and "
+        "training compute different probabilities.",
     ),
     "ratio too low": Guard(
         metric="val/ratio",
         side="below",
         limit=lambda config, _: 1 / (5 * config.warn_ratio),
         rule="1 / (5 x warn_ratio)",
-        words="Within one update the policy became unlikely to write what it had sampled. Lower "
-        "learning_rate or num_ppo_epochs, or set target_kl; if val/first_ratio_error is not near "
-        "0, sampling and training disagree.",
+        words="Within one update the sampled tokens became unlikely under the policy. Lower "
+        "learning_rate or num_ppo_epochs, or set target_kl. If val/first_ratio_error is not near "
+        "0, sampling and training compute different probabilities.",
     ),
     "entropy collapse": Guard(
         metric="policy/entropy_avg",
         side="below",
         limit=lambda config, first: config.warn_entropy * first,
-        rule="warn_entropy x the first update's",
-        words="The policy has nearly become deterministic: it samples the same response to a "
-        "prompt again and again, and no longer explores. Go back to an earlier checkpoint with a "
+        rule="warn_entropy x the value in the first update",
+        words="The policy has become nearly deterministic and samples almost identical responses "
+        "to a prompt, so training no longer explores. Resume from an earlier checkpoint with a "
         "lower learning_rate, a higher kl_coef or a higher temperature.",
     ),
     "critic explains nothing": Guard(
@@ -86,31 +87,32 @@ GUARDS = {
         limit=lambda config, _: config.warn_explained_variance,
         rule="warn_explained_variance",
         updates=3,
-        words="The critic predicts worse than a constant would, and makes the advantages noisier. "
-        "Set critic_warmup_updates, change critic_learning_rate or raise vf_coef; if scores are "
-        "large, set use_score_scaling.",
+        words="The critic predicts returns worse than a constant would, which makes advantages "
+        "noisier. Set critic_warmup_updates, change critic_learning_rate or raise vf_coef. If "
+        "scores are large, set use_score_scaling.",
     ),
     "length growth": Guard(
         metric="val/response_length",
         side="above",
         limit=lambda config, first: config.warn_length_growth * first,
-        rule="warn_length_growth x the first update's",
-        words="The reward model probably prefers long responses, whatever their content. Read "
-        "some; set length_penalty or overlong_buffer, or missing_eos_penalty if they do not end.",
+        rule="warn_length_growth x the value in the first update",
+        words="The reward model probably prefers long responses regardless of content. Read some "
+        "responses. Set length_penalty or overlong_buffer, or missing_eos_penalty if responses "
+        "lack a stop token.",
     ),
     "repetition": Guard(
         metric="val/repetition",
         side="above",
         limit=lambda config, _: config.warn_repetition,
         rule="warn_repetition",
-        words="Responses repeat themselves, and the reward model lets them. Read some; raise "
-        "kl_coef, lower learning_rate, or correct the reward model.",
+        words="Responses repeat themselves, and the reward model does not penalize repetition. "
+        "Read some responses. Raise kl_coef, lower learning_rate, or retrain the reward model.",
     ),
 }
 
 
 class HealthMonitor:
-    """Warns once in a run about each guard's metric."""
+    """Checks metrics against `GUARDS`; each guard warns at most once per run."""
 
     def __init__(self, config: PPOConfig) -> None:
         """Take the limits from the settings."""
@@ -120,9 +122,9 @@ class HealthMonitor:
         self._warned: set[str] = set()
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return the warnings that are due after an update with these metrics.
+        """Return the new warnings after an update with these metrics.
 
-        The guards of a metric that the update did not measure keep their state.
+        The state of a guard does not change if its metric is missing in `metrics`.
         """
         warnings = []
         for name, guard in GUARDS.items():
@@ -140,20 +142,20 @@ class HealthMonitor:
         """Raise if too many optimizer steps in a row were skipped.
 
         Raises:
-            TrainingError: `max_skipped_steps` or more were.
+            TrainingError: `in_a_row` is at least `max_skipped_steps`.
         """
         if in_a_row >= self._config.max_skipped_steps:
             raise TrainingError(
                 f"{in_a_row} steps in a row had a score, a loss or a gradient that is not finite, "
                 "or a mean ratio above ratio_threshold "
-                f"(max_skipped_steps={self._config.max_skipped_steps}). All of them were skipped: "
-                "the weights are as after the last good step. Look at the last scores, lower "
-                "learning_rate, or set bf16=False, and start a new run from the latest "
-                "checkpoint, which loads as a model."
+                f"(max_skipped_steps={self._config.max_skipped_steps}). These steps were skipped, "
+                "so the weights are those after the last good step. Check the last scores, lower "
+                "learning_rate or set bf16=False, and start a new run with the latest checkpoint "
+                "as the initial policy."
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for `load_state_dict`, as JSON can hold it."""
+        """Return the state for `load_state_dict`, serializable as JSON."""
         return {
             "first": dict(self._first),
             "in_a_row": dict(self._in_a_row),
@@ -161,7 +163,7 @@ class HealthMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, also the form without "first" and "warned"."""
+        """Restore a state, also from older checkpoints without "first" and "warned"."""
         self._in_a_row.update(state["in_a_row"])
         if "first" in state:
             self._first, self._warned = dict(state["first"]), set(state["warned"])

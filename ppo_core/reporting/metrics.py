@@ -1,4 +1,4 @@
-"""Named metrics of a full batch, over counted tokens only."""
+"""Metrics of the batch of all processes; means over tokens use counted tokens only."""
 
 import time
 from collections.abc import Iterator
@@ -17,27 +17,27 @@ Metrics = dict[str, float]
 
 
 class PhaseTimer:
-    """Measures the phases of an update: `with timer("sampling")` gives "time/sampling"."""
+    """Times the phases of an update: `with timer("sampling")` adds "time/sampling", in seconds."""
 
     def __init__(self) -> None:
-        """Start without a phase."""
+        """Start without measured phases."""
         self._seconds: Metrics = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Measure the seconds inside of the `with`."""
+        """Measure the duration of the `with` block."""
         started = time.monotonic()
         yield
         self._seconds[f"time/{phase}"] = time.monotonic() - started
 
     def pop(self) -> Metrics:
-        """Return the seconds of all phases since the last call."""
+        """Return the durations of the phases since the last call of `pop`."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
 
 def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: float) -> Metrics:
-    """Return means over responses: scores, KL, entropy, lengths; kl is (B, T), 0 if not counted."""
+    """Return mean score, KL, entropy and length per response; kl (B, T) is 0 if not counted."""
     response_kl = kl.sum(dim=1)
     sums = {
         "objective/kl": response_kl.sum(),
@@ -58,11 +58,11 @@ def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: 
 
 
 def sampler_metrics(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Metrics:
-    """Return how far the server that sampled is from the policy, over counted tokens (N,).
+    """Return metrics of the mismatch between vLLM server and policy, over counted tokens (N,).
 
-    "vllm/kl" is the k3 estimate of KL(server || policy) in nats a token: about 0 where the server
-    has the policy's weights. "vllm/weight_..." are of `importance_weights`: mean, and maximum
-    before the cap; "vllm/capped" is the share of tokens above the cap.
+    "vllm/kl" is the k3 estimate of KL(server || policy) in nats per token; with equal weights it
+    is about 0. "vllm/weight_mean" is the mean of `importance_weights`. "vllm/weight_max" is the
+    largest weight before the cap, and "vllm/capped" the fraction of weights above the cap.
     """
     ratio = torch.exp(logprobs - behaviour_logprobs)
     return {
@@ -76,7 +76,7 @@ def sampler_metrics(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float)
 def explained_variance(experience: Experience) -> float:
     """Return 1 - Var(returns - values) / Var(returns) over counted tokens; 0 if returns are equal.
 
-    1 is a perfect critic, 0 a constant one, below 0 one that is worse than a constant.
+    1 means a perfect critic, 0 a critic like a constant, and below 0 worse than a constant.
     """
     mask = experience.rollout.response_mask
     returns = experience.returns[mask].double()

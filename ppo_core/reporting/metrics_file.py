@@ -1,4 +1,4 @@
-"""The metrics of a run on disk: a line of JSON an update."""
+"""The metrics of a run on disk, as one line of JSON per update."""
 
 import json
 import os
@@ -13,27 +13,27 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsFile:
-    """A line of JSON an update: its number as `update`, and its metrics by their names.
+    """A file with one JSON object per update: its number as `update`, and its metrics by name.
 
-    A run that resumes from a checkpoint removes the lines of later updates, since these are
-    computed again: each update has one line, as in a run without an interruption.
+    A run that resumes from a checkpoint computes all later updates again. It therefore removes
+    the lines of these updates, so that each update has exactly one line.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Write `metrics.jsonl` in `folder`, which is created when needed."""
+        """Use `metrics.jsonl` in `folder`; `cut_back` creates the folder."""
         self.path = folder / METRICS_FILE
 
     def cut_back(self, updates: int) -> None:
-        """Keep the lines of the first `updates` updates; call when the run starts or resumes.
+        """Keep only the lines of the first `updates` updates; call when the run starts or resumes.
 
-        Replaces the file: a reader that has it open notices by its inode.
+        The file is replaced, so a reader with the open file can notice the new inode.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_metrics(self.path) if line["update"] <= updates]
         write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def append(self, update: int, metrics: Mapping[str, float]) -> None:
-        """Append the line of an update, and sync it to disk before a checkpoint can follow."""
+        """Append the line of an update, and sync the file to disk before a checkpoint is saved."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"update": update, **metrics}) + "\n")
             file.flush()
@@ -41,9 +41,9 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all complete lines of a file of metrics; none if there is no file.
+    """Return the complete lines of a metrics file as dicts, or [] if there is no file.
 
-    The last line is incomplete while it is written, or if writing was interrupted.
+    The last line is incomplete during a write, or after an interrupted write.
     """
     if not path.exists():
         return []

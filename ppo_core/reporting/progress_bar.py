@@ -1,4 +1,4 @@
-"""Progress of long phases: rate and time left, on a terminal and in a log."""
+"""Progress bars of long phases, on a terminal or in a log."""
 
 import sys
 from typing import TextIO
@@ -9,7 +9,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class _OneLineEach:
-    """A stream that writes each refresh of a bar as a line: logs have no carriage return."""
+    """A stream that writes each refresh of a bar as a new line, because logs cannot redraw."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -24,10 +24,10 @@ class _OneLineEach:
 
 
 def progress(total: int, description: str, unit: str, *, hidden: bool = False) -> tqdm:
-    """Return a progress bar, a context manager with `update(n)`.
+    """Return a progress bar: a context manager with the method `update(n)`.
 
-    Redraws in place on a terminal; elsewhere (a Metaflow task, a log file) writes a line every
-    few seconds.
+    On a terminal the bar is redrawn in place. In a log (of a Metaflow task, for example), the bar
+    is written as a line every few seconds.
     """
     if sys.stderr.isatty():
         return tqdm(total=total, desc=description, unit=unit, disable=hidden)

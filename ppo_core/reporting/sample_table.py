@@ -1,4 +1,4 @@
-"""Tables of sample responses: on the terminal, in a file, and in MLflow, TensorBoard and W&B."""
+"""Tables of sample responses, for the terminal, a file, MLflow, TensorBoard and W&B."""
 
 import json
 import unicodedata
@@ -28,30 +28,31 @@ _MARKDOWN = str.maketrans(
 
 @dataclass(frozen=True)
 class Completions:
-    """Responses to some queries, in order.
+    """Queries with their responses and scores.
 
     Raises:
-        DataError: the lists differ in length.
+        DataError: the lists differ in length, or a further column has the name of a standard one.
     """
 
     queries: list[str]
     responses: list[str]
     scores: list[float]
     others: Mapping[str, list[Any]] = field(default_factory=dict)
-    """Further columns by name, each with one value for each response."""
+    """Name of a further column -> its values, one per response."""
 
     def __post_init__(self) -> None:
-        """Raise if the lists differ in length."""
+        """Check the columns."""
         for name, column in self.others.items():
             if len(column) != len(self.scores) or name in COLUMNS:
                 raise DataError(
-                    f"The column {name!r} of {len(column)} rows cannot stand beside "
-                    f"{', '.join(COLUMNS)} of {len(self.scores)}."
+                    f"The column {name!r} has {len(column)} rows. A further column must not be "
+                    f"named {', '.join(COLUMNS)}, and must have {len(self.scores)} rows."
                 )
         if not len(self.queries) == len(self.responses) == len(self.scores):
             raise DataError(
                 f"{len(self.queries)} queries, {len(self.responses)} responses and "
-                f"{len(self.scores)} scores are no table: each response has one of each."
+                f"{len(self.scores)} scores differ in number. Give one query and one score for "
+                "each response."
             )
 
     def __len__(self) -> int:
@@ -63,7 +64,7 @@ class Completions:
         return iter(zip(self.queries, self.responses, self.scores, strict=True))
 
     def by_column(self) -> dict[str, list[Any]]:
-        """Return all columns by name, further ones last."""
+        """Return all columns by name, `others` last."""
         columns: dict[str, list[Any]] = {
             "query": self.queries,
             "response": self.responses,
@@ -72,12 +73,12 @@ class Completions:
         return columns | dict(self.others)
 
     def rows(self) -> list[tuple[Any, ...]]:
-        """Return the rows with all columns."""
+        """Return the rows, with all columns."""
         return list(zip(*self.by_column().values(), strict=True))
 
 
 def print_table(completions: Completions, title: str, *, limit: int) -> None:
-    """Print the first `limit` rows on the terminal, the texts without interpreting markup."""
+    """Print the first `limit` rows on the terminal; markup in texts is printed literally."""
     caption = f"{limit} of {len(completions)}" if limit < len(completions) else None
     table = Table(title=Text(title), caption=caption, show_lines=True)
     for name in COLUMNS:
@@ -94,10 +95,10 @@ def log_table(
     callbacks: Iterable[TrainerCallback],
     output_dir: str | Path,
 ) -> None:
-    """Save the table of one step; call it only in the main process.
+    """Save the table of one step; call this function only in the main process.
 
-    Writes `output_dir/completions/step-<step>.jsonl`, and "completions" to the MLflow run, the
-    TensorBoard log and the W&B run that are open in `callbacks`.
+    Writes `output_dir/completions/step-<step>.jsonl`. Also logs the table under the name
+    "completions" to the MLflow run, TensorBoard log and W&B run of `callbacks`.
     """
     _write_lines(completions, Path(output_dir) / "completions" / f"step-{step:06d}.jsonl")
     for callback in callbacks:
@@ -110,17 +111,17 @@ def log_table(
 
 
 def printable(text: str) -> str:
-    """Return the text without control characters, which could move a terminal's cursor."""
+    """Return the text without control characters, some of which move a terminal's cursor."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def as_markdown(text: str) -> str:
-    """Return the text escaped for a cell of a markdown table, on one line."""
+    """Return the text as a single line, escaped for a cell of a markdown table."""
     return printable(text).translate(_MARKDOWN)
 
 
 def markdown_table(completions: Completions) -> str:
-    """Return the rows as a table in markdown."""
+    """Return all rows and columns as a markdown table."""
     names = completions.by_column()
     lines = [names, ["---"] * len(names), *completions.rows()]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
@@ -145,11 +146,11 @@ def _log_to_wandb(completions: Completions, step: int, callback: WandbCallback) 
 
 
 def _log_to_mlflow(completions: Completions, step: int, callback: MLflowCallback) -> None:
-    """Append the rows to one table of the run.
+    """Append the rows to the table `completions.json` of the run.
 
-    MLflow lists all tables in one tag, which is full after about 130: so there is no table for
-    each step. On appending, MLflow reads a column of digits as numbers ("007" as 7); the file
-    keeps the text.
+    All steps share this table, because MLflow lists the tables of a run in a single tag with
+    room for about 130. When rows are appended, MLflow converts a column of digits to numbers
+    ("007" becomes 7); the jsonl file keeps the text.
     """
     table = {"step": [step] * len(completions)} | completions.by_column()
     callback._ml_flow.log_table(table, "completions.json")

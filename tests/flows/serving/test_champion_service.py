@@ -196,7 +196,10 @@ def test_a_temperature_samples(serving_one):
         ({"messages": [{"role": "user", "content": "w1"}]}, "and not both"),
         ({"prompt": ""}, "A prompt of 0 tokens"),
         ({"max_new_tokens": 4096}, "3 tokens and an answer of up to 4096 do not fit"),
-        ({"prompt": None, "messages": [{"role": "user"}]}, "needs the texts 'role' and 'content'"),
+        (
+            {"prompt": None, "messages": [{"role": "user"}]},
+            "must have the text fields 'role' and 'content'",
+        ),
         ({"temperature": -1}, "greater than or equal to 0"),
     ],
 )

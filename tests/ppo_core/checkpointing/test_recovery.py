@@ -440,7 +440,7 @@ def test_a_checkpoint_that_a_callback_asks_for_needs_the_lease_too(tmp_path):
 
 
 def test_at_least_two_checkpoints_are_kept():
-    with pytest.raises(ConfigError, match=r"save_total_limit=1 would leave nothing.*at least 2"):
+    with pytest.raises(ConfigError, match=r"save_total_limit=1 would keep only one.*at least 2"):
         dataclasses.replace(ALL_OF_IT, save_total_limit=1)
 
 

@@ -833,7 +833,7 @@ def test_arguments_that_cannot_work_are_refused(changes, error, words: str):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((QUERIES[:5], RESPONSES, SCORES), "5 rows of query, and batch_size is 6"),
+        ((QUERIES[:5], RESPONSES, SCORES), "5 rows of query, but batch_size is 6"),
         ((QUERIES, RESPONSES[:5], SCORES), "5 rows of response"),
         ((QUERIES, RESPONSES, SCORES[:5]), "5 rows of score"),
         ((QUERIES, RESPONSES, SCORES, [torch.ones(4)]), "1 rows of mask"),

@@ -41,8 +41,8 @@ def test_a_start_token_that_the_template_writes_is_not_put_there_twice():
     [
         (None, say("w0"), "has no chat template.*Set its chat_template"),
         (STRICT, say("w0", "w1"), "roles user, assistant: roles must alternate"),
-        (ENDED, [{"role": "user"}], "needs the texts 'role' and 'content'"),
-        (ENDED, [{"role": "user", "content": 5}], "needs the texts 'role' and 'content'"),
+        (ENDED, [{"role": "user"}], "must have the text fields 'role' and 'content'"),
+        (ENDED, [{"role": "user", "content": 5}], "must have the text fields 'role' and 'content'"),
     ],
 )
 def test_what_cannot_become_text_is_refused_with_the_reason(template, messages, message):

@@ -46,9 +46,9 @@ def test_folders_that_datasets_saved_are_read_back(tmp_path):
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "several")
     assert load_rows(str(tmp_path / "one")).to_list() == ROWS
     assert load_rows(str(tmp_path / "several"), split="test").to_list() == ROWS
-    with pytest.raises(DataError, match="no split 'train'; it has: test"):
+    with pytest.raises(DataError, match="Choose one of its splits: test"):
         load_rows(str(tmp_path / "several"))
-    with pytest.raises(DataError, match="holds one data set, which is 'train', not 'test'"):
+    with pytest.raises(DataError, match="has the single split 'train', not 'test'"):
         load_rows(str(tmp_path / "one"), split="test")
 
 
@@ -82,7 +82,7 @@ def test_what_is_not_there_is_refused_with_the_place_where_it_was_sought(tmp_pat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=f"no file or folder {tmp_path / 'none.jsonl'}"):
         load_rows("none.jsonl")
-    with pytest.raises(DataError, match=f"neither a file or folder here .{tmp_path / 'no/such'}"):
+    with pytest.raises(DataError, match=f"not a local file or folder .{tmp_path / 'no/such'}"):
         load_rows("no/such")
     write_lines(tmp_path / "rows.jsonl")
     with pytest.raises(DataError, match=r"'test' of 'rows.jsonl' cannot be read: Unknown split"):

@@ -99,7 +99,7 @@ def test_rows_that_are_padded_already_go_through_a_collator(side):
 
 
 def test_a_collator_that_gives_no_token_ids_is_refused():
-    with pytest.raises(DataError, match="collator gave labels, and no input_ids"):
+    with pytest.raises(DataError, match="collator returned labels, but no input_ids"):
         prompt_set([{"x": 1}], collator=lambda rows: {"labels": torch.zeros(1, 1)})
 
 

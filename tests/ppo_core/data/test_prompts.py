@@ -50,13 +50,13 @@ def test_a_list_of_prompts_stays_as_it_is():
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ([{"prompt": "w0"}, {"text": "w0", "label": 1}], "Row 1 .* columns are text, label"),
+        ([{"prompt": "w0"}, {"text": "w0", "label": 1}], "Row 1 .* has the columns text, label"),
         ([{"prompt": None}], "Row 0 has no prompt"),
         (
             [{"input_ids": [3, 4], "attention_mask": [1]}],
             "Row 0 has 2 input_ids",
         ),
-        ("imdb", "one text, 'imdb', not a data set"),
+        ("imdb", "single text, 'imdb', not a data set"),
     ],
 )
 def test_a_data_set_without_prompts_is_refused(dataset, message):
@@ -86,8 +86,8 @@ def test_messages_are_encoded_up_to_where_the_assistant_answers():
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([3, 61], "Token 61 .* 61 tokens"),
-        ([-1], "Token -1"),
+        ([3, 61], "token id 61, .* 61 tokens"),
+        ([-1], "token id -1"),
         ([3.0], "not list: .3.0."),
         (["w0"], "not list: .'w0'."),
         (torch.tensor([[3]]), "text, chat messages or token ids"),
@@ -110,7 +110,7 @@ def test_two_processes_encode_as_one_does_whatever_the_prompts_are():
 
 @pytest.mark.parametrize("num_proc", [None, 2])
 def test_a_prompt_that_cannot_be_encoded_is_named_by_its_row(num_proc):
-    with pytest.raises(DataError, match="Row 1: Token 99"):
+    with pytest.raises(DataError, match="Row 1: A prompt has the token id 99"):
         encode_prompts(make_tokenizer(), ["w0", [99]], num_proc=num_proc)
 
 
@@ -136,7 +136,7 @@ def test_messages_are_rendered_by_the_reward_models_own_template(template):
     ("prompt", "message"),
     [
         (say("w0"), "no chat template"),
-        ([3, 4], "Decode token ids with the tokenizer that encoded them"),
+        ([3, 4], "Decode token ids with the tokenizer that encoded the prompt"),
     ],
 )
 def test_what_a_reward_model_cannot_read_is_refused(prompt, message):

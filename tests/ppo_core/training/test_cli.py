@@ -126,9 +126,9 @@ def test_what_happens_anyway_is_accepted_as_a_flag():
         ("--kl_estimator k9", "argument --kl_estimator.*invalid choice"),
         ("--temperature 0", "temperature=0.0 must be above 0"),
         ("--lora_r 8", "lora_r takes effect only with --use_peft"),
-        ("--load_in_4bit", "load_in_4bit=True would be the precision"),
+        ("--load_in_4bit", "load_in_4bit=True would reduce the precision"),
         ("--use_peft --bnb_4bit_quant_type fp4", "takes effect only with --load_in_4bit"),
-        ("--dtype bfloat16", "dtype='bfloat16' would be the precision"),
+        ("--dtype bfloat16", "dtype='bfloat16' would reduce the precision"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_words(flags: str, words: str):
