@@ -1,1 +1,1 @@
-"""A fast path for small models on a CPU."""
+"""Faster computation of small models on a CPU than by transformers."""
