@@ -109,7 +109,7 @@ def _has_default_attention(backbone: Any) -> bool:
 def _is_of_family(module: nn.Module, family: type[nn.Module]) -> bool:
     """Whether a module's class and its `forward` are both from the family's file in transformers.
 
-    The fast path does not call this `forward`, so it would ignore one from elsewhere.
+    The fast path does not call this `forward`, so it would ignore a replaced one.
     """
     cls = type(module)
     return cls.__module__ == cls.forward.__module__ == family.__module__

@@ -31,7 +31,7 @@ class Context(Protocol):
     def update(
         self, layer: int, keys: Tensor, values: Tensor, angles: Angles | None
     ) -> tuple[Tensor, Tensor]:
-        """Rotate the tokens' keys (B, S, G, E), and store keys and values if there is a cache.
+        """Rotate the tokens' keys; store keys and values (B, S, G, E) in the cache, if any.
 
         Returns all keys and values (B, G, keys, E) that the tokens attend to in this layer.
         """

@@ -38,7 +38,7 @@ def small_matmuls() -> Iterator[None]:
 
 @contextmanager
 def large_matmuls(numel: int) -> Iterator[None]:
-    """Compute fp32 matmuls by oneDNN in this context, if that is faster and exact.
+    """Compute fp32 matmuls by oneDNN in this context, if that is faster and accurate.
 
     `numel` is the number of elements of the largest weight matrix; smaller matrices in the context
     are also multiplied by oneDNN. A precision that the user has chosen is not changed. The setting

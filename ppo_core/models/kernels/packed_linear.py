@@ -47,7 +47,7 @@ def _packed(module: nn.Module, rows: int) -> nn.Module:
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children; an adapter's are left out, as it may read their original weights."""
+    """Return the children, or none for an adapter layer, which may change its child's weights."""
     is_known = type(module).__module__.startswith(("torch.nn.", "transformers."))
     return dict(module.named_children()) if is_known else {}
 
@@ -71,7 +71,7 @@ def _can_be_packed(module: nn.Module) -> bool:
 
 
 def _onednn_supports_precision() -> bool:
-    """Return whether oneDNN supports the current precision: autocast's, or fp32 without autocast."""
+    """Return whether oneDNN supports autocast's current precision, or fp32 without autocast."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
     if not torch.is_autocast_enabled("cpu"):
