@@ -31,7 +31,7 @@ class DecoderBackbone:
         self._takes_position_ids = "position_ids" in inspect.signature(module.forward).parameters
 
     def position_inputs(self, position_ids: Tensor) -> dict[str, Tensor]:
-        """Return the positions (B, S) as an argument for `hidden_states`, if the model takes them."""
+        """Return the positions (B, S) as an input of `hidden_states`, if the model takes them."""
         return {"position_ids": position_ids} if self._takes_position_ids else {}
 
     def hidden_states(self, ids: Tensor, **inputs: Any) -> Tensor:
@@ -79,7 +79,7 @@ class EncoderDecoderBackbone:
     """Backbone of an encoder-decoder; the encoder reads the prompt, the decoder the response."""
 
     def __init__(self, model: PreTrainedModel, within: Within = nullcontext) -> None:
-        """Wrap a `...ForConditionalGeneration`; its forward passes run in the context `within()`."""
+        """Wrap a `...ForConditionalGeneration`; forward passes run in the context `within()`."""
         self.module = model
         self._within = within
         config = model.config

@@ -102,7 +102,7 @@ def load_reward_model(
     `bias`, `gain` and `end_of_text` are as in `RewardModel`.
 
     Raises:
-        ModelError: the folder or hub id has no sequence classifier, or one with several labels.
+        ModelError: the folder or hub id has no supported sequence classifier with one label.
     """
     from transformers import AutoModelForSequenceClassification
 
