@@ -62,7 +62,7 @@ class RewardModel:
 
     @property
     def lm_head(self) -> nn.Linear | None:
-        """Return the head that scores any position, or None if the model is an encoder."""
+        """Return the head of a decoder-only classifier, or None for another classifier."""
         head = getattr(self.model, "score", None)
         return head if isinstance(head, nn.Linear) else None
 
@@ -107,7 +107,7 @@ class RewardModel:
         return (at_least_fp32(scores) - self.bias) * self.gain
 
     def encode(self, prompt: str | Messages, response: str) -> list[int]:
-        """Return token ids of a prompt and its response, with the reward model's chat template."""
+        """Return token ids of a prompt with its response, by the reward model's tokenizer."""
         return encode_dialogue(self.tokenizer, prompt, response, end=self.end_of_text)
 
     def score_encoded(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
@@ -118,8 +118,8 @@ class RewardModel:
         """
         if not all(rows):
             raise DataError(
-                f"Text {[len(row) for row in rows].index(0)} (from 0) has no token, so the reward "
-                "model cannot score it. Remove the text."
+                f"Text {[len(row) for row in rows].index(0)} has no token, so the reward model "
+                "cannot score it (the first text has number 0). Remove the text."
             )
         scores = torch.empty(len(rows))
         device = self.model.device
