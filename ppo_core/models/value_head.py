@@ -172,7 +172,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         """Recompute activations in the backward pass to save memory (TRL #5245).
 
         Raises:
-            ConfigError: the policy has adapters, and the arguments are not
+            ConfigError: the policy has adapters, and the arguments are neither None nor
                 {"use_reentrant": False}.
         """
         if not is_peft(self.pretrained_model):

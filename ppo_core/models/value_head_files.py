@@ -177,9 +177,9 @@ def _refuse_pickle(path: str | Path, **hub: Any) -> None:
     for name in _PICKLES:
         if _find(path, name, **hub) is not None:
             raise ModelError(
-                f"'{path}' has {name}, a pickle, and no {_WEIGHTS}. Pickles are not read, because "
-                "they can run code; without it a value head could be lost. If you trust the "
-                "pickle's author, convert each file once, and save the result beside it:\n"
+                f"'{path}' has {name}, whose weights are pickled, and no {_WEIGHTS}. Pickles can "
+                "run code, so they are not read, and a value head in them would be lost. If you "
+                "trust their author, convert each file once, and save the result beside it:\n"
                 "    tensors = torch.load('pytorch_model.bin', weights_only=True)\n"
                 "    tensors = {name: tensor.clone() for name, tensor in tensors.items()}\n"
                 "    safetensors.torch.save_file(\n"
