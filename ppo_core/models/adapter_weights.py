@@ -47,7 +47,7 @@ def merged_copy(
 
 
 def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "PeftModel":
-    """Return a new model with one adapter and unsharded weights, as copying shards would fail."""
+    """Return a new model with one adapter and unsharded weights; shards cannot be copied."""
     from torch.distributed.fsdp import FSDPModule
 
     base = plain_model(model)
@@ -111,7 +111,7 @@ def adapter_parameters(model: "PeftModel", name: str | None = None) -> dict[str,
 
 
 def _sort_modules(path: Path) -> None:
-    """Sort module names in the file, so that equal settings give equal files; PEFT keeps sets."""
+    """Sort the module names in a configuration file, because PEFT writes sets in random order."""
     config = json.loads(path.read_text(encoding="utf-8"))
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         if isinstance(config.get(key), list):

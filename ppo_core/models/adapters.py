@@ -26,7 +26,7 @@ _ORIGIN = {"base_model_name_or_path", "revision", "peft_version", "inference_mod
 """Settings of an adapter that do not change its computation."""
 
 _Switches = list[tuple[Any, str | list[str], bool]]
-"""Layers with adapters; of each layer its active adapters, and whether they are disabled."""
+"""Triples of a layer with adapters, its active adapters, and whether adapters are disabled."""
 
 
 def is_peft(model: object) -> "TypeIs[PeftModel]":
@@ -59,13 +59,13 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
 
 
 def lora_config(**settings: Any) -> "LoraConfig":
-    """Return a `peft.LoraConfig`; the command line gives "all-linear" as a list of one name.
+    """Return a `peft.LoraConfig`; target_modules=["all-linear"] means "all-linear".
 
     Raises:
         ModelError: the package peft is not installed.
     """
     if settings.get("target_modules") == ["all-linear"]:
-        # PEFT would take the list as names of modules.
+        # The command line gives a list, which PEFT would take as names of modules.
         settings = {**settings, "target_modules": "all-linear"}
     config: LoraConfig = load_peft().LoraConfig(**settings)
     return config
@@ -200,7 +200,7 @@ def _check_method(config: "PeftConfig") -> None:
     if config.peft_type not in METHODS:
         problem = f"the method is not {' or '.join(METHODS)}, so it cannot be switched by layer"
     elif getattr(config, "alora_invocation_tokens", None):
-        problem = "alora_invocation_tokens needs an invocation token, unknown from hidden states"
+        problem = "it acts only after an invocation token, which hidden states do not show"
     elif bias != "none":
         problem = f"bias={bias!r} trains biases of the base model, and so changes the reference"
     elif isinstance(initial, str) and initial.startswith(_CHANGE_THE_BASE):

@@ -26,7 +26,7 @@ _CLASSIFIER_HEADS = ("score", "classifier")
 class AdapterClassifier(nn.Module):
     """A reward model that consists of an adapter on the policy's base model, and a head.
 
-    This class has the attributes of a sequence classifier that `RewardModel` uses. Its only
+    It has those attributes of a sequence classifier that `RewardModel` uses. The class's only
     parameters are the head's, so `to()`, `train()` and `requires_grad_()` do not affect the base.
     """
 
@@ -68,9 +68,9 @@ def load_reward_adapter(
 ) -> AdapterClassifier:
     """Load a reward model that was trained as an adapter on the policy's base.
 
-    `path` is the folder or hub id of a PEFT classifier (task_type SEQ_CLS) with one label. It has
-    the weights of an adapter and of the head `score`. Adapter and head are loaded frozen; the
-    active adapter stays active.
+    `path` is the folder or hub id of a PEFT classifier (task_type SEQ_CLS) with one label. Its
+    files have the weights of an adapter and of the head `score`. Adapter and head are loaded
+    frozen; the active adapter stays active.
 
     Raises:
         ModelError: the path has no adapter in safetensors, the adapter has no head with one score

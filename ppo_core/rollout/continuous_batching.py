@@ -42,7 +42,7 @@ class PromptQueue:
 
 @dataclass(frozen=True)
 class ActiveSequences:
-    """The response that each of the decoder's b sequences belongs to."""
+    """The response that is sampled in each of the decoder's b sequences."""
 
     response: Tensor
     """(b,) row of the response in the `ResponseBuffer`."""
@@ -61,7 +61,7 @@ class ActiveSequences:
         return cls(response, torch.zeros_like(response), is_active)
 
     def advance(self, is_stop: Tensor, max_new_tokens: int) -> "ActiveSequences":
-        """Advance by one token, which is the stop token where `is_stop` (b,)."""
+        """Advance by one token, which is the stop token where `is_stop` (b,) is True."""
         position = self.position + 1
         is_active = self.is_active & ~is_stop & (position < max_new_tokens)
         return ActiveSequences(self.response, position, is_active)
@@ -109,7 +109,7 @@ class ResponseBuffer:
     def empty(
         cls, num_responses: int, max_new_tokens: int, device: torch.device
     ) -> "ResponseBuffer":
-        """Return responses without tokens; lengths are the maximum, as without a stop token."""
+        """Return empty responses; `lengths` is the maximum until a stop token is written."""
         shape = num_responses, max_new_tokens
         return cls(
             ids=torch.zeros(shape, dtype=torch.long, device=device),

@@ -48,8 +48,8 @@ def decoder_of(policy: LanguageModel) -> DecoderBackbone:
     """
     if not isinstance(policy.backbone, DecoderBackbone):
         raise ModelError(
-            f"{type(policy.model).__name__} has an encoder, but only decoder-only models can be "
-            "sampled from here. Train this model with ppo_core.classic, which generates by "
+            f"{type(policy.model).__name__} has an encoder, but this sampler supports only "
+            "decoder-only models. Train this model with ppo_core.classic, which generates by "
             "transformers."
         )
     return policy.backbone

@@ -27,7 +27,7 @@ class SamplingSettings:
 
     stop_token_id: int
     temperature: float
-    """At 0 the most likely token is chosen, and its log-probability is that at temperature 1."""
+    """Sampling temperature. 0 chooses the most likely token, with its log-probability at 1."""
     top_k: int = 0
     top_p: float = 1.0
 
@@ -55,7 +55,7 @@ def stop_token(
     if tokenizer.eos_token_id is None:
         raise ModelError(
             "The policy's tokenizer has no end-of-sequence token, so no response would end before "
-            "its maximum length. Set stop_token_id, or set stop_token=None to accept this."
+            "its maximum length. Set stop_token_id, or set stop_token=None for that length."
         )
     return int(tokenizer.eos_token_id)
 
@@ -70,8 +70,8 @@ def sample_tokens(
     batch size or the number of processes. The logits (B, V) may be overwritten.
 
     Returns token ids (B,), their log-probabilities (B,) under the full policy, and their
-    log-probabilities (B,) under the truncated distribution. Both are one tensor if nothing is
-    truncated.
+    log-probabilities (B,) under the truncated distribution. Both log-probabilities
+    are the same tensor if nothing is truncated.
     """
     if settings.temperature == 0:
         logprobs = torch.log_softmax(at_least_fp32(logits), dim=-1)

@@ -132,7 +132,7 @@ class VLLMServer:
             )
 
     def load(self, folder: Path) -> None:
-        """Make the server load weights from a folder of safetensors, and wait until it has.
+        """Make the server load weights from a folder of safetensors, and wait for it.
 
         Raises:
             TrainingError: the server refuses the weights, or cannot be reached.
@@ -199,7 +199,7 @@ class VLLMServer:
                 max_tokens=max_new_tokens,
                 temperature=settings.temperature,
                 top_p=settings.top_p,
-                logprobs=0,  # return that of the sampled token only
+                logprobs=0,  # only for the sampled token
                 extra_body=vllm_parameters,
             ),
         ).text
@@ -240,8 +240,8 @@ _NEXT_MOVES = {
     404: "Start the server with VLLM_SERVER_DEV_MODE=1, and check vllm_server_base_url.",
 }
 _ANOTHER_MODEL = (
-    "See the server's log, and restart the server with the policy's model: it may have loaded some "
-    "of the refused weights."
+    "See the server's log, and restart the server with the policy's model. A server that refused "
+    "weights may have loaded some of them."
 )
 
 

@@ -1,1 +1,1 @@
-"""Faster computation of small models on a CPU than by transformers."""
+"""Faster computation than that of transformers, mostly for small models on a CPU."""

@@ -63,10 +63,10 @@ class DecoderLayers:
     """Maps token ids (B, S) to embeddings (B, S, D)."""
 
     position_embedding: nn.Module | None = None
-    """Maps positions (B or 1, S) to embeddings that are added to those of the tokens; or None."""
+    """Maps positions (B or 1, S) to embeddings, which are added to the tokens'; None if unused."""
 
     rotary: nn.Module | None = None
-    """Maps states and positions to cosine and sine (B or 1, S, R) of the rotary angles; or None."""
+    """Maps states and positions to cosine and sine (B or 1, S, R) of angles; None if unused."""
 
     layers: Sequence[DecoderLayer]
     norm: nn.Module
@@ -83,7 +83,7 @@ def fast_path(backbone: nn.Module) -> DecoderLayers | None:
       tokens than the library that will serve the model;
     - attention is not transformers' default: another `attn_implementation` was chosen, or
       another function was registered under the default's name;
-    - a module has a hook or a replaced `forward`; FSDP2 and ZeRO-3 gather sharded weights so.
+    - a module has a hook or a replaced `forward`, by which FSDP2 and ZeRO-3 gather weights.
     """
     family = _FAMILIES.get(type(backbone))
     if family is None or backbone.training or next(backbone.parameters()).dtype.itemsize < 4:
@@ -98,7 +98,7 @@ def fast_path(backbone: nn.Module) -> DecoderLayers | None:
 
 
 def _has_default_attention(backbone: Any) -> bool:
-    # transformers also records "sdpa" as the implementation if none was chosen.
+    # The configuration has "sdpa" both by default and if the user chose "sdpa".
     return (
         backbone.config._attn_implementation == "sdpa"
         and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 MAX_ERROR = 1e-5
-"""Largest error that counts as fp32, of a sum of n products of standard normal numbers, divided by
-sqrt(n). Measured: MKL 1.5e-6, oneDNN in fp32 3e-6, bfloat16 1.5e-2."""
+"""Largest error that counts as fp32 accuracy: that of a sum of n products of standard normal
+numbers, divided by sqrt(n). Measured: MKL 1.5e-6, oneDNN in fp32 3e-6, bfloat16 1.5e-2."""
 
 MIN_NUMEL = 2**19
 """Smallest number of elements of a matrix for which oneDNN is faster than MKL."""
@@ -53,7 +53,7 @@ def large_matmuls(numel: int) -> Iterator[None]:
 
 @contextmanager
 def _precision(name: str) -> Iterator[None]:
-    """Set the precision of fp32 matmuls on the CPU, and leave that on GPUs unchanged."""
+    """Set the precision of fp32 matmuls on the CPU, but not on GPUs."""
     before = _ONEDNN.fp32_precision
     _ONEDNN.fp32_precision = name
     try:

@@ -17,7 +17,7 @@ MIN_NUMEL = 2**16
 """Smallest number of elements of a matrix that is packed."""
 
 MAX_NUMEL = 2**28
-"""Largest number of elements of a packed module's matrices: 1 GiB in fp32, held in memory twice."""
+"""Largest number of elements of all matrices to pack: 1 GiB in fp32, besides their originals."""
 
 MIN_PASSES = 8
 """Smallest number of forward passes to pack for; packing takes about as long as one pass."""
@@ -28,7 +28,7 @@ def packed(module: nn.Module, rows: int, passes: int) -> nn.Module:
 
     The copy shares everything else with the module, records no gradient, and is valid until the
     weights change. The module itself is returned if nothing can be packed, as on a GPU, or if
-    packing would not save time.
+    packing would take too much time or memory.
     """
     if passes < MIN_PASSES or _packable_numel(module) > MAX_NUMEL:
         return module

@@ -1,7 +1,7 @@
 """Rotary embeddings (RoFormer, arXiv:2104.09864).
 
-The first R of a head's E numbers are rotated. As in GPT-NeoX and Llama, number i and number
-i + R / 2 form a pair. H is the number of heads; other dimensions are as in `algorithm.masking`.
+The first R of a head's E entries are rotated. As in GPT-NeoX and Llama, the entries i and i + R / 2
+are rotated as a pair. H is the number of heads; other dimensions are as in `algorithm.masking`.
 """
 
 from typing import Any, NamedTuple
