@@ -36,9 +36,7 @@ def is_peft(model: object) -> "TypeIs[PeftModel]":
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside a PeftModel, or `model` itself if it is not one.
-
-    The transformers model in a PeftModel still contains the adapters' layers.
+    """Return the transformers model in a PeftModel, with the adapters' layers, or else `model`.
 
     Raises:
         ModelError: the model is not a transformers model, or an adapter of the PeftModel has an
@@ -241,10 +239,7 @@ def _switches(model: "PeftModel") -> _Switches:
 
 
 def _choice(layer: Any, name: str | None, active: str | list[str]) -> str | list[str]:
-    """Return the adapters that a layer must activate for the adapter `name`.
-
-    The list is empty if the adapter `name` has no weights in this layer.
-    """
+    """Return the adapters to activate in a layer: no adapter if the layer does not have `name`."""
     if name is None:
         return active
     return name if name in layer._get_available_adapters() else []

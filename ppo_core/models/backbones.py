@@ -104,8 +104,7 @@ class EncoderDecoderBackbone:
                 encoder_attention_mask=visible.long(),
                 use_cache=False,
             ).last_hidden_state
-        # In `rows.state`, position 0 is the prompt's first token. In the decoder, position 0 is
-        # the start token, which replaces the prompt's last token.
+        # The decoder's start token has position 0, and replaces the prompt's last token.
         position = rows.state - (lengths[rows.row] - 1)
         return decoded[rows.row, position] * self._scale
 

@@ -99,8 +99,6 @@ def load_reward_model(
 ) -> "RewardModel":
     """Return a `RewardModel` of a sequence classifier with one label and of its tokenizer.
 
-    `bias`, `gain` and `end_of_text` are as in `RewardModel`.
-
     Raises:
         ModelError: the folder or hub id has no supported sequence classifier with one label.
     """

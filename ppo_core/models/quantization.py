@@ -29,8 +29,7 @@ def bitsandbytes_config(
     """
     if load_in_4bit and load_in_8bit:
         raise ConfigError(
-            "load_in_4bit and load_in_8bit are both True, but weights have one precision. Set only "
-            "one of these two settings to True."
+            "load_in_4bit and load_in_8bit are both True, but weights have one precision. Set one."
         )
     if bnb_4bit_quant_type not in QUANT_TYPES:
         raise ConfigError(
@@ -77,8 +76,7 @@ def check_quantized_trainable(model: nn.Module) -> None:
     """
     if not is_quantized(model):
         return
-    # Trainable parameters do not prove an adapter: norms and embeddings are not quantized, and may
-    # require gradients.
+    # `requires_grad` does not tell, because norms and embeddings are not quantized.
     if not getattr(model, "peft_config", None):
         raise ModelError(
             f"{type(model).__name__} is quantized and has no adapter, but quantized weights cannot "

@@ -91,8 +91,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         quantization_config, device_map and revision, are passed to transformers.
 
         Raises:
-            ModelError: the model or its value head cannot be loaded, or loading needs a pickle or
-                code from the checkpoint.
+            ModelError: model or value head cannot be loaded, or only by a pickle or remote code.
             ConfigError: arguments contradict each other.
         """
         head_settings = {name: kwargs.pop(name) for name in _HEAD_SETTINGS if name in kwargs}
@@ -172,8 +171,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         """Recompute activations in the backward pass to save memory (TRL #5245).
 
         Raises:
-            ConfigError: the policy has adapters, and the arguments are neither None nor
-                {"use_reentrant": False}.
+            ConfigError: the policy has adapters, and the arguments are not use_reentrant=False.
         """
         if not is_peft(self.pretrained_model):
             self.pretrained_model.activation_checkpointing_enable(
@@ -240,8 +238,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
             )
         tensors = dict(saved.tensors)
         if saved.of_trl and getattr(self.config, "scale_decoder_outputs", False):
-            # TRL's value head reads the states of a T5 before scaling by D**-0.5; this head reads
-            # them after scaling.
+            # TRL's head reads the states of a T5 before scaling by D**-0.5, this head after it.
             tensors["summary.weight"] = tensors["summary.weight"] * self.config.d_model**0.5
         self.v_head.load_state_dict(tensors)
 

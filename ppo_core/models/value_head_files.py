@@ -49,8 +49,7 @@ def load_with_head(
     `from_pretrained`, and additionally `load_in_4bit` and `load_in_8bit`.
 
     Raises:
-        ModelError: the model cannot be loaded, or loading needs a pickle or code from the
-            checkpoint.
+        ModelError: the model cannot be loaded, or only by a pickle or remote code.
         ConfigError: arguments contradict each other.
     """
     _refuse_code(arguments)

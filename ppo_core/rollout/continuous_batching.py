@@ -94,10 +94,7 @@ class ActiveSequences:
 
 @dataclass(frozen=True)
 class ResponseBuffer:
-    """The responses of a rollout while they are sampled; the fields are those of `Rollout`.
-
-    `ids` are the rollout's `response_ids`, and `lengths` its `response_lengths`.
-    """
+    """The responses of a `Rollout` while they are sampled, in tensors with the same meaning."""
 
     ids: Tensor
     logprobs: Tensor

@@ -117,10 +117,7 @@ def _sample_sorted(
     batch_size: int,
     callbacks: SamplingCallbacks,
 ) -> ResponseBuffer:
-    """Sample responses to prompts that are sorted longest first, `batch_size` at a time.
-
-    Prompts beyond the first `batch_size` are added by continuous batching.
-    """
+    """Sample responses to prompts that are sorted longest first, at most `batch_size` at a time."""
     max_new_tokens, device = uniforms.shape[1], policy.device
     any_active = callbacks.any_active
     buffer = ResponseBuffer.empty(len(prompts), max_new_tokens, device)
@@ -145,8 +142,7 @@ def _sample_sorted(
         if not continues:
             return buffer
         if num_full or num_active <= MAX_KEPT_SHARE * len(tokens):
-            # If other processes still sample, this process keeps a finished sequence, so that it
-            # takes part in their forward passes.
+            # While other processes sample, one finished sequence takes part in their passes.
             kept = active.active_sequences(at_least=0 if any_active is None else 1)
             decoder.keep(kept)
             active, tokens = active.select(kept), tokens[kept]

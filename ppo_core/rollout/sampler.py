@@ -40,10 +40,7 @@ class SamplingSettings:
 def stop_token(
     tokenizer: "PreTrainedTokenizerBase", stop: str | None, stop_token_id: int | None
 ) -> int:
-    """Return the id of the token that ends a response.
-
-    It is `stop_token_id` if that is set, `NO_STOP_TOKEN` if `stop` is None, and the tokenizer's
-    end-of-sequence token otherwise.
+    """Return `stop_token_id` if set, else `NO_STOP_TOKEN` if `stop` is None, else end-of-sequence.
 
     Raises:
         ModelError: the end-of-sequence token is needed, but the tokenizer has none.

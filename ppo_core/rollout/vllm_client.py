@@ -71,10 +71,7 @@ class _Model(BaseModel):
 
 
 class VLLMServer:
-    """A vLLM server that samples responses and loads weights.
-
-    Requests are retried while the server is unavailable.
-    """
+    """Client of a vLLM server; requests are retried while the server is unavailable."""
 
     def __init__(self, url: str, *, timeout: float, at_once: int) -> None:
         """Create the client, without a request to the server.
@@ -96,10 +93,7 @@ class VLLMServer:
     def _model(self) -> _Model:
         models = self._call("list its models", self._client.models.list).data
         if not models:
-            raise ConfigError(
-                f"The server at {self._url} serves no model. Start vllm serve with "
-                "the policy's model."
-            )
+            raise ConfigError(f"The server at {self._url} serves no model. Start it with a model.")
         return _Model.model_validate(models[0].model_dump())
 
     def check(self, prompt: Tokens, longest: int) -> None:
@@ -179,8 +173,7 @@ class VLLMServer:
         salt: str,
     ) -> Choice:
         stop = settings.stop_token_id
-        # All sampling settings are set, because the server's defaults are those of the model's
-        # generation_config.
+        # Without these parameters the server would use the model's generation_config.
         vllm_parameters = {
             "top_k": settings.top_k,
             "min_p": 0.0,
@@ -222,10 +215,9 @@ class VLLMServer:
             return retrying(request)
         except openai.APIConnectionError as error:
             raise TrainingError(
-                f"The vLLM server at {self._url} cannot be reached to {action}, although requests "
-                f"were retried for vllm_server_timeout={self._timeout:g} seconds: "
-                f"{error.__cause__ or error}. Start the server, and resume the run from its last "
-                "checkpoint."
+                f"The vLLM server at {self._url} cannot be reached to {action}, after retries "
+                f"for vllm_server_timeout={self._timeout:g} seconds: {error.__cause__ or error}. "
+                "Start the server, and resume the run from its last checkpoint."
             ) from None
         except openai.APIStatusError as error:
             raise TrainingError(

@@ -26,10 +26,7 @@ def causal_mask(length: int, device: torch.device) -> Tensor:
 
 
 def uses_own_attention(queries: int, keys: int, device: torch.device) -> bool:
-    """Return whether `attend` computes attention itself instead of calling PyTorch's attention.
-
-    `queries` and `keys` are their numbers per sequence.
-    """
+    """Return whether `attend` avoids PyTorch's attention for these numbers of queries and keys."""
     return device.type == "cpu" and queries * keys <= MAX_SCORES
 
 
@@ -86,16 +83,13 @@ def _blocks(queries: int, keys: int, *, is_causal: bool) -> list[_Block]:
 
 
 class _Attended(NamedTuple):
-    """The output of attention, and the tensors that its backward pass needs.
-
-    The R = H / G query heads that read the same keys form one matrix: N = B * G matrices in all.
-    """
+    """Output of attention, and tensors for the backward pass: N = B * G matrices, R = H / G heads."""
 
     output: Tensor
     """(B, H, T, E)."""
 
     queries: Tensor
-    """(N, R, T, E), multiplied by the scale."""
+    """(N, R, T, E), scaled. The R heads that read the same keys form one matrix."""
 
     keys: Tensor
     """(N, S, E)."""

@@ -107,10 +107,7 @@ def _has_default_attention(backbone: Any) -> bool:
 
 
 def _is_of_family(module: nn.Module, family: type[nn.Module]) -> bool:
-    """Whether a module's class and its `forward` are both from the family's file in transformers.
-
-    The fast path does not call this `forward`, so it would ignore a replaced one.
-    """
+    """Return whether a module has the family's own `forward`, which the fast path replaces."""
     cls = type(module)
     return cls.__module__ == cls.forward.__module__ == family.__module__
 

@@ -1,8 +1,7 @@
 """The forward pass of the decoders of `fast_path`, for training, prefill and decoding.
 
-It gives the hidden states of transformers' forward pass, and is faster for three reasons:
-sequences need no padding mask, all heads share a matmul, and the last layer is computed only at
-the positions whose states are read.
+It gives the hidden states of transformers' forward pass, but faster: no padding mask is needed, all
+heads share a matmul, and the last layer is computed only at the positions that are read.
 """
 
 from dataclasses import dataclass
