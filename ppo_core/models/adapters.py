@@ -198,7 +198,7 @@ def _check_method(config: "PeftConfig") -> None:
     if config.peft_type not in METHODS:
         problem = f"the method is not {' or '.join(METHODS)}, so it cannot be switched by layer"
     elif getattr(config, "alora_invocation_tokens", None):
-        problem = "it acts only after an invocation token, which hidden states do not show"
+        problem = "it acts only after an invocation token, which hidden states do not contain"
     elif bias != "none":
         problem = f"bias={bias!r} trains biases of the base model, and so changes the reference"
     elif isinstance(initial, str) and initial.startswith(_CHANGE_THE_BASE):

@@ -76,7 +76,7 @@ def check_quantized_trainable(model: nn.Module) -> None:
     """
     if not is_quantized(model):
         return
-    # `requires_grad` does not tell, because norms and embeddings are not quantized.
+    # `requires_grad` is no proof of an adapter, as norms and embeddings are not quantized.
     if not getattr(model, "peft_config", None):
         raise ModelError(
             f"{type(model).__name__} is quantized and has no adapter, but quantized weights cannot "

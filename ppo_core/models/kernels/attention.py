@@ -83,7 +83,7 @@ def _blocks(queries: int, keys: int, *, is_causal: bool) -> list[_Block]:
 
 
 class _Attended(NamedTuple):
-    """Output of attention, and tensors for the backward pass: N = B * G matrices, R = H / G heads."""
+    """Output of attention, and tensors for its backward pass; N = B * G and R = H / G."""
 
     output: Tensor
     """(B, H, T, E)."""
