@@ -1,1 +1,1 @@
-"""Policy, critic, reference and reward model."""
+"""The policy, the critic, the reference and the reward model."""

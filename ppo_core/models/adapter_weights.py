@@ -1,4 +1,4 @@
-"""Weights of one adapter: saved, loaded, and merged into a plain model."""
+"""Save, load and merge the weights of one adapter."""
 
 import copy
 import json
@@ -24,19 +24,19 @@ def merged_copy(
     *,
     weights: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
-    """Return a plain copy of the model with one adapter (default: the active one) merged.
+    """Return a plain transformers model: the base with one adapter (default: the active) merged.
 
-    The copy is saved and loaded without peft; the PeftModel is unchanged. `weights` is the full
-    state dict if the model itself is sharded; then use the copy only for saving.
+    Saving and loading the copy need no peft; the PeftModel is not changed. If the PeftModel is
+    sharded, pass its unsharded state dict as `weights`, and use the copy only for saving.
 
     Raises:
-        ModelError: there is no such adapter, or the base is quantized.
+        ModelError: there is no adapter of this name, or the base is quantized.
     """
     if is_quantized(model):
         raise ModelError(
-            "An adapter merged into quantized weights is rounded to their few bits, which gives "
-            "another policy than the trained one. Save the adapter, and merge it into the base "
-            "loaded in full precision."
+            "Weights merged into a quantized base are rounded to their few bits, so the merged "
+            "policy would differ from the trained policy. Save the adapter, load the base in full "
+            "precision, and merge the adapter into that base."
         )
     name = name or model.active_adapter
     if weights is not None:
@@ -47,7 +47,7 @@ def merged_copy(
 
 
 def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "PeftModel":
-    """Return a new model with one adapter and full weights; a sharded one cannot be copied."""
+    """Return a new model with one adapter and unsharded weights; shards cannot be copied."""
     from torch.distributed.fsdp import FSDPModule
 
     base = plain_model(model)
@@ -64,7 +64,7 @@ def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "P
 
 
 def _plain_or_wrapped(key: str, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return the weight `key`, which another adapter may have wrapped as `base_layer`."""
+    """Return the weight `key`, which is below `base_layer` if another adapter wraps its layer."""
     layer, _, name = key.rpartition(".")
     return weights[key] if key in weights else weights[f"{layer}.base_layer.{name}"]
 
@@ -78,15 +78,15 @@ def save_adapter(
 ) -> None:
     """Save one adapter (default: the active one) for `PeftModel.from_pretrained(base, folder)`.
 
-    `weights` maps parameter names to full tensors, at least those of the adapter, if the model
-    itself is sharded.
+    If the model is sharded, pass `weights`: parameter names to unsharded tensors, with at least
+    all parameters of the adapter.
 
     Raises:
-        ModelError: there is no such adapter.
+        ModelError: there is no adapter of this name.
     """
     name = name or model.active_adapter
     check_adapter(model, name)
-    # save_embedding_layers=False, because PEFT would add embeddings of the base by itself.
+    # save_embedding_layers=False, because PEFT's default may also save the base's embeddings.
     model.save_pretrained(
         str(folder), selected_adapters=[name], save_embedding_layers=False, state_dict=weights
     )
@@ -99,7 +99,7 @@ def save_adapter(
 
 
 def adapter_parameters(model: "PeftModel", name: str | None = None) -> dict[str, nn.Parameter]:
-    """Return the parameters of an adapter (default: the active one), by their names in its file."""
+    """Return an adapter's parameters by their names in its file; the default is the active one."""
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(
@@ -111,7 +111,7 @@ def adapter_parameters(model: "PeftModel", name: str | None = None) -> dict[str,
 
 
 def _sort_modules(path: Path) -> None:
-    """Sort the names of modules, which PEFT writes in the order of a set."""
+    """Sort the module names in a configuration file, because PEFT writes sets in random order."""
     config = json.loads(path.read_text(encoding="utf-8"))
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         if isinstance(config.get(key), list):
@@ -122,10 +122,10 @@ def _sort_modules(path: Path) -> None:
 def fill_adapter(
     model: "PeftModel", name: str, weights: dict[str, Tensor], path: str | Path
 ) -> None:
-    """Load the weights saved in `path` into an adapter; names and shapes must match exactly.
+    """Copy weights that were read from `path` into the adapter `name`.
 
     Raises:
-        ModelError: the weights do not match, as they belong to an adapter on another base.
+        ModelError: names or shapes differ from the adapter's, so it was trained on another base.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -137,6 +137,7 @@ def fill_adapter(
         raise ModelError(
             f"The adapter '{path}' was trained on another base than this "
             f"{type(model.get_base_model()).__name__}: {len(wanted ^ given)} tensors do not fit, "
-            f"the first {key} of shape {shape}. Load the base that it was trained on."
+            f"the first of them {key} of shape {shape}. Load the adapter on the base that it was "
+            "trained on."
         )
     set_peft_model_state_dict(model, weights, adapter_name=name)

@@ -1,4 +1,4 @@
-"""PEFT adapters on one base model: added, validated, and switched for each forward pass."""
+"""Add, validate and select PEFT adapters on one base model."""
 
 import copy
 import sys
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 METHODS = ("LORA", "LOHA", "LOKR", "IA3", "OFT")
-"""PEFT methods whose adapters are separate layers, and so can be switched."""
+"""PEFT methods that add layers, so that each forward pass can select its adapter."""
 
 _CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
@@ -26,7 +26,7 @@ _ORIGIN = {"base_model_name_or_path", "revision", "peft_version", "inference_mod
 """Settings of an adapter that do not change its computation."""
 
 _Switches = list[tuple[Any, str | list[str], bool]]
-"""For each layer with adapters: the layer, its active adapters, and whether they are disabled."""
+"""Triples of a layer with adapters, its active adapters, and whether adapters are disabled."""
 
 
 def is_peft(model: object) -> "TypeIs[PeftModel]":
@@ -36,18 +36,18 @@ def is_peft(model: object) -> "TypeIs[PeftModel]":
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside a PeftModel (with adapted layers), or `model` itself.
+    """Return the transformers model in a PeftModel, with the adapters' layers, or else `model`.
 
     Raises:
-        ModelError: it is not a transformers model, its adapters cannot be switched, or they are
-            merged into the base.
+        ModelError: the model is not a transformers model, or an adapter of the PeftModel has an
+            unsupported method or is merged into the base.
     """
     if is_peft(model):
         for config in model.peft_config.values():
             _check_method(config)
         if any(layer.merged_adapters for layer, _, _ in _switches(model)):
             raise ModelError(
-                "An adapter is merged into the base, so it cannot be switched or trained. Call "
+                "An adapter is merged into the base, so it cannot be switched off or trained. Call "
                 "model.unmerge_adapter() first."
             )
         model = model.get_base_model()
@@ -57,34 +57,34 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
 
 
 def lora_config(**settings: Any) -> "LoraConfig":
-    """Return a `peft.LoraConfig`; target_modules may be ["all-linear"], as from a command line.
+    """Return a `peft.LoraConfig`; target_modules=["all-linear"] means "all-linear".
 
     Raises:
         ModelError: the package peft is not installed.
     """
     if settings.get("target_modules") == ["all-linear"]:
-        # PEFT takes a list as names of modules.
+        # The command line gives a list, which PEFT would take as names of modules.
         settings = {**settings, "target_modules": "all-linear"}
     config: LoraConfig = load_peft().LoraConfig(**settings)
     return config
 
 
 def add_adapter(model: nn.Module, peft_config: "PeftConfig", name: str = "default") -> "PeftModel":
-    """Add a first, trainable adapter to a model, which is frozen and modified in place.
+    """Freeze a model, and add a first trainable adapter to it, in place.
 
-    The adapter is set to the model's training or evaluation mode. PEFT creates it in training
-    mode, where LoRA's dropout would act although the model is in evaluation mode.
+    The adapter is set to the model's training or evaluation mode. PEFT creates adapters in training
+    mode, so LoRA's dropout would act in a model that is in evaluation mode.
 
     Raises:
-        ModelError: peft is not installed; the model is not a transformers model or already has
-            adapters; `peft_config` is not a PeftConfig, or not supported by PPO or the model.
+        ModelError: peft is not installed; the model is not a transformers model, or has an
+            adapter; `peft_config` is not a PeftConfig; or PPO or the model does not support it.
     """
     peft = load_peft()
     if is_peft(model) or getattr(model, "peft_config", None):
         raise ModelError(
-            "The model has an adapter already, and a second one on top could not be loaded again "
-            "(TRL #4713). Pass the model without a peft_config to train its adapter, or merge the "
-            "adapter first: model.merge_and_unload()."
+            "The model has an adapter already, and an adapter on top of it could not be loaded "
+            "again (TRL #4713). To train the existing adapter, pass no peft_config. To train a new "
+            "adapter, first merge the existing adapter by model.merge_and_unload()."
         )
     config = _trainable(peft_config)
     try:
@@ -95,11 +95,11 @@ def add_adapter(model: nn.Module, peft_config: "PeftConfig", name: str = "defaul
 
 
 def add_critic_adapter(model: "PeftModel", peft_config: "PeftConfig", name: str = "critic") -> None:
-    """Add a second trainable adapter; the active adapter stays active and trainable.
+    """Add a trainable adapter for the critic; the active adapter stays active and trainable.
 
     Raises:
         ModelError: `peft_config` is not a PeftConfig, has another method than the first adapter,
-            or is not supported by PPO or the model; or the name is in use.
+            or is not supported by PPO or the model; or another adapter has this name.
     """
     add_beside(model, _trainable(peft_config), name)
     model.set_requires_grad(name)
@@ -109,7 +109,7 @@ def check_adapter(model: "PeftModel", name: str) -> None:
     """Raise if the model has no adapter of this name.
 
     Raises:
-        ModelError: there is no such adapter; the message lists the model's adapters.
+        ModelError: there is no adapter of this name; the message lists the model's adapters.
     """
     if name not in model.peft_config:
         raise ModelError(
@@ -120,11 +120,11 @@ def check_adapter(model: "PeftModel", name: str) -> None:
 
 @contextmanager
 def using_adapter(model: "PeftModel", name: str | None) -> Iterator[None]:
-    """Use this adapter in forward passes, or only the base model if the name is None.
+    """Use the adapter `name` in the forward passes of this context, or only the base if None.
 
-    Unlike PEFT's `set_adapter` and `disable_adapter`, this leaves `requires_grad` unchanged, so
-    that forward passes under several adapters can share one backward pass. On exit the previous
-    adapters are active again.
+    Unlike PEFT's `set_adapter` and `disable_adapter`, this context leaves `requires_grad`
+    unchanged, so that forward passes with different adapters can share one backward pass. On exit
+    the previously active adapters are active again.
 
     Raises:
         ModelError: there is no adapter of this name.
@@ -139,11 +139,11 @@ def using_adapter(model: "PeftModel", name: str | None) -> Iterator[None]:
 
 
 def checkpoint_activations(model: "PeftModel") -> None:
-    """Recompute activations in the backward pass under the adapter of their forward pass.
+    """Recompute activations in the backward pass, with the adapter of their forward pass.
 
-    The backward pass runs outside `using_adapter`: plain checkpointing would recompute under the
-    adapter active at that time, and silently give the gradient of another model. As always in
-    transformers, checkpointing acts only in training mode.
+    The backward pass runs outside `using_adapter`, where another adapter may be active. Plain
+    checkpointing would recompute with that adapter, and silently give wrong gradients. As always in
+    transformers, activations are only recomputed in training mode.
     """
     settings = {"use_reentrant": False, "context_fn": partial(_recomputation, model)}
     recompute_activations(plain_model(model), settings)
@@ -159,7 +159,7 @@ def recompute_activations(model: PreTrainedModel, settings: dict[str, Any]) -> N
 
 
 def adapter_settings(model: "PeftModel", name: str | None = None) -> dict[str, str]:
-    """Return the settings of an adapter (default: the active one) that define its computation."""
+    """Return an adapter's settings that affect its computation; the default is the active one."""
     settings = model.peft_config[name or model.active_adapter].to_dict()
     return {
         key: str(sorted(value) if isinstance(value, set) else value)
@@ -184,34 +184,34 @@ def load_peft() -> ModuleType:
 
 
 def _trainable(peft_config: "PeftConfig") -> "PeftConfig":
-    """Return a copy of a configuration, which PEFT modifies; raise if PPO cannot train it."""
+    """Return a copy of a configuration for PEFT to modify; raise if PPO cannot train with it."""
     if not isinstance(peft_config, load_peft().PeftConfig):
         raise ModelError(
-            f"peft_config is a {type(peft_config).__name__}, and must be a PeftConfig, such as "
-            "peft.LoraConfig(task_type='CAUSAL_LM')."
+            f"peft_config is a {type(peft_config).__name__}, and must be a PeftConfig. Pass, for "
+            "example, peft.LoraConfig(task_type='CAUSAL_LM')."
         )
     _check_method(peft_config)
     if peft_config.inference_mode:
         raise ModelError(
-            "peft_config has inference_mode=True, as in the file of a saved adapter: nothing would "
-            "be trained. Set inference_mode=False, or load the adapter with "
-            "PeftModel.from_pretrained(..., is_trainable=True)."
+            "peft_config has inference_mode=True, as saved adapters have, so nothing would be "
+            "trained. To train a new adapter, set inference_mode=False. To train a saved adapter, "
+            "load it by PeftModel.from_pretrained(..., is_trainable=True)."
         )
     return copy.deepcopy(peft_config)
 
 
 def _check_method(config: "PeftConfig") -> None:
-    """Raise if an adapter cannot be switched by layer, or modifies the base model."""
+    """Raise if an adapter cannot be selected for each forward pass, or modifies the base model."""
     initial = getattr(config, "init_lora_weights", True)
     bias = getattr(config, "bias", "none")
     if config.peft_type not in METHODS:
-        problem = f"its method is none of {', '.join(METHODS)}, so it cannot be switched by layer"
+        problem = f"the method is not {' or '.join(METHODS)}, so it cannot be switched by layer"
     elif getattr(config, "alora_invocation_tokens", None):
-        problem = "it acts from an invocation token on, which is unknown from hidden states"
+        problem = "it acts only after an invocation token, which hidden states do not contain"
     elif bias != "none":
-        problem = f"bias={bias!r} trains biases of the base, and so changes the reference"
+        problem = f"bias={bias!r} trains biases of the base model, and so changes the reference"
     elif isinstance(initial, str) and initial.startswith(_CHANGE_THE_BASE):
-        problem = f"init_lora_weights={initial!r} changes the base, and so the reference"
+        problem = f"init_lora_weights={initial!r} changes the base model, and so the reference"
     else:
         return
     raise ModelError(
@@ -221,10 +221,10 @@ def _check_method(config: "PeftConfig") -> None:
 
 
 def add_beside(model: "PeftModel", config: "PeftConfig", name: str) -> None:
-    """Add another adapter, frozen and inactive, in the model's training or evaluation mode.
+    """Add a frozen, inactive adapter to a PeftModel, in the model's training or evaluation mode.
 
     Raises:
-        ModelError: PPO or the model does not support the adapter, or its name is in use.
+        ModelError: PPO or the model does not support it, or another adapter has this name.
     """
     _check_method(config)
     try:
@@ -248,7 +248,7 @@ def _switches(model: "PeftModel") -> _Switches:
 
 
 def _choice(layer: Any, name: str | None, active: str | list[str]) -> str | list[str]:
-    """Return the adapters that a layer uses under `name`: none if the adapter does not have it."""
+    """Return the adapters to activate in a layer: no adapter if the layer does not have `name`."""
     if name is None:
         return active
     return name if name in layer._get_available_adapters() else []
@@ -274,5 +274,5 @@ def _switch(wanted: _Switches) -> None:
 def _recomputation(
     model: "PeftModel",
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a checkpointed forward pass and of its recomputation."""
+    """Return two contexts: of a checkpointed forward pass, and of its recomputation."""
     return nullcontext(), _switched(_switches(model))

@@ -1,4 +1,4 @@
-"""The part of a language model below its head: token ids in, hidden states out."""
+"""Backbones of language models: the models without their heads, from token ids to hidden states."""
 
 import inspect
 from collections.abc import Callable
@@ -17,27 +17,27 @@ from ppo_core.models.kernels.decoder_forward import states_at
 from ppo_core.models.kernels.matmul_backend import large_matmuls
 
 Within = Callable[[], AbstractContextManager[Any]]
-"""Returns the context manager of a forward pass, such as one that selects an adapter."""
+"""Function that returns a context manager to run a forward pass in, such as `using_adapter`."""
 
 
 class DecoderBackbone:
-    """A decoder-only backbone."""
+    """Backbone of a decoder-only model."""
 
     def __init__(self, module: nn.Module, within: Within = nullcontext) -> None:
-        """Wrap a backbone of transformers; its forward passes run inside `within()`."""
+        """Wrap a backbone of transformers; its forward passes run in the context `within()`."""
         self.module = module
         self.within = within
-        # The few families without it (Bloom, MPT) derive the positions from the mask.
+        # A few families (Bloom, MPT) take no positions, and derive them from the attention mask.
         self._takes_position_ids = "position_ids" in inspect.signature(module.forward).parameters
 
     def position_inputs(self, position_ids: Tensor) -> dict[str, Tensor]:
-        """Return the argument of `hidden_states` for the positions (B, S) of the tokens."""
+        """Return the positions (B, S) as an input of `hidden_states`, if the model takes them."""
         return {"position_ids": position_ids} if self._takes_position_ids else {}
 
     def hidden_states(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Return last hidden states (B, S, D) of right-padded token ids (B, S).
 
-        No mask is needed: attention is causal, so tokens never attend to the padding after them.
+        No mask is needed, because causal attention never attends to the padding on the right.
         """
         with self.within():
             output = self.module(input_ids=ids, **{"use_cache": False, **inputs})
@@ -47,7 +47,7 @@ class DecoderBackbone:
     def states_at(self, ids: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
         """Return last hidden states (N, D) at some positions of right-padded token ids (B, S).
 
-        `sequence` and `position` (N,) are sorted by sequence.
+        `sequence` and `position` (N,) name these positions, sorted by sequence.
         """
         decoder = fast_path(self.module)
         if decoder is None:
@@ -56,11 +56,11 @@ class DecoderBackbone:
             return states_at(decoder, ids, sequence, position)
 
     def products(self, ids: Tensor) -> AbstractContextManager[None]:
-        """Select the matmul backend for large matrices, if those of the layers are large.
+        """Return a context that computes matmuls by oneDNN, if the layers' matrices are large.
 
-        `states_at` enters this context itself; enter it around the backward pass of token ids
-        (B, S), too. It changes nothing where PyTorch's attention is used, whose matmuls would be
-        computed by the same backend: its backward pass is much slower by oneDNN.
+        `states_at` enters this context itself; also enter it for the backward pass of token ids
+        (B, S). The context changes nothing where PyTorch's attention is used: oneDNN would also
+        compute that attention, and make its backward pass much slower.
         """
         return _products_of(fast_path(self.module), ids)
 
@@ -76,15 +76,15 @@ def _products_of(decoder: DecoderLayers | None, ids: Tensor) -> AbstractContextM
 
 
 class EncoderDecoderBackbone:
-    """Encoder and decoder of a sequence-to-sequence model; the prompt is encoded."""
+    """Backbone of an encoder-decoder; the encoder reads the prompt, the decoder the response."""
 
     def __init__(self, model: PreTrainedModel, within: Within = nullcontext) -> None:
-        """Wrap a `...ForConditionalGeneration`; its forward passes run inside `within()`."""
+        """Wrap a `...ForConditionalGeneration`; forward passes run in the context `within()`."""
         self.module = model
         self._within = within
         config = model.config
         self._start = config.decoder_start_token_id
-        # T5 with tied embeddings scales its states before any head reads them.
+        # T5 with tied embeddings scales its hidden states before the LM head reads them.
         is_scaled = getattr(config, "scale_decoder_outputs", False)
         self._scale = config.d_model**-0.5 if is_scaled else 1.0
 
@@ -104,7 +104,7 @@ class EncoderDecoderBackbone:
                 encoder_attention_mask=visible.long(),
                 use_cache=False,
             ).last_hidden_state
-        # `rows.state` counts from the prompt's first token, the decoder from the prompt's last.
+        # The decoder's start token has position 0, and replaces the prompt's last token.
         position = rows.state - (lengths[rows.row] - 1)
         return decoded[rows.row, position] * self._scale
 
@@ -116,7 +116,7 @@ class EncoderDecoderBackbone:
         return torch.nn.functional.pad(shifted, (1, 0), value=self._start)
 
     def products(self, ids: Tensor) -> AbstractContextManager[None]:
-        """Change nothing, as for a decoder with PyTorch's attention."""
+        """Return a context that changes nothing, as for a decoder with PyTorch's attention."""
         return nullcontext()
 
 

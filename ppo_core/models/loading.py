@@ -1,7 +1,7 @@
 """Load and check policies, reward models and tokenizers from a folder or the hub.
 
-Modules that load weights are imported on use, because checking a configuration or a tokenizer
-does not need them.
+Classes that load weights are imported only where they are used: checking a configuration or a
+tokenizer does not need them.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or hub id.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: the tokenizer cannot be loaded.
     """
     try:
         return AutoTokenizer.from_pretrained(path)
@@ -34,7 +34,7 @@ def load_config(path: str | Path) -> Any:
     """Return the transformers configuration of a folder or hub id, without loading weights.
 
     Raises:
-        ModelError: there is none, or reading it requires code outside transformers.
+        ModelError: there is no configuration, or it requires code outside transformers.
     """
     try:
         return AutoConfig.from_pretrained(path)
@@ -46,17 +46,17 @@ def load_policy(path: str | Path) -> "PreTrainedModel":
     """Return a causal language model in fp32 and evaluation mode.
 
     Raises:
-        ModelError: there is none at this folder or hub id, or it is not decoder-only.
+        ModelError: the folder or hub id has no causal language model, or it is not decoder-only.
     """
     from transformers import AutoModelForCausalLM
 
     config = load_config(path)
     if config.is_encoder_decoder:
-        raise ModelError(f"'{path}' has an encoder; the policy must be a decoder-only model.")
+        raise ModelError(f"'{path}' has an encoder. Give a decoder-only model as the policy.")
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
         raise ModelError(
-            f"'{path}' is {', '.join(config.architectures)}, a model that scores: its LM head "
-            "would be random. Give a language model."
+            f"'{path}' is {', '.join(config.architectures)}, a model that scores, so it has no LM "
+            "head and would get a random one. Give a language model as the policy."
         )
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
@@ -68,7 +68,7 @@ def load_policy(path: str | Path) -> "PreTrainedModel":
 
 
 def check_reward_config(path: str | Path) -> None:
-    """Raise if a model's configuration is not that of a reward model with one score.
+    """Raise unless a model's configuration is that of a reward model with one score.
 
     Raises:
         ModelError: the model is not a sequence classifier, is an encoder-decoder, or has not
@@ -79,8 +79,8 @@ def check_reward_config(path: str | Path) -> None:
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
         raise ModelError(
             f"'{path}' is {', '.join(architectures) or 'of unknown kind'}, not a "
-            "...ForSequenceClassification: its head would be random and its scores meaningless. "
-            "Train a reward model from it with --preferences."
+            "...ForSequenceClassification. Its head would be random, and its scores meaningless. "
+            "Train a reward model from this model with --preferences."
         )
     if config.is_encoder_decoder:
         raise ModelError(
@@ -89,18 +89,18 @@ def check_reward_config(path: str | Path) -> None:
         )
     if config.num_labels != 1:
         raise ModelError(
-            f"The reward model '{path}' has {config.num_labels} labels; a reward model has one, "
-            "its score. Train one with num_labels=1."
+            f"The reward model '{path}' has {config.num_labels} labels, and must have one: its "
+            "score. Train a reward model with num_labels=1."
         )
 
 
 def load_reward_model(
     path: str | Path, *, bias: float = 0.0, gain: float = 1.0, end_of_text: bool = True
 ) -> "RewardModel":
-    """Return a `RewardModel` of a sequence classifier with one label, and its own tokenizer.
+    """Return a `RewardModel` of a sequence classifier with one label and of its tokenizer.
 
     Raises:
-        ModelError: there is none at this folder or hub id, or it does not give one score.
+        ModelError: the folder or hub id has no supported sequence classifier with one label.
     """
     from transformers import AutoModelForSequenceClassification
 

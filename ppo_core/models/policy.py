@@ -1,4 +1,4 @@
-"""The policy, or its reference: a language model split into backbone and LM head."""
+"""The policy or the reference: a language model, split into its backbone and its LM head."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,7 +21,7 @@ from ppo_core.models.lm_head import ChunkedLMHead
 
 @dataclass(frozen=True)
 class _LogitRule:
-    """Scaling and soft capping that some families apply to the output of their LM head."""
+    """Scaling and soft capping that some model families apply to the output of their LM head."""
 
     scale: float
     softcap: float | None
@@ -38,7 +38,7 @@ class _LogitRule:
         return self.scale == 1 and self.softcap is None
 
     def apply(self, product: Tensor) -> Tensor:
-        """Return logits for the output of the head's matmul."""
+        """Return the logits (..., V) of the head's matmul output (..., V)."""
         logits = product if self.scale == 1 else product * self.scale
         if self.softcap is None:
             return logits
@@ -64,16 +64,16 @@ class Predictions(NamedTuple):
 class LanguageModel(nn.Module):
     """A language model, split into its backbone and its LM head.
 
-    The head (D x V, often the largest matrix) is applied only at counted response positions and
-    in chunks, so that no (tokens, V) tensor outlives its chunk.
+    The head (D x V, often the largest matrix) is applied only at counted response positions. It is
+    applied in chunks, so that logits of only one chunk are in memory.
     """
 
     def __init__(self, model: PreTrainedModel, within: Within = nullcontext) -> None:
-        """Wrap a `...ForCausalLM` or `...ForConditionalGeneration`; it runs inside `within()`.
+        """Wrap a `...ForCausalLM` or `...ForConditionalGeneration`, which runs in `within()`.
 
         Raises:
-            ModelError: backbone and head do not reproduce the model's own logits, so
-                log-probabilities computed from them would be wrong.
+            ModelError: backbone and head do not reproduce the model's own logits, so their
+                log-probabilities would be wrong.
         """
         super().__init__()
         self.model = model
@@ -99,7 +99,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Compare with the model's own logits on a prompt and a response of two tokens each."""
+        """Raise unless `logits` equals the model's own logits of a short prompt and response."""
         ids = torch.arange(2, 6, device=self.device)[None]
         two = torch.tensor([2], device=self.device)
         rows = TokenRows(
@@ -121,8 +121,8 @@ class LanguageModel(nn.Module):
         if not difference <= 1e-3 * max(1.0, expected.float().abs().max().item()):
             raise ModelError(
                 f"{type(self.model).__name__} transforms its logits after the LM head in a way "
-                f"that is not supported (difference {difference:.3g}): log-probabilities would be "
-                "wrong. Add the transformation to ppo_core.models.policy._LogitRule."
+                f"that is not supported (difference {difference:.3g}), so log-probabilities would "
+                "be wrong. Add the transformation to ppo_core.models.policy._LogitRule."
             )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -130,9 +130,9 @@ class LanguageModel(nn.Module):
         return self._rule.apply(self._product(hidden))
 
     def logits_of_rows(self, rows: int, passes: int) -> Callable[[Tensor], Tensor]:
-        """Return `logits`, optimized for `passes` calls on at most `rows` hidden states (b, D).
+        """Return a function from hidden states (b, D) to logits (b, V), where b is up to `rows`.
 
-        The result is valid only while the weights stay unchanged.
+        The function is `logits`, optimized for `passes` calls, and valid until the weights change.
         """
         full_precision = partial(torch.autocast, "cpu", enabled=False)
         with full_precision():
@@ -151,14 +151,14 @@ class LanguageModel(nn.Module):
         if states.device.type != "cpu":
             with self.within():
                 return cast(Tensor, head(states))
-        # The weights' precision is kept under autocast, too: half precision gains little here and
-        # costs the log-probabilities digits (MiniMax-M1, arXiv:2506.13585, section 3.2).
+        # Autocast is turned off: half precision saves little time in this matmul, and makes the
+        # log-probabilities less accurate (MiniMax-M1, arXiv:2506.13585, section 3.2).
         full_precision = torch.autocast("cpu", enabled=False)
         with self.within(), full_precision, large_matmuls(head.in_features * head.out_features):
             return cast(Tensor, head(states))
 
     def lm_head(self, temperature: float) -> ChunkedLMHead:
-        """Return the head that computes next-token distributions at `temperature`, in chunks."""
+        """Return the LM head, applied in chunks, for next-token distributions at `temperature`."""
         return ChunkedLMHead(
             module=self.head,
             matmul=self._product,
@@ -167,7 +167,7 @@ class LanguageModel(nn.Module):
         )
 
     def forward(self, rows: TokenRows, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probability (N,) of each counted token and the policy's entropy (N,) there.
+        """Return each counted token's log-probability (N,), and its distribution's entropy (N,).
 
         The entropy carries no gradient.
         """
@@ -205,7 +205,7 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Return KL(policy || reference) (N,) over the full vocabulary at each counted token.
 
-        `states` (N, D) are the policy's hidden states; gradients flow into the policy only.
+        `states` (N, D) are the policy's hidden states. Only the policy receives gradients.
         """
         with torch.no_grad():
             ref_states = reference.backbone.states(rows)

@@ -1,4 +1,4 @@
-"""Base models in 4 or 8 bits by bitsandbytes, trainable only through adapters."""
+"""Base models that bitsandbytes quantizes to 4 or 8 bits; only their adapters can be trained."""
 
 from importlib.util import find_spec
 
@@ -24,7 +24,7 @@ def bitsandbytes_config(
     bfloat16 (QLoRA, arXiv:2305.14314).
 
     Raises:
-        ConfigError: both 4 and 8 bits are set, or the 4-bit type is unknown.
+        ConfigError: both 4 and 8 bits are set, or `bnb_4bit_quant_type` is unknown.
         ModelError: there is no CUDA GPU, or bitsandbytes is not installed.
     """
     if load_in_4bit and load_in_8bit:
@@ -52,9 +52,9 @@ def bitsandbytes_config(
 def _check_machine(setting: str) -> None:
     if not torch.cuda.is_available():
         raise ModelError(
-            f"{setting} needs a CUDA GPU, and torch finds none. Run on a machine with a GPU and a "
-            f"CUDA build of torch, or leave {setting} out: adapters can also be trained on a base "
-            "in full precision."
+            f"{setting} needs a CUDA GPU, and torch finds no such GPU. Run on a machine with a GPU "
+            f"and a CUDA build of torch, or leave {setting} out: adapters can also be trained on a "
+            "base model in full precision."
         )
     if find_spec("bitsandbytes") is None:
         raise ModelError(
@@ -64,27 +64,27 @@ def _check_machine(setting: str) -> None:
 
 def is_quantized(model: nn.Module) -> bool:
     """Return whether a model, or the base of a PeftModel, is quantized by bitsandbytes."""
-    # Set by the quantizers of transformers; a PeftModel forwards attributes of its base.
+    # transformers sets these flags on the base; a PeftModel returns the attributes of its base.
     return any(getattr(model, flag, False) for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"))
 
 
 def check_quantized_trainable(model: nn.Module) -> None:
-    """Raise if a quantized model has no trainable adapter: quantized weights have no gradient.
+    """Raise if a quantized model has no trainable adapter, as quantized weights get no gradient.
 
     Raises:
         ModelError: the model is quantized and has no trainable adapter.
     """
     if not is_quantized(model):
         return
-    # Not by requires_grad, as norms and embeddings are not quantized and may require gradients.
+    # `requires_grad` is no proof of an adapter, as norms and embeddings are not quantized.
     if not getattr(model, "peft_config", None):
         raise ModelError(
-            f"{type(model).__name__} is quantized and has no adapter: its weights cannot be "
-            "trained. Pass a peft_config (--use_peft), or load the model without load_in_4bit and "
-            "load_in_8bit."
+            f"{type(model).__name__} is quantized and has no adapter, but quantized weights cannot "
+            "be trained. Pass a peft_config (--use_peft), or load the model without load_in_4bit "
+            "and load_in_8bit."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
-            "The adapters on this quantized model are all frozen: nothing would be trained. Load "
-            "the adapter to train with PeftModel.from_pretrained(..., is_trainable=True)."
+            "The adapters on this quantized model are all frozen, so nothing would be trained. "
+            "Load the adapter by PeftModel.from_pretrained(..., is_trainable=True)."
         )

@@ -1,4 +1,4 @@
-"""A reward model that is an adapter on the policy's own base."""
+"""A reward model that is an adapter on the policy's base model."""
 
 import copy
 from collections.abc import Callable
@@ -24,42 +24,42 @@ _CLASSIFIER_HEADS = ("score", "classifier")
 
 
 class AdapterClassifier(nn.Module):
-    """A reward model made of an adapter on a shared base and its own head.
+    """A reward model that consists of an adapter on the policy's base model, and a head.
 
-    It has the attributes of a sequence classifier that `RewardModel` uses. Its only parameters
-    are the head's: `to()`, `train()` and `requires_grad_()` do not affect the shared base.
+    It has those attributes of a sequence classifier that `RewardModel` uses. The class's only
+    parameters are the head's, so `to()`, `train()` and `requires_grad_()` do not affect the base.
     """
 
     base_model: Callable[..., Any]
-    """Run the base under the adapter; the output has `last_hidden_state` (B, S, D)."""
+    """Function that runs the base with the adapter, and returns `last_hidden_state` (B, S, D)."""
 
     def __init__(self, model: "PeftModel", name: str, score: nn.Linear) -> None:
-        """Use the base of `model` under the adapter `name`, and the head `score`."""
+        """Take a PeftModel, the name of its reward adapter, and the head of the reward model."""
         super().__init__()
         base = plain_model(model)
         self.config = copy.deepcopy(base.config)
         self.config.num_labels = 1
         self.score = score
         within = partial(using_adapter, model, name)
-        # Not modules, so that the base does not become a submodule.
+        # Neither attribute is an nn.Module, so that the base does not become a submodule.
         self.base_model = partial(_run, base.base_model, within)
         self.backbone = DecoderBackbone(base.base_model, within)
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the head, which must be the base's."""
+        """Return the device of the head; the base must be on the same device."""
         return self.score.weight.device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse to copy the full base.
+        """Raise, because a copy would contain a copy of the base.
 
         Raises:
             ModelError: always.
         """
         raise ModelError(
-            "This reward model is an adapter on the policy's base, so it cannot be copied as the "
-            "critic. Give the critic its own adapter with add_critic_adapter, or use a value head "
-            "on the policy with shared_critic=True."
+            "This reward model is an adapter on the policy's base model, so it cannot be copied as "
+            "the critic. Give the critic an adapter with add_critic_adapter, or set "
+            "shared_critic=True, which puts a value head on the policy."
         )
 
 
@@ -68,13 +68,13 @@ def load_reward_adapter(
 ) -> AdapterClassifier:
     """Load a reward model that was trained as an adapter on the policy's base.
 
-    `path` is the folder or hub id of a PEFT classifier (task_type SEQ_CLS) with one label: the
-    weights of its adapter and its head `score`. Both are loaded frozen; the active adapter stays
-    active.
+    `path` is the folder or hub id of a PEFT classifier (task_type SEQ_CLS) with one label. Its
+    files have the weights of an adapter and of the head `score`. Adapter and head are loaded
+    frozen; the active adapter stays active.
 
     Raises:
-        ModelError: there is no such adapter in safetensors, it has no head with one score, it
-            does not match this base, or the name is in use.
+        ModelError: the path has no adapter in safetensors, the adapter has no head with one score
+            or does not fit this base, or another adapter has this name.
     """
     peft = load_peft()
     try:
@@ -83,7 +83,7 @@ def load_reward_adapter(
     except (OSError, ValueError) as error:
         raise ModelError(f"No reward adapter can be loaded from '{path}': {error}") from error
     score = _take_score(weights, path)
-    # The causal base has no classifier head.
+    # PEFT would look for the classifier head in the base, which is a causal model without one.
     modules = [name for name in config.modules_to_save or [] if name not in _CLASSIFIER_HEADS]
     config.modules_to_save = modules or None
     add_beside(model, config, name)
@@ -100,14 +100,14 @@ def _run(
 
 
 def _take_score(weights: dict[str, Tensor], path: str | Path) -> nn.Linear:
-    """Remove the head from the weights of a saved adapter, and return it, frozen."""
+    """Remove the head from the weights of a saved adapter, and return the frozen head."""
     prefix = "base_model.model.score."
     weight, bias = weights.pop(f"{prefix}weight", None), weights.pop(f"{prefix}bias", None)
     if weight is None or len(weight) != 1:
         found = "no head 'score'" if weight is None else f"a head with {len(weight)} labels"
         raise ModelError(
-            f"The adapter '{path}' has {found}; a reward model needs a head with one score. Train "
-            "it as a ...ForSequenceClassification with num_labels=1 and task_type='SEQ_CLS'."
+            f"The adapter '{path}' has {found}, but a reward model needs a head with one score. "
+            "Train a ...ForSequenceClassification with num_labels=1 and task_type='SEQ_CLS'."
         )
     score = nn.Linear(weight.shape[1], 1, bias=bias is not None)
     score.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})

@@ -1,4 +1,4 @@
-"""The reward model: scores a prompt with its response."""
+"""The reward model, which scores a prompt with its response."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from ppo_core.models.backbones import DecoderBackbone
 
 
 class RewardModel:
-    """A sequence classifier with one label: one score for a prompt with its response."""
+    """A sequence classifier with one label, the score of a prompt with its response."""
 
     def __init__(
         self,
@@ -28,25 +28,26 @@ class RewardModel:
         gain: float = 1.0,
         end_of_text: bool = True,
     ) -> None:
-        """Wrap a model and its tokenizer: score = (output - `bias`) * `gain`.
+        """Wrap a model and its tokenizer; scores are (output - `bias`) * `gain`.
 
         `end_of_text` tells whether the model was trained on texts that end in the end-of-sequence
-        token. If so, every scored text ends in it, even a truncated response, because the head is
-        trained at that token and less accurate at others.
+        token. If so, that token is appended to every scored text, even to a truncated response:
+        the head is trained at that token, and less accurate at others.
 
         Raises:
-            ModelError: the model has several labels or an adapter, or the tokenizer lacks the
-                end-of-sequence token that `end_of_text` needs.
+            ModelError: the model has several labels or an adapter, or `end_of_text` is True and
+                the tokenizer has no end-of-sequence token.
         """
         if is_peft(model):
             raise ModelError(
-                "The reward model has an adapter. Merge it first, model.merge_and_unload(), or "
-                "load the adapter onto the policy's base with load_reward_adapter."
+                "The reward model has an adapter, which is not supported. Merge the adapter by "
+                "model.merge_and_unload(), or load it onto the policy's base model by "
+                "load_reward_adapter."
             )
         if model.config.num_labels != 1:
             raise ModelError(
-                f"The reward model {type(model).__name__} has {model.config.num_labels} labels; "
-                "a reward model has one, its score."
+                f"The reward model {type(model).__name__} has {model.config.num_labels} labels, "
+                "and must have one: its score. Train a reward model with num_labels=1."
             )
         self.model = model
         self.tokenizer = tokenizer
@@ -56,26 +57,26 @@ class RewardModel:
         if end_of_text and tokenizer.eos_token_id is None:
             raise ModelError(
                 "The reward model's tokenizer has no end-of-sequence token to end a text with. "
-                "Set end_of_text = false if it was trained without."
+                "Set end_of_text = false if the model was trained without that token."
             )
 
     @property
     def lm_head(self) -> nn.Linear | None:
-        """Return the head of a decoder-only classifier, which scores any position; else None."""
+        """Return the head of a decoder-only classifier, or None for another classifier."""
         head = getattr(self.model, "score", None)
         return head if isinstance(head, nn.Linear) else None
 
     @property
     def backbone(self) -> DecoderBackbone:
-        """Return the backbone below the head."""
+        """Return the model without its head."""
         own: DecoderBackbone | None = getattr(self.model, "backbone", None)
         return DecoderBackbone(self.model.base_model) if own is None else own
 
     def reads_tokens_of(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Return whether both tokenizers have the same vocabulary, apart from pad tokens.
+        """Return whether this model's tokenizer and `tokenizer` have the same vocabulary.
 
-        If not, the reward model must score texts instead of token ids. Scripts often add a pad
-        token to one tokenizer; no text contains it.
+        If not, the reward model must score texts instead of token ids. Pad tokens may differ:
+        training scripts often add a pad token, and no text contains it.
         """
         different = self.tokenizer.get_vocab().items() ^ tokenizer.get_vocab().items()
         return {token for token, _ in different} <= {tokenizer.pad_token, self.tokenizer.pad_token}
@@ -84,8 +85,9 @@ class RewardModel:
     def score_rows(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return scores (B,) of right-padded sequences (B, S) of the given lengths (B,).
 
-        A decoder-only model scores at each sequence's last token, which is found by the lengths;
-        comparing with the pad token would be wrong where pad equals eos (TRL #5303).
+        A decoder-only model scores at each sequence's last token. The lengths tell which token is
+        the last; searching for the pad token would fail if it equals the end-of-sequence token
+        (TRL #5303).
 
         Raises:
             DataError: a sequence is longer than the model's context.
@@ -94,7 +96,7 @@ class RewardModel:
         if context is not None and int(lengths.max()) > context:
             raise DataError(
                 f"A prompt with its response has {int(lengths.max())} tokens for the reward model, "
-                f"whose context is {context}. Shorten the prompts or lower response_length."
+                f"whose context is {context}. Shorten the prompts, or lower response_length."
             )
         if self.lm_head is not None:
             rows = torch.arange(len(ids), device=ids.device)
@@ -105,19 +107,19 @@ class RewardModel:
         return (at_least_fp32(scores) - self.bias) * self.gain
 
     def encode(self, prompt: str | Messages, response: str) -> list[int]:
-        """Return token ids of prompt and response, by the reward model's tokenizer and template."""
+        """Return token ids of a prompt with its response, by the reward model's tokenizer."""
         return encode_dialogue(self.tokenizer, prompt, response, end=self.end_of_text)
 
     def score_encoded(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
-        """Return scores (B,) on the CPU of token sequences, in batches of `batch_size`.
+        """Return scores (B,), on the CPU, of token sequences; `batch_size` are scored at a time.
 
         Raises:
-            DataError: a sequence has no token, or more than the model's context.
+            DataError: a sequence is empty, or longer than the model's context.
         """
         if not all(rows):
             raise DataError(
-                f"Text {[len(row) for row in rows].index(0)} has no token for the reward model. "
-                "Remove the text."
+                f"Text {[len(row) for row in rows].index(0)} has no token, so the reward model "
+                "cannot score it (the first text has number 0). Remove the text."
             )
         scores = torch.empty(len(rows))
         device = self.model.device
@@ -129,6 +131,6 @@ class RewardModel:
     def score_texts(
         self, prompts: Sequence[str | Messages], responses: Sequence[str], batch_size: int = 64
     ) -> Tensor:
-        """Return scores (B,) on the CPU of responses to prompts."""
+        """Return scores (B,), on the CPU, of one response to each prompt."""
         rows = [self.encode(*texts) for texts in zip(prompts, responses, strict=True)]
         return self.score_encoded(rows, batch_size)

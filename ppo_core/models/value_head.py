@@ -1,4 +1,4 @@
-"""Language models with a value head, for the classic PPO loop."""
+"""Language models with a value head, for the PPO loop of `ppo_core.classic`."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -21,7 +21,7 @@ class ValueHead(nn.Module):
     """Dropout and a linear layer from hidden states (..., D) to values (..., 1)."""
 
     def __init__(self, hidden_size: int, *, dropout: float) -> None:
-        """Make a head with torch's default initialization."""
+        """Create a head with torch's default initialization."""
         super().__init__()
         self.dropout = nn.Dropout(dropout)
         self.summary = nn.Linear(hidden_size, 1)
@@ -46,17 +46,17 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         v_head_init_strategy: str | None = None,
         v_head_initializer_range: float | None = None,
     ) -> None:
-        """Add a new value head to a transformers model or a PeftModel, which is not modified.
+        """Add a new value head to a transformers model or a PeftModel.
 
-        The head is in at least fp32 and has the input of the LM head. Its dropout probability is
-        `summary_dropout_prob`, else the value in the model's configuration, else 0.1. Its weights
-        have torch's default initialization; with `v_head_init_strategy="normal"` they are drawn
-        from a normal distribution of standard deviation `v_head_initializer_range` (default 0.2),
-        and the bias is 0.
+        The given model is not modified. The value head reads the input of the LM head, and computes
+        in fp32 or a higher precision. Its dropout probability is `summary_dropout_prob`, by default
+        the value in the model's configuration or 0.1. By default torch initializes its weights.
+        With `v_head_init_strategy="normal"` they are drawn from a normal distribution of standard
+        deviation `v_head_initializer_range` (default 0.2), and the bias is 0.
 
         Raises:
             ModelError: this class does not support the model.
-            ConfigError: settings of the head contradict each other.
+            ConfigError: settings of the value head contradict each other.
         """
         super().__init__()
         policy = plain_model(pretrained_model)
@@ -82,21 +82,21 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         is_trainable: bool = True,
         **kwargs: Any,
     ) -> Self:
-        """Return a model with the value head saved with it, or a new head if there is none.
+        """Return a model with its saved value head, or with a new head if none was saved.
 
         The first argument is a model, or the folder or hub id of a model or adapter. `peft_config`
         adds a new adapter; `is_trainable` applies to a loaded adapter. `dtype` (formerly
         `torch_dtype`) defaults to fp32, because small updates are lost in half precision. Settings
-        of the head are passed to the constructor, other arguments (quantization_config,
-        device_map, revision, ...) to transformers.
+        of the value head are passed to the constructor. All other arguments, such as
+        quantization_config, device_map and revision, are passed to transformers.
 
         Raises:
-            ModelError: the model or head cannot be loaded, or only by running its own code.
+            ModelError: model or value head cannot be loaded, or only by a pickle or remote code.
             ConfigError: arguments contradict each other.
         """
         head_settings = {name: kwargs.pop(name) for name in _HEAD_SETTINGS if name in kwargs}
         if dtype is not None and torch_dtype is not None:
-            raise ConfigError(f"{dtype=} and {torch_dtype=} are the same setting. Keep dtype.")
+            raise ConfigError(f"{dtype=} and {torch_dtype=} are the same setting. Pass only dtype.")
         if dtype := dtype or torch_dtype:
             kwargs["dtype"] = dtype
         policy: Any = pretrained_model_name_or_path
@@ -108,8 +108,8 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
             )
         elif kwargs:
             raise ConfigError(
-                f"{', '.join(kwargs)} would have no effect: the model is loaded already. Pass it "
-                "to the model's own from_pretrained, or pass a path here."
+                f"{', '.join(kwargs)} would have no effect, because the model is loaded already. "
+                "Pass these arguments when you load the model, or pass a path instead of a model."
             )
         if peft_config is not None:
             policy = add_adapter(policy, peft_config)
@@ -141,16 +141,16 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         return_past_key_values: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Return logits (B, S, V), loss and values (B, S), where S counts the decoder's tokens.
+        """Return logits (B, S, V), loss and values (B, S) of the S tokens that the decoder reads.
 
-        Logits and values are in at least fp32. The loss is the model's own, None without
-        `labels`. With `return_past_key_values` the cache is the fourth result. Other arguments are
-        passed to the model.
+        Logits and values are in fp32 or a higher precision. The loss is that of the transformers
+        model, or None without `labels`. With `return_past_key_values` the cache is a fourth result.
+        Other arguments are passed to the model.
         """
         lm_head = self.pretrained_model.get_output_embeddings()
         head_inputs: list[Tensor] = []
-        # The head's input is the last hidden state after norm, projection (OPT) and scaling (T5);
-        # reading it by a hook avoids keeping the states of all layers.
+        # The LM head's input is the last hidden state after norm, projection (OPT) and scaling
+        # (T5). A hook reads it, because output_hidden_states would keep the states of all layers.
         with lm_head.register_forward_pre_hook(lambda _, inputs: head_inputs.append(inputs[0])):
             output = self.pretrained_model(
                 input_ids=input_ids, attention_mask=attention_mask, **kwargs
@@ -162,7 +162,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         return (*result, output.past_key_values) if return_past_key_values else result
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate with the policy; see `transformers.GenerationMixin.generate`."""
+        """Call the policy's `generate` (`transformers.GenerationMixin.generate`)."""
         return self.pretrained_model.generate(*args, **kwargs)
 
     def gradient_checkpointing_enable(
@@ -171,7 +171,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         """Recompute activations in the backward pass to save memory (TRL #5245).
 
         Raises:
-            ConfigError: the policy has adapters and checkpointing is not non-reentrant.
+            ConfigError: the policy has adapters, and the arguments are not use_reentrant=False.
         """
         if not is_peft(self.pretrained_model):
             self.pretrained_model.activation_checkpointing_enable(
@@ -181,8 +181,9 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
             checkpoint_activations(self.pretrained_model)
         else:
             raise ConfigError(
-                f"{gradient_checkpointing_kwargs=} would recompute activations under the adapter "
-                "that is active in the backward pass. Leave it out: checkpointing is non-reentrant."
+                f"{gradient_checkpointing_kwargs=} could recompute activations with another "
+                "adapter than in the forward pass, and give wrong gradients. Leave "
+                "gradient_checkpointing_kwargs out: the default is non-reentrant."
             )
 
     def gradient_checkpointing_disable(self) -> None:
@@ -197,21 +198,21 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         is_main_process: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Save the policy as a plain checkpoint, and the head in `value_head.safetensors`.
+        """Save the policy as a plain checkpoint, and the value head in `value_head.safetensors`.
 
-        transformers (or peft, for an adapter) loads the folder as the policy; `from_pretrained`
-        also loads the head. Pass the full `state_dict` of this model if its weights are sharded.
-        Other arguments, such as `max_shard_size`, are passed to the policy; an adapter is always
-        one file.
+        transformers (or peft, for an adapter) loads the folder as the policy. `from_pretrained` of
+        this class also loads the value head. If this model's weights are sharded, pass its
+        unsharded `state_dict`. Other arguments, such as `max_shard_size`, are passed to the policy;
+        an adapter is always one file.
 
         Raises:
             ConfigError: `safe_serialization=False` or `push_to_hub=True` is given.
-            ModelError: the `state_dict` is not that of a model with a value head.
+            ModelError: the `state_dict` lacks the tensors of the policy or of the value head.
         """
         if not kwargs.pop("safe_serialization", True):
             raise ConfigError(
                 "safe_serialization=False would write a pickle, which from_pretrained does not "
-                "read. Leave it out: weights are written as safetensors."
+                "read. Leave safe_serialization out; weights are then written as safetensors."
             )
         if kwargs.pop("push_to_hub", False):
             raise ConfigError(
@@ -231,12 +232,13 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         shapes = {name: tuple(tensor.shape) for name, tensor in saved.tensors.items()}
         if shapes != (expected := {name: tuple(tensor.shape) for name, tensor in own.items()}):
             raise ModelError(
-                f"The saved value head has {shapes}, and this model needs {expected}: the head "
-                "was trained on another model. Load that model, or delete the file of the head."
+                f"The saved value head has the shapes {shapes}, but this model needs {expected}: "
+                "the value head was trained on another model. Load that model, or delete the file "
+                "of the value head to begin with a new one."
             )
         tensors = dict(saved.tensors)
         if saved.of_trl and getattr(self.config, "scale_decoder_outputs", False):
-            # TRL applies the head to the states of a T5 before they are scaled by D**-0.5.
+            # TRL's head reads the states of a T5 before scaling by D**-0.5, this head after it.
             tensors["summary.weight"] = tensors["summary.weight"] * self.config.d_model**0.5
         self.v_head.load_state_dict(tensors)
 
@@ -249,7 +251,7 @@ class AutoModelForCausalLMWithValueHead(ModelWithValueHead):
 
 
 class AutoModelForSeq2SeqLMWithValueHead(ModelWithValueHead):
-    """An encoder-decoder with a value head on its decoder."""
+    """An encoder-decoder language model with a value head on its decoder."""
 
     _auto_class = AutoModelForSeq2SeqLM
     _has_encoder = True
@@ -259,7 +261,7 @@ def _check_policy(policy: PreTrainedModel, *, has_encoder: bool) -> None:
     name = type(policy).__name__
     if policy.get_output_embeddings() is None:
         raise ModelError(
-            f"{name} has no language-model head, so nothing can be sampled. Load it as a "
+            f"{name} has no language-model head, so it cannot sample tokens. Load the model as a "
             "...ForCausalLM or ...ForConditionalGeneration."
         )
     if policy.config.is_encoder_decoder != has_encoder:
@@ -267,8 +269,8 @@ def _check_policy(policy: PreTrainedModel, *, has_encoder: bool) -> None:
         raise ModelError(f"{name} has {has}: use AutoModelFor{other}WithValueHead.")
     if any(parameter.is_meta for parameter in policy.parameters()):
         raise ModelError(
-            f"Parts of {name} are offloaded to CPU or disk, where they cannot be trained. Use a "
-            "device_map that fits the full model."
+            f"Weights of {name} are offloaded to CPU or disk, where they cannot be trained. Use a "
+            "device_map that places all weights on GPUs."
         )
 
 
@@ -278,7 +280,7 @@ def _initialize(head: ValueHead, strategy: str | None, std: float | None) -> Non
     if strategy is None and std is not None:
         raise ConfigError(
             f"v_head_initializer_range={std} takes effect only with "
-            "v_head_init_strategy='normal'. Give both or neither."
+            "v_head_init_strategy='normal'. Set both or neither."
         )
     if strategy == "normal":
         nn.init.normal_(head.summary.weight, std=0.2 if std is None else std)
@@ -289,7 +291,7 @@ def _part(state_dict: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     part = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
     if not part:
         raise ModelError(
-            f"The state_dict has no tensor {prefix}*: it is not that of a model with a value head. "
-            "Pass the state_dict of the full model."
+            f"The state_dict has no tensor {prefix}*, so it is not from a model with a value head. "
+            "Pass the state_dict of the model with its value head."
         )
     return part

@@ -1,4 +1,4 @@
-"""Load a policy with its value head, from its own file or a checkpoint that TRL saved."""
+"""Load a policy with its value head, from files of this package or of TRL, and save the head."""
 
 import json
 from collections.abc import Mapping
@@ -34,22 +34,22 @@ class SavedHead(NamedTuple):
     """A value head read from a file."""
 
     tensors: dict[str, Tensor]
-    """Tensors by their names in the head: `summary.weight` (1, D) and `summary.bias` (1,)."""
+    """Tensors by name: `summary.weight` (1, D) and `summary.bias` (1,)."""
 
     of_trl: bool
-    """Whether the head was among the policy's weights, as TRL saves it."""
+    """Whether the head was read from the policy's weights file, where TRL saves it."""
 
 
 def load_with_head(
     auto_class: Any, path: str | Path, arguments: Mapping[str, Any], *, is_trainable: bool
 ) -> tuple[nn.Module, SavedHead | None]:
-    """Return the policy of a folder or hub id, and its value head or None.
+    """Return the policy of a folder or hub id, and its value head, or None if none was saved.
 
-    The policy is a PeftModel if the path holds an adapter. `arguments` are those of transformers'
-    `from_pretrained`, and `load_in_4bit` and `load_in_8bit`.
+    The policy is a PeftModel if the path has an adapter. `arguments` are those of transformers'
+    `from_pretrained`, and additionally `load_in_4bit` and `load_in_8bit`.
 
     Raises:
-        ModelError: there is no such model, or it needs its own code or a pickle.
+        ModelError: the model cannot be loaded, or only by a pickle or remote code.
         ConfigError: arguments contradict each other.
     """
     _refuse_code(arguments)
@@ -73,10 +73,10 @@ def save_head(tensors: Mapping[str, Tensor], folder: str | Path) -> None:
 
 
 def read_head(path: str | Path, **hub: Any) -> SavedHead | None:
-    """Return the value head of a folder or hub id, or None if it has none.
+    """Return the value head that is saved in a folder or hub id, or None.
 
     Raises:
-        ModelError: the weights are in a pickle, which is not read.
+        ModelError: the only weights are in a pickle, which is not read.
     """
     if (own := _find(path, HEAD_FILE, **hub)) is not None:
         return SavedHead(_tensors_of_head(own), of_trl=False)
@@ -93,18 +93,18 @@ def read_head(path: str | Path, **hub: Any) -> SavedHead | None:
 def _refuse_code(arguments: Mapping[str, Any]) -> None:
     if arguments.get("trust_remote_code"):
         raise ModelError(
-            "trust_remote_code=True would run code that came with the weights. Leave it out, and "
-            "use a model that is part of transformers."
+            "trust_remote_code=True would run code from the checkpoint. Leave trust_remote_code "
+            "out, and use a model that is part of transformers."
         )
     if arguments.get("use_safetensors") is False:
         raise ModelError(
-            "use_safetensors=False would read a pickle, which can run code. Leave it out; if the "
-            "checkpoint has no safetensors, the error message says how to convert it."
+            "use_safetensors=False would read a pickle, which can run code. Leave use_safetensors "
+            "out. If the checkpoint has no safetensors, an error message says how to convert it."
         )
 
 
 def _with_quantization(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with `load_in_4bit` and `load_in_8bit` as a quantization_config."""
+    """Return arguments with `load_in_4bit` and `load_in_8bit` replaced by a quantization_config."""
     others = dict(arguments)
     config = bitsandbytes_config(
         load_in_4bit=others.pop("load_in_4bit", False),
@@ -114,8 +114,8 @@ def _with_quantization(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return others
     if others.get("quantization_config") is not None:
         raise ConfigError(
-            "load_in_4bit or load_in_8bit is given together with a quantization_config, which sets "
-            "the same. Keep the quantization_config."
+            "load_in_4bit or load_in_8bit is given together with quantization_config, which also "
+            "sets the precision. Pass only quantization_config."
         )
     return {**others, "quantization_config": config}
 
@@ -136,10 +136,10 @@ def _load_adapter(
     config = PeftConfig.from_pretrained(str(path), **hub)
     if not config.base_model_name_or_path:
         raise ModelError(
-            f"The adapter '{path}' does not name its base model. Add the base's folder or hub id "
-            'to its adapter_config.json as "base_model_name_or_path".'
+            f"The adapter '{path}' does not name its base model. Add the folder or hub id of the "
+            'base to adapter_config.json as "base_model_name_or_path".'
         )
-    # revision and subfolder belong to the adapter.
+    # The arguments revision and subfolder locate the adapter, not the base.
     of_base = {k: v for k, v in arguments.items() if k not in ("revision", "subfolder")}
     base = auto_class.from_pretrained(
         config.base_model_name_or_path, revision=config.revision, **of_base
@@ -150,7 +150,7 @@ def _load_adapter(
 
 
 def _find(path: str | Path, name: str, **hub: Any) -> Path | None:
-    """Return the path of a file in a folder or hub id, downloaded if needed, or None."""
+    """Return the path of a file of a folder or hub id, or None; download the file if needed."""
     found = cached_file(path, name, **hub, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 
@@ -159,7 +159,7 @@ def _tensors_of_head(file: Path) -> dict[str, Tensor]:
     with safe_open(file, framework="pt") as tensors:
         return {
             name.removeprefix(PREFIX): tensors.get_tensor(name)
-            for name in tensors.keys()  # noqa: SIM118, it is not a dict
+            for name in tensors.keys()  # noqa: SIM118, `tensors` is not a dict
             if name.startswith(PREFIX)
         }
 
@@ -167,7 +167,7 @@ def _tensors_of_head(file: Path) -> dict[str, Tensor]:
 def _tensors_of_shards(path: str | Path, index: Path, **hub: Any) -> dict[str, Tensor]:
     shard_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
     shards = {shard for name, shard in shard_of.items() if name.startswith(PREFIX)}
-    # A missing shard is reported by transformers, which loads it afterwards.
+    # transformers loads the shards later, and reports missing shards.
     files = [file for shard in sorted(shards) if (file := _find(path, shard, **hub))]
     return {name: tensor for file in files for name, tensor in _tensors_of_head(file).items()}
 
@@ -176,9 +176,9 @@ def _refuse_pickle(path: str | Path, **hub: Any) -> None:
     for name in _PICKLES:
         if _find(path, name, **hub) is not None:
             raise ModelError(
-                f"'{path}' holds {name}, and no {_WEIGHTS}. Pickles are not read, because they can "
-                "run code, and a value head in this one would be lost. If you trust its author, "
-                "convert each file once and put the result beside it:\n"
+                f"'{path}' has {name}, whose weights are pickled, and no {_WEIGHTS}. Pickles can "
+                "run code, so they are not read, and a value head in them would be lost. If you "
+                "trust their author, convert each file once, and save the result beside it:\n"
                 "    tensors = torch.load('pytorch_model.bin', weights_only=True)\n"
                 "    tensors = {name: tensor.clone() for name, tensor in tensors.items()}\n"
                 "    safetensors.torch.save_file(\n"

@@ -1,1 +1,1 @@
-"""Prompts in, sampled responses out."""
+"""Sample responses to prompts."""

@@ -1,4 +1,4 @@
-"""Continuous batching: prompts that wait, responses that grow, and what has been sampled."""
+"""Bookkeeping of continuous batching: waiting prompts, active sequences, sampled responses."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,26 +11,26 @@ from ppo_core.data.prompts import Tokens
 
 
 class PromptQueue:
-    """Prompts that have not been read yet, in their order."""
+    """Prompts that wait to be read by the decoder, in a fixed order."""
 
     def __init__(
         self, prompts: Sequence[Tokens], batch_size: int, before_batch: Callable[[], None]
     ) -> None:
-        """Take prompts, and a function to call once for each `batch_size` of them."""
+        """Take prompts, and a function that is called once per `batch_size` prompts."""
         self._prompts = prompts
         self._batch_size = batch_size
         self._before_batch = before_batch
         self.num_taken = 0
 
     def __len__(self) -> int:
-        """Return how many prompts are left."""
+        """Return the number of prompts that have not been taken."""
         return len(self._prompts) - self.num_taken
 
     def take(self, most: int) -> Sequence[Tokens]:
-        """Return up to `most` further prompts; calls `before_batch` if they begin a batch.
+        """Take up to `most` prompts; if they begin a batch of `batch_size`, call `before_batch`.
 
-        The number of calls depends on the number of prompts alone, so it is equal in all processes,
-        which may wait for each other in that function.
+        `before_batch` may wait for other processes, so all processes must call it equally often.
+        The number of calls therefore depends only on the number of prompts.
         """
         prompts = self._prompts[self.num_taken : self.num_taken + most]
         end = self.num_taken + len(prompts)
@@ -42,59 +42,59 @@ class PromptQueue:
 
 @dataclass(frozen=True)
 class ActiveSequences:
-    """The response of each sequence (b,) of the decoder."""
+    """The response that is sampled in each of the decoder's b sequences."""
 
     response: Tensor
-    """(b,) number of the response among all responses."""
+    """(b,) row of the response in the `ResponseBuffer`."""
 
     position: Tensor
-    """(b,) of its next token."""
+    """(b,) position of the response's next token."""
 
     is_active: Tensor
-    """(b,) False if it has finished; another response may then take the place of the sequence."""
+    """(b,) False if the response has finished; its sequence can then be dropped."""
 
     @classmethod
     def new(cls, first: int, end: int, device: torch.device) -> "ActiveSequences":
-        """Return responses first..end-1, without a token."""
+        """Return the active sequences of responses first to end - 1, which have no tokens yet."""
         response = torch.arange(first, end, device=device)
         is_active = torch.ones_like(response, dtype=torch.bool)
         return cls(response, torch.zeros_like(response), is_active)
 
     def advance(self, is_stop: Tensor, max_new_tokens: int) -> "ActiveSequences":
-        """Advance by one token; `is_stop` (b,) marks the responses that it finishes."""
+        """Advance by one token, which is the stop token where `is_stop` (b,) is True."""
         position = self.position + 1
         is_active = self.is_active & ~is_stop & (position < max_new_tokens)
         return ActiveSequences(self.response, position, is_active)
 
     def count(self, max_new_tokens: int) -> tuple[int, int]:
-        """Return how many responses are active, and how many sequences have all their tokens."""
-        # Stacked, since each transfer waits for the device.
+        """Return the numbers of active responses, and of sequences with the maximum length."""
+        # Stacked into one transfer, because each transfer to the CPU waits for the device.
         active, full = torch.stack(
             [self.is_active.sum(), (self.position == max_new_tokens).sum()]
         ).tolist()
         return active, full
 
     def active_sequences(self, *, at_least: int) -> Tensor:
-        """Return the sequences (c,) with an active response.
+        """Return the indices (c,) of sequences with an active response.
 
-        If there are none, return sequence 0, `at_least` times.
+        If no response is active, return index 0, repeated `at_least` times.
         """
         sequences = self.is_active.nonzero()[:, 0]
         return sequences if len(sequences) else sequences.new_zeros(at_least)
 
     def select(self, sequences: Tensor) -> "ActiveSequences":
-        """Return the responses of some sequences (c,)."""
+        """Return only the sequences with the given indices (c,)."""
         return ActiveSequences(*(tensor[sequences] for tensor in vars(self).values()))
 
     def extend(self, others: "ActiveSequences") -> "ActiveSequences":
-        """Concatenate along the batch."""
+        """Append other sequences."""
         both = zip(vars(self).values(), vars(others).values(), strict=True)
         return ActiveSequences(*(torch.cat(pair) for pair in both))
 
 
 @dataclass(frozen=True)
 class ResponseBuffer:
-    """Responses sampled so far; tensors as in `Rollout`."""
+    """The responses of a `Rollout` while they are sampled, in tensors with the same meaning."""
 
     ids: Tensor
     logprobs: Tensor
@@ -106,7 +106,7 @@ class ResponseBuffer:
     def empty(
         cls, num_responses: int, max_new_tokens: int, device: torch.device
     ) -> "ResponseBuffer":
-        """Return responses without a token; their lengths are those without a stop token."""
+        """Return empty responses; `lengths` is the maximum until a stop token is written."""
         shape = num_responses, max_new_tokens
         return cls(
             ids=torch.zeros(shape, dtype=torch.long, device=device),
@@ -117,7 +117,7 @@ class ResponseBuffer:
         )
 
     def put(self, responses: Tensor, part: "ResponseBuffer") -> None:
-        """Write some responses (b,)."""
+        """Copy the responses of `part` into rows `responses` (b,)."""
         for full, of_part in zip(vars(self).values(), vars(part).values(), strict=True):
             full[responses] = of_part
 
@@ -129,9 +129,9 @@ class ResponseBuffer:
         behaviour_logprobs: Tensor,
         stop_token_id: int,
     ) -> Tensor:
-        """Write the next token (b,) of each active response; returns where it is the stop token.
+        """Write the next token (b,) of each active response; return where it is the stop token.
 
-        Does not wait for the device.
+        This method does not wait for the device.
         """
         is_active, response, position = active.is_active, active.response, active.position
         self.ids[response, position] = torch.where(is_active, tokens, 0)

@@ -1,4 +1,4 @@
-"""Sequences that a model extends by one token per pass."""
+"""Sequences that a model extends by one token per forward pass."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -19,31 +19,31 @@ from ppo_core.rollout.transformers_decoder import TransformersBackend
 
 
 class Backend(Protocol):
-    """The forward passes of a model, and the cache that they read and write."""
+    """Forward passes of a model, and the KV cache that they read and write."""
 
     @property
     def cache(self) -> KVCache | SelectableCache:
-        """The keys and values of all sequences."""
+        """Keys and values of all sequences."""
 
     @property
     def splits_prompts(self) -> bool:
-        """Whether prompts of different lengths may be read in several passes: less padding."""
+        """Whether prompts of different lengths may be read in several passes, to save padding."""
 
     def prefill(self, prompts: Sequence[Tokens], sequences: Tensor) -> Tensor:
-        """Read prompts into `sequences` (b,) of the cache; returns their last states (b, D)."""
+        """Read prompts into rows `sequences` (b,) of the cache; return their last states (b, D)."""
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Read the next token (B,) of each sequence; returns its states (B, D)."""
+        """Read the next token (B,) of each sequence; return its last hidden states (B, D)."""
 
 
 class Decoder:
     """Sequences that begin as prompts and grow by one token per `step`."""
 
     states: Tensor
-    """(B, D), last hidden state of the last token of each sequence."""
+    """(B, D) last hidden state at the last token of each sequence."""
 
     def __init__(self, backend: Backend, prompts: Sequence[Tokens]) -> None:
-        """Read the first prompts into an empty cache."""
+        """Read the first prompts into the backend's empty cache."""
         self._backend = backend
         self._cache = backend.cache
         self.states = self._prefill(prompts)
@@ -56,21 +56,21 @@ class Decoder:
     def keep(self, kept: Tensor) -> None:
         """Drop all sequences but `kept` (b,).
 
-        A sequence that has all its new tokens must be dropped before the next `step`.
+        A sequence whose response has the maximum length must be dropped before the next `step`.
         """
         self.states = self.states[kept]
         self._cache.keep(kept)
 
     def add(self, prompts: Sequence[Tokens]) -> None:
-        """Read further prompts, if the model `can_add_prompts`.
+        """Append further prompts; requires `can_add_prompts`.
 
-        None may be longer than the longest of the first, and there may never be more sequences than
-        at first.
+        No prompt may be longer than the longest of the first prompts, and the number of sequences
+        may not exceed the number of the first prompts.
         """
         self.states = torch.cat([self.states, self._prefill(prompts)])
 
     def _prefill(self, prompts: Sequence[Tokens]) -> Tensor:
-        """Read prompts in batches of similar length; returns their last states (b, D) in order."""
+        """Read prompts in batches of similar length; return last states (b, D) in prompt order."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         batches = [torch.arange(len(prompts))]
         if self._backend.splits_prompts:
@@ -92,9 +92,10 @@ def new_decoder(
     *,
     splits_prompts: bool,
 ) -> Decoder:
-    """Read prompts by the fastest backend for the model, with memory for their responses.
+    """Return a decoder that has read the prompts, with the fastest backend for the model.
 
-    With `splits_prompts`, prompts of different lengths may be read in several passes.
+    Its cache has memory for `max_new_tokens` more tokens of each sequence. With `splits_prompts`,
+    prompts of different lengths may be read in several passes.
 
     Raises:
         ModelError: the model's cache cannot drop sequences.
@@ -102,7 +103,7 @@ def new_decoder(
     size = max(map(len, prompts)), max_new_tokens, policy.device
     if fast_path(backbone.module) is not None:
         layers = fast_path(packed(backbone.module, len(prompts), passes=max_new_tokens))
-        assert layers is not None, "The packed copy is of the same family."
+        assert layers is not None, "The packed copy has the fast path, as its original."
         fast = FastBackend(layers, KVCache(len(prompts), *size), backbone.within)
         return Decoder(fast, prompts)
     cache: KVCache | SelectableCache = SelectableCache(*size)
@@ -113,10 +114,10 @@ def new_decoder(
 
 
 def can_add_prompts(policy: LanguageModel, backbone: DecoderBackbone) -> bool:
-    """Return whether prompts can be added while others are decoded.
+    """Return whether prompts can be added while other sequences are decoded.
 
-    They cannot where layers keep anything but the keys and values of all positions, nor where the
-    rotary angles of a sequence depend on the longest sequence beside it.
+    This is not possible if a layer's cache has anything but the keys and values of all positions.
+    Nor is it possible if the rotary angles depend on the longest sequence in the batch.
     """
     config = policy.model.config
     is_fast = fast_path(backbone.module) is not None
@@ -125,7 +126,7 @@ def can_add_prompts(policy: LanguageModel, backbone: DecoderBackbone) -> bool:
 
 
 def _rotary_kinds(config: PreTrainedConfig) -> set[str]:
-    """Return the kinds of rotary embedding of all layers."""
+    """Return the types of rotary embedding that the layers use."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     each = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     return {part["rope_type"] for part in each if "rope_type" in part}

@@ -1,4 +1,4 @@
-"""Prefill and decoding by our own forward pass."""
+"""Prefill and decoding by the forward pass of `decoder_forward`."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ from ppo_core.rollout.kv_cache import KVCache
 
 
 class FastBackend:
-    """Passes of `decoder_forward` through the layers of a backbone."""
+    """Backend that computes a backbone's layers by `decoder_forward`."""
 
     splits_prompts = True
 
@@ -27,13 +27,13 @@ class FastBackend:
         cache: KVCache,
         within: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Take an empty cache; passes run inside `within()`."""
+        """Take an empty cache; forward passes run in the context `within()`."""
         self.cache = cache
         self._layers = layers
         self._within = within
 
     def prefill(self, prompts: Sequence[Tokens], sequences: Tensor) -> Tensor:
-        """Read prompts into `sequences` (b,) of the cache; returns their last states (b, D)."""
+        """Read prompts into rows `sequences` (b,) of the cache; return their last states (b, D)."""
         device = self.cache.lengths.device
         ids, lengths = (tensor.to(device) for tensor in pad_rows(prompts))
         context = _Prompts(ids, lengths, sequences.to(device), self.cache)
@@ -42,13 +42,13 @@ class FastBackend:
             return forward(self._layers, ids, context, last)
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Read the next token (B,) of each sequence; returns its states (B, D)."""
+        """Read the next token (B,) of each sequence; return its last hidden states (B, D)."""
         with self._within():
             return forward(self._layers, tokens[:, None], _NextTokens(self.cache))[:, 0]
 
 
 class _Prompts(FullSequences):
-    """Prompts whose keys and values are stored in a cache."""
+    """Context of a prefill, which stores the prompts' keys and values in a cache."""
 
     def __init__(self, ids: Tensor, lengths: Tensor, sequences: Tensor, cache: KVCache) -> None:
         super().__init__(ids)
@@ -67,7 +67,7 @@ class _Prompts(FullSequences):
 
 
 class _NextTokens:
-    """One token of each sequence, which attends to itself and to the cache."""
+    """Context of a decoding step: each new token attends to itself and to its cached sequence."""
 
     is_causal = False
 

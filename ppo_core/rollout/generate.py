@@ -18,37 +18,39 @@ from ppo_core.rollout.decoder import can_add_prompts, new_decoder
 from ppo_core.rollout.sampler import SamplingSettings, sample_tokens
 
 MAX_KEPT_SHARE = 0.75
-"""Finished responses leave the cache once at most this share of its sequences is active, or one has
-its maximum length. Moving the active ones together costs as much as a few passes."""
+"""Largest fraction of active sequences at which finished responses are removed from the cache.
+Removal costs as much as a few forward passes. At larger fractions, finished responses are removed
+only if a sequence has the maximum length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingCallbacks:
-    """What sampling asks and tells its caller."""
+    """Functions of the caller that are called during sampling."""
 
     any_active: Callable[[bool], bool] | None = None
-    """Takes whether this process has an active response, returns whether any process has one.
+    """Takes whether this process has an active response; returns whether any process has one.
 
-    Needed where each forward pass waits for all processes, as with sharded weights; all must have
-    equally many prompts then, and sample them batch by batch."""
+    Needed if each forward pass waits for all processes, as with sharded weights. All processes must
+    then have equally many prompts, and continuous batching is off."""
 
     before_batch: Callable[[], None] = lambda: None
-    """Called once for each `batch_size` prompts, before they are read; may raise."""
+    """Called before each batch of `batch_size` prompts is read; may raise to stop sampling."""
 
     on_finished: Callable[[int], None] = lambda number: None
-    """Called with the number of responses that a token has finished."""
+    """Called after each token with the number of responses that have just finished."""
 
 
 def decoder_of(policy: LanguageModel) -> DecoderBackbone:
     """Return the backbone of a policy that can be sampled from.
 
     Raises:
-        ModelError: it has an encoder.
+        ModelError: the policy has an encoder.
     """
     if not isinstance(policy.backbone, DecoderBackbone):
         raise ModelError(
-            f"{type(policy.model).__name__} has an encoder, and only decoder-only models can be "
-            "sampled from here. Train it with ppo_core.classic, which generates by transformers."
+            f"{type(policy.model).__name__} has an encoder, but this sampler supports only "
+            "decoder-only models. Train this model with ppo_core.classic, which generates by "
+            "transformers."
         )
     return policy.backbone
 
@@ -63,12 +65,13 @@ def sample_responses(
     batch_size: int,
     callbacks: SamplingCallbacks = SamplingCallbacks(),
 ) -> Rollout:
-    """Sample one response to each prompt, ending at the stop token or after T tokens.
+    """Sample one response to each prompt; it ends at the stop token or after T tokens.
 
-    uniforms is (B, T), one number in [0, 1) for each token that may be drawn. At most `batch_size`
-    prompts are sampled at a time, the longest first, with a KV cache. Unless `any_active` is set,
-    further prompts take the places of finished responses (continuous batching). On CPU and in fp32
-    the recorded log-probabilities equal those of a training pass to about 1e-6.
+    `uniforms` (B, T) has one number in [0, 1) for each token that may be drawn. At most
+    `batch_size` prompts are sampled at a time, the longest first, with a KV cache. Finished
+    responses are replaced by further prompts (continuous batching), unless `any_active` is set or
+    the model cannot add prompts. On CPU and in fp32 the recorded log-probabilities equal those of
+    a training forward pass to about 1e-6.
 
     Raises:
         ModelError: the policy has an encoder, or its cache cannot drop sequences.
@@ -114,7 +117,7 @@ def _sample_sorted(
     batch_size: int,
     callbacks: SamplingCallbacks,
 ) -> ResponseBuffer:
-    """Sample responses to prompts that are sorted longest first, `batch_size` at a time."""
+    """Sample responses to prompts that are sorted longest first, at most `batch_size` at a time."""
     max_new_tokens, device = uniforms.shape[1], policy.device
     any_active = callbacks.any_active
     buffer = ResponseBuffer.empty(len(prompts), max_new_tokens, device)
@@ -139,7 +142,7 @@ def _sample_sorted(
         if not continues:
             return buffer
         if num_full or num_active <= MAX_KEPT_SHARE * len(tokens):
-            # A sequence stays without a response where passes are made for other processes.
+            # While other processes sample, one finished sequence takes part in their passes.
             kept = active.active_sequences(at_least=0 if any_active is None else 1)
             decoder.keep(kept)
             active, tokens = active.select(kept), tokens[kept]

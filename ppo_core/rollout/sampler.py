@@ -1,4 +1,4 @@
-"""Draw one token per sequence from its logits; the token that ends a response."""
+"""Sampling settings, and drawing one token per sequence from its logits."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,19 +14,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_STOP_TOKEN = -1
-"""An id that no token has: responses have their maximum length."""
+"""Stop token id for responses that always have the maximum length; no token has this id."""
 
 BLOCK = 128
-"""Tokens whose probabilities are summed first, so that no cumulative sum spans the vocabulary."""
+"""Tokens per block of the vocabulary. Cumulative sums run over blocks and in one block, which is
+faster than over the full vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How tokens are drawn, and which token ends a response."""
+    """Settings of drawing tokens, and the token that ends a response."""
 
     stop_token_id: int
     temperature: float
-    """0 chooses the most likely token, and records its log-probability at temperature 1."""
+    """Sampling temperature. 0 chooses the most likely token, with its log-probability at 1."""
     top_k: int = 0
     top_p: float = 1.0
 
@@ -39,10 +40,10 @@ class SamplingSettings:
 def stop_token(
     tokenizer: "PreTrainedTokenizerBase", stop: str | None, stop_token_id: int | None
 ) -> int:
-    """Return the id that ends a response: `stop_token_id`, else end-of-sequence, else none.
+    """Return `stop_token_id` if set, else `NO_STOP_TOKEN` if `stop` is None, else end-of-sequence.
 
     Raises:
-        ModelError: end-of-sequence is needed, and the tokenizer has no such token.
+        ModelError: the end-of-sequence token is needed, but the tokenizer has none.
     """
     if stop_token_id is not None:
         return stop_token_id
@@ -50,8 +51,8 @@ def stop_token(
         return NO_STOP_TOKEN
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            "The policy's tokenizer has no end-of-sequence token: no response would ever end. "
-            "Set stop_token_id, or stop_token=None."
+            "The policy's tokenizer has no end-of-sequence token, so no response would end before "
+            "its maximum length. Set stop_token_id, or set stop_token=None for that length."
         )
     return int(tokenizer.eos_token_id)
 
@@ -61,12 +62,13 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per sequence from softmax(logits / temperature), cut to top_k and top_p.
 
-    The token is the first whose cumulative probability exceeds `uniforms` (B,), numbers in
-    [0, 1). So it depends on its own logits (V,) and number alone: not on other sequences, the batch
-    size or the number of processes. The logits (B, V) may be overwritten.
+    For each sequence `uniforms` (B,) has a number in [0, 1). The sequence's token is the first
+    whose cumulative probability exceeds the number, so it does not depend on other sequences, the
+    batch size or the number of processes. The logits (B, V) may be overwritten.
 
-    Returns ids (B,), their log-probabilities (B,) under the full policy, and those (B,) under the
-    truncated distribution, which are the same tensor if nothing is truncated.
+    Returns token ids (B,), their log-probabilities (B,) under the full policy, and their
+    log-probabilities (B,) under the truncated distribution. Both log-probabilities
+    are the same tensor if nothing is truncated.
     """
     if settings.temperature == 0:
         logprobs = torch.log_softmax(at_least_fp32(logits), dim=-1)
@@ -84,11 +86,11 @@ def sample_tokens(
 
 
 def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first token (B,) whose cumulative probability exceeds its number.
+    """Return the first token (B,) whose cumulative probability exceeds `uniforms` (B,).
 
-    Returns its log-probability (B,), too. Finds the block of the token, then the token in the
-    block: a cumulative sum over a full vocabulary takes longer than the softmax. The logits (B, V)
-    are overwritten.
+    Also returns the token's log-probability (B,). The block of the token is found first, then the
+    token in the block: a cumulative sum over the full vocabulary takes longer than the softmax.
+    The logits (B, V) are overwritten.
     """
     batch, tokens = logits.shape
     weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()
@@ -105,9 +107,9 @@ def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_above(cumulative: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first index (B,) with a cumulative sum above its threshold, and the sum before."""
+    """Return the first index (B,) whose sum exceeds the threshold, and the sum (B,) before it."""
     total = cumulative[:, -1:]
-    # A threshold rounded up to the total would choose an index after the last that can be drawn.
+    # If rounding makes a threshold equal to the total, no sum would exceed it.
     below = torch.nextafter(total, torch.zeros_like(total))
     thresholds = torch.minimum(thresholds[:, None], below)
     index = torch.searchsorted(cumulative, thresholds, right=True)

@@ -22,7 +22,7 @@ from ppo_core.rollout.kv_cache import (
 
 
 class TransformersBackend:
-    """Passes of any decoder of transformers."""
+    """Backend that computes any decoder-only model by transformers."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class TransformersBackend:
     ) -> None:
         """Take an empty cache. With `splits_prompts`, prompts may be read in several passes."""
         self.cache = cache
-        # A `SelectableCache` is what a single pass made.
+        # A `SelectableCache` can only be filled by one pass.
         self.splits_prompts = splits_prompts and isinstance(cache, KVCache)
         self._backbone = backbone
         self._name = type(policy.model).__name__
@@ -42,7 +42,7 @@ class TransformersBackend:
         self._past: Cache
 
     def prefill(self, prompts: Sequence[Tokens], sequences: Tensor) -> Tensor:
-        """Read prompts into `sequences` (b,) of the cache; returns their last states (b, D).
+        """Read prompts into rows `sequences` (b,) of the cache; return their last states (b, D).
 
         Raises:
             ModelError: the model's cache cannot drop sequences.
@@ -61,14 +61,14 @@ class TransformersBackend:
         if not can_drop_sequences(filled):
             raise ModelError(
                 f"{self._name} does not keep keys and values by sequence, so finished responses "
-                "cannot be dropped from its cache while the others continue. Train it with "
-                "ppo_core.classic, which generates by transformers."
+                "cannot be dropped from its cache while other responses continue. Train this model "
+                "with ppo_core.classic, which generates by transformers."
             )
         self._store(filled, sequences)
         return states[:, -1]
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Read the next token (B,) of each sequence; returns its states (B, D)."""
+        """Read the next token (B,) of each sequence; return its last hidden states (B, D)."""
         is_visible = self.cache.mask[:, 0, : self.cache.end + 1] == 0
         states = self._backbone.hidden_states(
             tokens[:, None],
@@ -80,7 +80,7 @@ class TransformersBackend:
         return states[:, -1]
 
     def _store(self, filled: Cache, sequences: Tensor) -> None:
-        """Take over the keys and values that a pass over prompts left."""
+        """Move the keys and values of a prefill from `filled` to this backend's cache."""
         if isinstance(self.cache, SelectableCache):
             self._past = self.cache.cache = filled
             return
@@ -89,5 +89,5 @@ class TransformersBackend:
             assert isinstance(layer, DynamicLayer)
             assert layer.keys is not None and layer.values is not None
             self.cache.write(number, (sequences, slice(None), columns), layer.keys, layer.values)
-            layer.reset()  # frees its memory before the next layer is copied
+            layer.reset()  # frees the layer's memory before the next layer is copied
         self._past = TransformersView(self.cache, len(filled.layers))

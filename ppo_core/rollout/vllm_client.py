@@ -1,14 +1,15 @@
 """HTTP client of a vLLM server with one model.
 
-The server is `vllm serve` of 0.20 or later in its own environment, with
-VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs. The client uses:
+The server is `vllm serve`, version 0.20 or later, in its own Python environment. It is started with
+VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs. The client uses these features, which
+are documented on docs.vllm.ai:
 
-- `reload_weights(weights_path=...)`, which reads safetensors from a folder into the running model
-  (docs.vllm.ai, training/layerwise, "Mid Level reload_weights API"), over POST /collective_rpc;
-- POST /v1/completions with token ids in and, by return_token_ids, out (serving/
-  openai_compatible_server, "Completions API", extra parameters);
-- cache_salt, which separates cached prefixes (design/prefix_caching): reloading weights does not
-  clear the keys and values that the old ones computed.
+- POST /collective_rpc with `reload_weights(weights_path=...)` makes the running model read
+  safetensors from a folder (training/layerwise, "Mid Level reload_weights API").
+- POST /v1/completions takes prompts as token ids. With return_token_ids the responses are token
+  ids, too (serving/openai_compatible_server, "Completions API", extra parameters).
+- cache_salt separates cached prefixes (design/prefix_caching). Each version of the weights needs
+  another salt, because reload_weights does not clear keys and values of the old weights.
 
 Tested with vLLM 0.32.0 built for the CPU (docs/vllm.md).
 """
@@ -29,17 +30,17 @@ from ppo_core.data.prompts import Tokens
 from ppo_core.errors import ConfigError, ModelError, TrainingError
 from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
 
-# Else the client logs a line for every call where the root logger shows INFO.
+# At level INFO the HTTP client would log a line for every request.
 logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 CONNECT_SECONDS = 10.0
 """Timeout for opening a connection, in seconds."""
 
 TRANSIENT_STATUSES = (408, 429, 502, 503, 504)
-"""HTTP statuses of a server that is starting or overloaded."""
+"""HTTP statuses of a server that is starting or overloaded; the request is retried."""
 
 MAX_MESSAGE_LENGTH = 300
-"""Characters of a server's message that an error shows."""
+"""Largest number of characters of a server's message that our error message repeats."""
 
 Result = TypeVar("Result")
 
@@ -49,13 +50,13 @@ class _Logprobs(BaseModel):
 
 
 class Choice(BaseModel):
-    """The fields of a completion's choice that are read."""
+    """The fields of a sampled response that the client reads."""
 
     token_ids: list[int]
-    """The response, its stop token included."""
+    """Token ids of the response, the stop token included."""
 
     logprobs: _Logprobs
-    """Log-probability of each token under the sampling distribution."""
+    """Log-probabilities of the tokens under the sampling distribution."""
 
     finish_reason: str | None = None
 
@@ -70,13 +71,13 @@ class _Model(BaseModel):
 
 
 class VLLMServer:
-    """Samples responses and loads weights; calls are retried while the server is unavailable."""
+    """Client of a vLLM server; requests are retried while the server is unavailable."""
 
     def __init__(self, url: str, *, timeout: float, at_once: int) -> None:
-        """Prepare a client; sends no request.
+        """Create the client, without a request to the server.
 
-        A call may take `timeout` seconds, and is retried for as long. At most `at_once` prompts are
-        sampled at a time.
+        `timeout` limits the seconds of each request, and the seconds during which it is retried. At
+        most `at_once` prompts are sampled at a time.
         """
         self._url = url.rstrip("/")
         self._timeout = timeout
@@ -92,40 +93,43 @@ class VLLMServer:
     def _model(self) -> _Model:
         models = self._call("list its models", self._client.models.list).data
         if not models:
-            raise ConfigError(f"The server at {self._url} serves no model. Start it with one.")
+            raise ConfigError(f"The server at {self._url} serves no model. Start it with a model.")
         return _Model.model_validate(models[0].model_dump())
 
     def check(self, prompt: Tokens, longest: int) -> None:
         """Raise if the server cannot sample the responses of a run.
 
-        `prompt` is any prompt; no prompt with its response is longer than `longest`.
+        `prompt` is any prompt of the run, and `longest` the largest possible number of tokens of a
+        prompt with its response.
 
         Raises:
-            ModelError: the context of its model is too short.
-            ConfigError: its log-probabilities are not those of the sampling distribution.
-            TrainingError: it does not answer.
+            ModelError: the context of the server's model is shorter than `longest`.
+            ConfigError: the server serves no model, or its log-probabilities are not those of the
+                sampling distribution.
+            TrainingError: the server cannot be reached, or refuses a request.
         """
         context = self._model.max_model_len
         if context is not None and longest > context:
             raise ModelError(
-                f"The longest prompt with its response has {longest} tokens, and the server at "
-                f"{self._url} takes {context}. Start it with a larger --max-model-len."
+                f"The longest prompt with its response has {longest} tokens, but the server at "
+                f"{self._url} takes at most {context}. Start the server with a larger "
+                "--max-model-len."
             )
         top_1 = SamplingSettings(stop_token_id=NO_STOP_TOKEN, temperature=1.0, top_k=1)
         choice = self._complete(prompt, 0, top_1, max_new_tokens=1, salt="check")
-        # With top_k=1 the only token left has probability 1.
+        # With top_k=1 the sampling distribution gives its only token the probability 1.
         if choice.logprobs.token_logprobs[0] < -1e-6:
             raise ConfigError(
-                f"The server at {self._url} returns log-probabilities from before temperature, "
-                "top_k and top_p: the importance weights of all tokens would be wrong. Start it "
-                "with --logprobs-mode processed_logprobs."
+                f"The server at {self._url} returns log-probabilities without temperature, top_k "
+                "and top_p, so all importance weights would be wrong. Start the server with "
+                "--logprobs-mode processed_logprobs."
             )
 
     def load(self, folder: Path) -> None:
-        """Load weights from a folder of safetensors into the server; waits until it has.
+        """Make the server load weights from a folder of safetensors, and wait for it.
 
         Raises:
-            TrainingError: the server refuses them, or does not answer.
+            TrainingError: the server refuses the weights, or cannot be reached.
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._call(
@@ -142,19 +146,20 @@ class VLLMServer:
         max_new_tokens: int,
         salt: str,
     ) -> list[Choice]:
-        """Sample one response to each prompt with its own seed.
+        """Sample one response to each prompt, with the seed of that prompt.
 
-        Each prompt is a request of its own, since the prompts of one request share a seed. Only
-        prompts of the same `salt` share cached prefixes.
+        Each prompt is sent as a separate request, because a request has only one seed. Only prompts
+        with the same `salt` share cached prefixes.
 
         Raises:
-            TrainingError: the server refuses a prompt, or does not answer.
+            TrainingError: the server refuses a prompt, cannot be reached, or answers without token
+                ids or log-probabilities.
         """
 
         def request(prompt: Tokens, seed: int) -> Choice:
             return self._complete(prompt, seed, settings, max_new_tokens=max_new_tokens, salt=salt)
 
-        # The first failure cancels the requests that have not begun.
+        # If a request fails, `map` cancels the requests that have not begun.
         with ThreadPoolExecutor(self._at_once) as pool:
             return list(pool.map(request, prompts, seeds))
 
@@ -168,7 +173,7 @@ class VLLMServer:
         salt: str,
     ) -> Choice:
         stop = settings.stop_token_id
-        # Defaults that the server would take from the model's generation_config.
+        # Without these parameters the server would use the model's generation_config.
         vllm_parameters = {
             "top_k": settings.top_k,
             "min_p": 0.0,
@@ -187,7 +192,7 @@ class VLLMServer:
                 max_tokens=max_new_tokens,
                 temperature=settings.temperature,
                 top_p=settings.top_p,
-                logprobs=0,  # of the sampled token only
+                logprobs=0,  # only for the sampled token
                 extra_body=vllm_parameters,
             ),
         ).text
@@ -196,7 +201,7 @@ class VLLMServer:
         except ValidationError as error:
             raise TrainingError(
                 f"The server at {self._url} answers without token ids or log-probabilities: "
-                f"{_short(body)}. Is it vLLM 0.20 or later?"
+                f"{_short(body)}. Start vLLM 0.20 or later."
             ) from error
 
     def _call(self, action: str, request: Callable[[], Result]) -> Result:
@@ -210,9 +215,9 @@ class VLLMServer:
             return retrying(request)
         except openai.APIConnectionError as error:
             raise TrainingError(
-                f"The vLLM server at {self._url} cannot be reached to {action}, for "
-                f"vllm_server_timeout={self._timeout:g} seconds: {error.__cause__ or error}. "
-                "Only this update is lost: start the server, and resume the run."
+                f"The vLLM server at {self._url} cannot be reached to {action}, after retries "
+                f"for vllm_server_timeout={self._timeout:g} seconds: {error.__cause__ or error}. "
+                "Start the server, and resume the run from its last checkpoint."
             ) from None
         except openai.APIStatusError as error:
             raise TrainingError(
@@ -224,11 +229,11 @@ class VLLMServer:
 
 _NEXT_MOVES = {
     401: "Set VLLM_API_KEY to the server's key.",
-    404: "Start it with VLLM_SERVER_DEV_MODE=1, and check vllm_server_base_url.",
+    404: "Start the server with VLLM_SERVER_DEV_MODE=1, and check vllm_server_base_url.",
 }
 _ANOTHER_MODEL = (
-    "See its log, and restart it with the policy's model: a server that refused weights may have "
-    "loaded some of them."
+    "See the server's log, and restart the server with the policy's model. A server that refused "
+    "weights may have loaded some of them."
 )
 
 

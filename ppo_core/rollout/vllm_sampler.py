@@ -1,4 +1,4 @@
-"""Sample responses by a vLLM server that has the policy's weights."""
+"""Sample responses by a vLLM server that receives the policy's weights."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class VLLMSampler:
-    """Samples as `sample_responses` does, by a vLLM server.
+    """Sampler of responses by a vLLM server.
 
-    All processes call each method together; an error in one is raised in all of them.
+    All processes must call each method together. An error in one process is raised in all of them.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class VLLMSampler:
     ) -> None:
         """Connect to the server, and check that it can sample responses to all prompts.
 
-        `adapted` is the PeftModel with the policy's adapter, if it has one: the server gets merged
-        weights.
+        `adapted` is the PeftModel if the policy has an adapter, else None. The server gets weights
+        with the adapter merged.
 
         Raises:
             ConfigError: the server's log-probabilities are not those of the sampling distribution.
-            ModelError: the context of its model is too short.
-            TrainingError: it does not answer.
+            ModelError: the context of the server's model is too short.
+            TrainingError: the server cannot be reached, or refuses a request.
         """
         self._config = config
         self._policy = policy
@@ -67,9 +67,9 @@ class VLLMSampler:
         self._peers.together(partial(self._server.check, prompts[0], longest))
 
     def synchronise(self) -> str:
-        """Send the policy's weights to the server; returns the name of this version.
+        """Make the server load the policy's weights; return a name for this version of the weights.
 
-        The main process writes them, unsharded, as safetensors; the others wait.
+        The main process writes the unsharded weights as safetensors, while other processes wait.
 
         Raises:
             TrainingError: the weights cannot be written, or the server does not load them.
@@ -80,7 +80,7 @@ class VLLMSampler:
         return version
 
     def _publish(self, weights: dict[str, Tensor] | None) -> str:
-        # A new name each time: the server and network file systems cache by name.
+        # Each version has a new name, because the server and network file systems cache by name.
         name = f"weights-{uuid4().hex}"
         if not self._engine.is_main:
             return name
@@ -91,8 +91,9 @@ class VLLMSampler:
             self._server.load(folder)
         except OSError as error:
             raise TrainingError(
-                f"The policy's weights cannot be written for the vLLM server: {error}. Make room "
-                f"in vllm_weights_dir={self._config.vllm_weights_dir!r}, or set another folder."
+                f"The policy's weights cannot be written for the vLLM server: {error}. Free disk "
+                f"space in vllm_weights_dir={self._config.vllm_weights_dir!r}, or set "
+                "vllm_weights_dir to another folder."
             ) from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -105,15 +106,16 @@ class VLLMSampler:
         settings: SamplingSettings,
         version: str,
     ) -> Rollout:
-        """Sample one response to each of this process's prompts under this version of the weights.
+        """Sample one response to each of this process's prompts.
 
-        uniforms is (B, T) as in `sample_responses`. Each request's seed is derived from it, so its
-        response repeats as far as the server is deterministic. Both log-probabilities of the
-        rollout are the server's, those of the sampling distribution; the caller must compute the
-        policy's own.
+        `version` is the return value of the last `synchronise`. `uniforms` is (B, T), as in
+        `sample_responses`. A request's seed is derived from its row of `uniforms`, so its response
+        is reproducible if the server is deterministic. `logprobs` and `behaviour_logprobs` of the
+        rollout are both the server's, under the sampling distribution. The caller must replace
+        `logprobs` by log-probabilities under the policy.
 
         Raises:
-            TrainingError: the server does not answer, or its response is not what was requested.
+            TrainingError: the server cannot be reached, or returns another response than requested.
         """
         max_new_tokens = uniforms.shape[1]
         choices: list[Choice] = []
@@ -147,20 +149,20 @@ class VLLMSampler:
         elif stop in ids[:-1]:
             wrong = f"tokens after the stop token {stop}"
         elif len(choice.logprobs.token_logprobs) != len(ids):
-            wrong = f"{len(choice.logprobs.token_logprobs)} log-probabilities of {len(ids)} tokens"
+            wrong = f"{len(choice.logprobs.token_logprobs)} log-probabilities for {len(ids)} tokens"
         elif max(ids) >= vocabulary:
             wrong = f"token {max(ids)}, but the policy has only {vocabulary} tokens"
         if wrong is not None:
             raise TrainingError(
-                f"The vLLM server at {self._config.vllm_server_base_url} answers with {wrong}: "
-                "the policy cannot learn from that. Start it with the policy's model, and resume "
-                "the run."
+                f"The vLLM server at {self._config.vllm_server_base_url} answers with {wrong}, so "
+                "the policy cannot learn from this response. Start the server with the policy's "
+                "model, and resume the run."
             )
 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Hide the progress bar of transformers, which it would show at each update."""
+    """Hide the progress bar that transformers shows when it writes weights."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -171,7 +173,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def request_seeds(uniforms: Tensor) -> list[int]:
-    """Return one seed for each sequence of uniforms (B, T), a hash of its numbers."""
+    """Return one seed for each row of `uniforms` (B, T), a hash of the numbers in the row."""
     return [
         int.from_bytes(blake2b(numbers.numpy().tobytes(), digest_size=7).digest())
         for numbers in uniforms

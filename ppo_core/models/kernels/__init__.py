@@ -1,1 +1,1 @@
-"""A fast path for small models on a CPU."""
+"""Faster computation than that of transformers, mostly for small models on a CPU."""

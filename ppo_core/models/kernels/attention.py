@@ -1,6 +1,6 @@
 """Attention for the forward pass of `decoder_forward`.
 
-Legend beside that of `masking`: H heads of queries, G of keys and values, E size of a head.
+Dimensions beside those of `algorithm.masking`: H query heads, G key-value heads, E size of a head.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from torch.autograd.function import once_differentiable
 from ppo_core.models.kernels.matmul_backend import small_matmuls
 
 MAX_SCORES = 256 * 256
-"""Largest number of scores (queries times keys) of a head for which all weights are held at once.
+"""Largest number of scores (queries times keys) per head for which this file computes attention.
 For longer sequences PyTorch's blockwise attention is faster."""
 
 BLOCK = 64
-"""Queries of a causal block. They are not multiplied by the keys after their block."""
+"""Queries per block under a causal mask. The keys after a block are not read for its queries."""
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:
-    """Return the mask (1, S, S) of full sequences: -inf where the key comes after the query."""
+    """Return the mask (1, S, S) of full sequences: -inf where the key follows the query, else 0."""
     return torch.full((length, length), -torch.inf, device=device).triu(1)[None]
 
 
 def uses_own_attention(queries: int, keys: int, device: torch.device) -> bool:
-    """Return whether `attend` leaves PyTorch's attention aside for these numbers per sequence."""
+    """Return whether `attend` avoids PyTorch's attention for these numbers of queries and keys."""
     return device.type == "cpu" and queries * keys <= MAX_SCORES
 
 
@@ -42,7 +42,7 @@ def attend(
     """Return softmax(scale * queries @ keys.T + mask) @ values, (B, T, H * E).
 
     queries are (B, H, T, E), keys and values (B, G, S, E), and mask is (B or 1, T, S). `is_causal`
-    says that it is a `causal_mask`.
+    tells whether the mask is a `causal_mask`.
     """
     batch, heads, length, size = queries.shape
     if uses_own_attention(length, keys.shape[2], queries.device):
@@ -66,12 +66,12 @@ def attend(
 
 
 class _Block(NamedTuple):
-    """Queries that are multiplied together, and the keys that they are multiplied by."""
+    """Queries that are computed in one matmul, and the keys that they may attend to."""
 
     queries: slice
     keys: slice
     masked: slice
-    """Keys that the mask may hide from some of the queries."""
+    """Keys that the mask may hide from some queries of the block."""
 
 
 def _blocks(queries: int, keys: int, *, is_causal: bool) -> list[_Block]:
@@ -83,13 +83,13 @@ def _blocks(queries: int, keys: int, *, is_causal: bool) -> list[_Block]:
 
 
 class _Attended(NamedTuple):
-    """The output, and what the backward pass needs: N = B * G matrices of R = H / G heads each."""
+    """Output of attention, and tensors for its backward pass; N = B * G and R = H / G."""
 
     output: Tensor
     """(B, H, T, E)."""
 
     queries: Tensor
-    """(N, R, T, E), scaled. All heads that read the same keys are one matrix."""
+    """(N, R, T, E), scaled. The R heads that read the same keys form one matrix."""
 
     keys: Tensor
     """(N, S, E)."""
@@ -98,7 +98,7 @@ class _Attended(NamedTuple):
     """(N, S, E)."""
 
     weights: list[Tensor]
-    """(N, R * T, S) of each block."""
+    """Attention weights (N, R * queries, keys) of each block."""
 
 
 def _attend(
@@ -127,7 +127,7 @@ def _attend(
 
 
 class _OwnAttention(torch.autograd.Function):
-    """Attention that keeps the weights of all queries for its backward pass."""
+    """Attention that saves its weights for the backward pass."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""Memory of a process that computes on the CPU: settings for all of it, made by our commands.
+"""Memory settings of a process that computes on the CPU.
 
-No constructor and no import calls these functions. They import no torch, so that a command can call
-them first.
+They affect the full process, so only commands make them, never a constructor or an import. This
+file does not import torch, so that a command can call it before torch is loaded.
 """
 
 import ctypes
@@ -13,14 +13,14 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _ONE_GIB = 2**30
 
 KEPT_MATMULS = 48
-"""Shapes whose compiled matmuls are kept. A forward and backward pass through one bfloat16 layer
-needs about thirty; half of 48 makes such a training slower."""
+"""Capacity of each cache, in compiled matmuls. A forward and backward pass through one bfloat16
+layer needs about 30; with a capacity of 24, training in bfloat16 is slower."""
 
 _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 def prepare_cpu_process() -> None:
-    """Keep freed memory and few compiled matmuls in this process, before its first matmul."""
+    """Reuse freed memory and limit the caches of compiled matmuls; call before the first matmul."""
     keep_freed_memory()
     keep_few_compiled_matmuls()
 
@@ -28,10 +28,10 @@ def prepare_cpu_process() -> None:
 def keep_freed_memory() -> None:
     """Reuse freed blocks of up to 1 GiB for later tensors.
 
-    By default glibc returns blocks above 32 MiB to the system when they are freed, and the system
-    must clear the pages of the next one. Other C libraries are left alone, and so is a glibc
-    before 2.35: it refuses the first threshold, and the second alone would turn off its own
-    adaptation.
+    By default glibc returns freed blocks above 32 MiB to the system, which must then clear the
+    pages of the next block. Other C libraries are not changed. glibc before 2.35 is not changed
+    either: it refuses the mmap threshold, and setting only the trim threshold would stop glibc
+    from adapting both.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -42,9 +42,10 @@ def keep_freed_memory() -> None:
 def keep_few_compiled_matmuls() -> None:
     """Limit the caches of compiled matmuls to `KEPT_MATMULS`, unless the environment sets them.
 
-    oneDNN compiles about 1 MiB of code for each new shape; PyTorch keeps 1,024 and oneDNN 1,024
-    more. Training has a new shape for every sequence length. Both read their variable at the
-    first matmul of the process, so a later call changes nothing here; child processes inherit it.
+    oneDNN compiles about 1 MiB of code for each new shape, and training has a new shape for every
+    sequence length. By default PyTorch caches 1,024 compiled matmuls, and oneDNN another 1,024.
+    Both read their limit at the first matmul of the process: a later call affects only child
+    processes.
     """
     for variable in _CAPACITIES:
         os.environ.setdefault(variable, str(KEPT_MATMULS))

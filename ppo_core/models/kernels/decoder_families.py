@@ -1,7 +1,7 @@
-"""The fast path: which backbones have one, and the parts that it is computed from.
+"""Which backbones `decoder_forward` can compute (the fast path), and their modules.
 
-The parts are the backbone's own modules, with their weights, adapters and settings. This file knows
-how each family of transformers puts them together.
+The modules are the backbone's own, with their weights, adapters and settings. This file knows how
+each model family of transformers connects its modules.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +25,14 @@ QueriesKeysValues = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderLayer:
-    """Attention and an MLP, each after its norm, added to the residual stream."""
+    """A pre-norm layer: attention and an MLP, each added to the residual stream."""
 
     attention_norm: nn.Module
     project: Callable[[Tensor], QueriesKeysValues]
-    """Normed states (B, S, D) to queries, keys and values."""
+    """Maps normed states (B, S, D) to queries, keys and values."""
 
     output: nn.Module
-    """Output projection of attention: (..., H * E) to (..., D)."""
+    """Output projection of attention, from (..., H * E) to (..., D)."""
 
     mlp_norm: nn.Module
     mlp: nn.Module
@@ -40,13 +40,13 @@ class DecoderLayer:
     """Factor of the scores `queries @ keys.T`."""
 
     is_parallel: bool = False
-    """Whether the MLP reads the layer's input in the place of the attention's output."""
+    """Whether the MLP reads the layer's input, without the attention output added to it."""
 
     def finish(self, states: Tensor, attention_output: Tensor) -> Tensor:
         """Return the layer's output (..., D).
 
-        states (..., D) are its input, attention_output (..., H * E) the weighted values of all
-        heads before the output projection.
+        `states` (..., D) is the layer's input. `attention_output` (..., H * E) has the weighted
+        values of all heads, before the output projection.
         """
         attended = self.output(attention_output)
         if self.is_parallel:
@@ -57,34 +57,33 @@ class DecoderLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderLayers:
-    """The parts of a decoder-only backbone."""
+    """The modules of a decoder-only backbone."""
 
     token_embedding: nn.Module
-    """Token ids (B, S) to embeddings (B, S, D)."""
+    """Maps token ids (B, S) to embeddings (B, S, D)."""
 
     position_embedding: nn.Module | None = None
-    """Positions (B or 1, S) to embeddings that are added to the tokens'; None with rotary."""
+    """Maps positions (B or 1, S) to embeddings, which are added to the tokens'; None if unused."""
 
     rotary: nn.Module | None = None
-    """States and positions to cosine and sine (B or 1, S, R) of the rotary angles."""
+    """Maps states and positions to cosine and sine (B or 1, S, R) of angles; None if unused."""
 
     layers: Sequence[DecoderLayer]
     norm: nn.Module
 
 
 def fast_path(backbone: nn.Module) -> DecoderLayers | None:
-    """Return the parts of a backbone that has the fast path now, or None.
+    """Return the modules of a backbone that the fast path can compute now, else None.
 
-    Where None is returned, call the backbone's own forward:
+    The backbone's own forward must be called, and None is returned, in these cases:
 
-    - the family, or this variant of it, is not known here;
-    - the backbone is in training mode, with dropout and recomputed activations;
-    - its weights are in half precision, where another order of summation changes which tokens
-      are sampled, compared with the library that will serve the model;
-    - its attention is not transformers' default: another `attn_implementation` was chosen, or
-      a function was registered in the place of the default;
-    - a module inside has a hook or a replaced `forward`, as FSDP2 and ZeRO-3 use them to gather
-      the weights of a layer.
+    - the model family, or this variant of the family, is not known here;
+    - the backbone is in training mode, which may use dropout and recomputed activations;
+    - the weights are in half precision, where another order of summation would sample other
+      tokens than the library that will serve the model;
+    - attention is not transformers' default: another `attn_implementation` was chosen, or
+      another function was registered under the default's name;
+    - a module has a hook or a replaced `forward`, by which FSDP2 and ZeRO-3 gather weights.
     """
     family = _FAMILIES.get(type(backbone))
     if family is None or backbone.training or next(backbone.parameters()).dtype.itemsize < 4:
@@ -99,7 +98,7 @@ def fast_path(backbone: nn.Module) -> DecoderLayers | None:
 
 
 def _has_default_attention(backbone: Any) -> bool:
-    # transformers records the default and an explicit "sdpa" alike.
+    # The configuration has "sdpa" both by default and if the user chose "sdpa".
     return (
         backbone.config._attn_implementation == "sdpa"
         and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
@@ -108,7 +107,7 @@ def _has_default_attention(backbone: Any) -> bool:
 
 
 def _is_of_family(module: nn.Module, family: type[nn.Module]) -> bool:
-    """Whether class and `forward` of a module, which the fast path does not call, are known."""
+    """Return whether a module has the family's own `forward`, which the fast path replaces."""
     cls = type(module)
     return cls.__module__ == cls.forward.__module__ == family.__module__
 
@@ -142,7 +141,7 @@ def _gpt_neox_layer(layer: GPTNeoXLayer) -> DecoderLayer:
 
 
 def _llama(backbone: Any) -> DecoderLayers | None:
-    """Return the parts of Llama, or of Qwen2 without sliding-window attention."""
+    """Return the modules of Llama, or of Qwen2 without sliding-window attention; else None."""
     kinds = getattr(backbone.config, "layer_types", None) or ["full_attention"]
     if set(kinds) != {"full_attention"}:
         return None

@@ -1,7 +1,7 @@
-"""One forward pass through the decoders of `fast_path`: training, prefill and decoding.
+"""The forward pass of the decoders of `fast_path`, for training, prefill and decoding.
 
-Equal to those of transformers, and faster: sequences need no mask for their padding, attention is
-one matmul for all heads, and the last layer is computed only at the positions that are read.
+It gives the hidden states of transformers' forward pass, but faster: no padding mask is needed, all
+heads share a matmul, and the last layer is computed only at the positions that are read.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from ppo_core.models.kernels.rotary import Angles, by_head
 
 
 class Context(Protocol):
-    """What the tokens (B, S) of a pass attend to."""
+    """The keys and values that the tokens (B, S) of a forward pass attend to."""
 
     positions: Tensor
-    """(B or 1, S) of the tokens in their sequences."""
+    """(B or 1, S) position of each token in its sequence."""
 
     mask: Tensor
-    """(B or 1, S, keys), added to the attention scores."""
+    """(B or 1, S, keys), -inf or 0, added to the attention scores."""
 
     is_causal: bool
     """Whether the mask is a `causal_mask`."""
@@ -30,14 +30,14 @@ class Context(Protocol):
     def update(
         self, layer: int, keys: Tensor, values: Tensor, angles: Angles | None
     ) -> tuple[Tensor, Tensor]:
-        """Take the keys and values (B, S, G, E) of the tokens, not yet rotated.
+        """Rotate the tokens' keys; store keys and values (B, S, G, E) in the cache, if any.
 
-        Returns all keys and values (B, G, keys, E) that the tokens attend to.
+        Returns all keys and values (B, G, keys, E) that the tokens attend to in this layer.
         """
 
 
 class FullSequences:
-    """Right-padded sequences (B, S) from their first position on; nothing is cached."""
+    """Right-padded sequences (B, S) that are read completely; nothing is cached."""
 
     is_causal = True
 
@@ -49,7 +49,7 @@ class FullSequences:
     def update(
         self, layer: int, keys: Tensor, values: Tensor, angles: Angles | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the rotated keys, and the values."""
+        """Return rotated keys and values, both (B, G, S, E)."""
         return by_head(keys, angles), by_head(values, None)
 
 
@@ -64,7 +64,11 @@ class Selection:
     """(N,)"""
 
     def by_sequence(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return indices (B, T) of the positions of each sequence, and the column (N,) of each."""
+        """Arrange the N positions as a matrix (B, T), padded with position 0.
+
+        Returns the sequence (B, T) and position (B, T) of each entry, and the column (N,) of each
+        selected position.
+        """
         sequence, device = self.sequence, self.sequence.device
         count = torch.bincount(sequence, minlength=num_sequences)
         column = torch.arange(len(sequence), device=device) - (count.cumsum(0) - count)[sequence]
@@ -75,7 +79,7 @@ class Selection:
 
 
 def states_at(decoder: DecoderLayers, ids: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
-    """Return last states (N, D) at some positions of right-padded token ids (B, S).
+    """Return last hidden states (N, D) at some positions of right-padded token ids (B, S).
 
     `sequence` and `position` (N,) are sorted by sequence.
     """
@@ -85,7 +89,7 @@ def states_at(decoder: DecoderLayers, ids: Tensor, sequence: Tensor, position: T
 def forward(
     decoder: DecoderLayers, ids: Tensor, context: Context, selected: Selection | None = None
 ) -> Tensor:
-    """Return last states of token ids (B, S): (B, S, D), or (N, D) at the selected positions."""
+    """Return last hidden states (B, S, D) of token ids (B, S), or (N, D) at selected positions."""
     states = _embed(decoder, ids, context.positions)
     angles = _rotary_angles(decoder, states, context.positions)
     last = len(decoder.layers) - 1
@@ -130,9 +134,9 @@ def _embed(decoder: DecoderLayers, ids: Tensor, positions: Tensor) -> Tensor:
 
 
 def _rotary_angles(decoder: DecoderLayers, states: Tensor, positions: Tensor) -> Angles | None:
-    """Return the rotary angles of positions (B or 1, S); None where positions have embeddings."""
+    """Return the rotary angles of positions (B or 1, S), or None if the model uses none."""
     if decoder.rotary is None:
         return None
-    # transformers repeats each angle, for the two halves that are rotated against each other.
+    # transformers repeats the angles for the second half of the rotated dimensions.
     cos, sin = (twice[..., : twice.shape[-1] // 2] for twice in decoder.rotary(states, positions))
     return Angles(cos, sin)

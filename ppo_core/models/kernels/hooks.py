@@ -1,4 +1,4 @@
-"""Modules that do more when they are called than their class says."""
+"""Detect modules whose call runs code beside the `forward` of their class."""
 
 from torch import nn
 from torch.nn.modules import module as torch_modules
@@ -11,14 +11,14 @@ _HOOKS = (
     "_state_dict_pre_hooks",
     "_state_dict_hooks",
 )
-"""Attributes of a module. Hooks on loading are not among them: quantized layers have some, and they
-run before any pass."""
+"""Attributes of a module that hold its hooks. Hooks on loading are left out: quantized layers have
+them, and they run before any forward pass."""
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module, without its children, has a hook or a `forward` of its own.
+    """Return whether a module has a hook, or a `forward` that replaces that of its class.
 
-    Global module hooks count for every module.
+    Its children are not checked. A global module hook counts as a hook of every module.
     """
     return bool(
         "forward" in vars(module)

@@ -1,9 +1,10 @@
-"""fp32 matmuls on the CPU: oneDNN for large matrices, MKL for small ones.
+"""Select the library of fp32 matmuls on the CPU: oneDNN for large matrices, MKL for small ones.
 
-PyTorch hands fp32 matmuls to oneDNN where they may be rounded to bfloat16
-(`torch.set_float32_matmul_precision("medium")`) and the processor has bfloat16 units, and to MKL
-elsewhere. oneDNN rounds on processors with AMX and computes in fp32 on others, where it is
-faster than MKL for large matrices. MKL is faster for many small ones, as in attention.
+PyTorch calls MKL, unless rounding to bfloat16 is allowed
+(`torch.set_float32_matmul_precision("medium")`) and the processor has bfloat16 instructions. Then
+it calls oneDNN, which rounds to bfloat16 on processors with AMX only. On other processors oneDNN
+computes in fp32, faster than MKL for large matrices. For many small matrices, as in attention, MKL
+is faster.
 """
 
 from collections.abc import Iterator
@@ -14,34 +15,35 @@ from typing import Any
 import torch
 
 MAX_ERROR = 1e-5
-"""Largest error of a sum of n products of normal numbers, in units of sqrt(n), that counts as
-fp32: MKL has 1.5e-6, oneDNN in fp32 3e-6, bfloat16 1.5e-2."""
+"""Largest error that counts as fp32 accuracy: that of a sum of n products of standard normal
+numbers, divided by sqrt(n). Measured: MKL 1.5e-6, oneDNN in fp32 3e-6, bfloat16 1.5e-2."""
 
 MIN_NUMEL = 2**19
-"""Elements of a matrix that oneDNN multiplies faster than MKL."""
+"""Smallest number of elements of a matrix for which oneDNN is faster than MKL."""
 
 _ONEDNN: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
 def uses_onednn() -> bool:
-    """Return whether fp32 matmuls go to oneDNN now."""
+    """Return whether PyTorch may now compute fp32 matmuls by oneDNN."""
     return bool(_ONEDNN.fp32_precision == "bf16")
 
 
 @contextmanager
 def small_matmuls() -> Iterator[None]:
-    """Hand fp32 matmuls to MKL inside, also within `large_matmuls`."""
+    """Compute fp32 matmuls by MKL in this context, even if it is inside `large_matmuls`."""
     with _precision("ieee") if uses_onednn() else nullcontext():
         yield
 
 
 @contextmanager
 def large_matmuls(numel: int) -> Iterator[None]:
-    """Hand fp32 matmuls to oneDNN inside, if that is faster, exact, and nothing else was chosen.
+    """Compute fp32 matmuls by oneDNN in this context, if that is faster and accurate.
 
-    `numel` is the number of elements of the matrix that is multiplied by; smaller matrices inside
-    go to oneDNN too. The choice is global to the process: do not enter in two threads at once.
-    `torch.get_float32_matmul_precision` raises inside.
+    `numel` is the number of elements of the largest weight matrix; smaller matrices in the context
+    are also multiplied by oneDNN. A precision that the user has chosen is not changed. The setting
+    is global to the process, so two threads must not enter at the same time. In the context
+    `torch.get_float32_matmul_precision` raises.
     """
     is_chosen = _ONEDNN.fp32_precision not in ("none", "ieee")
     fast = numel >= MIN_NUMEL and not is_chosen and _onednn_is_exact()
@@ -51,7 +53,7 @@ def large_matmuls(numel: int) -> Iterator[None]:
 
 @contextmanager
 def _precision(name: str) -> Iterator[None]:
-    """Set the precision of fp32 matmuls on the CPU alone."""
+    """Set the precision of fp32 matmuls on the CPU, but not on GPUs."""
     before = _ONEDNN.fp32_precision
     _ONEDNN.fp32_precision = name
     try:

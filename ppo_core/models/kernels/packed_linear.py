@@ -1,7 +1,7 @@
 """Linear layers with weights packed by oneDNN, for the small batches of decoding.
 
-A matmul with few rows takes about as long as reading its matrix from memory. oneDNN's packed layout
-stores the matrix in the order in which it is read.
+A matmul of few rows takes about as long as reading the weight matrix from memory. oneDNN's packed
+layout stores the matrix in the order in which the matmul reads it.
 """
 
 import copy
@@ -14,21 +14,21 @@ from transformers.pytorch_utils import Conv1D
 from ppo_core.models.kernels.hooks import is_hooked
 
 MIN_NUMEL = 2**16
-"""Elements of a matrix that is worth packing."""
+"""Smallest number of elements of a matrix that is packed."""
 
 MAX_NUMEL = 2**28
-"""Elements of all matrices of a module: 1 GiB in fp32, which memory must hold twice."""
+"""Largest number of elements of all matrices to pack: 1 GiB in fp32, besides their originals."""
 
 MIN_PASSES = 8
-"""Passes that are worth the packing: it takes about as long as one pass."""
+"""Smallest number of forward passes to pack for; packing takes about as long as one pass."""
 
 
 def packed(module: nn.Module, rows: int, passes: int) -> nn.Module:
-    """Return a module with packed weights for `passes` passes of up to `rows` rows.
+    """Return a copy of the module with packed weights, for `passes` passes of up to `rows` rows.
 
     The copy shares everything else with the module, records no gradient, and is valid until the
-    weights change. Where packing gains nothing, or on another device than the CPU, the module
-    itself is returned.
+    weights change. The module itself is returned if nothing can be packed, as on a GPU, or if
+    packing would take too much time or memory.
     """
     if passes < MIN_PASSES or _packable_numel(module) > MAX_NUMEL:
         return module
@@ -47,7 +47,7 @@ def _packed(module: nn.Module, rows: int) -> nn.Module:
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children; none for an adapter, which may change the weights of its layer."""
+    """Return the children, or none for an adapter layer, which may change its child's weights."""
     is_known = type(module).__module__.startswith(("torch.nn.", "transformers."))
     return dict(module.named_children()) if is_known else {}
 
@@ -71,7 +71,7 @@ def _can_be_packed(module: nn.Module) -> bool:
 
 
 def _onednn_supports_precision() -> bool:
-    """Return whether oneDNN multiplies here in fp32, or in autocast's precision inside it."""
+    """Return whether oneDNN supports autocast's current precision, or fp32 without autocast."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
     if not torch.is_autocast_enabled("cpu"):
@@ -81,7 +81,7 @@ def _onednn_supports_precision() -> bool:
 
 
 class _PackedLinear(nn.Module):
-    """A linear layer in the precision of autocast at its construction, fp32 without autocast."""
+    """A packed linear layer, in autocast's precision at its construction or else in fp32."""
 
     def __init__(self, module: nn.Linear | Conv1D, rows: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Rotary embeddings (RoFormer, arXiv:2104.09864).
 
-R numbers of a head are rotated, the first half of them against the second, in the order of GPT-NeoX
-and Llama. Legend beside that of `masking`: H heads, E size of a head.
+The first R of a head's E entries are rotated. As in GPT-NeoX and Llama, the entries i and i + R / 2
+are rotated as a pair. H is the number of heads; other dimensions are as in `algorithm.masking`.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ class Angles(NamedTuple):
 
 
 def by_head(states: Tensor, angles: Angles | None) -> Tensor:
-    """Return states (B, S, H, E) as contiguous (B, H, S, E), rotated if there are angles."""
+    """Return states (B, S, H, E) as contiguous (B, H, S, E), rotated if angles are given."""
     if angles is None:
         return states.transpose(1, 2).contiguous()
     if torch.is_grad_enabled():
@@ -32,7 +32,7 @@ def by_head(states: Tensor, angles: Angles | None) -> Tensor:
 
 
 def write_by_head(states: Tensor, angles: Angles | None, out: Tensor) -> None:
-    """Write states (B, S, H, E) into `out` (B, H, S, E), rotated if there are angles.
+    """Write states (B, S, H, E) into `out` (B, H, S, E), rotated if angles are given.
 
     No gradient is recorded.
     """
@@ -46,7 +46,7 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return by_head(states, Angles(cos, sin))  # gradients are disabled in here
+        return by_head(states, Angles(cos, sin))  # gradients are disabled here
 
     @staticmethod
     @once_differentiable
@@ -59,7 +59,7 @@ class _Rotated(torch.autograd.Function):
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
-    """Write states (B, S, H, E), rotated by the angles of their positions, into `out`."""
+    """Rotate states (B, S, H, E) by the angles of their positions, and write them into `out`."""
     cos, sin = cos[:, :, None], sin[:, :, None]
     half = cos.shape[-1]
     first, second, rest = states.tensor_split((half, 2 * half), dim=-1)

@@ -1,7 +1,7 @@
-"""Sparse gradients of embeddings: only the rows of the tokens in a microbatch.
+"""Sparse gradients of embeddings, with rows only for the tokens in a microbatch.
 
-A dense gradient has a row for every token of the vocabulary, mostly zeros, and each microbatch
-would add all of them to the sum so far.
+A dense gradient has a row for every token of the vocabulary, mostly zeros. Each microbatch would
+add all these rows to the accumulated gradient.
 """
 
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def sparse_embedding_grads(module: nn.Module) -> Iterator[None]:
-    """Give the embeddings of a module sparse gradients in backward passes inside.
+    """Give a module's embeddings sparse gradients in the backward passes in this context.
 
-    On exit the gradients are dense, as optimizers need them. Inside, a gradient becomes dense once
-    it has more rows than the embedding.
+    On exit the gradients become dense, because optimizers need dense gradients. A gradient becomes
+    dense earlier if it has more rows than the embedding.
     """
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
     embeddings = [embedding for embedding in embeddings if _can_be_sparse(embedding)]
@@ -33,13 +33,13 @@ def sparse_embedding_grads(module: nn.Module) -> Iterator[None]:
 
 
 def _can_be_sparse(embedding: nn.Embedding) -> bool:
-    # A frozen embedding may carry an adapter, which reads the flag and fails with sparse gradients.
+    # An adapter on a frozen embedding reads `sparse`, and fails with sparse gradients.
     is_plain = not embedding.sparse and not embedding.scale_grad_by_freq
     return is_plain and embedding.weight.requires_grad
 
 
 def _keep_small(weight: Tensor) -> None:
-    # Adding sparse gradients appends their rows.
+    # Adding a sparse gradient appends its rows, even for a token that has a row already.
     if weight.grad is not None and weight.grad.is_sparse and weight.grad._nnz() > len(weight):
         _make_dense(weight)
 

@@ -332,7 +332,7 @@ def test_a_server_of_another_model_does_not_load_the_weights(tmp_path):
     with vllm_server(make_policy("gpt_neox")) as server:
         words = refusal(server, tmp_path, TrainingError)
     assert "did not load the policy's weights: status 500" in words
-    assert "restart it with the policy's model" in words
+    assert "restart the server with the policy's model" in words
 
 
 def test_a_response_of_more_tokens_than_asked_is_not_learned_from(server, tmp_path):
