@@ -1,4 +1,4 @@
-"""The import path of a service: `from flows.champion import load_champion`."""
+"""Public import path for services: `from flows.champion import load_champion`."""
 
 from .serving.champion import Champion, champion_version, load_champion
 
