@@ -142,7 +142,7 @@ def render(evaluation: Evaluation) -> str:
     lines = [
         f"Model win rate: {describe(rate)}",
         f"Won {rate.wins}, lost {rate.losses}, tied {rate.ties}, no verdict {rate.invalid}; the "
-        f"judge followed the position of the answers in {rate.flip_rate:.1%}.",
+        f"judge followed the order of answers in {rate.flip_rate:.1%}.",
         f"Length-controlled win rate: {figures['length_controlled']:.2%}.",
     ]
     if people := evaluation.result["people"]:
