@@ -136,5 +136,5 @@ def test_the_command_itself_runs_and_documents_its_flags(tmp_path: Path):
         check=True,
     )
     assert "--num-examples" in ran.stdout
-    assert "Most tokens of an answer" in ran.stdout
+    assert "Maximum number of tokens of an answer" in ran.stdout
     assert "OPENAI_API_KEY" in ran.stdout

@@ -86,7 +86,9 @@ def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path, name: str):
 
 def test_pairs_longer_than_the_training_takes_are_refused(tmp_path: Path):
     pair = {"prompt": "w1 " * 20, "chosen": "w1 " * 20, "rejected": "w2"}
-    with pytest.raises(DataError, match=r"2 of 10 responses .*max_length=32; the longest has 41"):
+    with pytest.raises(
+        DataError, match=r"2 of 10 prompts with a response .*max_length=32; the longest has 41"
+    ):
         check(
             tmp_path,
             preferences=write_rows(tmp_path / "p.jsonl", [pair, pair, *[SHORT] * 3]),
