@@ -126,7 +126,7 @@ def test_the_plain_dict_holds_every_setting():
         ({"lora": {"r": 4, "target_modules": "q_proj"}}, r"lora\.target_modules='q_proj'"),
         ({"lora": {"r": 4, "target_modules": ["all-linear", "q"]}}, r"read as a module name"),
         ({"lora": {"alpha": 8}}, r"alpha=8 would be ignored"),
-        ({"lora": {"target_modules": ["q"]}}, r"target_modules=\['q'\] takes effect only"),
+        ({"lora": {"target_modules": ["q"]}}, r"target_modules=\['q'\] would be ignored"),
         ({"lora": {"dropout": 0.1}}, r"Unknown setting lora\.dropout"),
         ({"ppo": {"model_adapter_name": "a"}}, r"ppo\.model_adapter_name='a' would be ignored"),
         (
