@@ -1,4 +1,4 @@
-"""The champion that a new policy is compared with: found, downloaded and checked."""
+"""Find, download and check the champion that a new policy is compared with."""
 
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from serving.manifest import MANIFEST_TAG
 
 
 def find_champion(settings: Settings) -> FetchedChampion | None:
-    """Return the current champion, downloaded and checked; None if there is none yet.
+    """Download and check the current champion; return None if there is no champion yet.
 
     Raises:
-        DataError: the champion cannot read the evaluation prompts.
+        DataError: an evaluation prompt is too long for the champion.
         ModelError: the registry cannot be read, or the files differ from those registered.
     """
     version = settle(settings.registered_model).champion
@@ -27,9 +27,9 @@ def find_champion(settings: Settings) -> FetchedChampion | None:
 
 
 def fetch_again(settings: Settings, champion: FetchedChampion | None) -> FetchedChampion | None:
-    """Return the champion of an earlier step, or the current one if its files are gone.
+    """Return the champion of an earlier step, or the current champion if the files are missing.
 
-    They are gone if this step runs on another machine, or if somebody emptied the cache.
+    Files are missing if this step runs on another machine, or if somebody emptied the cache.
 
     Raises:
         DataError: see `find_champion`.
@@ -41,7 +41,7 @@ def fetch_again(settings: Settings, champion: FetchedChampion | None) -> Fetched
 
 
 def fetch_version(settings: Settings, version: int) -> FetchedChampion:
-    """Return a version of the registered model, downloaded and checked.
+    """Download and check a version of the registered model.
 
     Raises:
         DataError: see `find_champion`.
@@ -55,7 +55,7 @@ def fetch_version(settings: Settings, version: int) -> FetchedChampion:
         folder = fetch_champion(name, version=version, cache=cache).folder
         model, tokenizer = folder / "model", folder / "components" / "tokenizer"
     else:
-        # Registered by other means than the flow, so it has no manifest to verify.
+        # The flow did not register this version, so it has no manifest to verify.
         model, tokenizer = find_policy(f"models:/{name}/{version}")
     champion = FetchedChampion(version=version, model=str(model), tokenizer=str(tokenizer))
     _check_champion(settings, champion)
@@ -74,6 +74,6 @@ def _check_champion(settings: Settings, champion: FetchedChampion) -> None:
         )
     except DataError as error:
         raise DataError(
-            f"eval_prompts={settings.eval_prompts}, which the champion, version "
-            f"{champion.version} of '{settings.registered_model}', has to answer too: {error}"
+            f"eval_prompts={settings.eval_prompts} cannot be answered by the champion, version "
+            f"{champion.version} of '{settings.registered_model}': {error}"
         ) from error
