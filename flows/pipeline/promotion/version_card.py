@@ -22,8 +22,8 @@ SHOWN_ENDS = ("rate", "low", "high")
 LIMITS = (
     "The model was compared with other models only on the prompts and by the judge below. The "
     "result does not carry over to other tasks, languages or lengths of prompts.",
-    "The model learned to answer so that a reward model gives high scores, and may exploit errors of "
-    "this reward model and of the preferences that the reward model was trained on.",
+    "The model learned to answer so that a reward model gives high scores, and may exploit errors "
+    "of this reward model and of the preferences that the reward model was trained on.",
     "Nobody checked whether the answers are true, safe or legal. Do not use it for decisions "
     "about people, or for medical, legal or financial advice.",
 )
