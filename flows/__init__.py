@@ -1,1 +1,1 @@
-"""Orchestration: the Metaflow flow, its presets, and the pipeline that its steps call."""
+"""Orchestration: the Metaflow flow, the presets, and the pipeline that the steps call."""

@@ -1,4 +1,4 @@
-"""The import path of a service: `from flows.champion import load_champion`.
+"""Public import path for services: `from flows.champion import load_champion`.
 
 Import it as `flows.champion`: it is no module by itself.
 """

@@ -1,11 +1,11 @@
-"""Show and change the version of a registered model that production loads.
+"""Show or change which version of a registered model production loads.
 
     python flows/registry.py show NAME
     python flows/registry.py history NAME
     python flows/registry.py rollback NAME [--reason TEXT]
     python flows/registry.py promote NAME VERSION --reason TEXT
 
-`show` and `history` change nothing. The registry is the one at MLFLOW_TRACKING_URI.
+`show` and `history` change nothing. MLFLOW_TRACKING_URI names the registry.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(name: str) -> None:
-    """Print the champion, its predecessor and the challenger, and any difference of the aliases."""
+    """Print the champion, the previous champion, the challenger, and aliases that are wrong."""
     from pipeline.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases
     from pipeline.registry.champions import read_champions
 
@@ -39,7 +39,7 @@ def show(name: str) -> None:
         _print_version(name, alias, aliases.get(alias))
     recorded = {CHAMPION: champions.champion, PREVIOUS: champions.previous}
     differences = [
-        f"The alias {alias} is {_version(aliases.get(alias))}, by the history it is "
+        f"The alias {alias} is {_version(aliases.get(alias))}, but the history says "
         f"{_version(version)}."
         for alias, version in recorded.items()
         if aliases.get(alias) != version
@@ -88,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python flows/registry.py",
-        description="Which version of a registered model production loads.",
+        description="Show or change which version of a registered model production loads.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -97,18 +97,18 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("name", metavar="NAME", help="name of the registered model")
         return added
 
-    command("show", "The champion, the one before, the challenger, and whether aliases agree.")
-    command("history", "Every decision, who made it, and why.")
-    rollback = command("rollback", "Withdraw the champion: the one before it is champion again.")
-    rollback.add_argument("--reason", default="No reason was given.", help="why, for the history")
-    promote = command("promote", "Make a version champion, whatever its judgement says.")
+    command("show", "Print the champion, the previous champion and the challenger.")
+    command("history", "Print every decision with its author and reasons.")
+    rollback = command("rollback", "Make the previous champion the champion again.")
+    rollback.add_argument("--reason", default="No reason was given.", help="text for the history")
+    promote = command("promote", "Make a version the champion, even if the flow refused it.")
     promote.add_argument("version", metavar="VERSION", type=int, help="number of the version")
-    promote.add_argument("--reason", required=True, help="why, for the history")
+    promote.add_argument("--reason", required=True, help="text for the history")
     return parser
 
 
 def _print_version(name: str, alias: str, version: int | None) -> None:
-    """Print the version of an alias, its win rates, and the decision about it."""
+    """Print the version that an alias points at, with its promotion decision and win rates."""
     from pipeline.registry.aliases import read_version
     from pipeline.reports.terminal import CONTEST_TITLES
 

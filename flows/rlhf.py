@@ -1,6 +1,6 @@
 """RLHF from preferences to a registered policy: `python flows/rlhf.py run`.
 
-Without arguments it runs the built-in task. Your own data and models:
+Without arguments, the flow runs the built-in task. To use your own data and models:
 
     python flows/rlhf.py run --policy gpt2 --preferences pairs.jsonl --prompts train.jsonl \
         --eval-prompts test.jsonl --judge python:judge.py:judge
@@ -32,16 +32,17 @@ from pipeline import stages
 from pipeline.settings.environment import prepare_environment
 from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 
-# Metaflow sends the folder of this file to remote machines, and with this line ppo_core too.
+# Metaflow sends only the folder of this file to remote machines; this line adds ppo_core.
 ppo_core.METAFLOW_PACKAGE_POLICY = "include"
 
 
 RECORDS = 2
-"""Version of the records that steps hand on; raised when an earlier run cannot be resumed."""
+"""Format version of the records passed between steps; increased when older records are
+unreadable."""
 
 
 class RunStoppedError(MetaflowException):
-    """An error of the project, which Metaflow prints without a traceback."""
+    """Error of the project, which Metaflow prints without a traceback."""
 
     headline = "The run stopped"
 
@@ -56,8 +57,8 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
     earlier = flow if inputs is None else next(iter(inputs))
     if step_name != "start" and getattr(earlier, "records", None) != RECORDS:
         raise RunStoppedError(
-            "The resumed run was started by another version of this flow, and its results cannot "
-            "be read. Start a new run: models that are already trained are reused."
+            "The resumed run was started by another version of this flow, so this version cannot "
+            "read its results. Start a new run; models that are already trained are reused."
         )
     started = time.perf_counter()
     try:
@@ -77,41 +78,41 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise RunStoppedError(f"The settings file is no valid TOML: {error}.") from error
+        raise RunStoppedError(f"The settings file is not valid TOML: {error}.") from error
 
 
 class RLHF(FlowSpec):
-    """Improve a policy from human preferences, judge it, and register it."""
+    """Train a policy on human preferences, judge its answers, and register the policy."""
 
     file_settings = Config(
         "settings",
         default_value="",
         parser=parse_toml,
         plain=True,
-        help="TOML file with settings; ready ones are in flows/presets.",
+        help="TOML file with settings; flows/presets has examples.",
     )
     policy = Parameter("policy", type=str, help="Language model to improve: folder or hub id.")
     reward_model = Parameter(
-        "reward-model", type=str, help="Reward model with one label; else one is trained."
+        "reward-model", type=str, help="Reward model with one label; by default one is trained."
     )
     preferences = Parameter(
-        "preferences", type=str, help="Rows of chosen, rejected and perhaps prompt."
+        "preferences", type=str, help="Rows with chosen, rejected and optionally prompt."
     )
-    prompts = Parameter("prompts", type=str, help="Rows of prompt to train on.")
-    eval_prompts = Parameter("eval-prompts", type=str, help="Rows of prompt and reference.")
+    prompts = Parameter("prompts", type=str, help="Rows with prompt, for PPO.")
+    eval_prompts = Parameter("eval-prompts", type=str, help="Rows with prompt and reference.")
     judge = Parameter(
         "judge", type=str, help="openai:MODEL, python:FILE:FUNCTION, ...; see README."
     )
     accept_reward_model = Parameter(
         "accept-reward-model",
         is_flag=True,
-        help="Train even if the reward model is refused.",
+        help="Train even if the gate refuses the reward model.",
     )
-    processes = Parameter("processes", type=int, help="Processes of PPO on each machine.")
-    num_nodes = Parameter("num-nodes", type=int, help="Machines of PPO.")
-    total_episodes = Parameter("total-episodes", type=int, help="Responses PPO samples in all.")
-    seed = Parameter("seed", type=int, help="Seed of everything random.")
-    registered_model = Parameter("registered-model", type=str, help="Name in MLflow.")
+    processes = Parameter("processes", type=int, help="PPO processes on each machine.")
+    num_nodes = Parameter("num-nodes", type=int, help="Machines for PPO.")
+    total_episodes = Parameter("total-episodes", type=int, help="Total responses of PPO.")
+    seed = Parameter("seed", type=int, help="Seed of all random numbers.")
+    registered_model = Parameter("registered-model", type=str, help="Model name in MLflow.")
     output_dir = Parameter("output-dir", type=str, help="Folder for the cache and the runs.")
     summary_json = Parameter("summary-json", type=str, help="File to write the summary to.")
 
@@ -161,7 +162,7 @@ class RLHF(FlowSpec):
     @parallel
     @step
     def train_policy(self) -> None:
-        """Train the policy with PPO on `num_nodes` machines, from the last checkpoint."""
+        """Train the policy with PPO on `num_nodes` machines; resume from any last checkpoint."""
         self.trained_here = stages.training.train_policy(
             self.settings,
             self.sft,
@@ -227,14 +228,14 @@ class RLHF(FlowSpec):
         )
 
     def _tracked_steps(self) -> list[str]:
-        """Return the steps that have an MLflow run: all but the start, the join and the end."""
+        """Return the steps that have an MLflow run: all except start, join and end steps."""
         graph = self._graph
         return [
             name for name in graph.sorted_nodes if graph[name].type not in ("start", "join", "end")
         ]
 
     def _command_line(self) -> dict[str, Any]:
-        """Return the parameters by the name of their setting; None if they were not given."""
+        """Return the command-line values by setting name; None for parameters not given."""
         return {
             "policy": self.policy,
             "reward_model": self.reward_model,
@@ -242,7 +243,7 @@ class RLHF(FlowSpec):
             "prompts": self.prompts,
             "eval_prompts": self.eval_prompts,
             "judge": self.judge,
-            # A flag that was not given is False, and must not override the file.
+            # A flag that was not given is False, which must not override the settings file.
             "accept_reward_model": self.accept_reward_model or None,
             "processes": self.processes,
             "num_nodes": self.num_nodes,

@@ -2,7 +2,7 @@
 
     python flows/win_rate.py --model PATH_OR_URI --judge openai:MODEL --num-examples 1000
 
-It needs no run of the flow: any model, any judge, and rows of prompt and reference.
+No run of the flow is needed: any model and judge work, on rows with prompt and reference.
 """
 
 import json
@@ -41,36 +41,36 @@ class WinRateArguments:
     """
 
     model: str
-    """Folder or hub id of a decoder-only model, or models:/NAME/VERSION or models:/NAME@ALIAS in
-    MLflow."""
+    """Folder or hub id of a decoder-only model, or an MLflow URI: models:/NAME/VERSION or
+    models:/NAME@ALIAS."""
 
     judge: str
     """openai:MODEL, transformers:PATH, reward-model:PATH, python:FILE_OR_MODULE:FUNCTION or rule
-    (of the built-in task); several, joined by commas, vote."""
+    (the built-in task's judge). Several judges, joined by commas, vote."""
 
     eval_prompts: str = ""
-    """Rows of prompt and reference: a file or a hub data set. Empty: the built-in task's."""
+    """File or hub data set with prompt and reference; empty uses the built-in task's prompts."""
 
     response_length: int = 53
-    """Most tokens of an answer."""
+    """Maximum number of tokens of an answer."""
 
     stop_token_id: int | None = None
-    """Token that ends an answer; None for the tokenizer's end-of-sequence token."""
+    """Id of the token that ends an answer; None for the tokenizer's end-of-sequence token."""
 
     batch_size: int = 64
-    """Prompts that are answered at a time."""
+    """Number of prompts in a generation batch."""
 
     seed: int = 1
-    """Seed of the answers and of the interval."""
+    """Seed of the sampled answers and of the bootstrapped interval."""
 
     end_of_text: bool = True
-    """Whether a reward model that judges reads an end-of-sequence token after each answer."""
+    """Whether a reward model used as judge reads an end-of-sequence token after each answer."""
 
     output_dir: str = "outputs"
-    """Folder for the replies of judges, which are paid for once, and for the judgements."""
+    """Folder for the judgements and for a cache of judge replies, which avoids paying twice."""
 
     summary_json: str = ""
-    """File for all figures and settings; empty for none."""
+    """JSON file for all results and settings; empty writes no file."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
@@ -104,13 +104,13 @@ def main(argv: Sequence[str]) -> int:
 def run(
     arguments: WinRateArguments, config: EvaluationConfig, judging: JudgingConfig
 ) -> Evaluation:
-    """Check the arguments, let the model answer, and let the judge compare.
+    """Sample the model's answers, and let the judge compare them with the references.
 
     Raises:
-        ConfigError: a setting cannot work.
+        ConfigError: a setting is invalid.
         DataError: the rows cannot be used.
         ModelError: the model cannot be loaded.
-        JudgeError: the judge does not answer.
+        JudgeError: the judge does not reply.
     """
     output = Path(arguments.output_dir)
     preflight.check_outputs(arguments.output_dir, arguments.summary_json)
@@ -136,19 +136,19 @@ def run(
 
 
 def render(evaluation: Evaluation) -> str:
-    """Return the win rate in one line, and further figures in the lines below."""
+    """Return a line with the win rate, and lines with further results."""
     (rate,) = evaluation.win_rates.values()
     (figures,) = evaluation.result["win_rate"].values()
     lines = [
         f"Model win rate: {describe(rate)}",
         f"Won {rate.wins}, lost {rate.losses}, tied {rate.ties}, no verdict {rate.invalid}; the "
-        f"judge followed the position in {rate.flip_rate:.1%}.",
-        f"With lengths held equal: {figures['length_controlled']:.2%}.",
+        f"judge followed the order of answers in {rate.flip_rate:.1%}.",
+        f"Length-controlled win rate: {figures['length_controlled']:.2%}.",
     ]
     if people := evaluation.result["people"]:
         lines.append(
             f"The judge agrees with people in {as_percent(people['share'])} of {people['n']} "
-            f"pairs, kappa {as_number(people['kappa'])}; no verdict for {people['invalid']} more."
+            f"pairs, kappa {as_number(people['kappa'])}; no verdict on {people['invalid']} others."
         )
     lines += [f"Inconclusive: {reason}" for reason in evaluation.result["reasons"]]
     return "\n".join(lines)

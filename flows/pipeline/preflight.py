@@ -1,4 +1,4 @@
-"""Checks of a run's inputs before anything is trained."""
+"""Check the inputs of a run before anything is trained."""
 
 import os
 from pathlib import Path
@@ -22,10 +22,10 @@ from ppo_core.rollout.sampler import stop_token
 
 
 def check_inputs(settings: Settings) -> None:
-    """Raise if an input would fail or mislead later in the run.
+    """Raise if an input would cause an error or a misleading result later in the run.
 
     Raises:
-        ConfigError: a setting cannot work.
+        ConfigError: a setting is invalid.
         DataError: a data set cannot be used.
         ModelError: a model cannot be used.
     """
@@ -37,7 +37,7 @@ def check_inputs(settings: Settings) -> None:
     _check_pairs(settings)
     if settings.sft_data:
         _report(data_sets.sft_rows(settings), "sft", output)
-    # Last, because a request to a server may cost money.
+    # The judge is checked last, because a request to a server may cost money.
     check_judge(settings.judge, settings.reward_model, settings.judging)
 
 
@@ -50,15 +50,15 @@ def check_outputs(output_dir: str, summary_json: str) -> None:
     require_writable(Path(output_dir), "output_dir")
     if summary_json:
         if Path(summary_json).is_dir():
-            raise ConfigError(f"summary_json={summary_json!r} is a folder. Name a file.")
+            raise ConfigError(f"summary_json={summary_json!r} is a folder. Set it to a file.")
         require_writable(Path(summary_json).parent, "summary_json")
 
 
 def require_writable(folder: Path, name: str) -> None:
-    """Make a folder, and raise if it is not writable.
+    """Create a folder if it does not exist, and raise if it is not writable.
 
     Raises:
-        ConfigError: the folder cannot be made or written.
+        ConfigError: the folder cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,19 +68,19 @@ def require_writable(folder: Path, name: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"{name}: nothing can be written into {folder.absolute()} ({error.strerror}). "
-            "Name a folder that can be written."
+            "Choose a writable folder."
         ) from error
 
 
 def _check_reward_model(settings: Settings) -> None:
-    """Raise if the reward model has not one score, or if its texts cannot end with a token."""
+    """Raise unless the reward model has one score, and an end-of-sequence token if needed."""
     path = settings.reward_model or settings.policy
     if settings.reward_model:
         check_reward_config(path)
     if settings.reward_model_training.end_of_text and load_tokenizer(path).eos_token_id is None:
         raise ModelError(
-            f"The tokenizer of the reward model, '{path}', has no end-of-sequence token to end a "
-            "text with. Set end_of_text = false in [reward_model_training]."
+            f"The tokenizer of the reward model, '{path}', has no end-of-sequence token, which "
+            "each text must end with. Set end_of_text = false in [reward_model_training]."
         )
 
 
@@ -106,7 +106,7 @@ def _check_prompts(settings: Settings) -> None:
 
 
 def _check_pairs(settings: Settings) -> None:
-    """Raise if preferences cannot be read or are too long for the training."""
+    """Raise if preferences cannot be read or exceed the maximum length."""
     test = data_sets.test_pairs(settings)
     _report(test, "preferences-test", Path(settings.output_dir))
     _check_held_out(settings, test)
@@ -116,8 +116,8 @@ def _check_pairs(settings: Settings) -> None:
     _report(rows, "preferences", Path(settings.output_dir))
     if not rows.usable:
         raise DataError(
-            f"preferences={rows.source}: no pair is left to train the reward model on, without "
-            "ties and without the pairs that it is validated on. Add others."
+            f"preferences={rows.source}: no pair is left to train the reward model on after ties "
+            "and validation pairs are removed. Add more preferences."
         )
     tokenizer = load_tokenizer(settings.policy)
     training = settings.reward_model_training
@@ -130,9 +130,9 @@ def _check_pairs(settings: Settings) -> None:
         )
     if too_long := sum(length > training.max_length for length in lengths):
         raise DataError(
-            f"preferences={rows.source}: {too_long} of {len(lengths)} responses with their prompt "
+            f"preferences={rows.source}: {too_long} of {len(lengths)} prompts with a response "
             f"are longer than reward_model_training.max_length={training.max_length}; the longest "
-            f"has {max(lengths)} tokens. Raise it, or shorten or remove those rows."
+            f"has {max(lengths)} tokens. Raise max_length, or shorten or remove these rows."
         )
 
 
@@ -140,8 +140,8 @@ def _check_held_out(settings: Settings, rows: Rows) -> None:
     """Raise if the held-out preferences cannot validate this reward model."""
     if all(pair.tie for pair in label_pairs(rows.usable)):
         raise DataError(
-            f"None of the {len(rows.usable)} held-out preferences of {rows.source} prefers a "
-            "response, so nothing could be said of the reward model. Add some that are no ties."
+            f"The {len(rows.usable)} held-out preferences of {rows.source} are all ties, so the "
+            "reward model's accuracy cannot be measured. Add preferences that are not ties."
         )
     path = settings.reward_model or settings.policy
     tokenizer, context = load_tokenizer(path), context_length(load_config(path))
@@ -154,9 +154,9 @@ def _check_held_out(settings: Settings, rows: Rows) -> None:
     unreadable = sum(not 0 < length <= (context or length) for length in lengths)
     if unreadable:
         raise DataError(
-            f"Of the {len(lengths)} held-out responses of {rows.source} with their prompt the "
-            f"reward model cannot read {unreadable}: they have {min(lengths)} to {max(lengths)} "
-            f"tokens, and it takes 1 to {context or 'any number'}. Shorten or remove those rows."
+            f"Of the {len(lengths)} held-out responses (with prompt) of {rows.source}, the reward "
+            f"model cannot read {unreadable}: all have {min(lengths)} to {max(lengths)} tokens, "
+            f"and the model reads 1 to {context or 'any number'}. Shorten or remove such rows."
         )
 
 
@@ -167,4 +167,4 @@ def _report(rows: Rows, name: str, output: Path) -> None:
         path = output / "quarantine" / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
         write_jsonl(path, rows.quarantined)
-        print(f"{name}: {len(rows.quarantined)} unusable rows set aside in {path}", flush=True)
+        print(f"{name}: {len(rows.quarantined)} unusable rows written to {path}", flush=True)

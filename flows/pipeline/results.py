@@ -1,7 +1,7 @@
-"""What the stages of the flow hand on: paths and small numbers.
+"""Records that the stages of the flow pass on: paths and small numbers.
 
-Metaflow pickles these records between steps, so this module imports nothing large. The reports
-are JSON files; `ValidatedReward.report` and `EvaluatedPolicy.report` read them.
+Metaflow pickles these records between steps, so this module imports nothing large. Reports are
+JSON files, which `ValidatedReward.report` and `EvaluatedPolicy.report` read.
 """
 
 import json
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from pipeline.registry.decisions import Decision
 
 SAMPLES, JUDGEMENTS = "samples.jsonl", "judgements.jsonl"
-"""Files in the folder of an evaluation: all answers to each prompt, and all verdicts."""
+"""Files in an evaluation's folder: SAMPLES has the answers to each prompt, JUDGEMENTS all verdicts.
+"""
 
 Report = Mapping[str, Any]
-"""What was measured, as JSON holds it: of a reward model, an evaluation, or a part of one."""
+"""Measurements of a reward model or an evaluation, or some of them, as JSON values."""
 
 EVALUATION_FILE, REWARD_REPORT_FILE = "evaluation.json", "reward-model.json"
-"""Reports in the folder of an evaluation, and in the folder of a run."""
+"""Report in the folder of an evaluation, and report on the reward model in the folder of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,50 +34,50 @@ class PreparedModel:
     """Folder or hub id."""
 
     metrics: dict[str, float]
-    """Final metrics of its training; empty if this flow did not train it."""
+    """Final training metrics; empty if the flow did not train the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchedChampion:
-    """The version in production, downloaded and verified."""
+    """The champion on this machine; its files were verified if it has a manifest."""
 
     version: int
     model: str
     """Folder or hub id of the model."""
     tokenizer: str
-    """Folder or hub id of its tokenizer."""
+    """Folder or hub id of the tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidatedReward:
-    """The verdict on a reward model, and how PPO scales its scores."""
+    """Result of validating a reward model, with the scaling of its scores for PPO."""
 
     fit: bool
-    """Whether it passed the gate."""
+    """Whether the reward model passed the gate."""
 
     accepted_by_hand: bool
-    """Whether it failed the gate and a person accepted it."""
+    """Whether a person accepted the reward model although it failed the gate."""
 
     reasons: list[str]
-    """Why it failed the gate; empty if it passed."""
+    """Reasons why the reward model failed the gate; empty if it passed."""
 
     bias: float
-    """PPO's reward is gain * (score - bias)."""
+    """Offset of the scores: PPO's reward is gain * (score - bias)."""
 
     gain: float
-    """See `bias`."""
+    """Factor of the scores, see `bias`."""
 
     report_file: str
-    """JSON file of everything that was measured."""
+    """JSON file with all measurements."""
 
     def report(self) -> dict[str, Any]:
-        """Read everything that was measured."""
+        """Read all measurements from `report_file`."""
         return _read(Path(self.report_file))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A metric of PPO in its first and its last update."""
+    """Values of a PPO metric in the first and the last update."""
 
     first: float
     last: float
@@ -90,24 +91,24 @@ class TrainedPolicy:
     """Folder of the policy."""
 
     objective: dict[str, Change]
-    """PPO's metrics by their names."""
+    """First and last values of PPO's metrics, by metric name."""
 
     episodes_per_second: float
-    """Speed at the last update."""
+    """Throughput that the last update reported."""
 
     peak_rss_bytes: int
-    """Largest resident memory of any process of the training."""
+    """Peak resident memory of the largest training process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedPolicy:
-    """An evaluation of the trained policy, in a folder of its own."""
+    """An evaluation of the trained policy, stored in its own folder."""
 
     champion: int | None
-    """Version that the policy was compared with; None if there was no champion."""
+    """Champion version that the policy was compared with; None if there was no champion."""
 
     kl: float | None
-    """KL divergence from the SFT policy, nats per answer; None if decoding does not allow one."""
+    """KL divergence from SFT in nats per answer; None for decoding that allows no estimate."""
 
     folder: str
     """Folder of the report, the samples and the judgements."""
@@ -123,26 +124,26 @@ class EvaluatedPolicy:
         return Path(self.folder) / JUDGEMENTS
 
     def report(self) -> dict[str, Any]:
-        """Read everything that was measured, with the paths of the samples and judgements."""
+        """Read all measurements, and add the paths of the samples and judgements."""
         measured = _read(Path(self.folder) / EVALUATION_FILE)
         return measured | {"samples": str(self.samples), "judgements": str(self.judgements)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredPolicy:
-    """The policy as a version of the registered model, and the decision on it."""
+    """The registered version of a policy, and the decision on its promotion."""
 
     model: dict[str, str]
     """Name, version, URI, run id and manifest digest, as `register_version` returns them."""
 
     promotion: "Decision"
-    """Whether it became the champion, and why."""
+    """Whether the version became the champion, and why."""
 
     evaluation: EvaluatedPolicy
-    """The evaluation that the decision rests on."""
+    """The evaluation on which the decision is based."""
 
     kl: float
-    """KL divergence from the SFT policy that the decision used, nats per answer."""
+    """KL divergence from the SFT policy in nats per answer, as used for the decision."""
 
 
 def write_report(path: Path, report: Report) -> None:

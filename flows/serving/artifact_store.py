@@ -1,4 +1,4 @@
-"""Download the files of a version from MLflow's artifact store, and check each of them."""
+"""Download the files of a version from MLflow's artifact store, and check each file."""
 
 import os
 import posixpath
@@ -30,7 +30,7 @@ from .redaction import without_credentials
 
 
 def open_store(found: ModelVersion, what: str) -> ArtifactRepository:
-    """Return the store that holds the files of a version; errors call the version `what`.
+    """Return the artifact store of a version; `what` names the version in error messages.
 
     Raises:
         ModelError: MLflow does not name the store, or the store cannot be opened.
@@ -44,18 +44,18 @@ def open_store(found: ModelVersion, what: str) -> ArtifactRepository:
 
 
 def download(store: ArtifactRepository, folder: Path, digest: str, what: str) -> Mapping[str, str]:
-    """Fetch the files of the manifest into `folder`, and check each file as it arrives.
+    """Download the files of the manifest into `folder`, and check each file after its download.
 
-    The small configurations come before the weights.
+    JSON files come before the weights.
 
     Args:
-        store: where the files are.
+        store: artifact store of the version.
         folder: an empty folder.
         digest: SHA-256 of the manifest.
-        what: the version, in the words of an error.
+        what: name of the version in error messages.
 
     Returns:
-        The digests of the files by path.
+        The SHA-256 of each file, by path.
 
     Raises:
         ModelError: the store cannot be read, or a file is refused.
@@ -82,7 +82,7 @@ def _walk(store: ArtifactRepository, what: str) -> Iterator[str]:
         for entry in entries:
             check_path(entry.path, what)
             if posixpath.dirname(entry.path) != folder:
-                raise refusal(what, f"the store lists {entry.path!r} as a part of {folder!r}")
+                raise refusal(what, f"the store lists {entry.path!r} in the folder {folder!r}")
             if isinstance(store, LocalArtifactRepository):
                 check_plain(Path(store.artifact_dir), entry.path, what)
             if entry.is_dir:
@@ -93,7 +93,7 @@ def _walk(store: ArtifactRepository, what: str) -> Iterator[str]:
 
 
 def _fetch(store: ArtifactRepository, path: str, folder: Path, what: str) -> None:
-    # One bar for each file would be noise in the log of a service.
+    # A progress bar for each file would clutter the log of a service.
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     with _asking_the_store(what):
         store.download_artifacts(path, str(folder))
@@ -101,12 +101,12 @@ def _fetch(store: ArtifactRepository, path: str, folder: Path, what: str) -> Non
 
 @contextmanager
 def _asking_the_store(what: str) -> Iterator[None]:
-    """Raise every error of the store as a ModelError."""
+    """Turn every error of the store into a ModelError."""
     try:
         yield
-    # Each store raises what its own client does: boto's errors share no class with MLflow's.
+    # Each store raises its client library's errors, which have no common base class.
     except Exception as error:
         raise ModelError(
-            f"The artifacts of {what} cannot be read: {without_credentials(error)}. Nothing of it "
-            "was loaded. Check the address, the credentials and the free space, and try again."
+            f"The artifacts of {what} cannot be read: {without_credentials(error)}. No file "
+            "was loaded. Check the store's address, the credentials and the free disk space."
         ) from error

@@ -1,11 +1,11 @@
-"""Load the champion of a registered model after every one of its files is verified.
+"""Verify every file of a registered model's champion, then load the champion.
 
     from flows.champion import load_champion
 
     champion = load_champion("rlhf-policy")
     champion.model.generate(**champion.tokenizer("Hello", return_tensors="pt"))
 
-This package imports nothing of the flow but its errors, so a service can use it on its own.
+Apart from `ppo_core.errors`, this package imports nothing from the rest of the project.
 """
 
 import logging
@@ -33,50 +33,50 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CACHE = Path.home() / ".cache" / "rlhf-flow" / "champions"
-"""Default folder of fetched versions; it may be deleted."""
+"""Default folder for downloaded versions; deleting it is safe."""
 
 ABANDONED_SECONDS = 24 * 3600
-"""Age at which the leftovers of an interrupted fetch are deleted."""
+"""Age at which the files of an interrupted download are deleted."""
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A version on this machine, with every file verified."""
+    """A downloaded version with every file verified."""
 
     name: str
-    """The registered model."""
+    """Name of the registered model."""
 
     version: str
-    """Its version."""
+    """Version number."""
 
     folder: Path
-    """Folder of its files: model/, components/tokenizer/, and more."""
+    """Folder with model/, components/tokenizer/ and the other files of the version."""
 
     manifest: str
-    """SHA-256 of its manifest."""
+    """SHA-256 of the manifest."""
 
 
 @dataclass(frozen=True)
 class Champion:
-    """A loaded version."""
+    """A loaded version of a registered model."""
 
     name: str
-    """The registered model."""
+    """Name of the registered model."""
 
     version: str
-    """Its version."""
+    """Version number."""
 
     model: "PreTrainedModel"
     """A causal language model, on the CPU and in evaluation mode."""
 
     tokenizer: "PreTrainedTokenizerBase"
-    """Its tokenizer."""
+    """Tokenizer of the model."""
 
 
 def champion_version(name: str, alias: str = "champion") -> str:
-    """Return the version that the alias points at, by one cheap request to the registry.
+    """Return the version that the alias points at, with a single request to the registry.
 
     Raises:
         ModelError: the registry does not answer, or has no such model or alias.
@@ -91,16 +91,16 @@ def load_champion(
     version: str | int | None = None,
     cache: Path | str | None = None,
 ) -> Champion:
-    """Fetch a version, verify all of its files, then load it with transformers.
+    """Download a version, verify all its files, and load it with transformers.
 
     Args:
-        name: the registered model.
-        alias: alias of the version to load.
-        version: version to load instead of the alias.
-        cache: folder of fetched versions; None for `CACHE`.
+        name: name of the registered model.
+        alias: alias of the version to load; ignored if `version` is given.
+        version: version number.
+        cache: folder for downloaded versions; None for `CACHE`.
 
     Raises:
-        ModelError: as `fetch_champion`, or transformers cannot load what was registered.
+        ModelError: `fetch_champion` failed, or transformers cannot load the verified files.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -108,7 +108,7 @@ def load_champion(
     fetched = fetch_champion(name, alias=alias, version=version, cache=cache)
     what = f"Version {fetched.version} of '{name}'"
     model, tokenizer = fetched.folder / "model", fetched.folder / "components" / "tokenizer"
-    # Without a configuration beside it, transformers would load the base model of an adapter.
+    # Without config.json, transformers would load an adapter's base model, which is not verified.
     if not ((model / "config.json").is_file() and tokenizer.is_dir()):
         raise refusal(what, "it has no model/config.json or no components/tokenizer")
     safe = {"trust_remote_code": False, "local_files_only": True}
@@ -121,8 +121,9 @@ def load_champion(
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
-            f"{what} is what was registered, but transformers cannot load it: {error}. Point the "
-            "alias at another version, or install the versions of its requirements.txt."
+            f"{what} is unchanged since it was registered, but transformers cannot load it: "
+            f"{error}. Point the alias at another version, or install the packages in the "
+            "version's requirements.txt."
         ) from error
 
 
@@ -133,22 +134,22 @@ def fetch_champion(
     version: str | int | None = None,
     cache: Path | str | None = None,
 ) -> Fetched:
-    """Download a version and verify each of its files against its manifest.
+    """Download a version and verify each file against the manifest.
 
-    First the manifest is compared with the tag of the version, then the list of files in the
-    store with the manifest, then each file with its digest, the small configurations before the
-    weights. Files are downloaded to a temporary folder, which is renamed when it is complete. A
-    version that is already here is verified again but not downloaded.
+    The manifest must match the tag of the version, the list of files in the store must match the
+    manifest, and each file must match its digest. Files are downloaded to a temporary folder,
+    which is renamed when it is complete. A version in the cache is verified again, and downloaded
+    again only if a file has changed.
 
     Args:
-        name: the registered model.
-        alias: alias of the version to load.
-        version: version to load instead of the alias.
-        cache: folder of fetched versions; None for `CACHE`.
+        name: name of the registered model.
+        alias: alias of the version to download; ignored if `version` is given.
+        version: version number.
+        cache: folder for downloaded versions; None for `CACHE`.
 
     Raises:
-        ModelError: the registry or the store does not answer, there is no such version, or the
-            version is refused; the message names the file and the reason.
+        ModelError: the registry or the store does not answer, the version does not exist, or a
+            file is refused; the message names the file and the reason.
     """
     found = _find_version(name, alias, version)
     what = f"Version {found.version} of '{name}'"
@@ -159,8 +160,8 @@ def fetch_champion(
             _fetch_into(folder, found, digest, what)
     except OSError as error:
         raise ModelError(
-            f"{what} cannot be kept in {folder.parent}: {error}. Make room there, or name another "
-            "folder as `cache`."
+            f"{what} cannot be stored in {folder.parent}: {error}. Free disk space, or pass "
+            "another folder as `cache`."
         ) from error
     return Fetched(name, str(found.version), folder, digest)
 
@@ -182,11 +183,11 @@ def _find_version(name: str, alias: str, version: str | int | None) -> ModelVers
             raise ModelError(
                 f"{registry} does not have {f'version {version} of ' * (version is not None)}"
                 f"'{name}': {reply}. Check the name, or set MLFLOW_TRACKING_URI to the registry "
-                "that has it."
+                "that holds the model."
             ) from error
         raise ModelError(
             f"The MLflow registry at {registry} gives no answer: {reply}. Set MLFLOW_TRACKING_URI "
-            "to one that is running."
+            "to a running registry."
         ) from error
 
 
@@ -195,12 +196,12 @@ def _manifest_digest(found: ModelVersion, what: str) -> str:
     if digest is None:
         raise refusal(
             what,
-            f"it has no tag '{MANIFEST_TAG}', so its files cannot be verified: it was not "
-            "registered by the flow",
+            f"it has no tag '{MANIFEST_TAG}', so its files cannot be verified; the flow did not "
+            "register it",
         )
-    # The digest becomes the name of a folder in the cache, so nothing but a digest is safe.
+    # The digest becomes a folder name in the cache, where any other text could be an unsafe path.
     if not is_digest(digest):
-        raise refusal(what, f"its tag '{MANIFEST_TAG}' is no SHA-256: {digest!r:.80}")
+        raise refusal(what, f"its tag '{MANIFEST_TAG}' is not a SHA-256: {digest!r:.80}")
     return digest
 
 
@@ -210,7 +211,7 @@ def _is_intact(folder: Path, digest: str) -> bool:
     try:
         check_folder(folder, digest)
     except ModelError as error:
-        _LOG.warning("Fetched again, because its copy on this machine was changed. %s", error)
+        _LOG.warning("Downloading a version again, because its cached copy was changed. %s", error)
         return False
     return True
 
@@ -227,7 +228,7 @@ def _fetch_into(folder: Path, found: ModelVersion, digest: str, what: str) -> No
 
 
 def _publish(unfinished: Path, folder: Path, files: Iterable[str], digest: str) -> None:
-    """Rename the folder; if the target exists, replace it file by file while others read it."""
+    """Rename the folder; replace an existing target file by file, as processes may read it."""
     try:
         unfinished.rename(folder)
     except OSError:
@@ -244,8 +245,8 @@ def _require_mended(folder: Path, digest: str) -> None:
         check_folder(folder, digest)
     except ModelError as error:
         raise ModelError(
-            f"The copy in {folder} holds what was not fetched into it. Delete that folder, find "
-            f"out who writes there, and try again. {error}"
+            f"The files in {folder} differ from the downloaded files. Delete the folder, find out "
+            f"which program writes there, and try again. {error}"
         ) from error
 
 

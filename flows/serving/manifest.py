@@ -1,7 +1,7 @@
-"""Write and verify the manifest of a model: the digest of each file, and no file that runs code.
+"""Write and verify the manifest of a model's file digests, and refuse files that can run code.
 
-The flow writes the manifest when it registers a model, and a consumer verifies the files against
-it before loading them.
+The flow writes the manifest when it registers a model. A consumer verifies the files against the
+manifest before loading the model.
 """
 
 import hashlib
@@ -14,27 +14,27 @@ from typing import Any
 from ppo_core.errors import ModelError
 
 MANIFEST = "manifest.json"
-"""File with the digest of every other file of a version except the card."""
+"""File with the SHA-256 of every file of a version that is not in UNVOUCHED."""
 
 MANIFEST_TAG = "manifest"
-"""Tag of a version in MLflow: SHA-256 of its manifest."""
+"""MLflow tag of a version that holds the SHA-256 of the manifest."""
 
 CARD = "README.md"
-"""The model card. It is rewritten after a decision, so it is not in the manifest or downloaded."""
+"""Model card; rewritten after the promotion decision, so it has no digest and is not downloaded."""
 
 UNVOUCHED = frozenset({MANIFEST, CARD, "registered_model_meta"})
-"""Files without a digest; MLflow writes the last one into a store on the same machine."""
+"""Files without a digest; MLflow adds `registered_model_meta` to a store on the same machine."""
 
 PICKLES = frozenset(".bin .pt .pth .pkl .pickle .ckpt .joblib .npy .npz".split())
 CODE = frozenset(".py .pyc .pyd .so".split())
 REMOTE_CODE = frozenset({"auto_map", "custom_pipelines", "trust_remote_code"})
-"""Configuration keys that make transformers run code that it does not contain."""
+"""Configuration keys that make transformers run code from outside its package."""
 
 PICKLE_OR_ZIP = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
-"""First bytes of a pickle, and of the zip file that torch.save writes."""
+"""First bytes of a pickle, or of a zip file as torch.save writes it."""
 
 MAX_SAFETENSORS_HEADER = 100_000_000
-"""Bytes; the limit of the safetensors format."""
+"""Maximum header size in bytes that the safetensors format allows."""
 
 
 def write_manifest(folder: Path) -> str:
@@ -58,7 +58,7 @@ def check_folder(folder: Path, manifest_digest: str) -> None:
     """Verify the manifest of a folder against its digest, and the files against the manifest.
 
     Raises:
-        ModelError: a file was changed, added, is missing, or could run code.
+        ModelError: a file was changed or added, is missing, or could run code.
     """
     what = str(folder)
     files = read_manifest(folder, manifest_digest, what)
@@ -68,20 +68,20 @@ def check_folder(folder: Path, manifest_digest: str) -> None:
 
 
 def refusal(what: str, reason: str) -> ModelError:
-    """Return the error that says that `what` is not loaded, and why."""
+    """Return the error for refusing to load `what`."""
     return ModelError(
-        f"{what} is refused: {reason}. Nothing of it was loaded. Point the alias at another "
+        f"{what} is refused: {reason}. No file was loaded. Point the alias at another "
         "version, or register the policy again."
     )
 
 
 def read_manifest(folder: Path, digest: str, what: str) -> dict[str, str]:
-    """Verify the manifest and return the digests of the files by path.
+    """Verify the manifest and return the SHA-256 of each file, by path.
 
     Args:
-        folder: where the manifest is.
+        folder: folder that contains the manifest.
         digest: SHA-256 that the manifest must have.
-        what: the version, in the words of an error.
+        what: name of the version in error messages.
 
     Raises:
         ModelError: the manifest is missing, changed, or names a file that is refused.
@@ -92,12 +92,12 @@ def read_manifest(folder: Path, digest: str, what: str) -> dict[str, str]:
     if (actual := _sha256(manifest)) != digest:
         raise refusal(
             what,
-            f"its {MANIFEST} has the digest {actual}, and the version was registered with {digest}",
+            f"its {MANIFEST} has the digest {actual}, but the version was registered with {digest}",
         )
     document = _read_json(manifest, MANIFEST, what)
     files = document.get("files") if isinstance(document, dict) else None
     if not isinstance(files, dict) or not all(map(is_digest, files.values())):
-        raise refusal(what, f"its {MANIFEST} is no list of files with their SHA-256")
+        raise refusal(what, f"its {MANIFEST} is not a list of files with SHA-256 digests")
     for path in files:
         check_path(path, what)
         check_name(path, what)
@@ -105,7 +105,7 @@ def read_manifest(folder: Path, digest: str, what: str) -> dict[str, str]:
 
 
 def check_list(listed: Iterable[str], files: Mapping[str, str], what: str) -> None:
-    """Raise unless a list of paths is that of the manifest, apart from UNVOUCHED.
+    """Raise unless `listed` and `files` have the same paths, ignoring UNVOUCHED.
 
     Raises:
         ModelError: a path is missing or is not in the manifest.
@@ -114,18 +114,18 @@ def check_list(listed: Iterable[str], files: Mapping[str, str], what: str) -> No
     if strange := sorted(listed - files.keys()):
         raise refusal(what, f"{strange[0]!r} is not in its {MANIFEST}")
     if missing := sorted(files.keys() - listed):
-        raise refusal(what, f"{missing[0]!r} is in its {MANIFEST} and missing")
+        raise refusal(what, f"{missing[0]!r} is in its {MANIFEST} but missing")
 
 
 def check_file(folder: Path, path: str, digest: str, what: str) -> None:
     """Raise if a file was changed or could run code.
 
     Raises:
-        ModelError: the digest differs, or the first bytes or keys are those of code.
+        ModelError: the digest differs, or the first bytes or the JSON keys are refused.
     """
     if (actual := _sha256(folder / path)) != digest:
         raise refusal(
-            what, f"{path!r} was changed: its digest is {actual}, and {digest} in the {MANIFEST}"
+            what, f"{path!r} was changed: its digest is {actual}, but {digest} in the {MANIFEST}"
         )
     _check_content(folder, path, what)
 
@@ -134,43 +134,43 @@ def check_path(path: str, what: str) -> None:
     """Raise if a path could lead out of its folder, on any operating system.
 
     Raises:
-        ModelError: the path could.
+        ModelError: the path is unsafe.
     """
     if set("\\:") & set(path) or any(part in ("", ".", "..") for part in path.split("/")):
         raise refusal(what, f"the path {path!r} could lead out of its folder")
 
 
 def check_name(path: str, what: str) -> None:
-    """Raise if the name of a file is that of a pickle or of code.
+    """Raise if a file name has the suffix of a pickle or of code.
 
     Raises:
-        ModelError: the suffix is.
+        ModelError: the suffix is refused.
     """
     suffix = PurePosixPath(path).suffix.lower()
     if suffix in PICKLES:
         raise refusal(what, f"{path!r} is a pickle, which can run code when it is loaded")
     if suffix in CODE:
-        raise refusal(what, f"{path!r} is code, and a policy needs none of its own")
+        raise refusal(what, f"{path!r} is code, which a policy must not contain")
 
 
 def _check_content(folder: Path, path: str, what: str) -> None:
-    """Raise if the first bytes, or the keys of a configuration, are those of code."""
+    """Raise if the first bytes of a file, or the keys of a JSON file, mean that it can run code."""
     if path.endswith(".json"):
         if key := _remote_code_key(_read_json(folder / path, path, what)):
-            raise refusal(what, f"{path!r} has the key '{key}', by which code would be run")
+            raise refusal(what, f"{path!r} has the key '{key}', which would run code")
         return
     with (folder / path).open("rb") as file:
         start = file.read(9)
     if path.endswith(".safetensors"):
         length = int.from_bytes(start[:8], "little")
         if length > MAX_SAFETENSORS_HEADER or start[8:] != b"{":
-            raise refusal(what, f"{path!r} is no file of safetensors")
+            raise refusal(what, f"{path!r} is not a safetensors file")
     elif PICKLE_OR_ZIP.match(start):
-        raise refusal(what, f"{path!r} begins as a pickle, which can run code when it is loaded")
+        raise refusal(what, f"{path!r} begins like a pickle, which can run code when it is loaded")
 
 
 def _remote_code_key(document: Any) -> str:
-    """Return the first forbidden key at any depth; a vocabulary may map such a word to an id."""
+    """Return a key in REMOTE_CODE at any depth, or ''; a vocabulary may map such a key to an id."""
     left = [document]
     while left:
         value = left.pop()
@@ -188,11 +188,11 @@ def _read_json(file: Path, path: str, what: str) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise refusal(what, f"{path!r} is no JSON that can be read ({error})") from error
+        raise refusal(what, f"{path!r} cannot be read as JSON ({error})") from error
 
 
 def _files_of(folder: Path, what: str) -> set[str]:
-    """Return the relative paths of all files; raise for a link."""
+    """Return the relative paths of all files; raise for a link, a pipe or a device."""
     files = set()
     for found in folder.rglob("*"):
         path = found.relative_to(folder).as_posix()
@@ -205,14 +205,14 @@ def _files_of(folder: Path, what: str) -> set[str]:
 def check_plain(root: Path, path: str, what: str) -> None:
     """Raise unless a path is a plain file or folder.
 
-    A link could point to any file of the machine, and reading a pipe would never end.
+    A link could point to any file of the machine, and reading a pipe might never end.
 
     Raises:
-        ModelError: it is a link, a pipe or a device.
+        ModelError: the path is a link, a pipe or a device.
     """
     found = root / path
     if found.is_symlink() or not (found.is_file() or found.is_dir()):
-        raise refusal(what, f"{path!r} is a link or no plain file")
+        raise refusal(what, f"{path!r} is a link, a pipe or a device")
 
 
 def is_digest(value: object) -> bool:

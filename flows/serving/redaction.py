@@ -4,5 +4,5 @@ import re
 
 
 def without_credentials(text: object) -> str:
-    """Return a text with user, password and query removed from every address in it."""
+    """Return `text`, with user, password and query removed from every URL."""
     return re.sub(r"://(?:[^/?#\s]*@)?([^?\s]*)(?:\?\S*)?", r"://\1", str(text))

@@ -150,7 +150,7 @@ def test_a_reward_model_accepted_by_hand_is_on_record(journey: Journey, summary:
     assert not summary["reward_model"]["fit"]
     assert summary["reward_model"]["accepted_by_hand"]
     assert summary["settings"]["accept_reward_model"]
-    assert "The reward model was refused and is accepted by hand:" in journey.failed.log
+    assert "The reward model was refused, but a person accepted it:" in journey.failed.log
     run = client_of(journey.folder).get_run(summary["model"]["run_id"])
     assert run.data.tags["reward_model"] == "accepted by hand"
 
@@ -329,5 +329,5 @@ def test_a_settings_file_that_is_no_toml_is_refused(tmp_path: Path):
     (tmp_path / "bad.toml").write_text("seed = = 1")
     ran = run_flow(tmp_path, "--config", "settings", "bad.toml", "run")
     assert ran.code == 1
-    assert "no valid TOML: Invalid value (at line 1" in ran.log
+    assert "not valid TOML: Invalid value (at line 1" in ran.log
     assert "Traceback" not in ran.log

@@ -81,7 +81,7 @@ def test_show_tells_of_an_alias_that_was_moved_and_changes_nothing(model: str, c
     connect().set_registered_model_alias(model, "champion", "3")
     assert ask("show", model) == 0
     assert (
-        "The alias champion is version 3, by the history it is version 2."
+        "The alias champion is version 3, but the history says version 2."
         in capsys.readouterr().out
     )
     assert len(champions.read_champions(model).decisions) == 3

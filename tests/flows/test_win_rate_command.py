@@ -40,7 +40,10 @@ def test_the_rate_is_printed_with_its_interval_size_and_judge(capsys):
     assert line
     # No answer of 6 words has the 9 that the reference has; Wilson of 0 of 8 ends at 32.4 %.
     assert line[1] == "0.00% (95% CI 0.0-32.4, n=8, judge python:counts.py:judge)"
-    assert "Won 0, lost 8, tied 0, no verdict 0; the judge followed the position in 0.0%" in told
+    assert (
+        "Won 0, lost 8, tied 0, no verdict 0; the judge followed the order of answers in 0.0%"
+        in told
+    )
 
 
 def test_the_figures_and_every_judgement_are_kept(tmp_path: Path):
@@ -133,5 +136,5 @@ def test_the_command_itself_runs_and_documents_its_flags(tmp_path: Path):
         check=True,
     )
     assert "--num-examples" in ran.stdout
-    assert "Most tokens of an answer" in ran.stdout
+    assert "Maximum number of tokens of an answer" in ran.stdout
     assert "OPENAI_API_KEY" in ran.stdout

@@ -1,4 +1,4 @@
-"""The judge of the built-in task: a rule that compares summaries with the facts of a post."""
+"""Judge of the built-in task, a rule that compares summaries with the facts of a post."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,10 @@ POINTS_PER_NEEDLESS_WORD = -1
 
 
 def judge(prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Say which summary of each pair is better: "first", "second" or "tie".
+    """Return a verdict for each pair of summaries: "first", "second", "tie" or "invalid".
 
-    The rule reads the facts from the prompt and gives the points of `grade`. The verdict is
-    "invalid" if the prompt is no post of this grammar.
+    `grade` scores both summaries against the facts in the prompt. The verdict is "invalid" if the
+    prompt states no facts in the grammar of `posts`.
     """
     verdicts = []
     for prompt, (first, second) in zip(prompts, pairs, strict=True):
@@ -43,10 +43,10 @@ def read_facts(prompt: str) -> frozenset[tuple[str, str]]:
 
 
 def grade(facts: frozenset[tuple[str, str]], summary: str) -> int:
-    """Return the points: 5 per covered fact, -5 per invented fact, -1 per needless word.
+    """Return the points of a summary: 5 per stated fact, -5 per wrong fact, -1 per needless word.
 
-    A statement is the word of a slot followed by one of its values. The words of a repeated
-    statement, and words outside statements, are needless.
+    A statement is the word of a slot followed by a value of the slot. Words of a repeated
+    statement and words outside of statements are needless.
     """
     words = summary.split()
     stated: set[tuple[str, str]] = set()

@@ -1,12 +1,12 @@
-"""The grammar of the built-in task: forum posts, and summaries by writers of different care.
+"""Grammar of the built-in task: forum posts, and summaries by writers with different error rates.
 
     title : a strange week . sorry for the long post . my boss was there too . it
     happened in paris . honestly i was angry . tl;dr :
     -> my boss in paris felt angry
 
-A post has two to four facts among filler sentences. A summary states each fact in two words: the
-word of the slot, then the value. Writers forget, confuse and invent facts and ramble, each at a
-known rate.
+A post has two to four facts and a filler sentence. A summary states each fact in two words: the
+word of the slot (such as `in`) and the value (such as `paris`). Writers omit, confuse and invent
+facts, and add needless words, with known probabilities.
 """
 
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from random import Random
 
 MAX_SUMMARY_WORDS = 23
-"""Maximum length of a summary in words, without the token that ends it."""
+"""Maximum length of a summary in words, without the end-of-sequence token."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One kind of fact: its word in a summary, its values, and its sentences in a post."""
+    """A kind of fact: its word in summaries, its possible values, and its sentences in posts."""
 
     word: str
     values: tuple[str, ...]
     stated: tuple[str, ...]
-    """Sentences that state the value `{}` in a post."""
+    """Templates of the sentences that state a fact in a post; `{}` is the value."""
 
 
 SLOTS = (
@@ -99,14 +99,14 @@ RAMBLES = (
 
 @dataclass(frozen=True)
 class Post:
-    """A prompt and its facts; `facts` maps the word of a slot to its value."""
+    """A prompt and its facts; `facts` maps the word of each slot to the value."""
 
     prompt: str
     facts: Mapping[str, str]
 
 
 def write_post(rng: Random) -> Post:
-    """Write a post of two to four facts and a filler sentence, shuffled."""
+    """Write a post with two to four facts and a filler sentence, in random order."""
     fact_slots = rng.sample(SLOTS, rng.randint(2, 4))
     facts = {slot.word: rng.choice(slot.values) for slot in fact_slots}
     sentences = [rng.choice(FILLER)]
@@ -117,33 +117,33 @@ def write_post(rng: Random) -> Post:
 
 
 def sentences_of(prompt: str) -> list[str]:
-    """Return the sentences of a post, without title and "tl;dr"."""
+    """Return the sentences of a post without the title and "tl;dr"."""
     return prompt.split(" . ")[1:-1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Writer:
-    """The error rates of a writer; every field is a probability."""
+    """Error probabilities of a writer."""
 
     forgets: float = 0.0
-    """Of omitting a fact, for each fact."""
+    """Probability of omitting each fact."""
     mistakes: float = 0.0
-    """Of stating a wrong value, for each fact."""
+    """Probability of stating a wrong value for each fact."""
     invents: float = 0.0
-    """Of stating a fact that the post does not have, for each slot without a fact."""
+    """Probability of stating an invented fact for each slot that the post does not use."""
     repeats: float = 0.0
-    """Of stating a fact twice, for each fact."""
+    """Probability of stating each fact twice."""
     rambles: float = 0.0
-    """Of adding empty words at the end."""
+    """Probability of adding a phrase without facts at the end."""
     quotes: float = 0.0
-    """Of copying a sentence of the post at the end."""
+    """Probability of copying a sentence of the post at the end."""
 
 
 CAREFUL = Writer(forgets=0.15, mistakes=0.02, rambles=0.35)
-"""Writes the references, which are imperfect as people's are."""
+"""Writer of the references, which are imperfect like those of people."""
 
 HURRIED = Writer(forgets=0.4, mistakes=0.04, rambles=0.6)
-"""Writes the summaries for SFT."""
+"""Writer of the SFT completions."""
 
 FORGETFUL = Writer(forgets=0.4)
 MUDDLED = Writer(mistakes=0.4)
@@ -168,12 +168,12 @@ COMPARED_WRITERS = (
     (FAULTLESS, REPETITIVE),
     (FAULTLESS, QUOTING),
 )
-"""Pairs of writers whose summaries raters compare. Together they make every error that a policy may
-try, and each error loses. A reward model of three layers still hardly learns wrong values."""
+"""Pairs of writers whose summaries are compared. They make every error that a policy may try, so
+the reward model sees each error lose. A three-layer model still hardly learns wrong values."""
 
 
 def write_summary(post: Post, writer: Writer, rng: Random) -> str:
-    """Write a summary of at most MAX_SUMMARY_WORDS words, facts in the order of `SLOTS`."""
+    """Write a summary of at most MAX_SUMMARY_WORDS words, with facts in the order of `SLOTS`."""
     words: list[str] = []
     for slot in SLOTS:
         words += _statement(post, slot, writer, rng)

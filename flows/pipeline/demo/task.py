@@ -1,9 +1,9 @@
-"""The built-in task: TL;DR in miniature.
+"""The built-in task, a miniature of TL;DR summarization.
 
-A seeded grammar makes all data at run time, so the flow runs without a network: `build_demo_task`
-writes the files that the pipeline takes from any user. References and demonstrations are imperfect
-and preferences are noisy, as people's are. Otherwise no policy could beat the references, and the
-reward model would be perfect.
+A seeded grammar generates all data at run time, so the flow runs without a network.
+`build_demo_task` writes the same files that a user would provide. References and demonstrations
+are imperfect and preferences are noisy, like those of people. Otherwise no policy could beat the
+references, and the reward model would be perfect.
 """
 
 import json
@@ -40,7 +40,7 @@ NUM_EVAL_PROMPTS = 512
 
 
 def find_demo_task(cache_folder: Path, seed: int) -> Path:
-    """Return the folder of the task of a seed, from the cache or made now."""
+    """Return the folder of the task for a seed; build the task if it is not in the cache."""
     code = cache.digest_of_code(posts.__name__, judge.__name__, __name__)
     return cache.make_once(
         cache_folder,
@@ -51,9 +51,9 @@ def find_demo_task(cache_folder: Path, seed: int) -> Path:
 
 
 def build_demo_task(folder: Path, seed: int) -> None:
-    """Write the task of a seed: base model, SFT examples, preferences, prompts.
+    """Write the files of the task for a seed: base model, SFT examples, preferences and prompts.
 
-    No post occurs twice in all files, so no evaluation sees training data. Equal seeds give equal
+    No post occurs twice in the files, so no evaluation uses training data. Equal seeds give equal
     bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,8 @@ def _rater_prefers_first(post: Post, first: str, second: str, rng: Random) -> bo
 
 
 RATER_CARE = 0.6
-"""Log-odds per point: a rater notices a missing fact (five points) with probability 0.95."""
+"""Log-odds per point; a rater prefers the better of two summaries that differ by one fact (five
+points) with probability 0.95."""
 
 
 def _write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:

@@ -26,7 +26,7 @@ class Cached:
     """Path of the folder."""
 
     reused: bool
-    """Whether it was in the cache already."""
+    """Whether the folder was already in the cache."""
 
     metrics: dict[str, float]
     """Metrics that `make` returned."""
@@ -38,16 +38,16 @@ def make_once(
     inputs: Mapping[str, Any],
     make: Callable[[Path], Mapping[str, float] | None],
 ) -> Cached:
-    """Return the folder that `make` fills from `inputs`, made now or taken from the cache.
+    """Return the cached folder for `inputs`; call `make` to fill the folder if it is missing.
 
-    `make` fills a temporary folder, which is renamed at the end, so a folder with the final name is
+    `make` fills a temporary folder, which is then renamed. So a folder with the final name is
     complete even if a process was killed.
 
     Args:
         root: folder of the cache.
         name: first part of the folder's name.
         inputs: everything that decides the result; must be serializable as JSON.
-        make: fills the folder that it gets, and returns metrics.
+        make: function that fills the given folder and returns metrics.
     """
     everything = {**inputs, "libraries": {library: version(library) for library in LIBRARIES}}
     folder = root / f"{name}-{digest_of(everything)}"
@@ -108,7 +108,7 @@ def _source_of(module: str) -> str:
 
 
 def _publish(unfinished: Path, folder: Path) -> None:
-    """Rename the folder, unless another run has completed the same one meanwhile."""
+    """Rename the folder, unless another run has created the target folder meanwhile."""
     try:
         unfinished.rename(folder)
     except OSError:

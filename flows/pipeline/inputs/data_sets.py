@@ -1,4 +1,4 @@
-"""The data sets of a run."""
+"""Read the data sets of a run."""
 
 from pipeline.inputs.preference_pairs import LABELS, training_texts, without_pairs
 from pipeline.inputs.rows import Row, Rows, held_out, read_rows
@@ -13,9 +13,9 @@ def sft_rows(settings: Settings) -> Rows:
 
 
 def training_pairs(settings: Settings) -> Rows:
-    """Read the preferences that train the reward model: texts without labels, ties left out.
+    """Read the preferences for training the reward model, without labels and without ties.
 
-    Pairs of the validation set are left out too, even if other people voted on them.
+    Pairs that are also in the validation set are left out, even if other people labelled them.
     """
     rows = _read_pairs(settings.preferences)
     if not settings.preferences_test:
@@ -24,19 +24,19 @@ def training_pairs(settings: Settings) -> Rows:
 
 
 def test_pairs(settings: Settings) -> Rows:
-    """Read the preferences that validate the reward model."""
+    """Read the preferences for validating the reward model."""
     if settings.preferences_test:
         return _read_pairs(settings.preferences_test)
     return held_out(_read_pairs(settings.preferences), settings.held_out_share)[1]
 
 
 def training_prompts(settings: Settings) -> Rows:
-    """Read the prompts that PPO trains on, with references if there are any."""
+    """Read the prompts that PPO trains on, with the column `reference` if it exists."""
     return read_rows(settings.prompts, ["prompt"], ["reference"])
 
 
 def data_sets(settings: Settings) -> dict[str, Rows]:
-    """Read every data set of a run, by its use."""
+    """Read every data set of a run; the keys are the uses of the data sets."""
     return {
         **({"sft": sft_rows(settings)} if settings.sft_data else {}),
         **({} if settings.reward_model else {"preferences": training_pairs(settings)}),
@@ -65,7 +65,7 @@ def human_labels(config: EvaluationConfig) -> list[Row]:
     if unknown := sorted(labels - {"first", "second", "tie"}):
         raise DataError(
             f"human_labels={rows.source}: the label {unknown[0]!r} is none of first, second and "
-            "tie. Correct the column."
+            "tie. Correct the column label."
         )
     return [*rows.usable]
 

@@ -1,4 +1,4 @@
-"""The lineage of a run: code, packages, settings and data."""
+"""Record the lineage of a run: code, packages, settings and data."""
 
 import hashlib
 import os
@@ -14,17 +14,17 @@ from pipeline.inputs.cache import digest_of
 from serving.redaction import without_credentials
 
 if TYPE_CHECKING:
-    # Every step reads its FlowRun, and not all of them need the library of data sets.
+    # Every step imports this module, but not every step needs the `datasets` library.
     from pipeline.inputs.rows import Rows
 
 FLOW_RUN = "flow_run"
-"""MLflow tag of runs and versions: id of the run of the flow."""
+"""MLflow tag of runs and versions with the id of the run of the flow."""
 
 UNKNOWN = "unknown"
-"""Value for code outside of a git repository, and where git does not answer."""
+"""Tag value if the code is outside of a git repository or git does not answer."""
 
 GIT_SECONDS = 30
-"""Timeout of a git command."""
+"""Timeout of a git command, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class DataSet:
     """Use of the data set in the run."""
 
     source: str
-    """Where it was read, without credentials."""
+    """File, folder or hub id of the data set, without credentials."""
 
     digest: str
     """Digest of its usable rows."""
@@ -52,10 +52,10 @@ class Lineage:
     """MLflow tags, see `trace`."""
 
     packages: str
-    """All installed packages, one `name==version` a line."""
+    """All installed packages, one `name==version` per line."""
 
     data: list[DataSet]
-    """The data sets in their given order."""
+    """The data sets in the order of the argument `data` of `trace`."""
 
 
 def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Rows"]) -> Lineage:
@@ -74,8 +74,8 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Row
 
     Args:
         flow_run: id of the run.
-        settings: the settings as nested dicts, as `settings_file` writes them.
-        data: the rows by their use.
+        settings: the settings as nested dicts, before `prepare_inputs`.
+        data: the rows of each data set, by the use of the data set.
     """
     packages = installed_packages()
     commit, changes = git_state(Path(__file__))
@@ -107,8 +107,8 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Row
 def git_state(file: Path) -> tuple[str, str]:
     """Return the commit of a file's repository, and whether tracked files changed: yes or no.
 
-    Both are `unknown` if the file is not tracked by a repository, for example because it is an
-    installed copy, or if git is missing or does not answer.
+    Both values are `unknown` if no repository tracks the file, for example in an installed copy,
+    or if git is missing or does not answer.
     """
     if _git(file, "ls-files", "--error-unmatch", file.name) is None:
         return UNKNOWN, UNKNOWN
@@ -120,10 +120,10 @@ def git_state(file: Path) -> tuple[str, str]:
 
 
 def installed_packages() -> str:
-    """Return all installed packages as `name==version`, sorted, one a line."""
+    """Return all installed packages as sorted lines `name==version`."""
     versions: dict[str, str] = {}
     for package in distributions():
-        # The first of two copies is imported; a broken installation leaves one without a name.
+        # Python imports the first of two copies. A broken installation may have no name.
         if name := package.metadata["Name"]:
             versions.setdefault(name.lower(), f"{name}=={package.version}")
     return "".join(f"{versions[name]}\n" for name in sorted(versions))
@@ -131,11 +131,11 @@ def installed_packages() -> str:
 
 def _git(file: Path, *words: str) -> str | None:
     """Return the output of a git command in the folder of a file; None if it fails."""
-    # In a git hook, these variables override the folder.
+    # In a git hook, GIT_ variables would override the folder.
     environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
     try:
         ran = subprocess.run(
-            # `status` would lock the index of the repository.
+            # Without this option, `status` would lock the index of the repository.
             ["git", "--no-optional-locks", *words],
             cwd=file.parent,
             env=environment,

@@ -1,4 +1,4 @@
-"""Preferences as pairs: one record a pair, with all votes."""
+"""Merge preference rows into labelled pairs, each with all votes on the pair."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ LABELS: Labels = {
     "source": (str,),
     "annotator": (str, int, float),
 }
-"""Optional columns and their types: how much better people rated the chosen response, whether they
-saw no difference, the kind or the origin of the pair, and who voted."""
+"""Optional columns and their types: the rating difference between the responses, whether people
+prefer neither, the kind of the pair, the origin of the pair, and the id of the voter."""
 
 
 _Key = tuple[str, frozenset[str]]
@@ -29,38 +29,38 @@ class LabelledPair:
     """The prompt; empty if there is none."""
 
     chosen: str
-    """The response with most votes; in a tie, the chosen response of the first row."""
+    """The response with most votes; for a tie, the chosen response of the first row."""
 
     rejected: str
     """The other response."""
 
     margin: float | None = None
-    """How much better people rated the chosen response, mean over the rows; below 0 if a minority
-    preferred the other response by a large margin."""
+    """Mean over the rows of the chosen response's rating minus the other response's. It is negative
+    if a minority preferred the other response by a large margin."""
 
     category: str | None = None
     """Column `category` of the first row, else column `source`."""
 
     tie: bool = False
-    """Whether neither response is preferred: equal votes, most votes for neither, or two equal
-    texts."""
+    """Whether neither response is preferred, because the votes are equal, most votes are for
+    neither, or the two texts are equal."""
 
     votes: int = 1
     """Number of people who voted."""
 
     agreement: float | None = None
-    """Share of the votes for the most frequent opinion; None for a single vote."""
+    """Fraction of the votes that hold the most frequent opinion; None for a single vote."""
 
 
 def label_pairs(rows: Sequence[Row]) -> list[LabelledPair]:
-    """Merge the rows with the same prompt and the same two texts, in either order, into one pair.
+    """Merge rows with equal prompts and equal responses, in either order, into one pair.
 
-    A row votes for its chosen response, or for neither if its `tie` is true. Rows of the same
-    `annotator` are one vote; a row without annotator is its own vote. The most frequent opinion
-    decides; if two are equally frequent, the pair is a tie.
+    A row votes for its chosen response, or for neither if its `tie` is true. All rows of one
+    `annotator` count as one vote, and each row without annotator counts as one vote. The most
+    frequent opinion decides; if two opinions are equally frequent, the pair is a tie.
 
     Args:
-        rows: `chosen`, `rejected`, perhaps `prompt` and any of `LABELS`.
+        rows: rows with `chosen`, `rejected`, and optionally `prompt` and any of `LABELS`.
 
     Returns:
         The pairs in the order of their first rows.
@@ -72,7 +72,7 @@ def label_pairs(rows: Sequence[Row]) -> list[LabelledPair]:
 
 
 def without_pairs(rows: Rows, others: Rows) -> Rows:
-    """Return the rows whose pairs are not in `others`, and print how many are left out."""
+    """Return the rows whose pairs are not in `others`, and print the number of removed rows."""
     taken = {_key(row) for row in others.usable}
     kept = [row for row in rows.usable if _key(row) not in taken]
     if left_out := len(rows.usable) - len(kept):
@@ -81,7 +81,7 @@ def without_pairs(rows: Rows, others: Rows) -> Rows:
 
 
 def training_texts(rows: Rows) -> Rows:
-    """Return the rows for training a reward model: without ties and without labels.
+    """Return the rows for training a reward model, without ties and label columns.
 
     A margin would change the training loss, and a tie would teach a preference that nobody has.
     """
@@ -123,7 +123,7 @@ def _merge(rows: Sequence[Row]) -> LabelledPair:
 
 
 def _votes(rows: Sequence[Row], signs: Sequence[int]) -> list[int]:
-    """Return one vote per person: 1 for the first row's chosen response, -1 for the other, or 0."""
+    """Return each person's vote: 1 for the first row's chosen response, -1 for the other, or 0."""
     opinions: dict[object, int] = {}
     for number, (row, sign) in enumerate(zip(rows, signs, strict=True)):
         annotator = row.get("annotator")

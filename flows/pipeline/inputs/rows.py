@@ -1,4 +1,4 @@
-"""Rows of text from a file, a folder or the hub: read, checked and digested."""
+"""Read, check and digest rows of text from a file, a folder or the hub."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ from ppo_core.data.dataset_files import FORMATS
 from ppo_core.errors import DataError
 
 MAX_BAD_SHARE = 0.01
-"""Maximum share of unusable rows; more are an error."""
+"""Maximum fraction of unusable rows; a larger fraction is an error."""
 
 Row = Mapping[str, Any]
 
 Labels = Mapping[str, tuple[type, ...]]
-"""Optional columns that are no texts, and the types of their values."""
+"""Optional columns that are not text columns, and the types of their values."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Rows:
     """The usable rows of one data set."""
 
     source: str
-    """Where the rows were read."""
+    """File, folder or hub id, and the selected rows if the data set was split."""
 
     usable: list[dict[str, Any]]
-    """Rows in which every text column is a text and every label has its type or is None. Only
-    prompts must not be empty."""
+    """Rows in which every text column is a string and every label is None or of its type. Only a
+    required prompt must not be empty."""
 
     quarantined: list[dict[str, Any]]
-    """Unusable rows, each with its row number as `row`."""
+    """Unusable rows, each with the row number in the additional column `row`."""
 
     digest: str
     """Digest of the usable rows."""
@@ -59,8 +59,8 @@ def read_rows(
     """Read the named columns of a data set and set unusable rows aside.
 
     Args:
-        source: a jsonl, json or parquet file, a folder of them, or a hub id; the `train` split
-            of a hub data set, or the split named after a colon, as in `org/name:test`.
+        source: a jsonl, json or parquet file, a folder of such files, or a hub id. A hub id may
+            name a split after a colon, as in `org/name:test`; the default is `train`.
         required: text columns that must exist. A required `prompt` must not be empty; a response
             may be empty, because a model can answer nothing.
         optional: text columns that are read if they exist.
@@ -75,7 +75,7 @@ def read_rows(
     if missing := [name for name in required if name not in data.column_names]:
         raise DataError(
             f"{source} has no column {', '.join(missing)}; its columns are "
-            f"{', '.join(data.column_names)}. Rename one of them."
+            f"{', '.join(data.column_names)}. Rename a column."
         )
     if len(data) == 0:
         raise DataError(f"{source} is empty: it has no row. Name a file with at least one.")
@@ -90,21 +90,21 @@ def read_rows(
     if len(quarantined) > MAX_BAD_SHARE * len(data):
         raise DataError(
             f"{len(quarantined)} of the {len(data)} rows of {source} have an empty prompt, or "
-            f"something that is no text in {', '.join(texts)}{_named(types)}; the first is row "
-            f"{quarantined[0]['row']}: {_shorten(quarantined[0])}. Up to {MAX_BAD_SHARE:.0%} "
-            "would be set aside. Correct or remove them."
+            f"no text in {', '.join(texts)}{_named(types)}; the first such row is "
+            f"{quarantined[0]['row']}: {_shorten(quarantined[0])}. At most {MAX_BAD_SHARE:.0%} "
+            "of the rows may be unusable. Correct or remove these rows."
         )
     return Rows(source, usable, quarantined, digest_rows(usable))
 
 
 def held_out(rows: Rows, share: float) -> tuple[Rows, Rows]:
-    """Split rows into a training part and the last `share` of them, each with at least one row.
+    """Split off the last fraction `share` of the rows; both results have at least one row.
 
     Raises:
         DataError: there are fewer than two rows.
     """
     if len(rows.usable) < 2:
-        raise DataError(f"{rows.source} has one row: none can be held out. Add rows.")
+        raise DataError(f"{rows.source} has one row, so none can be held out. Add rows.")
     cut = min(max(round(len(rows.usable) * (1 - share)), 1), len(rows.usable) - 1)
     train, test = rows.usable[:cut], rows.usable[cut:]
     return (
@@ -122,14 +122,14 @@ def digest_rows(rows: Sequence[Row]) -> str:
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """Return the JSON object of each line of a file that `write_jsonl` wrote."""
-    # Not `splitlines`: it also splits at U+2028 and U+0085, which answers may have.
+    """Return the JSON objects in a file that `write_jsonl` wrote."""
+    # Not `splitlines`, which also splits at U+2028 and U+0085, and answers may contain these.
     with Path(path).open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write one JSON object a line."""
+    """Write one JSON object per line."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -140,7 +140,7 @@ def _rows_of(data: datasets.Dataset, source: str) -> list[dict[str, Any]]:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source} holds text that is not UTF-8 ({error.reason}, {error.object[:20]!r}). "
-            "Convert it."
+            "Convert the data to UTF-8."
         ) from error
 
 
@@ -165,7 +165,7 @@ def _load_file(path: Path) -> datasets.Dataset:
     if reader is None:
         raise DataError(
             f"{path} ends in '{path.suffix}'; rows are read from {', '.join(FORMATS)} files. "
-            "Convert it."
+            "Convert the file."
         )
     if not path.read_bytes()[:1024].strip():
         raise DataError(f"{path} is empty: it has no row. Name a file with at least one.")
@@ -196,7 +196,7 @@ def _has_types(row: Row, types: Labels) -> bool:
 
 
 def _is_one_of(kinds: tuple[type, ...], value: Any) -> bool:
-    # bool is a subclass of int: True would pass as a margin of 1.
+    # bool is a subclass of int, so True would pass as a margin of 1.
     if isinstance(value, bool):
         return bool in kinds
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,1 +1,1 @@
-"""Start the processes of a PPO training and follow them."""
+"""Start and monitor the processes of a PPO training."""

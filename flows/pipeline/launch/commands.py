@@ -1,4 +1,4 @@
-"""The command and the environment that start the processes of a training on one machine."""
+"""Command and environment for starting the processes of a training on one machine."""
 
 import hashlib
 import os
@@ -14,32 +14,32 @@ PORTS = range(20_000, 30_000)
 """Ports for the rendezvous of several machines, below the ephemeral ports of the system."""
 
 RENDEZVOUS_SECONDS = 600
-"""Seconds that a machine may start later than the others, to pull an image or wait for a spot."""
+"""Timeout in seconds for machines that start late, for example because they pull an image."""
 
 THIS_MACHINE = "127.0.0.1"
-"""Metaflow's address of the first machine if all tasks run on this machine."""
+"""Address that Metaflow gives the first machine if all tasks run on the local machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """The machines of a training, seen from one of them."""
+    """The machines of a training, and the index of the current machine."""
 
     count: int = 1
     """Number of machines."""
 
     index: int = 0
-    """Index of this machine."""
+    """Index of the current machine, from 0."""
 
     main_address: str = THIS_MACHINE
-    """Address of the first machine; THIS_MACHINE if all of them are this machine."""
+    """Address of the first machine; THIS_MACHINE if all tasks run on the local machine."""
 
     attempt: str = ""
-    """Text that all machines of an attempt share and no other attempt has, which separates the
-    rendezvous of leftover machines."""
+    """Text that is equal on all machines and differs between attempts; it keeps machines left over
+    from an earlier attempt out of the rendezvous."""
 
 
 ONE_MACHINE = Machines()
-"""All processes run on this machine."""
+"""A training whose processes all run on this machine."""
 
 
 def command(job: Path, processes: int, machines: Machines) -> list[str]:
@@ -48,8 +48,8 @@ def command(job: Path, processes: int, machines: Machines) -> list[str]:
         return [sys.executable, "-m", "ppo_core", str(job)]
     rendezvous = ["--standalone"]
     if machines.count > 1:
-        # All machines compute the same id and port. Each attempt has another port, because a port
-        # may be taken, and another id, which keeps out machines of earlier attempts.
+        # All machines compute equal ids and ports. Each attempt has a new port, because the old
+        # port may be taken, and a new id, which keeps out machines of earlier attempts.
         rendezvous_id = hashlib.sha256(f"{job.parent} {machines.attempt}".encode()).hexdigest()[:16]
         port = PORTS[int(rendezvous_id, 16) % len(PORTS)]
         timeouts = f"join_timeout={RENDEZVOUS_SECONDS},read_timeout={RENDEZVOUS_SECONDS}"
@@ -77,13 +77,13 @@ def gpus() -> int:
     devices = Path("/dev")
     if not (any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()):
         return 0
-    # In a process of its own: importing torch is slow and takes much memory.
+    # Run in a separate process, because importing torch is slow and takes much memory.
     count = "import torch; print(torch.cuda.device_count())"
     return int(subprocess.check_output([sys.executable, "-c", count], text=True))
 
 
 def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str, str]:
-    """Return the environment of the processes, which write to `reason` why they failed."""
+    """Return the environment of the processes; a failed process writes its error to `reason`."""
     root = str(Path(ppo_core.__file__).parent.parent)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
@@ -92,7 +92,7 @@ def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str
     }
     here = processes * (machines.count if machines.main_address == THIS_MACHINE else 1)
     if here > 1:
-        # More spinning threads than cores are many times slower.
+        # With more spinning threads than cores, training is many times slower.
         share = max(len(os.sched_getaffinity(0)) // here, 1)
         threads = min(int(os.environ.get("OMP_NUM_THREADS", share)), share)
         environment |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}

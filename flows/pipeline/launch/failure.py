@@ -1,4 +1,4 @@
-"""Which process ended a training, and the error that says why."""
+"""Find the process whose failure ended a training, and build the error to raise."""
 
 import json
 import signal
@@ -13,30 +13,30 @@ from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The process that ended a training, and how."""
+    """The process whose end ended the training, with exit code and report."""
 
     rank: int
     """Rank of the process; -1 for torchrun itself."""
 
     pid: int
-    """Process id on its machine."""
+    """Process id."""
 
     exit_code: int
-    """Exit code; negative for a signal."""
+    """Exit code; for a signal, the negative signal number."""
 
     report: ErrorReport | None
-    """The report that the process wrote, if any."""
+    """Error report that the process wrote; None if there is none."""
 
 
 def ended_alone(pid: int, code: int, reason: Path) -> Ended:
-    """Return how the only process of a training ended; it may have written `reason`."""
+    """Return how the only process of a training ended, with the report in `reason` if any."""
     return Ended(rank=0, pid=pid, exit_code=code, report=read_report(reason))
 
 
 def first_ended(pid: int, code: int, reason: Path) -> Ended:
-    """Return which of several processes ended first, by the file `reason` that torchrun writes.
+    """Return the first of several processes that ended, from the file `reason` by torchrun.
 
-    Without that file it was torchrun itself, the process `pid`.
+    If `reason` does not exist, torchrun itself (process `pid`) ended first.
     """
     if not reason.is_file():
         return Ended(rank=-1, pid=pid, exit_code=code, report=None)
@@ -49,18 +49,18 @@ def as_error(ended: Ended, frozen: list[str], folder: Path) -> PPOError:
     """Return the error that ended a training.
 
     Args:
-        ended: the process that ended it.
-        frozen: names of the frozen processes that were killed.
+        ended: the process that ended the training.
+        frozen: names of the processes that were killed because they were frozen.
         folder: folder of the checkpoints.
     """
     who = f"Process {ended.rank} (pid {ended.pid})" if ended.rank >= 0 else "torchrun"
     further = f"A further attempt resumes from the last checkpoint in {folder}."
     if frozen:
         return ProcessError(
-            f"{frozen[0]} of the training was frozen: something stopped it (SIGSTOP) and did not "
-            f"resume it, while the others waited. It was killed. {further}"
+            f"{frozen[0]} of the training was frozen (SIGSTOP) and not resumed, while the other "
+            f"processes waited, so the flow killed the process. {further}"
         )
-    # When the first process has saved and ended, torchrun ends the others, which may then fail.
+    # When the first process has saved and ended, torchrun ends the others, which may fail then.
     was_interrupted = ended.report is not None and ended.report.kind == RunInterruptedError.__name__
     if ended.exit_code == EXIT_CODE or was_interrupted:
         return RunInterruptedError(f"SIGTERM: the training saved and stopped. {further}")
@@ -81,9 +81,9 @@ def as_error(ended: Ended, frozen: list[str], folder: Path) -> PPOError:
 def _likely(name: str) -> str:
     match name:
         case "SIGKILL":
-            return ": somebody's kill -9, or the machine ran out of memory (`dmesg` would say so)"
+            return ": by `kill -9`, or because the machine ran out of memory (see `dmesg`)"
         case "SIGTERM":
             return " before it could save"
         case "SIGSEGV" | "SIGBUS" | "SIGILL" | "SIGFPE" | "SIGABRT":
-            return ": it crashed in a library's native code; its output is above"
+            return ": the native code of a library crashed; the output is above"
     return ""

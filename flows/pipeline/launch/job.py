@@ -22,15 +22,15 @@ def write_job(
     folder: Path,
     policy_dir: Path,
 ) -> Path:
-    """Write the input of `python -m ppo_core` and return the file of its settings.
+    """Write the input files of `python -m ppo_core`, and return the path of the settings file.
 
     Args:
         settings: settings of the run.
         policy: folder or hub id of the policy to start from.
         reward_model: folder or hub id of the reward model.
-        reward_bias: subtracted from each score of the reward model.
-        reward_gain: factor of the difference.
-        folder: folder of the job, its checkpoints and its metrics.
+        reward_bias: offset that is subtracted from each score of the reward model.
+        reward_gain: factor for a score after subtracting `reward_bias`.
+        folder: folder of the input files, the checkpoints and the metrics.
         policy_dir: folder of the final policy.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def write_job(
         "output_dir": str(folder),
         "sft_model_path": policy,
         "reward_model_path": reward_model,
-        # The answers are shown after the training, so no prompt is held out for samples.
+        # The evaluation shows answers after the training, so PPO needs no prompts for samples.
         "num_sample_generations": 0,
     }
     script = ScriptArguments(

@@ -1,4 +1,4 @@
-"""Start the processes of a training, follow them, and raise if they fail."""
+"""Start and monitor the processes of a training, and raise if a process fails."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from ppo_core.errors import ProcessError
 from ppo_core.reporting.metrics_file import METRICS_FILE
 
 METRICS_POLL_SECONDS = 0.2
-"""Seconds between two reads of the metrics."""
+"""Seconds between two reads of the metrics file."""
 
 LOOK_SECONDS = 1.0
 """Seconds between two checks for stopped processes."""
@@ -50,24 +50,24 @@ def train(
 ) -> None:
     """Run `python -m ppo_core JOB` in several processes on this machine until they end.
 
-    They resume from the last checkpoint of the job, if any. SIGTERM to this process is forwarded to
-    them; they save a checkpoint and end.
+    The processes resume from the last checkpoint of the job, if any. SIGTERM to this process is
+    forwarded to the training processes, which save a checkpoint and end.
 
     Args:
-        job: file of the settings; all output goes beside it.
+        job: settings file of the job; all output is written to its folder.
         processes: number of processes; 0 for one per GPU, or one without a GPU.
         machines: the machines of the training.
         on_metrics: called with the number and the metrics of every update in the metrics file.
 
     Raises:
-        RunInterruptedError: SIGTERM came, and a checkpoint was saved.
-        ProcessError: a process died, failed unexpectedly, or froze.
-        PPOError: an error of a process that a retry would not fix.
+        RunInterruptedError: SIGTERM arrived, and a checkpoint was saved.
+        ProcessError: a process died, failed unexpectedly, or was frozen.
+        PPOError: a process failed with an error that a retry would not fix.
     """
     if machines.index > 0 and machines.main_address == THIS_MACHINE:
-        # Metaflow starts the tasks of the other "machines" from the first task and never ends them.
+        # Metaflow's first task starts the tasks of the other "machines", but never ends them.
         if _orphaned():
-            raise ProcessError("The task of the first machine ended before this one began.")
+            raise ProcessError("The task of the first machine ended before this task began.")
         os.environ[PARENT] = str(os.getppid())
         end_with_parent()
     folder = job.parent
@@ -94,9 +94,9 @@ def train(
 
 
 def _orphaned() -> bool:
-    """Return whether the process that started this one has ended.
+    """Return whether the process that started this process has ended.
 
-    Then the parent is process 1, or the service manager of the user in a session of its own.
+    In this case the parent is process 1, or the user's service manager, which has another session.
     """
     parent = os.getppid()
     return parent == 1 or os.getsid(parent) != os.getsid(0)
@@ -105,7 +105,7 @@ def _orphaned() -> bool:
 def _follow(
     child: subprocess.Popen[bytes], interruption: Interruption, follower: "_MetricsFollower"
 ) -> list[str]:
-    """Watch a child until it ends; kill frozen processes and return their names."""
+    """Monitor a child until it ends; kill frozen processes and return their names."""
     watch, next_look, forwarded = FrozenProcesses(child.pid), 0.0, False
     frozen: list[str] = []
     while True:
@@ -130,13 +130,13 @@ def _name(process: psutil.Process) -> str:
 
 
 def _request_stop(pid: int) -> None:
-    """Send SIGTERM to the training processes; torchrun would kill them after 30 seconds."""
+    """Send SIGTERM to the training processes, not to torchrun, which would kill them after 30 s."""
     below = [each for each in tree(pid)[1:] if rank_of(each) is not None]
     terminate(below or tree(pid)[:1])
 
 
 class _MetricsFollower:
-    """Reads a metrics file while it grows."""
+    """Reads a metrics file while a training appends to it."""
 
     def __init__(self, path: Path, on_metrics: OnMetrics) -> None:
         self._path = path
@@ -144,12 +144,12 @@ class _MetricsFollower:
         self._inode = self._position = 0
 
     def read_new_lines(self) -> None:
-        """Pass on the lines that were added since the last call."""
+        """Call `on_metrics` for each line that was added since the last call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
             if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
-                # A resumed training has replaced the file: read it from its beginning.
+                # A resumed training has replaced the file, so it is read from the beginning.
                 self._inode, self._position = inode, 0
             file.seek(self._position)
             for line in file:

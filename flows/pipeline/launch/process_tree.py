@@ -1,4 +1,4 @@
-"""Find stopped processes below this one, and end leftover ones of an earlier attempt."""
+"""Find stopped child processes, and end processes left over from an earlier attempt."""
 
 import json
 import os
@@ -10,33 +10,33 @@ from pathlib import Path
 import psutil
 
 FROZEN_LOOKS = 20
-"""Consecutive checks, one per second, that find a process stopped before it counts as frozen."""
+"""Number of consecutive checks, one per second, after which a stopped process counts as frozen."""
 
 TIME_TO_SAVE = 60.0
-"""Seconds that the processes of an earlier attempt have to save a checkpoint."""
+"""Maximum time in seconds for the processes of an earlier attempt to save a checkpoint."""
 
 SAME_START = 1.0
-"""Seconds by which the start time of a process may differ when the clock is set."""
+"""Tolerance in seconds for the start time of a process, which changes when the clock is set."""
 
 
 class FrozenProcesses:
-    """Finds processes below `root` that were stopped (SIGSTOP) and not resumed."""
+    """Finds descendants of the process `root` that were stopped (SIGSTOP) and not resumed."""
 
     def __init__(self, root: int) -> None:
-        """Watch the process `root` and all below it."""
+        """Watch the process `root` and all its descendants."""
         self._root = root
-        # Counts checks, not seconds: if this process is stopped as well, no check passes.
+        # Counts checks instead of seconds: while this process is stopped, the count must not grow.
         self._looks: Counter[psutil.Process] = Counter()
 
     def look(self) -> list[psutil.Process]:
-        """Return the processes that were stopped at each of the last FROZEN_LOOKS calls."""
+        """Return the processes that were stopped in each of the last FROZEN_LOOKS calls."""
         stopped = [each for each in tree(self._root) if _is_stopped(each)]
         self._looks = Counter({each: self._looks[each] + 1 for each in stopped})
         return [each for each in stopped if self._looks[each] >= FROZEN_LOOKS]
 
 
 def tree(root: int) -> list[psutil.Process]:
-    """Return a process and all below it; empty if it has ended."""
+    """Return a process and all its descendants; empty if the process has ended."""
     try:
         process = psutil.Process(root)
         return [process, *process.children(recursive=True)]
@@ -45,7 +45,7 @@ def tree(root: int) -> list[psutil.Process]:
 
 
 def end_tree(root: int) -> None:
-    """Kill a process and all below it, and wait until they have ended."""
+    """Kill a process and all its descendants, and wait until they have ended."""
     processes = tree(root)
     for process in processes:
         _signal(process, kill=True)
@@ -55,11 +55,11 @@ def end_tree(root: int) -> None:
 def take_over(record: Path) -> None:
     """End the processes that an earlier attempt left on this machine, and record this attempt.
 
-    If the scheduler of a flow is killed, its task may continue to train. It gets SIGTERM, saves a
-    checkpoint and ends; if it does not end, it is killed.
+    If the scheduler of a flow is killed, a task may continue to train. Such a task gets SIGTERM
+    and saves a checkpoint; it is killed if it does not end in TIME_TO_SAVE seconds.
 
     Args:
-        record: file of the last attempt; one per machine.
+        record: file with the process of the last attempt on this machine.
     """
     for process in _still_running(record):
         print(
@@ -68,7 +68,7 @@ def take_over(record: Path) -> None:
         below = tree(process.pid)
         _signal(process, kill=False)
         psutil.wait_procs([process], timeout=TIME_TO_SAVE)
-        # Its children end with it, except stopped ones.
+        # The children end with their parent, unless they are stopped.
         for each in below:
             _signal(each, kill=True)
         psutil.wait_procs(below, timeout=TIME_TO_SAVE)
@@ -80,7 +80,7 @@ def take_over(record: Path) -> None:
 
 
 def rank_of(process: psutil.Process) -> str | None:
-    """Return the rank that torchrun gave a process; None for another process."""
+    """Return the rank that torchrun gave a process; None if the process has no rank."""
     try:
         return process.environ().get("RANK")
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -119,6 +119,6 @@ def _signal(process: psutil.Process, *, kill: bool) -> None:
 
 
 def terminate(processes: Iterable[psutil.Process]) -> None:
-    """Send SIGTERM to processes, which may save before they end."""
+    """Send SIGTERM to processes, which may save a checkpoint before they end."""
     for process in processes:
         _signal(process, kill=False)

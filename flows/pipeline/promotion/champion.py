@@ -1,4 +1,4 @@
-"""The champion that a new policy is compared with: found, downloaded and checked."""
+"""Find, download and check the champion that a new policy is compared with."""
 
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from serving.manifest import MANIFEST_TAG
 
 
 def find_champion(settings: Settings) -> FetchedChampion | None:
-    """Return the current champion, downloaded and checked; None if there is none yet.
+    """Download and check the current champion; return None if there is no champion yet.
 
     Raises:
-        DataError: the champion cannot read the evaluation prompts.
+        DataError: an evaluation prompt is too long for the champion.
         ModelError: the registry cannot be read, or the files differ from those registered.
     """
     version = settle(settings.registered_model).champion
@@ -27,7 +27,7 @@ def find_champion(settings: Settings) -> FetchedChampion | None:
 
 
 def fetch_version(settings: Settings, version: int) -> FetchedChampion:
-    """Return a version of the registered model, downloaded and checked.
+    """Download and check a version of the registered model.
 
     Raises:
         DataError: see `find_champion`.
@@ -41,7 +41,7 @@ def fetch_version(settings: Settings, version: int) -> FetchedChampion:
         folder = fetch_champion(name, version=version, cache=cache).folder
         model, tokenizer = folder / "model", folder / "components" / "tokenizer"
     else:
-        # Registered by other means than the flow, so it has no manifest to verify.
+        # The flow did not register this version, so it has no manifest to verify.
         model, tokenizer = find_policy(f"models:/{name}/{version}")
     champion = FetchedChampion(version=version, model=str(model), tokenizer=str(tokenizer))
     _check_champion(settings, champion)
@@ -60,6 +60,6 @@ def _check_champion(settings: Settings, champion: FetchedChampion) -> None:
         )
     except DataError as error:
         raise DataError(
-            f"eval_prompts={settings.eval_prompts}, which the champion, version "
-            f"{champion.version} of '{settings.registered_model}', has to answer too: {error}"
+            f"eval_prompts={settings.eval_prompts} cannot be answered by the champion, version "
+            f"{champion.version} of '{settings.registered_model}': {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""From a registered candidate to a decision about its promotion."""
+"""Decide whether a registered candidate is promoted."""
 
 from pathlib import Path
 
@@ -26,22 +26,21 @@ def decide_promotion(
 ) -> tuple[Decision, EvaluatedPolicy]:
     """Promote a candidate or refuse it, and write the decision to the history.
 
-    If the champion has changed since the candidate was evaluated, the candidate is evaluated
-    against the new champion. This repeats until a decision is written while its champion is still
-    the current one. Each evaluation has a folder of its own and is made once. A candidate that a
-    person has promoted meanwhile stays champion.
+    If the champion changes before the decision is written, the candidate is evaluated against the
+    new champion, and decided on again. Each evaluation has its own folder and runs only once. If a
+    person has promoted the candidate meanwhile, it stays champion.
 
     Args:
         settings: settings of the run.
         version: version number of the candidate.
         evaluation: the first evaluation of the candidate.
-        validation: the verdict on the reward model.
-        kl: KL divergence between the candidate and SFT, nats per answer.
-        by: who decides: "run FLOW/NUMBER".
+        validation: result of validating the reward model.
+        kl: KL divergence of the candidate from SFT, nats per answer.
+        by: author of the decision, "run FLOW/NUMBER".
         folder: folder for further evaluations.
 
     Returns:
-        The decision, and the evaluation that it rests on.
+        The decision, and the evaluation on which the decision is based.
     """
     name, first = settings.registered_model, evaluation
     while True:
@@ -78,12 +77,12 @@ def decide_promotion(
 def _evaluated(
     settings: Settings, first: EvaluatedPolicy, champion: int | None, folder: Path
 ) -> EvaluatedPolicy:
-    """Return the evaluation against a champion: the first one, or another one made once."""
+    """Return the evaluation against a champion: `first`, a cached evaluation, or a new one."""
     if first.champion == champion:
         return first
 
     def evaluate(unfinished: Path) -> None:
-        # Importing what answers and judges takes seconds, and is needed only for a new champion.
+        # This import takes seconds, and only an evaluation against a new champion needs it.
         with large_imports():
             from pipeline.evaluation.evaluate_policies import evaluate_again
 
@@ -91,7 +90,8 @@ def _evaluated(
         evaluate_again(settings, first, fetched, unfinished)
 
     name = f"against-{'sft' if champion is None else champion}"
-    # The key has the whole first report: the candidate's answers and the judge may change.
+    # The key contains the full first report, because the candidate's answers or the judge may
+    # change.
     again = make_once(folder, name, {"first": first.report()}, evaluate).path
     return EvaluatedPolicy(champion=champion, kl=first.kl, folder=str(again))
 

@@ -41,7 +41,7 @@ class Candidate:
 
     @cached_property
     def models(self) -> dict[str, tuple[str, str]]:
-        """Path and digest of each model of the run, by its part in the run."""
+        """Path and digest of each model of the run: base, SFT, reward model and policy."""
         paths = {
             "base": self.settings.policy,
             "sft": self.sft.path,
@@ -54,7 +54,8 @@ class Candidate:
     def kl(self) -> float:
         """KL divergence from SFT in nats per answer.
 
-        PPO's last update gives it where the evaluation decodes greedily or cuts the distribution.
+        The value is that of PPO's last update if the evaluation could not estimate the divergence,
+        because it decodes greedily or with top-k or top-p.
         """
         if self.evaluation.kl is None:
             return self.trained.objective["objective/kl"].last
@@ -62,12 +63,12 @@ class Candidate:
 
 
 def register(candidate: Candidate) -> RegisteredPolicy:
-    """Register a policy as a version and decide on its promotion.
+    """Register a policy as a version, and decide on the promotion of the version.
 
-    Repeated calls change nothing: one run of the flow has one version and one decision.
+    Repeated calls change nothing, because a run of the flow has one version and one decision.
 
     Raises:
-        ModelError: MLflow refuses, or does not answer.
+        ModelError: MLflow refuses a request, or does not answer.
     """
     settings, run = candidate.settings, candidate.run
     decoding = _decoding(settings)
@@ -123,7 +124,7 @@ def _decoding(settings: Settings) -> Decoding:
 
 
 def _tags(candidate: Candidate, judge: Mapping[str, str]) -> dict[str, str]:
-    """Return the lineage of the version; `parent_champion` is the one of the first evaluation."""
+    """Return the version's lineage; `parent_champion` is the champion of the first evaluation."""
     champion = candidate.evaluation.champion
     return {
         **candidate.run.origin,
@@ -141,7 +142,7 @@ def _card_facts(
     version: int | None,
     decision: Decision | None,
 ) -> dict[str, Any]:
-    """Return what `version_card` takes."""
+    """Return the argument `record` of `version_card`."""
     judge = evaluation["judge"]
     models = {
         part: {"name": path, "digest": digest} for part, (path, digest) in candidate.models.items()

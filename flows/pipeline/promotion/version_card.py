@@ -14,20 +14,20 @@ from ppo_core.reporting.sample_table import as_markdown
 from ppo_core.training.model_card import without_folders
 
 SHOWN_SAMPLES = 5
-"""Number of prompts whose answers are shown."""
+"""Number of prompts whose answers the card shows."""
 
 SHOWN_ENDS = ("rate", "low", "high")
 """Metrics of a contest that the table of win rates shows."""
 
 LIMITS = (
-    "It was compared with other models on the prompts named below and by one judge: the result "
-    "does not carry over to other tasks, languages or lengths of prompts.",
-    "It learned what a reward model scores high, with the faults of that reward model and of the "
-    "people and rules whose preferences it was trained on.",
-    "Nobody checked whether its answers are true, safe or legal. It is not for decisions about "
-    "people, nor for medical, legal or financial advice.",
+    "The model was compared with other models only on the prompts and by the judge below. The "
+    "result does not carry over to other tasks, languages or lengths of prompts.",
+    "The model learned to answer so that a reward model gives high scores, and may exploit errors "
+    "of this reward model and of the preferences that the reward model was trained on.",
+    "Nobody checked whether the answers are true, safe or legal. Do not use it for decisions "
+    "about people, or for medical, legal or financial advice.",
 )
-"""Limits of every version."""
+"""Limits that the card of every version states."""
 
 
 def version_card(record: Report) -> str:
@@ -37,9 +37,9 @@ def version_card(record: Report) -> str:
         record: a dict with
 
             - `name`: name of the registered model; `version`: its number, or None before it exists;
-            - `models`: `name` and `digest` of each model by its part (base, SFT, reward model,
-              judge); a digest may be None;
-            - `data`: `name`, `digest` and `rows` of each data set by its use;
+            - `models`: `name` and `digest` of each model (base, SFT, reward model, policy, judge);
+              a digest may be None;
+            - `data`: `name`, `digest` and `rows` of each data set, by the use of the data set;
             - `win_rate`: `rate`, `low`, `high`, `n`, `ties` and `judge` by contest;
             - `reasons`: why the evaluation is inconclusive; may be empty;
             - `metrics`: numbers by name;
@@ -52,8 +52,8 @@ def version_card(record: Report) -> str:
         f"---\n{_front_matter(record)}\n---",
         f"# {as_markdown(_title(record))}",
         f"{_line(without_folders(record['models']['base']['name']))}, tuned with proximal policy "
-        "optimization (PPO, [arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) to answer so "
-        "that a reward model scores it higher.",
+        "optimization (PPO, [arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) so that a reward "
+        "model scores its answers higher.",
         _section("Promotion", _decision(record["decision"])),
         _section("Win rates", _win_rates(record)),
         _section("How to load it", _loading(record)),
@@ -89,7 +89,7 @@ def _decision(decision: Report | None) -> str:
         f"**{as_markdown(decision['action']).capitalize()}** by {as_markdown(decision['by'])} at "
         f"{as_markdown(decision['at'])}."
     )
-    later = "Decisions after this one are in the version's tags and in the history of its name."
+    later = "Later decisions are in the tags of the version and in the history of the model name."
     return "\n\n".join(part for part in (head, _bullets(decision["reasons"]), later) if part)
 
 
@@ -99,9 +99,10 @@ def _loading(record: Report) -> str:
     return (
         "```python\nimport mlflow\n\n"
         f"pipeline = mlflow.transformers.load_model({uri})\n```\n\n"
-        "`load_champion` of `flows/champion.py` loads it for a service, and verifies every file "
-        "first. "
-        "By default it decodes as in its evaluation:\n\n" + _pairs("argument", record["decoding"])
+        "For a service, `load_champion` in `flows/champion.py` verifies every file and loads the "
+        "model. "
+        "By default the model decodes as in its evaluation:\n\n"
+        + _pairs("argument", record["decoding"])
     )
 
 
@@ -159,7 +160,7 @@ def _bullets(lines: Iterable[str]) -> str:
 
 
 def _line(text: str) -> str:
-    """Return the text as Markdown for the start of a line, where `#` or `1.` are markup too."""
+    """Return the text as Markdown that is safe at a line start, where `#` or `1.` are markup."""
     shown = as_markdown(text)
     if shown.startswith(tuple("#+-=0123456789")):
         return f"&#{ord(shown[0])};{shown[1:]}"
@@ -182,7 +183,7 @@ def _cell(value: Any) -> str:
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
-    """Return the table of settings, with paths without their folders."""
+    """Return the table of settings; paths are shown without folders."""
     shown = {
         name: without_folders(value) if isinstance(value, str) else value
         for name, value in flatten(settings).items()

@@ -1,4 +1,4 @@
-"""How a policy decodes the answers that are judged."""
+"""Decoding of a policy's answers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,30 +6,30 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How the answers that were judged were decoded: what a served version does by default."""
+    """Decoding of a policy's answers; a served version uses that of its evaluation by default."""
 
     response_length: int
-    """Most tokens of an answer."""
+    """Maximum number of tokens of an answer."""
 
     temperature: float
-    """0 takes the likeliest token."""
+    """Sampling temperature; 0 always takes the likeliest token."""
 
     top_k: int = 0
-    """Sample from this many tokens only; 0 from all."""
+    """Sample from this number of likeliest tokens; 0 samples from all tokens."""
 
     top_p: float = 1.0
-    """Sample from the likeliest tokens that hold this probability; 1 from all."""
+    """Sample from the likeliest tokens with this total probability; 1 samples from all tokens."""
 
     stop_token: str | None = "eos"
-    """What ends an answer; None where answers run to their full length."""
+    """Name of the token that ends an answer; None for answers of full length."""
 
     stop_token_id: int | None = None
-    """Token that ends an answer, in the place of `stop_token`."""
+    """Id of the token that ends an answer; replaces `stop_token`."""
 
     def arguments(self) -> dict[str, Any]:
-        """The same as arguments of transformers' `generate`, but for the stop token.
+        """Return arguments of transformers' `generate`, without the stop token.
 
-        Without those of sampling where nothing is sampled: transformers warns of them.
+        At temperature 0, sampling arguments are omitted, because transformers warns about them.
         """
         length = {"max_new_tokens": self.response_length, "do_sample": self.temperature > 0}
         if not length["do_sample"]:

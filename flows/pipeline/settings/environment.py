@@ -1,4 +1,4 @@
-"""The environment of the steps: quiet libraries, and a user for Metaflow."""
+"""Environment variables of the steps: quiet libraries, and a user name for Metaflow."""
 
 import atexit
 import gc
@@ -15,7 +15,7 @@ DEFAULTS = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
     # MLflow would print two lines at the end of every step.
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    # With three retries MLflow gives up after 14 seconds, with its default of seven after minutes.
+    # MLflow gives up after 14 seconds with 3 retries, but only after minutes with its default of 7.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -25,11 +25,11 @@ DEFAULTS = {
 
 
 def prepare_environment() -> None:
-    """Set environment variables that are not set; the processes of the steps inherit them.
+    """Set default environment variables, which the processes of the steps inherit.
 
-    Metaflow refuses to run as root or without a user name, as in a container.
+    Metaflow refuses to run as root or without a user name, so USERNAME is set in these cases.
     """
-    # Metaflow starts the tasks of further machines as `python`.
+    # Metaflow starts the tasks of further machines as `python`, which must be this interpreter.
     folder, search = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     if search.split(os.pathsep)[0] != folder:
         os.environ["PATH"] = os.pathsep.join([folder, search])

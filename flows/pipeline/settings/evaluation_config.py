@@ -7,14 +7,14 @@ from ppo_core.config.checks import require, require_count
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """How many prompts are answered and how, and when the result is inconclusive.
+    """Number of prompts, decoding of the answers, and limits of a conclusive result.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     num_examples: int = 200
-    """Most rows of `eval_prompts` that are answered and judged, from the first on."""
+    """Maximum number of rows of `eval_prompts` to answer and judge; the first rows are used."""
 
     temperature: float = 0.7
     """Temperature of the answers; 0 always takes the likeliest token."""
@@ -26,16 +26,15 @@ class EvaluationConfig:
     """Sample from the likeliest tokens with this total probability; 1 samples from all tokens."""
 
     max_invalid: float = 0.05
-    """Share of the pairs for which the judge may give no verdict; above it, the result is
-    inconclusive."""
+    """Maximum fraction of pairs without a verdict; above it, the result is inconclusive."""
 
     max_flip_rate: float = 0.5
-    """Share of the pairs for which the judge may follow the position of the answers; above it,
+    """Maximum fraction of pairs in which the judge follows the position of the answers; above it,
     the result is inconclusive."""
 
     human_labels: str = ""
-    """Rows of prompt, first, second and label (first, second or tie), which people gave; the
-    judge is asked about them too, and its agreement reported. Empty for none."""
+    """Rows with prompt, first, second and a person's label (first, second or tie). The judge
+    labels these pairs as well, and its agreement with people is reported. Empty for none."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""

@@ -15,37 +15,39 @@ class JudgingConfig:
     """
 
     criterion: str = "Which answer is more helpful, correct and to the point?"
-    """What makes one answer better than the other, in the words that the judge reads."""
+    """Criterion for the better answer, exactly as the judge reads it."""
 
     base_url: str = ""
-    """Address of an OpenAI-compatible server, `/v1` included. Empty: the environment variable
-    OPENAI_BASE_URL, or OpenAI itself. The key is always taken from OPENAI_API_KEY."""
+    """Address of an OpenAI-compatible server, including `/v1`. If empty, OPENAI_BASE_URL is used,
+    and without OPENAI_BASE_URL, OpenAI. The API key is always read from OPENAI_API_KEY."""
 
     sampling: Literal["greedy", "default"] = "greedy"
-    """`greedy` asks for temperature 0; `default` leaves it to the model: for servers that refuse to
-    be told."""
+    """`greedy` requests temperature 0; `default` sends no temperature, for servers that refuse
+    one."""
 
     max_reply_tokens: int = 512
-    """Most tokens of one reply, the judge's reasons included."""
+    """Maximum number of tokens of one reply, including the judge's reasons."""
 
     attempts: int = 3
-    """Times that a question is asked before replies without a verdict make it invalid."""
+    """Maximum number of times to ask a question; without a verdict, the question is invalid."""
 
     concurrency: int = 8
-    """Calls under way at the same time; of a local model, questions answered together."""
+    """Maximum number of simultaneous calls to a server, or the batch size of a local model."""
 
     deadline_seconds: float = 120.0
-    """Seconds that one call may take until its last byte."""
+    """Timeout of one call in seconds, until its last byte."""
 
     retries: int = 6
-    """Times that a call is repeated which the server turned away (429, 5xx) or that failed on the
-    way; it waits longer each time, and at least as long as the server's Retry-After says."""
+    """Maximum number of repetitions of a call that the server rejected (429, 5xx) or whose
+    connection failed. Waits grow, and are at least as long as the server's Retry-After."""
 
     max_calls: int | None = None
-    """Calls that one evaluation may make to a server, repeated ones included; None for no limit."""
+    """Maximum number of calls to a server in one evaluation, including retries; None for no
+    limit."""
 
     max_tokens: int | None = None
-    """Tokens of questions and replies that one evaluation may use there; None for no limit."""
+    """Maximum number of question and reply tokens of a server in one evaluation; None for no
+    limit."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""

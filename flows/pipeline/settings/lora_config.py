@@ -1,4 +1,4 @@
-"""Settings of adapters (LoRA) for the policy."""
+"""Settings of the policy's LoRA adapters."""
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -17,22 +17,22 @@ ALL_LINEAR = "all-linear"
 class LoraConfig:
     """Adapters on a frozen policy (LoRA, arXiv:2106.09685), or none.
 
-    There is no setting for dropout: PPO sets all dropout to 0, so that the trained policy is the
-    policy that sampled.
+    Dropout has no setting, because PPO sets all dropout to 0: otherwise the policy in the loss
+    would differ from the policy that sampled.
 
     Raises:
-        ConfigError: a value is out of range, would be ignored, or the package peft is missing.
+        ConfigError: a value is out of range or has no effect, or the package peft is missing.
     """
 
     r: int = 0
     """Rank of the adapters; 0 trains all parameters of the policy."""
 
     alpha: int = 32
-    """The adapters are scaled by alpha / r."""
+    """Numerator of the adapters' scale, alpha / r."""
 
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """Names of the modules that get adapters; `all-linear` alone is every linear layer but the
-    head."""
+    """Names of the modules that get adapters; `all-linear`, as the only entry, selects every
+    linear layer except the output head."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
@@ -42,8 +42,8 @@ class LoraConfig:
         require(self, "target_modules", bool(names) and all(names), "a list of names")
         if ALL_LINEAR in names and len(names) > 1:
             raise ConfigError(
-                f"target_modules={names!r}: {ALL_LINEAR!r} stands for all linear layers, and "
-                "beside other names it would be the name of a module. Leave it or them out."
+                f"target_modules={names!r}: {ALL_LINEAR!r} must be the only entry; with others it "
+                "would be read as a module name. Remove this entry or all others."
             )
         if self.r == 0:
             self._refuse_what_has_no_effect()
@@ -57,7 +57,7 @@ class LoraConfig:
         """Return `peft_config` for PPOTrainer; None to train all parameters."""
         if self.r == 0:
             return None
-        # Imported here: adapters need torch, and reading the settings must not.
+        # Imported here, because reading the settings must not import torch.
         from ppo_core.models.adapters import lora_config
 
         return lora_config(
@@ -71,6 +71,6 @@ class LoraConfig:
         for name, default in (("alpha", LoraConfig.alpha), ("target_modules", [ALL_LINEAR])):
             if (value := getattr(self, name)) != default:
                 raise ConfigError(
-                    f"{name}={value!r} takes effect only with r above 0: without adapters it would "
-                    "be ignored. Set r to their rank."
+                    f"{name}={value!r} would be ignored, because r = 0 trains without adapters. "
+                    "Set r to the rank of the adapters, or remove the setting."
                 )

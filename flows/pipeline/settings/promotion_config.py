@@ -1,4 +1,4 @@
-"""Limits for promoting a policy without a person."""
+"""Limits for the automatic promotion of a policy."""
 
 from dataclasses import dataclass
 
@@ -9,30 +9,30 @@ from ppo_core.config.checks import require
 class PromotionConfig:
     """Limits of the promotion gate.
 
-    The limit of invalid verdicts is `max_invalid` of the evaluation: above it the evaluation is
-    inconclusive, and an inconclusive evaluation promotes nothing.
+    `max_invalid` of the evaluation limits invalid verdicts. An evaluation above this limit is
+    inconclusive, and an inconclusive evaluation never promotes a policy.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     min_win_rate: float = 0.5
-    """Share of wins against the champion, or SFT where there is none yet, that the lower end of
-    the 95 % interval must be above."""
+    """Win rate against the champion (SFT if there is no champion) that the lower end of the 95 %
+    interval must exceed."""
 
     min_reference_win_rate: float = 0.5
-    """The same against the references."""
+    """Win rate against the references that the lower end of the 95 % interval must exceed."""
 
     max_kl: float = 20.0
-    """Most nats of an answer between the policy and SFT. Above 10 to 20 a reward model is usually
-    being exploited, as the README's table of metrics says."""
+    """Maximum KL divergence from SFT in nats per answer. Above 10 to 20 nats, the policy usually
+    exploits the reward model; see the README's table of metrics."""
 
     max_length_ratio: float = 2.0
-    """Most times that the answers may be as long as those of the champion, or of SFT, in words on
-    average; and most times that those may be as long as they are."""
+    """Maximum ratio of the mean answer lengths in words of the policy and the champion (SFT if
+    there is no champion), the longer divided by the shorter."""
 
     max_repetition: float = 0.3
-    """Largest share of an answer's 3-grams of words that repeat one before them, on average."""
+    """Maximum mean fraction of an answer's word 3-grams that repeat an earlier 3-gram."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""

@@ -7,46 +7,45 @@ from ppo_core.config.checks import require, require_count
 
 @dataclass(frozen=True, kw_only=True)
 class RewardGateConfig:
-    """What the reward model is measured on, and the limits of its gate.
+    """Samples for validating the reward model, and the limits of its gate.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     min_accuracy: float = 0.55
-    """Accuracy on held-out pairs that the lower end of its 95 % interval must reach."""
+    """Accuracy on held-out pairs that the lower end of the 95 % interval must reach."""
 
     max_calibration_error: float = 0.3
-    """Largest expected calibration error of sigmoid(margin) of a model that is too sure of itself;
-    one that claims less than it knows pays small rewards, not wrong ones."""
+    """Maximum expected calibration error of sigmoid(margin) for an overconfident model. An
+    underconfident model passes, because its rewards are small but not wrong."""
 
     max_length_correlation: float = 0.8
-    """Largest Spearman correlation, either way, of a response's score with its characters."""
+    """Maximum absolute Spearman correlation of a response's score with its number of characters."""
 
     min_shorter_accuracy: float = 0.25
-    """Accuracy on pairs whose shorter response is preferred that the upper end of its 95 %
+    """Accuracy, on pairs whose shorter response is preferred, that the upper end of the 95 %
     interval must reach."""
 
     min_sample_deviation: float = 0.05
-    """Smallest standard deviation of the scores of the SFT policy's samples."""
+    """Minimum standard deviation of the scores of the SFT policy's samples."""
 
     max_degenerate_preferred: float = 0.6
-    """Share of the references for which a degenerate version scores above all of its rivals, a
-    third for a model that cannot tell; refused where the lower end of its 95 % interval is above
-    the limit."""
+    """Fraction of references for which a degenerate version scores above its rivals; an indifferent
+    model has about a third. The lower end of the 95 % interval must not exceed the limit."""
 
     tolerance: float = 1e-3
-    """Largest difference of a text's scores between batches and between sides of padding, as a
-    share of the deviation of the held-out scores."""
+    """Maximum difference of a text's scores between batches, and between left and right padding,
+    as a fraction of the standard deviation of the held-out scores."""
 
     num_prompts: int = 64
-    """Most prompts that the SFT policy is sampled on, from the first on."""
+    """Maximum number of prompts for sampling the SFT policy; the first prompts are used."""
 
     samples_per_prompt: int = 8
-    """Samples of each of these prompts: the K of the best-of-K curve."""
+    """Number of samples per prompt, and the largest K of the best-of-K curve."""
 
     unit_deviation: bool = False
-    """Scale the reward so that the SFT policy's samples have a standard deviation of 1."""
+    """Whether to scale the reward so that the SFT policy's samples have standard deviation 1."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""

@@ -27,8 +27,8 @@ PPO_SIZES: dict[str, Any] = {
     "save_steps": 0.1,
     "save_total_limit": 2,
 }
-"""Defaults of the flow for [ppo]: sizes of published runs, and a checkpoint at each tenth of the
-run, from which a retried step resumes. The defaults of PPOConfig are those of TRL's scripts."""
+"""Defaults of the flow for [ppo]: sizes of published runs, and a checkpoint after each tenth of
+the run, for a retried step. PPOConfig has the defaults of TRL's scripts instead."""
 
 NOT_OF_THE_FLOW = {
     "output_dir": "set output_dir of the run",
@@ -43,7 +43,8 @@ NOT_OF_THE_FLOW = {
     "model_adapter_name": "the flow makes the adapter itself, see [lora]",
     "ref_adapter_name": "the reference is the policy before PPO",
 }
-"""PPO settings that the flow decides itself, and what to do instead."""
+"""PPO settings that the flow refuses, because it sets them itself; each with the reason or the
+setting to use."""
 
 NO_VALUE = "none"
 """Text for None, which TOML lacks, in settings whose default is not None."""
@@ -60,85 +61,85 @@ class Settings:
     """
 
     task: Literal["", "tldr"] = ""
-    """A built-in task, which makes every input itself; empty for your own inputs."""
+    """Built-in task, which generates all inputs; empty for your own inputs."""
 
     policy: str = ""
     """Folder or hub id of the causal language model to improve."""
 
     sft_data: str = ""
-    """Rows of prompt and completion; `policy` is fine-tuned on them first. Empty: it is ready."""
+    """Rows with prompt and completion, to fine-tune `policy` before PPO; empty skips this."""
 
     reward_model: str = ""
     """Folder or hub id of a reward model with one label; empty trains one from the policy."""
 
     preferences: str = ""
-    """Rows of chosen, rejected and perhaps prompt, to train the reward model on."""
+    """Rows with chosen, rejected and optionally prompt, to train the reward model on."""
 
     preferences_test: str = ""
     """Preferences to validate the reward model on; empty holds out `held_out_share`."""
 
     held_out_share: float = 0.1
-    """Share of `preferences`, the last rows, held out when there is no `preferences_test`."""
+    """Fraction of `preferences`, its last rows, to hold out if `preferences_test` is empty."""
 
     prompts: str = ""
-    """Rows of prompt, and perhaps reference, that PPO trains on."""
+    """Rows with prompt, and optionally reference, that PPO trains on."""
 
     eval_prompts: str = ""
-    """Rows of prompt and reference that the policies are judged on."""
+    """Rows with prompt and reference that the policies are judged on."""
 
     judge: str = ""
-    """Who compares two answers: openai:MODEL, transformers:PATH, reward-model:PATH,
-    python:FILE_OR_MODULE:FUNCTION or rule (the built-in task's own); several, joined by commas,
-    vote."""
+    """Judge that compares two answers: openai:MODEL, transformers:PATH, reward-model:PATH,
+    python:FILE_OR_MODULE:FUNCTION or rule (the built-in task's judge). Several judges, joined by
+    commas, vote."""
 
     accept_reward_model: bool = False
-    """Train against a reward model that the gate refuses; the run's record says so."""
+    """Whether to train against a reward model that the gate refuses; the run records this."""
 
     registered_model: str = "rlhf-policy"
     """Name under which the policy is registered in MLflow."""
 
     output_dir: str = "outputs"
-    """Folder for the cache and for what each run writes."""
+    """Folder for the cache and for the files of each run."""
 
     summary_json: str = ""
     """File for the summary of the run; empty for none."""
 
     seed: int = 1
-    """Seed of everything random in the run: data, training, sampling. A section may set its own."""
+    """Seed of all random numbers in the run; a section with its own `seed` uses that instead."""
 
     processes: int = 0
-    """Processes of the PPO training on each machine; 0 is one for each GPU, or one on the CPU."""
+    """Number of PPO processes on each machine; 0 starts one per GPU, or one without a GPU."""
 
     num_nodes: int = 1
-    """Machines of the PPO training, which share output_dir; Metaflow's @parallel starts them."""
+    """Number of machines for PPO, which share output_dir; Metaflow's @parallel starts them."""
 
     sft: SupervisedConfig = field(default_factory=SupervisedConfig)
-    """How the policy is fine-tuned on `sft_data`."""
+    """Settings for fine-tuning the policy on `sft_data`."""
 
     reward_model_training: SupervisedConfig = field(default_factory=SupervisedConfig)
-    """How the reward model is trained; its `end_of_text` also says how texts are scored."""
+    """Settings for training the reward model; `end_of_text` also applies when it scores texts."""
 
     ppo: PPOConfig = field(default_factory=lambda: PPOConfig(**PPO_SIZES))
-    """What PPO does."""
+    """Settings of PPO."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters that PPO trains instead of all parameters."""
 
     reward_gate: RewardGateConfig = field(default_factory=RewardGateConfig)
-    """When the reward model is fit to train against."""
+    """Limits that a reward model must meet before PPO trains against it."""
 
     judging: JudgingConfig = field(default_factory=JudgingConfig)
-    """How a judge that is a chat model is asked."""
+    """Settings of judges that are chat models."""
 
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    """How the policies are compared."""
+    """Settings for comparing the policies."""
 
     promotion: PromotionConfig = field(default_factory=PromotionConfig)
-    """When the policy becomes the champion."""
+    """Limits that a policy must meet to become the champion."""
 
     def __post_init__(self) -> None:
         """Raise if inputs are missing or settings contradict each other."""
-        # The range of numpy's and torch's generators.
+        # The range of seeds that the generators of both numpy and torch accept.
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed} must be at least 0 and below 2**32.")
         if not 0 < self.held_out_share < 1:
@@ -165,24 +166,24 @@ class Settings:
         if self.ppo.hub_token is not None:
             # The message must not quote the token.
             raise ConfigError(
-                "ppo.hub_token is set: nothing is uploaded to the hub, so it would only be kept in "
-                "MLflow for all to see, with the other settings. Remove it; what is read from the "
-                "hub is read with the token in the environment variable HF_TOKEN."
+                "ppo.hub_token is set, but the flow uploads nothing to the hub, and MLflow would "
+                "show the token to everyone among the settings. Remove ppo.hub_token. To download "
+                "private models or data, set the environment variable HF_TOKEN."
             )
 
     def _refuse_a_reference_without_weights(self) -> None:
         if self.lora.r and self.ppo.reference_refresh_updates:
             raise ConfigError(
                 f"ppo.reference_refresh_updates={self.ppo.reference_refresh_updates} copies the "
-                f"policy into the reference, and with lora.r={self.lora.r} the reference is the "
-                "policy without its adapter. Leave one of them out."
+                f"policy into the reference, but with lora.r={self.lora.r} the reference is the "
+                "policy without its adapter, with no weights to copy into. Remove either setting."
             )
 
     def _refuse_inputs_of_a_task(self) -> None:
         named = [name for name in INPUTS if getattr(self, name)]
         if named:
             raise ConfigError(
-                f"task='{self.task}' makes its inputs itself, and {_listed(named)} would be "
+                f"task='{self.task}' generates all inputs, so {_listed(named)} would be "
                 "ignored. Remove either the task or these settings."
             )
 
@@ -211,10 +212,10 @@ INPUTS = (
 
 
 def make_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, Any]) -> Settings:
-    """Return the settings of a run: the command line wins over the file, the file over defaults.
+    """Return the settings of a run; the command line overrides the file, and the file the defaults.
 
-    Without a file and without inputs, the preset of the built-in task is the file. The seed of the
-    run is the seed of every section without one.
+    Without a file and without inputs, the preset of the built-in task is used as the file. A
+    section without a seed gets the seed of the run.
 
     Args:
         from_file: the parsed TOML file; empty if there is none.
@@ -245,7 +246,7 @@ def as_plain_dict(settings: Settings) -> dict[str, Any]:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables of settings as one table, names joined by dots."""
+    """Return nested tables of settings as one table whose keys are joined by dots."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -287,7 +288,7 @@ def _check_type(kind: Any, value: Any, name: str) -> Any:
         TypeAdapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
         raise ConfigError(f"{name}={value!r}: {error.errors()[0]['msg']}.") from error
-    # The given value: 1 must stay 1 for a float setting, so that the settings file repeats the run.
+    # Not pydantic's value: 1 must not become 1.0, so that the settings file repeats the run.
     return value
 
 

@@ -1,4 +1,4 @@
-"""The complete settings of a run as a TOML file that repeats it."""
+"""Write the complete settings of a run as a TOML file that repeats the run."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
@@ -8,13 +8,13 @@ import tomli_w
 from pipeline.settings.settings import NO_VALUE, Settings, needs_no_value
 
 COMMENT = """\
-# The complete settings of a run of the flow, defaults included. They repeat it:
+# The complete settings of a run of the flow, including defaults. To repeat the run:
 #
 #     python flows/rlhf.py --config settings FILE run
 #
-# with FILE being this file. Flags win over it; a section without a seed follows --seed. Paths are
-# as they were given: run it in the folder from which the relative ones are valid. A missing
-# setting is None.
+# FILE is this file. Flags override this file; a section without a seed uses --seed. Paths are
+# unchanged, so start the run in a folder in which the relative paths are valid. A missing setting
+# is None.
 
 """
 
@@ -23,12 +23,12 @@ def settings_text(settings: Settings) -> str:
     """Return the settings as TOML, with a comment that says how to use them.
 
     `make_settings` of the parsed text returns equal settings. For a built-in task, pass the
-    settings before its inputs were made, because these are files in a local cache.
+    settings before `prepare_inputs`, which adds inputs from the local cache.
     """
     table = _table(settings)
     for section in table.values():
         if isinstance(section, dict) and section.get("seed") == settings.seed:
-            # Left out, the section follows the seed of the run, also when --seed changes it.
+            # Without a seed, the section uses the seed of the run, even if --seed changes it.
             del section["seed"]
     return COMMENT + tomli_w.dumps(table)
 

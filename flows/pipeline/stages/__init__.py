@@ -1,7 +1,7 @@
-"""The stages of the flow: settings and records of `pipeline.results` in, such records out.
+"""Stages of the flow; they take the settings and earlier records, and return `pipeline.results`.
 
-A module is imported when a step first asks for it. Metaflow parses the flow in processes that
-run no step, and on machines that have nothing but Metaflow installed.
+A stage's module is imported on its first use, because Metaflow also parses the flow in processes
+that run no step, and on machines where only Metaflow is installed.
 """
 
 from importlib import import_module

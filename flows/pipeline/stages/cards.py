@@ -1,8 +1,7 @@
 """The reports as Metaflow cards.
 
-Metaflow's Markdown component passes HTML and links to the browser, so it gets only our own
-headings. Tables, value boxes and image labels show text as it is: text of models and data sets goes
-into these.
+Metaflow's Markdown component passes HTML and links to the browser, so it gets only fixed headings.
+Text from models and data sets goes into tables, value boxes and image labels, which show it as is.
 """
 
 from metaflow.cards import Image, Markdown, MetaflowCardComponent, Table, ValueBox
@@ -28,7 +27,7 @@ def evaluation_card(evaluation: EvaluatedPolicy) -> list[MetaflowCardComponent]:
 def promotion_card(
     registered: RegisteredPolicy, validation: ValidatedReward, limits: PromotionConfig
 ) -> list[MetaflowCardComponent]:
-    """Return the components of the card about a decision."""
+    """Return the components of the card about a promotion decision."""
     document = promotion_document(
         registered.promotion,
         registered.evaluation.report(),

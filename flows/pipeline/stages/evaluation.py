@@ -1,4 +1,4 @@
-"""The trained policy's answers, judged against the references, SFT and the champion."""
+"""Judge the trained policy's answers against the references, SFT and the champion."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""The policy and the reward model that PPO starts from: as they are, or trained first.
+"""Provide the policy and the reward model for PPO: load or train each of them.
 
-`ppo_core` loads torch only when something is trained, not when the cache has the model.
+torch is imported only for training, not if the cache has the trained model.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ def load_reward_model(settings: Settings, sft: PreparedModel, run: FlowRun) -> P
 def _train_once(
     trainer: str, prefix: Path, model: str, rows: Rows, config: SupervisedConfig
 ) -> cache.Cached:
-    """Call a trainer of `ppo_core`, unless the cache has its result in `prefix`-DIGEST."""
+    """Return the cached model in `prefix`-DIGEST; train it with `ppo_core` if it is missing."""
 
     def train(folder: Path) -> Mapping[str, float]:
         with large_imports():

@@ -1,4 +1,4 @@
-"""The policy becomes a version of the registered model, and is promoted or refused."""
+"""Register the policy as a version of the registered model, and promote or refuse it."""
 
 from pipeline.promotion.register import Candidate, register
 from pipeline.reports.log_reports import log_evaluation
@@ -9,7 +9,7 @@ __all__ = ["Candidate", "register_policy"]
 
 
 def register_policy(candidate: Candidate) -> RegisteredPolicy:
-    """Register the candidate once its measurements are in MLflow, and decide on it."""
+    """Wait until MLflow has all measurements, register the candidate, and decide on promotion."""
     with track(candidate.run, "register") as tracker:
         tracker.require_all_sent()
         registered = register(candidate)

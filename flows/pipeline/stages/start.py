@@ -1,4 +1,4 @@
-"""The first step: settings, checks of all inputs, and the run's records in MLflow."""
+"""First step: read the settings, check all inputs, and create the run's records in MLflow."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,13 +24,13 @@ __all__ = ["find_champion", "prepare_inputs", "start_run"]
 
 
 def prepare_inputs(given: Settings) -> Settings:
-    """Make the files of a built-in task, and check every input.
+    """Write the files of a built-in task, if one is set, and check every input.
 
     Returns:
-        The settings, with the files of the built-in task as inputs.
+        The settings; for a built-in task, with its files as inputs.
 
     Raises:
-        ConfigError: a setting cannot work.
+        ConfigError: a setting is invalid.
         DataError: a data set cannot be used.
         ModelError: a model cannot be used, or MLflow does not answer.
     """
@@ -44,11 +44,11 @@ def prepare_inputs(given: Settings) -> Settings:
 def start_run(
     given: Settings, settings: Settings, flow: str, number: str, steps: Sequence[str]
 ) -> FlowRun:
-    """Make the run's folder and its MLflow runs, and record its lineage.
+    """Create the folder and the MLflow runs of a run of the flow, and record its lineage.
 
     Args:
-        given: the settings before `prepare_inputs`: they repeat the run on another machine.
-        settings: the settings after it.
+        given: settings before `prepare_inputs`, which repeat the run on another machine.
+        settings: settings that `prepare_inputs` returned.
         flow: name of the flow.
         number: Metaflow's id of the run.
         steps: names of the steps that get an MLflow run.

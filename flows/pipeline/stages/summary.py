@@ -1,4 +1,4 @@
-"""The whole run as one JSON document."""
+"""Summarize a run of the flow in one JSON document."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def summarize(
     run: FlowRun,
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return the summary of the run, after it is printed, logged and written to `summary_json`."""
+    """Log, print and return the summary of the run, and write it to `summary_json` if set."""
     summary = {
         **registered.evaluation.report(),
         "reward_model": validation.report(),

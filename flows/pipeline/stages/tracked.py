@@ -1,4 +1,4 @@
-"""What several stages share: a step's tracker, and the cache of the flow."""
+"""Tracker and cache folder, which several stages use."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ from pipeline.tracking.tracker import SHORT_SECONDS, Tracker
 def track(run: FlowRun, step: str, *, patient: bool = False) -> Tracker:
     """Return the tracker of a step.
 
-    `patient` is for a step without subprocesses that logs at its end. Such a step imports MLflow
-    only if it takes long; the next step sends what a short one logged.
+    Set `patient` for a step without subprocesses that logs at its end. Such a step imports MLflow
+    only if it runs longer than SHORT_SECONDS; otherwise the next step sends its entries.
     """
     return Tracker(run.folder, run.tracking, step, patience=SHORT_SECONDS if patient else 0.0)
 
 
 def cache_folder(settings: Settings) -> Path:
-    """Return the folder of models and data sets that several runs use."""
+    """Return the cache folder for models and data sets, which several runs share."""
     return Path(settings.output_dir) / "cache"

@@ -1,4 +1,4 @@
-"""PPO in processes of its own, on one machine or several."""
+"""Run PPO in separate processes on one or several machines."""
 
 import resource
 import sys
@@ -29,15 +29,15 @@ def train_policy(
 
     Args:
         settings: settings of the run.
-        sft: the policy to start from, and the reference.
+        sft: the initial policy, which is also the reference policy.
         reward_model: the reward model.
-        validation: the verdict on it.
+        validation: result of validating the reward model.
         run: the run of the flow.
         machines: Metaflow's `current.parallel`; None for a single machine.
-        attempt: text that is the same on all machines and differs between attempts of the step.
+        attempt: text that is equal on all machines and differs between attempts of the step.
 
     Returns:
-        The trained policy on the first machine, which tracks the training; None on the others.
+        On the first machine, which also tracks the training, the trained policy; on others, None.
 
     Raises:
         ModelError: the reward model was refused.
@@ -81,16 +81,16 @@ def require_fit_reward_model(validation: ValidatedReward) -> None:
     """Raise if the gate refused the reward model and nobody accepted it by hand.
 
     Raises:
-        ModelError: it was refused; the message has every reason.
+        ModelError: the reward model was refused; the message lists every reason.
     """
     if validation.fit:
         return
     reasons = "\n".join(f"- {reason}" for reason in validation.reasons)
     if validation.accepted_by_hand:
-        print(f"The reward model was refused and is accepted by hand:\n{reasons}", flush=True)
+        print(f"The reward model was refused, but a person accepted it:\n{reasons}", flush=True)
         return
     raise ModelError(
-        f"The reward model is not fit to train against:\n{reasons}\nPPO would learn its faults. "
+        f"The reward model is not fit to train against:\n{reasons}\nPPO would exploit them. "
         "Improve the reward model, or change the limits in [reward_gate], or run again with "
         "--accept-reward-model; models that are already trained are reused."
     )
@@ -122,6 +122,6 @@ def _trained_policy(path: str, updates: list[dict[str, Any]]) -> TrainedPolicy:
 
 
 def _peak_rss_bytes() -> int:
-    """Return the peak memory of the largest child process; Linux counts KiB, macOS bytes."""
+    """Return the peak memory in bytes of the largest child process; Linux reports KiB."""
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

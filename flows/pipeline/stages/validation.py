@@ -1,4 +1,4 @@
-"""What is known about the reward model before PPO trains against it."""
+"""Validate the reward model before PPO trains against it."""
 
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ def validate_reward_model(
 def examine_reward_model(
     settings: Settings, sft: PreparedModel, reward_model: PreparedModel
 ) -> dict[str, Any]:
-    """Return the report on the reward model, see `reward_validation.validate`."""
+    """Return the report on the reward model that `reward_validation.validate` writes."""
     model = load_reward_model(
         reward_model.path, end_of_text=settings.reward_model_training.end_of_text
     )

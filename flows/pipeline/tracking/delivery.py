@@ -1,7 +1,7 @@
-"""Send entries of the journal by calls of MLflow, each of which may be repeated.
+"""Send entries of the journal to MLflow by calls that may be repeated.
 
-MLflow's key of a metric is its run, name, time, step and value, so a repeated metric is stored
-once; tags, states and artifacts are overwritten by equal ones.
+MLflow identifies a metric by run, name, time, step and value, so a repeated metric is stored once.
+Repeated tags, statuses and artifacts are overwritten with equal values.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,16 +17,17 @@ from pipeline.tracking.journal import Entry
 MAX_METRICS_PER_CALL = 1000
 
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST"}
-"""Error codes of a call that MLflow will never accept: a bad name or value, a deleted run.
+"""Error codes of calls that MLflow will never accept, such as a bad name or a deleted run.
 
-Other errors may be temporary: no connection, a failing server, expired credentials."""
+Other errors may be temporary, for example no connection, a failing server or expired credentials.
+"""
 
 Refused = tuple[Entry, str]
 """An entry that MLflow will never accept, and the reason."""
 
 
 def in_calls(entries: Sequence[tuple[Entry, int]]) -> Iterator[list[tuple[Entry, int]]]:
-    """Yield consecutive entries that fit into one call: metrics of one run, else a single entry."""
+    """Yield the entries of each call in order: metrics of one run, or a single other entry."""
     together: list[tuple[Entry, int]] = []
     values = 0
     for entry, position in entries:
@@ -45,10 +46,10 @@ def in_calls(entries: Sequence[tuple[Entry, int]]) -> Iterator[list[tuple[Entry,
 
 
 def deliver(client: MlflowClient, entries: Sequence[Entry]) -> list[Refused]:
-    """Send the entries of one call; return those that MLflow will never accept.
+    """Send the entries of one call; return the entries that MLflow will never accept.
 
     Raises:
-        Exception: a temporary error, of a class of MLflow or of the client of the artifact store.
+        Exception: a temporary error, from MLflow or from the client of the artifact store.
     """
     match entries[0]:
         case {"kind": "metrics", "run": run}:
@@ -56,7 +57,7 @@ def deliver(client: MlflowClient, entries: Sequence[Entry]) -> list[Refused]:
         case {"kind": "file", "path": path} as entry if not Path(path).exists():
             return [(entry, f"{path} is gone")]
         case {"kind": "spoilt"} as entry:
-            return [(entry, "it is no line that was written here")]
+            return [(entry, "the line of the journal is damaged")]
     try:
         _send(client, entries[0])
     except MlflowException as error:
@@ -89,7 +90,7 @@ def _in(entry: Entry) -> list[Metric]:
 
 
 def _send_metrics(client: MlflowClient, run: str, metrics: Sequence[Metric]) -> list[Refused]:
-    """Send metrics of one run; find a refused metric by bisection, and send the others."""
+    """Send metrics of one run; find refused metrics by bisection, and send the other metrics."""
     refused: list[Refused] = []
     for start in range(0, len(metrics), MAX_METRICS_PER_CALL):
         some = metrics[start : start + MAX_METRICS_PER_CALL]
@@ -108,7 +109,7 @@ def _send_metrics(client: MlflowClient, run: str, metrics: Sequence[Metric]) -> 
 
 
 def _is_gone(client: MlflowClient, run: str) -> bool:
-    """Return whether a run was deleted, permanently or not."""
+    """Return whether a run was deleted, either permanently or recoverably."""
     try:
         return client.get_run(run).info.lifecycle_stage == "deleted"
     except MlflowException as error:

@@ -1,4 +1,4 @@
-"""A journal on disk of everything to track: MLflow may be down and the process may be killed."""
+"""Journal on disk of all entries to track, because MLflow or the process may fail."""
 
 import errno
 import fcntl
@@ -15,21 +15,23 @@ from typing import Any
 from ppo_core.data.atomic_files import write_atomically
 
 Entry = dict[str, Any]
-"""One line: `kind` (metrics, tag, file, status), `run`, `time` in ms since 1970, and its values."""
+"""A line of the journal: `kind` (metrics, tag, file, status), `run`, `time` in ms since 1970, and
+the fields of the kind."""
 
 
 class Journal:
-    """Stores entries in order, and the position up to which they were sent.
+    """Stores entries in order, and the position up to which entries were sent.
 
-    Several threads and processes may write to a folder at the same time. It holds `journal.jsonl`,
-    which is append-only with one entry per line; `journal.sent`, the number of bytes sent;
-    `journal.refused`, the entries that MLflow refused, with the reason; and `files`.
+    Several threads and processes may write to a folder at the same time. The folder contains
+    `journal.jsonl`, which is append-only with one entry per line; `journal.sent`, the number of
+    bytes sent; `journal.refused`, refused entries with the reasons; and `files`.
 
-    An entry survives its process but not a power cut: fsync would dominate the time of an update.
+    An entry survives the end of the process, but may be lost in a power cut, because fsync would
+    dominate the time of an update.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the journal in `folder`, or create it."""
+        """Open or create the journal in `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.resolve()
         self.path = self.folder / "journal.jsonl"
@@ -40,15 +42,15 @@ class Journal:
         self._names: dict[tuple[str, int], set[str]] = {}
         self._latest: dict[tuple[str, str, str], str] = {}
         with self._writing():
-            # A power cut may have removed lines that were sent; later lines were not sent.
+            # If a power cut removed sent lines, the position is moved back to the end of the file.
             self.mark_sent(min(self.sent(), self.end()))
 
     def log_metrics(self, run: str, values: Mapping[str, float], step: int | None = None) -> None:
-        """Add metrics of a run; earlier values of a step are kept.
+        """Add metrics of a run, except metrics that the step has already.
 
-        A metric of a step is added once: a training that resumes from a checkpoint repeats some
-        steps with equal values, and its curve keeps one point per step. A metric without a step
-        describes the full run and is added again if its value has changed.
+        A training that resumes from a checkpoint repeats some steps with equal values, and the
+        curve must keep one point per step. A metric without a step describes the full run and is
+        added again if the value has changed.
         """
         with self._writing() as file:
             new = {
@@ -60,13 +62,13 @@ class Journal:
                 self._append(file, kind="metrics", run=run, step=step, values=new)
 
     def set_tag(self, run: str, key: str, value: str) -> None:
-        """Add a tag unless it has this value already."""
+        """Add a tag, unless the tag already has this value."""
         with self._writing() as file:
             if self._latest.get((run, "tag", key)) != value:
                 self._append(file, kind="tag", run=run, key=key, value=value)
 
     def tag(self, run: str, key: str) -> str | None:
-        """Return the last value of a tag; None if it was never set here."""
+        """Return the last value of a tag; None if the journal has no such tag."""
         return self._latest.get((run, "tag", key))
 
     def set_status(self, run: str, status: str) -> None:
@@ -75,10 +77,10 @@ class Journal:
             self._append(file, kind="status", run=run, status=status)
 
     def add_file(self, run: str, path: Path, folder: str = "") -> None:
-        """Add a file or a folder, which must stay in place until it is sent.
+        """Add a file or a folder, which must exist until it is sent.
 
         Args:
-            run: the run that gets the artifact.
+            run: id of the MLflow run for the artifact.
             path: the file or folder.
             folder: target folder among the artifacts of the run.
         """
@@ -86,14 +88,14 @@ class Journal:
             self._append(file, kind="file", run=run, path=str(path.resolve()), folder=folder)
 
     def write_file(self, run: str, artifact: str, content: bytes) -> None:
-        """Store an artifact beside the journal and add it; `artifact` is its path in MLflow."""
+        """Store an artifact in `files` and add it; `artifact` is the path among the artifacts."""
         path = self.folder / "files" / run / artifact
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content, durable=False)
         self.add_file(run, path, artifact.rpartition("/")[0])
 
     def next_step(self, run: str, prefix: str) -> int:
-        """Return the step after the last one of a run's metrics with a prefix."""
+        """Return the step number after the last step of a run's metrics with a prefix."""
         with self._writing():
             steps = [
                 step
@@ -109,7 +111,7 @@ class Journal:
     def sent(self) -> int:
         """Return the number of bytes that were sent."""
         written = self._sent.read_text().strip() if self._sent.exists() else ""
-        # A power cut may leave the file empty: then everything is sent again, and stored once.
+        # A power cut may leave the file empty. Then all is sent again, but MLflow stores it once.
         return int(written) if written.isdigit() else 0
 
     def mark_sent(self, position: int) -> None:
@@ -117,7 +119,7 @@ class Journal:
         write_atomically(self._sent, f"{position}\n", durable=False)
 
     def unsent(self, limit: int | None = None) -> list[tuple[Entry, int]]:
-        """Return the next entries to send, each with the position to mark once it is sent."""
+        """Return the next entries to send, each with the position for `mark_sent`."""
         with self.path.open("rb") as file:
             file.seek(self.sent())
             position = file.tell()
@@ -150,14 +152,14 @@ class Journal:
 
     @contextmanager
     def _writing(self) -> Iterator[FileIO]:
-        """Lock the journal for this thread, read what others added, and yield the file."""
+        """Lock the journal for this thread, read the new entries of others, and yield the file."""
         with self._lock, self.path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 self._catch_up(file)
                 yield file
             finally:
-                # Closing is not enough: a process that was forked meanwhile has the file open too.
+                # Closing is not enough, because a process forked meanwhile also has the file open.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
     def _catch_up(self, file: FileIO) -> None:

@@ -1,4 +1,4 @@
-"""Connect to MLflow by its environment variables, else to a file in the working directory."""
+"""Connect to MLflow at MLFLOW_TRACKING_URI, or else to a file in the working directory."""
 
 import logging
 import os
@@ -13,13 +13,13 @@ from ppo_core.errors import ConfigError, ModelError
 from serving.redaction import without_credentials
 
 EXPERIMENT = "rlhf"
-"""Experiment of the runs of the flow."""
+"""Name of the MLflow experiment for the runs of the flow."""
 
 DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
 
 
 def connect() -> MlflowClient:
-    """Return a client of the tracking server and its registry; no request is made."""
+    """Return a client of the tracking server and the registry, without sending a request."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
@@ -29,9 +29,9 @@ def connect() -> MlflowClient:
 
 
 def create_experiment(client: MlflowClient, title: str) -> str:
-    """Create an experiment and return its id; an experiment that is there already is taken.
+    """Return the id of an experiment; create the experiment if it does not exist.
 
-    MLflow's client repeats a call whose reply was lost, and the second call is refused.
+    If the reply to a creation is lost, MLflow's client repeats the call, and MLflow refuses it.
     """
     try:
         return client.create_experiment(title)
@@ -43,16 +43,16 @@ def create_experiment(client: MlflowClient, title: str) -> str:
 
 
 def check_registry(name: str) -> None:
-    """Raise if the registry cannot be reached, or a name is invalid.
+    """Raise if the registry cannot be reached, or the model name is invalid.
 
     Raises:
-        ConfigError: the name has a character that the URI of a version cannot hold.
+        ConfigError: the name is empty or has a character that the URI of a version cannot contain.
         ModelError: the registry does not answer.
     """
     if not name or any(character in name for character in "/:"):
         raise ConfigError(
-            f"registered_model={name!r} must not be empty or hold '/' or ':': a version is found "
-            "under models:/NAME/VERSION."
+            f"registered_model={name!r} must not be empty or contain '/' or ':', because the URI "
+            "of a version is models:/NAME/VERSION."
         )
     try:
         connect().search_registered_models(max_results=1)
@@ -60,7 +60,7 @@ def check_registry(name: str) -> None:
     except (MlflowException, OSError, ImportError) as error:
         raise ModelError(
             f"The MLflow registry at {registry_address()} gives no answer: "
-            f"{without_credentials(error)}. Set MLFLOW_TRACKING_URI to one that is running."
+            f"{without_credentials(error)}. Set MLFLOW_TRACKING_URI to a running registry."
         ) from error
 
 
@@ -71,7 +71,7 @@ def registry_address() -> str:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn the errors of MLflow into a ModelError; usable as a decorator.
+    """Turn an error of MLflow into a ModelError; usable as a decorator.
 
     Raises:
         ModelError: MLflow refused a request or did not answer.
@@ -81,6 +81,6 @@ def explained() -> Iterator[None]:
     except (MlflowException, OSError) as error:
         raise ModelError(
             f"MLflow at {registry_address()} did not carry out a request: "
-            f"{without_credentials(error)}. Fix the cause and try again, a run of the flow with "
-            "`python flows/rlhf.py resume`: nothing is done twice."
+            f"{without_credentials(error)}. Fix the cause and try again. To continue a run of the "
+            "flow, use `python flows/rlhf.py resume`; completed work is not repeated."
         ) from error

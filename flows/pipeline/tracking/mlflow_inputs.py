@@ -1,4 +1,4 @@
-"""Log the data sets of a run, which MLflow shows beside it."""
+"""Log the data sets of a run as inputs of the MLflow run."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from pipeline.tracking.mlflow_client import connect, explained
 
 @explained()
 def log_data(run_id: str, data: Sequence[DataSet]) -> None:
-    """Log data sets as inputs of a run; repeating the call changes nothing.
+    """Log data sets as inputs of an MLflow run; repeated calls change nothing.
 
     Raises:
         ModelError: MLflow does not answer.

@@ -24,7 +24,7 @@ from ppo_core.errors import ModelError
 from serving.redaction import without_credentials
 
 STEP = "step"
-"""Tag with the name of the step, or PARENT."""
+"""MLflow tag with the name of the step, or PARENT for the parent run."""
 
 MAX_PARAMS_PER_CALL = 100
 
@@ -36,26 +36,26 @@ def start_runs(
     tags: Mapping[str, str],
     steps: Sequence[str],
 ) -> dict[str, str]:
-    """Return the ids of the parent and of the run of each step, by `parent` and step name.
+    """Return the ids of the MLflow runs: of the parent under `parent`, of steps under step names.
 
-    Missing runs are created, so a retried start finds its own runs. Steps that have not started
-    are SCHEDULED.
+    Only missing runs are created, so a retried start reuses its runs. Runs of steps that have not
+    started have the status SCHEDULED.
 
     Args:
         name: short description, such as the name of the registered model.
         flow_run: id of the run of the flow.
-        settings: parameters of the parent; tables in it are joined by dots.
+        settings: parameters of the parent; names of nested tables are joined by dots.
         tags: tags of the parent.
         steps: names of the steps that get a run.
 
     Raises:
-        ModelError: MLflow does not answer, or refuses.
+        ModelError: MLflow does not answer, or refuses a request.
     """
     client = connect()
     server = without_credentials(mlflow.get_tracking_uri())
     try:
         experiment = _experiment(client)
-        # The time first: lists show the beginning of a name.
+        # The title starts with the time, because lists show only the beginning of a title.
         title = f"{datetime.now(UTC):%Y-%m-%d %H:%M} {name}"
         parent = _parent(client, experiment, title, flow_run, tags)
         _log_settings(client, parent, settings)
@@ -63,8 +63,8 @@ def start_runs(
     except MlflowException as error:
         raise ModelError(
             f"MLflow at {server} starts no run: {without_credentials(error)} Nothing would be "
-            "tracked and no policy registered. Mend it, or set MLFLOW_TRACKING_URI to another, "
-            "and run again."
+            "tracked and no policy registered. Repair this server, or set MLFLOW_TRACKING_URI to "
+            "another server, and run again."
         ) from error
     if server.startswith("http"):
         print(f"MLflow: {server}/#/experiments/{experiment}/runs/{parent}", flush=True)
@@ -72,7 +72,7 @@ def start_runs(
 
 
 def _experiment(client: MlflowClient) -> str:
-    """Return the id of the experiment of the flow's runs, which the first run creates."""
+    """Return the id of the experiment of the flow; the first run creates the experiment."""
     found = client.get_experiment_by_name(EXPERIMENT)
     return found.experiment_id if found else create_experiment(client, EXPERIMENT)
 
@@ -100,9 +100,9 @@ def _children(
 
 
 def _runs(client: MlflowClient, experiment: str, flow_run: str) -> dict[str, str]:
-    """Return the ids of the existing runs by step.
+    """Return the ids of the existing runs by step name.
 
-    A call whose reply was lost leaves two runs of a step: the first is kept, the second deleted.
+    If the reply to a creation is lost, the repeated call creates a second run, which is deleted.
     """
     first: dict[str, Run] = {}
     for run in client.search_runs(

@@ -1,4 +1,4 @@
-"""Log to a run of MLflow through the journal, so no step waits for MLflow."""
+"""Log to an MLflow run through the journal, so that no step waits for MLflow."""
 
 import json
 import math
@@ -21,7 +21,7 @@ class RunLog:
         self.run = run
 
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Log metrics of a step, of which the first value is kept, or of the full run."""
+        """Log metrics of `step`, which keeps its first values, or of the full run if it is None."""
         self.journal.log_metrics(self.run, values, step)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
@@ -30,15 +30,15 @@ class RunLog:
             self.journal.set_tag(self.run, key, value)
 
     def set_status(self, status: Literal["RUNNING", "FINISHED", "FAILED"]) -> None:
-        """Set the status of the run; FINISHED and FAILED end it."""
+        """Set the status of the run; FINISHED and FAILED end the run."""
         self.journal.set_status(self.run, status)
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
-        """Log a file or folder, which must stay in place, into a folder of the artifacts."""
+        """Log a file or folder, which must exist until sent, into a folder of the artifacts."""
         self.journal.add_file(self.run, path, folder)
 
     def log_text(self, text: str, artifact: str) -> None:
-        """Log a text or a page; `artifact` is its path among the artifacts."""
+        """Log text or HTML; `artifact` is the path among the artifacts."""
         self.journal.write_file(self.run, artifact, text.encode())
 
     def log_figure(self, png: bytes, artifact: str) -> None:
@@ -52,8 +52,8 @@ class RunLog:
     def log_table(self, rows: Sequence[Mapping[str, Any]], artifact: str) -> None:
         """Log rows with equal columns as a table.
 
-        `mlflow.log_table` appends to an existing table, so a retried step would duplicate its
-        rows; this overwrites the file and sets the tag that `mlflow.log_table` sets.
+        `mlflow.log_table` appends to an existing table, so a retried step would duplicate rows.
+        This method overwrites the file, and sets the same tag as `mlflow.log_table`.
         """
         columns = list(rows[0]) if rows else []
         data = [[_cell(row[column]) for column in columns] for row in rows]
@@ -65,5 +65,5 @@ class RunLog:
 
 
 def _cell(value: Any) -> Any:
-    """Return a value, or None for NaN and infinity, which JSON in a browser lacks."""
+    """Return a value, or None for NaN and infinity, which are not valid JSON."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""The thread that sends a journal to MLflow, in order, while a step runs."""
+"""Thread that sends the entries of a journal to MLflow in order, while a step runs."""
 
 import logging
 import threading
@@ -15,10 +15,10 @@ from pipeline.tracking.journal import Entry, Journal
 from serving.redaction import without_credentials
 
 JOURNAL_POLL_SECONDS = 1.0
-"""Interval at which the journal is read; entries are sent in few calls."""
+"""Seconds between two reads of the journal, so that a call sends several entries."""
 
 MAX_WAIT_SECONDS = 10.0
-"""Maximum time between two attempts while MLflow does not answer."""
+"""Maximum seconds between two attempts while MLflow does not answer."""
 
 ENTRIES_AT_A_TIME = 1000
 
@@ -28,35 +28,35 @@ Answer = TypeVar("Answer")
 
 
 class Sender:
-    """Sends the entries of a journal, present and future, until it is stopped.
+    """Sends existing and new entries of a journal from `start` until `stop`.
 
-    While MLflow does not answer, the thread retries, and prints one line when the trouble begins
-    and one when it ends. An entry that MLflow will never accept, such as a bad metric name, is
-    printed and moved to `journal.refused`, because it would block all later entries.
+    While MLflow does not answer, the thread retries. It prints a line when MLflow stops answering
+    and a line when MLflow answers again. An entry that MLflow will never accept would block all
+    later entries, so it is printed and moved to `journal.refused`.
     """
 
     def __init__(self, journal: Journal, *, patience: float = 0.0) -> None:
-        """Take the journal; nothing is sent in the first `patience` seconds after `start`."""
+        """Send entries of `journal`; in the first `patience` seconds, only `flush` sends them."""
         self.trouble = ""
         """Error of the last attempt; empty while MLflow answers."""
         self.sends = patience == 0
-        """Whether the patience is over."""
+        """Whether sending has begun, after `patience` seconds or by `flush`."""
         self._journal = journal
         self._patience = patience
         self._refused: set[tuple[str, ...]] = set()
         self._stopping = threading.Event()
         self._awake = threading.Event()
-        # A daemon thread: the process does not wait at its end for a server that hangs.
+        # A daemon thread, so that the process can end while a server hangs.
         self._thread = threading.Thread(target=self._run, name="mlflow-sender", daemon=True)
 
     def start(self) -> None:
-        """Start to send."""
+        """Start the thread."""
         self._thread.start()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until the present entries are sent; return False after `seconds`.
+        """Wait until all entries written before this call are sent; return False after `seconds`.
 
-        This ends the patience.
+        Sending begins at once, even if `patience` seconds have not passed.
         """
         end, deadline = self._journal.end(), time.monotonic() + seconds
         while self._journal.sent() < end:
@@ -67,7 +67,7 @@ class Sender:
         return True
 
     def stop(self) -> None:
-        """Stop sending, without waiting for a call that hangs."""
+        """Stop sending; wait at most one second for a call that hangs."""
         self._stopping.set()
         self._awake.set()
         self._thread.join(timeout=1)
@@ -77,10 +77,10 @@ class Sender:
         if self._stopping.is_set():
             return
         self.sends = True
-        # A slow import, in this thread so that no step waits for it.
+        # Imported in this thread, so that no step waits for this slow import.
         from pipeline.tracking.mlflow_client import connect
 
-        # urllib3 logs every attempt; this class prints when the attempts start and stop failing.
+        # urllib3 would log every attempt; this class prints only when failures begin and end.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         client = self._try_until_it_answers(connect)
         while not self._stopping.is_set():
@@ -91,7 +91,7 @@ class Sender:
             self._awake.clear()
 
     def _send_some(self, client: Any) -> bool:
-        """Send the next entries; False if there are none."""
+        """Send the next entries; return False if no entries are left or the thread is stopped."""
         from pipeline.tracking.delivery import deliver, in_calls
 
         waiting = self._journal.unsent(ENTRIES_AT_A_TIME)
@@ -106,7 +106,7 @@ class Sender:
         return bool(waiting)
 
     def _try_until_it_answers(self, call: Callable[..., Answer], *given: Any) -> Answer | None:
-        """Repeat a call until it succeeds; return None if this is stopped first.
+        """Repeat a call until it succeeds; return None if the thread is stopped before.
 
         Every error counts as temporary, because each artifact store has its own error classes.
         """
@@ -128,7 +128,7 @@ class Sender:
         while error is not None and (cause := error.__cause__ or error.__context__):
             error = cause
         first = not self.trouble
-        # In one line: MLflow quotes addresses, and web pages of gateways.
+        # Errors of MLflow contain addresses with credentials, and multi-line web pages of gateways.
         message = without_credentials(f"{type(error).__name__}: {error}")
         self.trouble = " ".join(message.split())[:MAX_TROUBLE_CHARACTERS]
         if first:

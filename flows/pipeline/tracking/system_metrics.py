@@ -1,4 +1,4 @@
-"""Sample the load of the machine during a step, under MLflow's metric names `system/...`."""
+"""Sample the machine's load during a step, as MLflow's metrics `system/...`."""
 
 import threading
 from typing import Any
@@ -8,41 +8,41 @@ import psutil
 from pipeline.tracking.run_log import RunLog
 
 SECONDS = 10.0
-"""Default interval; MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL overrides it."""
+"""Default sampling interval; MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL overrides the default."""
 
 PREFIX = "system/"
 
 
 class SystemMetrics:
-    """Samples processor, memory, disk, network and GPUs until it is stopped.
+    """Samples processor, memory, disk, network and GPUs from `start` until `stop`.
 
-    MLflow's own sampler calls the server after every sample and ends if there is no answer; this
-    class uses the monitors of MLflow and logs through the journal.
+    MLflow's own sampler calls the server after every sample and ends if the server does not
+    answer. This class uses MLflow's monitors, but logs through the journal.
     """
 
     def __init__(self, log: RunLog, *, patience: float = 0.0) -> None:
-        """Log to `log` after `patience` seconds, starting after the existing steps."""
+        """Log to `log` after `patience` seconds, with step numbers after the existing ones."""
         self._log = log
         self._patience = patience
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
 
     def start(self) -> None:
-        """Start to sample."""
+        """Start sampling."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Take a last sample if the patience is over, and end."""
+        """Stop; take a last sample if `patience` seconds have passed."""
         self._stopping.set()
-        # A driver that hangs does not hang the step.
+        # With a timeout, because the step must not wait for a driver that hangs.
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
         if self._patience and self._stopping.wait(self._patience):
             return
-        # The load of the processor is the mean since the previous call in the same thread.
+        # psutil returns the mean load since the previous call in the same thread.
         psutil.cpu_percent()
-        # A slow import, in this thread so that no step waits for it.
+        # Imported in this thread, so that no step waits for this slow import.
         from mlflow.environment_variables import MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL
 
         monitors = _monitors()
@@ -75,5 +75,5 @@ def _monitors() -> list[Any]:
         try:
             return [*monitors, kind()]
         except (ImportError, RuntimeError):
-            continue  # no such GPU, or not the package that asks it
+            continue  # no such GPU, or the package for the GPU is missing
     return monitors

@@ -1,4 +1,4 @@
-"""Track a step in MLflow, whether MLflow answers or not."""
+"""Track a step in MLflow, even while MLflow does not answer."""
 
 import time
 from collections.abc import Mapping
@@ -13,31 +13,31 @@ from pipeline.tracking.system_metrics import SystemMetrics
 from ppo_core.errors import ModelError
 
 PARENT = "parent"
-"""Name of the run that is the parent of the runs of the steps."""
+"""Name of the parent run, whose children are the runs of the steps."""
 
 FLUSH_SECONDS = 20.0
-"""Maximum wait at the end of a step until all entries are sent."""
+"""Maximum wait in seconds at the end of a step until all entries are sent."""
 
 FAILED_SECONDS = 60.0
-"""Maximum wait at the end of a failed step, which may be the last one and sends all entries."""
+"""Maximum wait in seconds at the end of a failed step, after which no step may follow."""
 
 SHORT_SECONDS = 30.0
-"""A shorter step may leave its entries to the next step, because importing MLflow would dominate
-its time."""
+"""Duration in seconds below which a step may leave its entries to the next step, because importing
+MLflow would dominate the duration."""
 
 REQUIRED_SECONDS = 180.0
-"""Maximum wait where the step cannot continue without MLflow."""
+"""Maximum wait in seconds if a step cannot continue without MLflow."""
 
 
 class Tracker:
-    """Tracks a step while its context lasts: its status, its machine and its entries.
+    """Context manager that tracks a step: status, load of the machine, and logged entries.
 
         with Tracker(folder, runs, "train_policy") as tracker:
             tracker.step.log_metrics({"loss": 0.1}, step=1)
             tracker.parent.log_metrics({"win_rate": 0.6})
 
-    Entries go to the journal in `folder`, and a thread sends them. Entries left at the end of a
-    step are sent by the next step with the same folder.
+    Entries are written to the journal in `folder`, and a thread sends them. The next step with the
+    same folder sends the entries that are left at the end of a step.
     """
 
     def __init__(
@@ -49,21 +49,21 @@ class Tracker:
             folder: folder of the journal of all steps of the run.
             runs: ids of the MLflow runs, from `start_runs`.
             step: name of the step, or PARENT for the last step, whose end ends the full run.
-            patience: seconds before MLflow is imported. A step that succeeds within them sends
-                nothing; a step that fails sends everything. Neither samples its machine.
+            patience: seconds before MLflow is imported. A step that ends earlier samples no load;
+                it sends nothing if it succeeds, and all entries if it fails.
         """
         self.journal = Journal(folder)
         self.parent = RunLog(self.journal, runs[PARENT])
-        """The run of the whole flow."""
+        """Log of the parent run."""
         self.step = RunLog(self.journal, runs[step])
-        """The run of this step."""
+        """Log of the run of this step."""
         self._sender = Sender(self.journal, patience=patience)
-        # The steps sample the machine; the parent does not.
+        # Only the runs of steps have system metrics; the parent run has none.
         self._system = SystemMetrics(self.step, patience=patience) if step != PARENT else None
         self._started = 0.0
 
     def __enter__(self) -> Self:
-        """Start to track the step."""
+        """Start tracking the step."""
         self._started = time.perf_counter()
         self.parent.set_status("RUNNING")
         self.step.set_status("RUNNING")
@@ -78,11 +78,11 @@ class Tracker:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the step; wait a limited time for the remaining entries to be sent."""
+        """End the step, and wait a limited time until the remaining entries are sent."""
         if self._system:
             self._system.stop()
         if self.step.run != self.parent.run:
-            # MLflow counts from the creation of the run, which is the start of the flow.
+            # MLflow's own duration starts when the run is created, at the start of the flow.
             self.step.log_metrics({"seconds": time.perf_counter() - self._started})
         self.step.set_status("FINISHED" if error is None else "FAILED")
         if error is not None:
@@ -94,14 +94,14 @@ class Tracker:
         self._sender.stop()
 
     def require_all_sent(self, seconds: float = REQUIRED_SECONDS) -> None:
-        """Wait until all present entries are sent.
+        """Wait until all entries written before this call are sent.
 
         Raises:
-            ModelError: `seconds` have passed.
+            ModelError: entries are left after `seconds`.
         """
         if not self._sender.flush(seconds):
             raise ModelError(
-                f"{self._kept()} A version would be registered without its measurements. "
+                f"{self._kept()} Continuing would leave measurements out of MLflow. "
                 "Start MLflow again, then continue with `python flows/rlhf.py resume`."
             )
 

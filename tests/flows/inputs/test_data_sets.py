@@ -86,7 +86,9 @@ def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path, name: str):
 
 def test_pairs_longer_than_the_training_takes_are_refused(tmp_path: Path):
     pair = {"prompt": "w1 " * 20, "chosen": "w1 " * 20, "rejected": "w2"}
-    with pytest.raises(DataError, match=r"2 of 10 responses .*max_length=32; the longest has 41"):
+    with pytest.raises(
+        DataError, match=r"2 of 10 prompts with a response .*max_length=32; the longest has 41"
+    ):
         check(
             tmp_path,
             preferences=write_rows(tmp_path / "p.jsonl", [pair, pair, *[SHORT] * 3]),
@@ -132,17 +134,17 @@ def test_held_out_pairs_that_the_reward_model_cannot_read_are_refused(tmp_path: 
         )
 
     check_pair("w1 " * 62, "w1")
-    with pytest.raises(DataError, match=r"cannot read 2: they have 65 to 65 tokens.* 1 to 64"):
+    with pytest.raises(DataError, match=r"cannot read 2: all have 65 to 65 tokens.* 1 to 64"):
         check_pair("w1 " * 63, "w1")
     check_pair("", "")
-    with pytest.raises(DataError, match=r"cannot read 1: they have 0 to 1 tokens"):
+    with pytest.raises(DataError, match=r"cannot read 1: all have 0 to 1 tokens"):
         check_pair("", "", end_of_text=False)
 
 
 def test_held_out_pairs_without_any_preference_are_refused(tmp_path: Path):
     ties = [{**SHORT, "tie": True}, {**SHORT, "chosen": "w3", "rejected": "w3", "tie": None}]
     pairs = write_rows(tmp_path / "test.jsonl", ties)
-    with pytest.raises(DataError, match=r"None of the 2 held-out .*test\.jsonl prefers a response"):
+    with pytest.raises(DataError, match=r"The 2 held-out .*test\.jsonl are all ties"):
         check(tmp_path, preferences_test=pairs)
 
 

@@ -444,7 +444,7 @@ def test_a_further_machine_here_does_not_begin_without_the_first_one(tmp_path: P
         text=True,
         check=True,
     )
-    assert "ProcessError: The task of the first machine ended before this one" in ran.stderr
+    assert "ProcessError: The task of the first machine ended before this task" in ran.stderr
     assert not [*tmp_path.iterdir()]
 
 

@@ -325,7 +325,7 @@ def test_a_version_that_cannot_answer_does_not_take_over(trouble, registry, serv
     registry.promote(bad)
     said = {
         "not finite": f"Version {bad} of '{NAME}' gives logits that are not finite",
-        "does not fit": f"Version {bad} of '{NAME}' is what was registered, but",
+        "does not fit": f"Version {bad} of '{NAME}' is unchanged since it was registered",
     }[trouble]
     serving_one.wait_until(lambda: said in serving_one.log.read_text())
     assert serving_one.ask("w1").json()["version"] == "1"
