@@ -122,9 +122,9 @@ def test_references_of_other_prompts_are_refused():
 
 
 def test_scores_that_are_not_finite_are_refused_with_their_prompt():
-    with pytest.raises(ModelError, match="1 samples are not finite, the first of prompt 1"):
+    with pytest.raises(ModelError, match="1 samples are not finite, first for prompt 1"):
         measure_samples([[0.0, 1.0], [float("nan"), 1.0]], None, seed=1)
-    with pytest.raises(ModelError, match="1 references are not finite, the first of prompt 0"):
+    with pytest.raises(ModelError, match="1 references are not finite, first for prompt 0"):
         measure_samples(SCORES, [float("inf"), 1.0], seed=1)
 
 
