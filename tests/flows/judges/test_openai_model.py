@@ -232,7 +232,7 @@ def test_what_is_no_completion_is_asked_again():
     [
         ("html", "no chat completion, but <html>Sign in</html>"),
         ("empty", "no chat completion, but nothing"),
-        ("no text", "finish_reason='length'; where it is 'length', raise judging.max_reply_tokens"),
+        ("no text", "finish_reason='length'; if it is 'length', raise judging.max_reply_tokens"),
         ("hung up", "disconnected"),
     ],
 )

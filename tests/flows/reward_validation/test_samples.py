@@ -112,12 +112,12 @@ def test_a_single_prompt_says_nothing_of_others():
 
 @pytest.mark.parametrize("scores", [[], [1.0, 2.0], [[1.0], [2.0]]])
 def test_fewer_than_two_samples_a_prompt_are_refused(scores: list):
-    with pytest.raises(DataError, match="at least two samples a prompt"):
+    with pytest.raises(DataError, match="at least two samples per prompt"):
         measure_samples(scores, None, seed=1)
 
 
 def test_references_of_other_prompts_are_refused():
-    with pytest.raises(DataError, match=r"shape \(3,\) for samples of 2 prompts"):
+    with pytest.raises(DataError, match=r"shape \(3,\), but the samples are of 2 prompts"):
         measure_samples(SCORES, [1.0, 2.0, 3.0], seed=1)
 
 
