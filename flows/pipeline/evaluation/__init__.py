@@ -1,1 +1,1 @@
-"""Win rates: answers, contests, intervals, gates."""
+"""Sample answers, judge them, measure win rates, and decide on promotion."""

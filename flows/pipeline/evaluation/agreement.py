@@ -1,4 +1,4 @@
-"""Agreement of judges with each other and with people."""
+"""Measure how often judges agree with each other and with people."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,19 +19,19 @@ OUTCOMES = tuple(POINTS)
 
 @dataclass(frozen=True, kw_only=True)
 class PairAgreement:
-    """Agreement of two judges on the pairs that are valid for both, after both orders."""
+    """Agreement of two judges on the pairs for which each judge has a valid outcome."""
 
     judges: tuple[str, str]
     """Names of the two judges."""
 
     n: int
-    """Pairs valid for both."""
+    """Number of pairs that are valid for both judges."""
 
     share: float | None
-    """Share of these pairs with the same outcome; None if there is no pair."""
+    """Fraction of these pairs to which both judges give the same outcome; None if `n` is 0."""
 
     kappa: float | None
-    """Cohen's kappa; None if there is no pair, or if all outcomes of both are the same."""
+    """Cohen's kappa; None if both judges together gave fewer than two different outcomes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +39,21 @@ class EnsembleAgreement:
     """Outcomes of each judge of an ensemble, and their agreement."""
 
     outcomes: dict[str, tuple[str, ...]]
-    """Outcomes of each judge by name, one for each pair, after both orders."""
+    """By name of the judge: the outcome of each pair, from the verdicts on both orders."""
 
     rates: dict[str, float | None]
-    """Win rate of each judge over its valid pairs; None if it has no valid pair."""
+    """By name of the judge: the candidate's win rate over the pairs valid for this judge; None if
+    no pair is valid."""
 
     pairs: list[PairAgreement]
-    """Agreement of each two judges."""
+    """Agreement of every combination of two judges."""
 
     fleiss_kappa: float | None
-    """Fleiss' kappa over the pairs valid for all judges; None if there is no such pair, or if all
-    outcomes are the same."""
+    """Fleiss' kappa over the pairs valid for all judges; None if these pairs have fewer than two
+    different outcomes."""
 
     n: int
-    """Pairs valid for all judges."""
+    """Number of pairs that are valid for all judges."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +61,19 @@ class HumanAgreement:
     """Agreement of a judge with people's labels."""
 
     n: int
-    """Labelled pairs for which the judge gave a verdict in both orders."""
+    """Number of labelled pairs for which the judge gave a verdict in both orders."""
 
     share: float | None
-    """Share of these pairs with the same outcome as the label; None if there is no pair."""
+    """Fraction of these pairs whose outcome equals the label; None if `n` is 0."""
 
     kappa: float | None
-    """Cohen's kappa; None if there is no such pair, or if all labels and outcomes are the same."""
+    """Cohen's kappa; None if labels and outcomes together have fewer than two different values."""
 
     confusion: dict[str, dict[str, int]]
-    """Number of pairs by label and then by the judge's outcome."""
+    """Number of pairs by label (outer key) and by the judge's outcome (inner key)."""
 
     invalid: int
-    """Labelled pairs without a verdict of the judge; not in `n`."""
+    """Number of labelled pairs without a verdict in at least one order; not counted in `n`."""
 
     judge: str
     """Name of the judge."""
@@ -82,12 +83,12 @@ def measure_agreement(comparison: Comparison) -> EnsembleAgreement:
     """Return the agreement of the judges of an ensemble with each other.
 
     Raises:
-        DataError: the judge is no ensemble.
+        DataError: the comparison was made by a single judge.
     """
     if not comparison.members:
         raise DataError(
-            f"The judge {comparison.judge} is one judge: an agreement needs two. "
-            "Compare with an ensemble."
+            f"The judge {comparison.judge} is a single judge, but agreement is measured between "
+            "at least two judges. Compare with an ensemble."
         )
     outcomes = {
         name: _alone(comparison, number).outcomes for number, name in enumerate(comparison.members)
@@ -103,25 +104,25 @@ def measure_agreement(comparison: Comparison) -> EnsembleAgreement:
 
 
 def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanAgreement:
-    """Return the agreement of a judge, after both orders, with people's labels of the same pairs.
+    """Ask a judge about labelled pairs in both orders, and return its agreement with the labels.
 
     Args:
         judge: the judge to test.
-        rows: each with `prompt`, the answers `first` and `second`, and the `label` that people
-            gave: `first`, `second` or `tie`.
+        rows: rows with the keys `prompt`, `first` and `second` (the answers), and `label` (given
+            by people: `first`, `second` or `tie`).
 
     Raises:
-        DataError: a label is none of these three.
+        DataError: a label is not `first`, `second` or `tie`.
     """
     for number, row in enumerate(rows):
         if row["label"] not in OUTCOMES:
             raise DataError(
                 f"The label of row {number} is {row['label']!r}, which no judge can agree with. "
-                f"A label is one of {', '.join(OUTCOMES)}."
+                f"Change the label to one of {', '.join(OUTCOMES)}."
             )
     prompts, first, second = ([row[name] for row in rows] for name in ("prompt", "first", "second"))
     comparison = compare(judge, prompts, first, second)
-    # Without a valid pair this raises nothing: the win rate is independent of it.
+    # No error without a valid pair: the win rate does not depend on the agreement with people.
     both = _valid_for_all([[row["label"] for row in rows], comparison.outcomes])
     people, judged = [label for label, _ in both], [outcome for _, outcome in both]
     counts = Counter(zip(people, judged, strict=True))
@@ -138,7 +139,7 @@ def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanA
 
 
 def _alone(comparison: Comparison, number: int) -> Comparison:
-    """Return the comparison as one judge of an ensemble made it."""
+    """Return the comparison with only the verdicts of the ensemble's judge at index `number`."""
     return replace(
         comparison,
         straight=tuple(verdict.votes[number] for verdict in comparison.straight),
@@ -149,7 +150,7 @@ def _alone(comparison: Comparison, number: int) -> Comparison:
 
 
 def _valid_for_all(outcomes: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Return the outcomes of each pair that is valid for all judges."""
+    """Return one tuple of all judges' outcomes for each pair that is valid for all judges."""
     return [pair for pair in zip(*outcomes, strict=True) if "invalid" not in pair]
 
 

@@ -1,4 +1,4 @@
-"""Comparison of two policies' answers by a judge, in both orders."""
+"""Compare two policies' answers with a judge, which sees each pair in both orders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,37 +8,44 @@ from pipeline.judges.verdict import Judge, Verdict, swapped
 from ppo_core.errors import DataError
 
 POINTS = {"first": 1.0, "tie": 0.5, "second": 0.0}
-"""Points of the candidate by outcome; an invalid pair has none."""
+"""Points of the candidate by outcome; the outcome `invalid` gives no points."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Pairs of answers, and a judge's verdicts on each in both orders."""
+    """Pairs of answers, and a judge's verdicts on each pair in both orders.
+
+    All fields but `judge` and `members` have one item per pair.
+    """
 
     prompts: tuple[str, ...]
-    """The prompts of the answers."""
+    """Prompt of each pair."""
 
     candidates: tuple[str, ...]
-    """Answers of the candidate, the first of each straight pair."""
+    """Answers of the candidate."""
 
     opponents: tuple[str, ...]
-    """Answers that the candidate's are compared with."""
+    """Answers of the opponent."""
 
     straight: tuple[Verdict, ...]
-    """Verdicts on (candidate, opponent)."""
+    """Verdicts when the candidate's answer is shown first; `first` means the candidate."""
 
     swapped: tuple[Verdict, ...]
-    """Verdicts on (opponent, candidate), in the order of the straight pair."""
+    """Verdicts when the opponent's answer is shown first. They are already swapped back: here too,
+    `first` means the candidate."""
 
     judge: str
     """Name of the judge."""
 
     members: tuple[str, ...] = ()
-    """Names of the judges of an ensemble, in the order of each verdict's votes."""
+    """Names of the judges of an ensemble, in the order of `Verdict.votes`; empty for one judge."""
 
     @cached_property
     def outcomes(self) -> tuple[str, ...]:
-        """`first` or `second` if both orders agree, `tie` if they differ, or `invalid`."""
+        """Outcome per pair: the winner if both orders agree, else `tie`.
+
+        The outcome is `invalid` if the verdict on either order is invalid.
+        """
         return tuple(
             _agree(one.winner, other.winner)
             for one, other in zip(self.straight, self.swapped, strict=True)
@@ -46,7 +53,7 @@ class Comparison:
 
     @cached_property
     def flipped(self) -> tuple[bool, ...]:
-        """Where the judge named the same position in both orders, by pair."""
+        """Whether, per pair, the judge chose the same position (not answer) in both orders."""
         return tuple(
             {one.winner, other.winner} == {"first", "second"}
             for one, other in zip(self.straight, self.swapped, strict=True)
@@ -71,28 +78,28 @@ def compare(
 
 
 def valid_pairs(comparison: Comparison) -> list[int]:
-    """Return the indices of the pairs that have an outcome.
+    """Return the indices of the pairs whose outcome is not `invalid`.
 
     Raises:
-        DataError: no pair has an outcome.
+        DataError: every outcome is `invalid`.
     """
     outcomes = comparison.outcomes
     valid = [number for number, outcome in enumerate(outcomes) if outcome != "invalid"]
     if not valid:
         raise DataError(
             f"The judge {comparison.judge} gave no verdict for {len(outcomes)} of "
-            f"{len(outcomes)} pairs, so nothing can be said about them. Check that this judge "
+            f"{len(outcomes)} pairs, so there is no win rate. Check that this judge "
             f"fits these prompts. {_first_reason(comparison)}"
         )
     return valid
 
 
 def _first_reason(comparison: Comparison) -> str:
-    """Return the first reason that an invalid verdict has."""
+    """Return a sentence with the first reason among the invalid verdicts."""
     for verdict in (*comparison.straight, *comparison.swapped):
         if verdict.winner == "invalid" and verdict.reason:
-            return f"The first was: {verdict.reason}"
-    return "None has a reason."
+            return f"The first invalid verdict has this reason: {verdict.reason}"
+    return "No invalid verdict has a reason."
 
 
 def _agree(one: str, other: str) -> str:

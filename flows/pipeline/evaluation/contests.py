@@ -1,4 +1,4 @@
-"""Win rates of answers, and tests of the judge."""
+"""Measure win rates between sets of answers, and test the judge that decides them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,14 +19,14 @@ class Evaluation:
     """Contests between answers to the same prompts."""
 
     comparisons: dict[str, Comparison]
-    """Comparisons by contest, `CANDIDATE_vs_OPPONENT`."""
+    """Comparisons by name of the contest, `CANDIDATE_vs_OPPONENT`."""
 
     win_rates: dict[str, WinRate]
-    """Win rates by contest."""
+    """Win rates by name of the contest."""
 
     result: dict[str, Any]
-    """The figures as JSON: `win_rate` by contest, `canaries`, `people`, `judge`, `conclusive`, and
-    the `reasons` if it is not conclusive."""
+    """All results, serializable as JSON. Keys: `judge`, `win_rate` (by contest), `canaries`,
+    `people` (agreement with labels), `conclusive`, and `reasons` (why it is inconclusive)."""
 
 
 def evaluate(
@@ -39,22 +39,21 @@ def evaluate(
     config: EvaluationConfig,
     seed: int,
 ) -> Evaluation:
-    """Let the judge compare answers, and test the judge.
+    """Test the judge with canaries and labels, and let the judge compare answers.
 
     Args:
         judge: the judge.
-        prompts: the prompts of the answers.
-        texts: answers by contestant; `reference` is required.
-        contests: pairs of candidate and opponent.
-        people: rows of prompt, first, second and label that people gave; may be empty.
+        prompts: prompts of the answers.
+        texts: answers to `prompts`, by contestant; the contestant `reference` is required.
+        contests: (candidate, opponent) pairs of keys of `texts`.
+        people: rows with `prompt`, `first`, `second` and a person's `label`; may be empty.
         config: limits above which the result is inconclusive.
-        seed: seed of the intervals.
+        seed: seed of the bootstrap intervals.
 
     Raises:
-        DataError: the judge gave no verdict.
+        DataError: a contest has no valid verdict, or all references are empty.
         JudgeError: the judge does not answer.
     """
-    # First, because a judge that fails the canaries makes the large bill useless.
     canaries = run_canaries(judge, prompts, texts["reference"])
     comparisons = {
         f"{candidate}_vs_{opponent}": compare(judge, prompts, texts[candidate], texts[opponent])
@@ -85,7 +84,7 @@ def evaluate(
 
 
 def judgements(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return a row for each pair: both answers, the outcome, and the verdict on each order."""
+    """Return a row for each pair: prompt, answers, outcome, and the verdict on each order."""
     return [
         {
             "contest": name,
@@ -102,12 +101,12 @@ def judgements(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def distinct_share(texts: Sequence[str]) -> float:
-    """Return the share of different texts: 1 if no text repeats."""
+    """Return the number of different texts divided by the number of texts."""
     return len(set(texts)) / len(texts)
 
 
 def _figures(win_rate: WinRate, comparison: Comparison) -> dict[str, Any]:
-    """Return all figures of one contest."""
+    """Return the results of one contest, serializable as JSON."""
     return {
         **asdict(win_rate),
         "length_controlled": length_controlled_rate(comparison).rate,
@@ -117,5 +116,5 @@ def _figures(win_rate: WinRate, comparison: Comparison) -> dict[str, Any]:
 
 
 def _plain(verdict: Verdict) -> dict[str, Any]:
-    """Return the verdict as a row without its empty fields."""
+    """Return the verdict as a dict without empty fields."""
     return {key: value for key, value in asdict(verdict).items() if value not in (None, "", ())}

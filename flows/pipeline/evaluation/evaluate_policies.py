@@ -1,4 +1,4 @@
-"""Answers of the policies to unseen prompts, compared by a judge."""
+"""Sample answers of the policies to unseen prompts, and compare them with a judge."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,9 +24,9 @@ def evaluate_policies(
 
     Args:
         settings: settings of the run.
-        sft: folder or hub id of the policy that training started from.
+        sft: folder or hub id of the policy from which PPO started.
         policy: folder of the trained policy.
-        champion: the champion; None if there is none.
+        champion: current champion; None if the registered model has no champion.
         folder: existing folder for the report, the samples and the judgements.
     """
     rows = data_sets.examples(settings.eval_prompts, settings.evaluation)
@@ -59,7 +59,8 @@ def _judge(
     champion: FetchedChampion | None,
     folder: Path,
 ) -> EvaluatedPolicy:
-    # Imported here: scipy and statsmodels are large, and many import this module to judge nothing.
+    # Imported here because scipy and statsmodels are slow to import and most importers of this
+    # module judge nothing.
     from pipeline.evaluation.contests import distinct_share, evaluate, judgements
     from pipeline.evaluation.win_rate import compare_policies
 
@@ -107,7 +108,7 @@ def _judge(
 
 
 def _answer(settings: Settings, path: str, prompts: Sequence[str], reference: str) -> Answers:
-    """Return a policy's answer to each prompt, and its KL divergence from a reference policy."""
+    """Return a policy's answers, and its KL divergence from the reference policy."""
     return _sample(
         settings,
         load_policy(path),
@@ -122,21 +123,24 @@ def _answer(settings: Settings, path: str, prompts: Sequence[str], reference: st
 def _answer_as_champion(
     settings: Settings, champion: FetchedChampion, prompts: Sequence[str]
 ) -> list[str]:
-    """Return the champion's answers; they end at the champion's stop token, not at this run's."""
+    """Return the champion's answers, which end at the champion's own stop token."""
     model, tokenizer = load_policy(champion.model), load_tokenizer(champion.tokenizer)
     return _sample(
         settings,
         model,
         tokenizer,
         prompts,
-        # A champion without a stop token was judged, and is served, at full length.
+        # A champion without a stop token was also judged, and is served, at full response length.
         stop=None,
         stop_token_id=_stop_token_of(model, tokenizer),
     ).texts
 
 
 def _stop_token_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return a model's stop token; of several, preferably the tokenizer's end-of-sequence token."""
+    """Return a model's stop token; None if it has none.
+
+    If the model has several, prefer the tokenizer's end-of-sequence token.
+    """
     stops = model.generation_config.eos_token_id
     if isinstance(stops, list):
         own = tokenizer.eos_token_id
@@ -151,7 +155,7 @@ def _sample(
     prompts: Sequence[str],
     **options: Any,
 ) -> Answers:
-    """Sample answers with the settings that are the same for every policy."""
+    """Sample answers with the settings that all policies share, and with `options`."""
     return answer_prompts(
         model,
         tokenizer,

@@ -1,4 +1,4 @@
-"""Length control: the part of a win rate that the length of answers explains."""
+"""Win rates that are corrected for the judge's preference for longer or shorter answers."""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -10,13 +10,15 @@ from scipy.special import expit
 from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
 
 CONSTANT_DEVIATION = 1.0
-"""Standard deviation of the normal prior on the regression's constant, in logits."""
+"""Standard deviation of the normal prior on the constant a in `length_controlled_rate`, in
+logits."""
 
 LENGTH_DEVIATION = 10.0
-"""Standard deviation of the normal prior on each length term's coefficient, in logits."""
+"""Standard deviation of the normal prior on the coefficients b and c of the length terms, in
+logits."""
 
 MIN_PAIRS = 5
-"""Minimum number of pairs with a shorter and with a longer candidate to fit the step."""
+"""Minimum number of pairs with d >= 0, and also with d <= 0, for which the step c is fitted."""
 
 RATIOS = (0.5, 0.8, 1.25, 2.0)
 RATIO_NAMES = ("<0.5", "0.5-0.8", "0.8-1.25", "1.25-2", ">2")
@@ -24,16 +26,16 @@ RATIO_NAMES = ("<0.5", "0.5-0.8", "0.8-1.25", "1.25-2", ">2")
 
 @dataclass(frozen=True, kw_only=True)
 class LengthControlledRate:
-    """Predicted win rate if answers were as long as their opponents."""
+    """Win rate that the regression predicts for answers of equal length."""
 
     rate: float
-    """The regression's prediction with its length terms set to 0."""
+    """Mean of the predictions with the tanh term at 0 and the sign term at +1 and at -1."""
 
     raw_rate: float
-    """The measured win rate, ties as halves."""
+    """Measured win rate; a tie counts as half a win."""
 
     n: int
-    """Valid pairs."""
+    """Number of valid pairs."""
 
     judge: str
     """Name of the judge."""
@@ -44,13 +46,13 @@ class LengthBin:
     """Win rate of the pairs in one range of length ratios."""
 
     ratio: str
-    """Characters of the candidate divided by those of the opponent, one of `RATIO_NAMES`."""
+    """Range of (candidate's characters / opponent's characters), one of `RATIO_NAMES`."""
 
     rate: float
-    """Win rate of these pairs, ties as halves."""
+    """Win rate of the pairs in this range; a tie counts as half a win."""
 
     n: int
-    """Valid pairs."""
+    """Number of valid pairs in this range."""
 
     judge: str
     """Name of the judge."""
@@ -63,19 +65,20 @@ def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
         logit P(win) = a + b tanh(d / deviation(d)) + c sign(d)
         rate = (sigmoid(a + c) + sigmoid(a - c)) / 2
 
-    The paper has only the term b, and its rate is sigmoid(a). If a judge prefers any longer answer,
-    P(win) has a step at d = 0. Where d is skewed, b alone cannot fit the step: the constant absorbs
-    the rest, and the rate differs from 50 % by up to 25 points. c fits the step, and the rate is
-    the mean of its two sides. c is fitted only with at least `MIN_PAIRS` pairs on each side; with
-    fewer it cannot be separated from the constant.
+    The paper's regression has no term c, and its rate is sigmoid(a). The term c is needed because
+    P(win) has a step at d = 0 if a judge prefers the longer answer by any margin. Where the
+    distribution of d is skewed, the term b cannot fit this step, and a absorbs the error: the rate
+    of a judge that decides by length alone then differs from 50 % by up to 25 points. With c, the
+    rate is the mean of the predictions just below and just above d = 0. With fewer than `MIN_PAIRS`
+    pairs on one side of d = 0, a and c cannot be separated, and c is left out.
 
-    If a judge decides by length alone, length separates the pairs perfectly. The priors then keep
-    all coefficients finite and put the effect into b and c rather than a. A tie counts as half a
-    win and half a loss.
+    If a judge decides by length alone, length separates wins from losses perfectly. The priors then
+    keep all coefficients finite and put the effect into b and c rather than into a. A tie counts as
+    half a win and half a loss.
 
-    If all pairs have the same difference of lengths or the same outcome, length and quality cannot
-    be separated, and the rate is the raw rate. If one side is nearly always longer, the rate is an
-    extrapolation; see `rate_by_length_ratio`.
+    If all pairs have the same d or the same outcome, length and quality cannot be separated, and
+    the raw rate is returned. If one side is nearly always longer, the rate is an extrapolation, so
+    read `rate_by_length_ratio` as well.
 
     Raises:
         DataError: no pair has a verdict.
@@ -98,9 +101,9 @@ def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
 def rate_by_length_ratio(comparison: Comparison) -> list[LengthBin]:
     """Return the win rate by length ratio, from shorter to longer candidates.
 
-    The middle bin includes both its limits, the other bins the limit further from 1. Two empty
-    texts are equally long; any other text is more than twice as long as an empty one. A bin without
-    a valid pair is left out.
+    The middle bin includes both of its limits. Every other bin includes the limit further from 1.
+    A pair of two empty texts has ratio 1. A pair with only an empty opponent is in the bin ">2".
+    Bins without a valid pair are left out.
 
     Raises:
         DataError: no pair has a verdict.
@@ -122,8 +125,8 @@ def rate_by_length_ratio(comparison: Comparison) -> list[LengthBin]:
 
 
 def _rate_at_equal_length(points: np.ndarray, difference: np.ndarray) -> float:
-    """Return the rate from the regression of points (N,) on differences of length (N,)."""
-    # Imported here: sklearn is large, and the reports import this module only for the bins.
+    """Fit points (N,) to differences of length (N,), and return the rate at equal length."""
+    # Imported here because sklearn is slow to import and the reports need only the bins.
     from sklearn.linear_model import LogisticRegression
 
     columns = [
@@ -135,7 +138,7 @@ def _rate_at_equal_length(points: np.ndarray, difference: np.ndarray) -> float:
     rows = np.stack(columns, axis=1)
     won = np.repeat([1, 0], len(points))
     weights = np.concatenate([points, 1 - points])
-    # Scaled columns with the penalty C=1 are normal priors with these standard deviations.
+    # With C=1, scaling a column by s puts a normal prior of deviation s on its coefficient.
     model = LogisticRegression(C=1.0, fit_intercept=False, solver="newton-cholesky")
     model.fit(np.concatenate([rows, rows]), won, sample_weight=weights)
     constant, step = CONSTANT_DEVIATION * model.coef_[0, 0], LENGTH_DEVIATION * model.coef_[0, 2:]

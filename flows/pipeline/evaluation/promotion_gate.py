@@ -1,4 +1,4 @@
-"""The promotion gate: why a candidate may not become the champion, and what it won."""
+"""The promotion gate: reasons to refuse a candidate, and reasons to promote it."""
 
 from math import isfinite
 
@@ -16,26 +16,26 @@ def reasons_to_refuse(
     champion: int | None,
     kl: float,
 ) -> list[str]:
-    """Return why a candidate is refused; empty if it is promoted.
+    """Return the reasons to refuse a candidate, as sentences; empty if it passes the gate.
 
-    Each reason has the figure, the limit, and what would follow. A figure that is not finite
-    exceeds every limit.
+    Each reason gives the measured value, its limit, and the risk of promoting anyway. A value that
+    is not finite violates its limit.
 
     Args:
-        evaluation: report of the candidate against this champion.
-        limits: limits of the figures.
-        reward_model_fit: whether the reward model passed its gate.
+        evaluation: evaluation report of the candidate against this champion.
+        limits: limits of the measured values.
+        reward_model_fit: whether the reward model passed its validation gate.
         candidate: version of the candidate.
-        champion: version of the current champion; None if there is none.
+        champion: version of the current champion; None if there is no champion.
         kl: KL divergence between the candidate and SFT, nats per answer.
 
     Raises:
-        DataError: the evaluation is against another champion.
+        DataError: the evaluation compares the candidate with a different champion.
     """
     if evaluation["champion"] != champion:
         raise DataError(
-            f"The candidate was judged against champion {evaluation['champion']}, and the champion "
-            f"is {champion}: the win rate is not against this champion. Judge it again."
+            f"The candidate was judged against champion {evaluation['champion']}, but the champion "
+            f"is now {champion}, so the win rate does not apply. Judge the candidate again."
         )
     win_rates = evaluation["win_rate"]
     found = [
@@ -52,7 +52,7 @@ def reasons_to_refuse(
 
 
 def reasons_to_promote(evaluation: Report) -> list[str]:
-    """Return the contests that a promoted candidate won, as sentences for the history."""
+    """Return a promoted candidate's win rates, as sentences for the history of decisions."""
     win_rates = evaluation["win_rate"]
     return [
         f"{_won(win_rates[direct_contest(evaluation)], _opponent(evaluation['champion']))}.",
@@ -61,12 +61,12 @@ def reasons_to_promote(evaluation: Report) -> list[str]:
 
 
 def direct_contest(evaluation: Report) -> str:
-    """Return the contest that decides: against the champion, or against SFT if there is none."""
+    """Return the name of the contest against the champion, or against SFT without a champion."""
     return f"ppo_vs_{_rival(evaluation)}"
 
 
 def words_of_both(evaluation: Report) -> tuple[float, float]:
-    """Return the mean words per answer of the candidate, and of the champion or SFT."""
+    """Return the mean words per answer: of the candidate, and of the champion (else of SFT)."""
     return evaluation["length"]["ppo"], evaluation["length"][_rival(evaluation)]
 
 
@@ -91,8 +91,8 @@ def _age(candidate: int, champion: int | None) -> str:
     if champion == candidate:
         return f"Version {candidate} is the champion already."
     return (
-        f"Version {champion} is champion, and newer than this version {candidate}: a late "
-        "run would replace a newer policy."
+        f"Version {champion} is champion and newer than this version {candidate}, so the promotion "
+        "would replace a newer policy by an older one."
     )
 
 
@@ -109,8 +109,8 @@ def _wins(win_rate: Report, opponent: str, limits: PromotionConfig, name: str) -
     if finite and win_rate["low"] > least:
         return ""
     return (
-        f"{_won(win_rate, opponent)}; the lower end must be above {name}={least:g}: production "
-        "would get a policy that is no better, or there are too few pairs to tell."
+        f"{_won(win_rate, opponent)}. The lower end must be above {name}={least:g}: the policy is "
+        "not better, or there are too few pairs to show that it is better."
     )
 
 
@@ -118,8 +118,8 @@ def _divergence(kl: float, limits: PromotionConfig) -> str:
     if isfinite(kl) and kl <= limits.max_kl:
         return ""
     return (
-        f"Its answers are {kl:.3g} nats from SFT, and max_kl={limits.max_kl:g}: so far from SFT "
-        "a policy usually exploits faults of the reward model."
+        f"The KL divergence from SFT is {kl:.3g} nats per answer, above max_kl={limits.max_kl:g}. "
+        "A policy that far from SFT usually exploits faults of the reward model."
     )
 
 
@@ -129,10 +129,9 @@ def _length(evaluation: Report, limits: PromotionConfig) -> str:
     if finite and own <= most * other and other <= most * own:
         return ""
     return (
-        f"Its answers have {own:.1f} words on average, and those of "
-        f"{_opponent(evaluation['champion'])} {other:.1f}: one is more than "
-        f"max_length_ratio={most:g} times the other, and the judge may have seen only the "
-        "length."
+        f"Its answers have {own:.1f} words on average, and the answers of "
+        f"{_opponent(evaluation['champion'])} have {other:.1f}. The ratio is above "
+        f"max_length_ratio={most:g}, so the judge may have decided by length alone."
     )
 
 
@@ -141,8 +140,8 @@ def _repetition(evaluation: Report, limits: PromotionConfig) -> str:
     if share <= limits.max_repetition:
         return ""
     return (
-        f"{share:.1%} of the 3-grams of words in its answers repeat an earlier one, and "
-        f"max_repetition={limits.max_repetition:g}: people would read the same words repeatedly."
+        f"{share:.1%} of the 3-grams of words in its answers repeat an earlier 3-gram, above "
+        f"max_repetition={limits.max_repetition:g}. Users would read the same words repeatedly."
     )
 
 
@@ -150,6 +149,6 @@ def _reward_model(fit: bool) -> str:
     if fit:
         return ""
     return (
-        "Its reward model was refused, for the reasons in its report, and accepted by hand: PPO "
-        "may have exploited its faults. A person can promote the version too, with a reason."
+        "Its reward model failed validation (see its report) and was accepted by hand, so PPO may "
+        "have exploited its faults. To use this version anyway, promote it by hand with a reason."
     )

@@ -1,6 +1,6 @@
-"""Length and repetition of answers in words, which are separated by spaces.
+"""Length and repetition of answers, in words separated by white space.
 
-A text in a script without spaces counts as one word, so these statistics do not fit it.
+These statistics do not fit scripts without spaces, where a whole text counts as one word.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from ppo_core.algorithm.repetition import repeated_ngrams
 
 
 def mean_words(texts: Sequence[str]) -> float:
-    """Return the mean number of words of at least one text."""
+    """Return the mean number of words per text; `texts` must not be empty."""
     return fmean(len(text.split()) for text in texts)
 
 
 def repeated_share(texts: Sequence[str], n: int = 3) -> float:
-    """Return the share of a text's n-grams of words that are repeats, mean over the texts."""
+    """Return the mean over texts of the fraction of word n-grams that repeat an earlier n-gram."""
     return fmean(repeated_ngrams(text.split(), n) for text in texts)

@@ -1,4 +1,4 @@
-"""From outcomes to a win rate with its interval, and to the difference of two policies."""
+"""Compute win rates and differences between win rates, with 95 % intervals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
 from ppo_core.errors import DataError
 
 RESAMPLES = 4_999
-"""Bootstrap resamples of the prompts for an interval."""
+"""Number of bootstrap resamples per interval."""
 
 DRAWN_AT_ONCE = 1_000_000
-"""Maximum number of prompts in a batch of resamples; it bounds the memory to tens of MB."""
+"""Maximum number of prompts drawn in one batch of resamples, which limits memory to tens of MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class WinRate:
     """How often the candidate's answers beat the opponent's."""
 
     rate: float
-    """Share of the valid pairs that the candidate won, a tie counted as half."""
+    """Fraction of the valid pairs that the candidate won; a tie counts as half a win."""
 
     low: float
     """Lower end of the 95 % interval."""
@@ -31,25 +31,25 @@ class WinRate:
     """Upper end of the 95 % interval."""
 
     n: int
-    """Valid pairs."""
+    """Number of valid pairs."""
 
     wins: int
-    """Valid pairs won in both orders."""
+    """Number of valid pairs that the candidate won in both orders."""
 
     losses: int
-    """Valid pairs lost in both orders."""
+    """Number of valid pairs that the candidate lost in both orders."""
 
     ties: int
-    """Valid pairs without a winner, or with different winners in the two orders."""
+    """Number of the other valid pairs: both verdicts are ties, or the two verdicts differ."""
 
     invalid: int
-    """Pairs without a verdict in one order or both; not in `n`."""
+    """Number of pairs without a verdict in at least one order; not counted in `n`."""
 
     flip_rate: float
-    """Share of the valid pairs whose verdict followed the position."""
+    """Fraction of the valid pairs in which the judge chose the same position in both orders."""
 
     conclusive: bool
-    """Whether the shares of invalid and of flipped pairs are within their limits."""
+    """Whether the fraction of invalid pairs and `flip_rate` are within their limits."""
 
     reasons: list[str]
     """Why the rate is inconclusive; empty if it is conclusive."""
@@ -60,10 +60,10 @@ class WinRate:
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """How much more often one policy wins than another, on the same prompts."""
+    """Difference between two policies' win rates on the same prompts and opponents."""
 
     difference: float
-    """Rate of the first policy minus that of the second, over the pairs valid for both."""
+    """Win rate of the first policy minus win rate of the second, over the pairs valid for both."""
 
     low: float
     """Lower end of the 95 % interval."""
@@ -72,10 +72,10 @@ class PairedDifference:
     """Upper end of the 95 % interval."""
 
     p_value: float
-    """p-value of Wilcoxon's signed-rank test that the policies are equal."""
+    """p-value of Wilcoxon's signed-rank test of the null hypothesis that the policies are equal."""
 
     n: int
-    """Pairs valid for both policies."""
+    """Number of pairs that are valid for both policies."""
 
     judge: str
     """Name of the judge."""
@@ -84,20 +84,20 @@ class PairedDifference:
 def measure_win_rate(
     comparison: Comparison, *, max_invalid: float, max_flip_rate: float, seed: int
 ) -> WinRate:
-    """Return how often the candidate beats the opponent, with a 95 % interval.
+    """Return the candidate's win rate against the opponent, with a 95 % interval.
 
-    The interval is a percentile bootstrap over prompts: all answers to one prompt are resampled
-    together. If every prompt has the same rate (all wins, all ties, a single prompt), all resamples
-    are equal; the interval is then Wilson's, with one trial a prompt.
+    The interval is a percentile bootstrap that resamples prompts with all of their pairs. If every
+    prompt has the same rate (for example all wins, or a single prompt), all resamples would be
+    equal. Then the interval is Wilson's, with one trial per prompt.
 
     Args:
-        comparison: the pairs, judged in both orders.
-        max_invalid: the rate is inconclusive if a larger share of all pairs has no verdict.
-        max_flip_rate: the rate is inconclusive if a larger share of the valid pairs is flipped.
-        seed: seed of the resamples.
+        comparison: pairs judged in both orders.
+        max_invalid: maximum fraction of invalid pairs among all pairs for a conclusive rate.
+        max_flip_rate: maximum `flip_rate` for a conclusive rate.
+        seed: seed of the bootstrap.
 
     Raises:
-        DataError: no pair has a verdict.
+        DataError: every pair is invalid.
     """
     valid = valid_pairs(comparison)
     points = np.array([POINTS[comparison.outcomes[number]] for number in valid])
@@ -120,7 +120,7 @@ def measure_win_rate(
 
 
 def describe(win_rate: WinRate) -> str:
-    """Return the rate as text: `64.70% (95% CI 61.7-67.6, n=1000, judge NAME)`."""
+    """Return the win rate as text, such as `64.70% (95% CI 61.7-67.6, n=1000, judge NAME)`."""
     verdict = "" if win_rate.conclusive else ", inconclusive"
     return (
         f"{win_rate.rate:.2%} (95% CI {100 * win_rate.low:.1f}-{100 * win_rate.high:.1f}, "
@@ -129,31 +129,32 @@ def describe(win_rate: WinRate) -> str:
 
 
 def compare_policies(one: Comparison, other: Comparison, *, seed: int) -> PairedDifference:
-    """Return how much more often the candidate of `one` wins than that of `other`.
+    """Return the win rate of `one` minus the win rate of `other`, with a 95 % interval.
 
-    The interval is a bootstrap over prompts of the paired difference. The p-value is Wilcoxon's
-    signed-rank test of the differences by prompt: exact for few prompts, fast for many, and without
-    a seed. The test leaves out prompts without a difference.
+    The interval is a bootstrap of the paired difference over prompts. The p-value comes from
+    Wilcoxon's signed-rank test of each prompt's summed difference, without the prompts whose sum is
+    0. This test is exact for few prompts, fast for many prompts, and needs no seed.
 
     Raises:
-        DataError: the prompts, the opponents or the judges differ, or no pair is valid for both.
+        DataError: the comparisons differ in prompts, opponents or judge, or no pair is valid for
+            both.
     """
     for name in ("prompts", "opponents", "judge"):
         if getattr(one, name) != getattr(other, name):
             raise DataError(
-                f"The two policies were compared with different {name}, so the difference of "
-                f"their win rates would not be theirs alone. Give both the same {name}."
+                f"The two comparisons differ in {name}, so the difference of their win rates "
+                f"would not show the policies alone. Use the same {name} in both comparisons."
             )
     valid = sorted({*valid_pairs(one)} & {*valid_pairs(other)})
     if not valid:
         raise DataError(
             f"The judge {one.judge} gave no verdict for both policies on any of "
-            f"{len(one.prompts)} prompts: they cannot be compared. Check that this judge fits "
-            "these prompts."
+            f"{len(one.prompts)} prompts, so the policies cannot be compared. Check that this "
+            "judge fits these prompts."
         )
     differences = np.array([POINTS[one.outcomes[i]] - POINTS[other.outcomes[i]] for i in valid])
     prompts = [one.prompts[number] for number in valid]
-    # Mapped to rates between 0 and 1, which `_interval` takes.
+    # `_interval` takes values in [0, 1], so map the differences from [-1, 1].
     low, high = _interval(prompts, (1 + differences) / 2, seed)
     sums = np.bincount(_number_prompts(prompts), weights=differences)
     sums = sums[sums != 0]
@@ -187,7 +188,7 @@ def _doubts(comparison: Comparison, max_invalid: float, max_flip_rate: float) ->
 
 
 def _interval(prompts: Sequence[str], points: np.ndarray, seed: int) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of points (N,) in [0, 1], resampled by prompt."""
+    """Return the 95 % interval of the mean of points (N,) in [0, 1], with prompts resampled."""
     numbers = _number_prompts(prompts)
     sums, sizes = np.bincount(numbers, weights=points), np.bincount(numbers)
     if len(np.unique(sums / sizes)) == 1:
@@ -209,6 +210,6 @@ def _interval(prompts: Sequence[str], points: np.ndarray, seed: int) -> tuple[fl
 
 
 def _number_prompts(prompts: Sequence[str]) -> list[int]:
-    """Return the index of each prompt among the different prompts."""
+    """Number the different prompts from 0, and return the number of each prompt."""
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     return [numbers[prompt] for prompt in prompts]

@@ -1,1 +1,1 @@
-"""Judges: who compares two answers, and how they are asked."""
+"""Judges that compare two answers to a prompt: chat models, reward models and functions."""

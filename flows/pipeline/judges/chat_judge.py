@@ -1,4 +1,4 @@
-"""A chat model as judge: ask, repeat what has no verdict, and store the replies."""
+"""A chat model as judge, which repeats questions without a verdict and stores all replies."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,14 @@ from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.reporting.progress_bar import progress
 
 Case = tuple[str, str, str]
-"""A prompt, its first answer and its second."""
+"""(prompt, first answer, second answer)."""
 
 
 class ChatJudge:
     """Asks a chat model which answer is better, and asks again if its reply has no verdict."""
 
     def __init__(self, chat: ChatModel, config: JudgingConfig, cache: ReplyCache) -> None:
-        """Ask `chat` by `config.criterion` for every reply that is not in the cache."""
+        """Judge by `config.criterion`, with replies from the cache or else from `chat`."""
         self._chat = chat
         self._config = config
         self._cache = cache
@@ -27,12 +27,12 @@ class ChatJudge:
 
     @property
     def name(self) -> str:
-        """The model and the version of the prompt."""
+        """Name of the model and version of the judge's prompt."""
         return f"{self._chat.name}, prompt {self._wording}"
 
     @property
     def version(self) -> str:
-        """Digest of the model, the prompt, the attempts and the code that reads replies."""
+        """Digest of the model, the judge's prompt, the number of attempts and the parsing code."""
         reading = digest_of_code(questions.__name__)
         return digest_of([self._chat.version, self._wording, self._config.attempts, reading])
 
@@ -44,11 +44,11 @@ class ChatJudge:
     def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
         """Return one verdict per pair; equal prompts and pairs get equal verdicts.
 
-        A verdict is invalid if no reply has one, or if the model could not be reached. A missing
-        reply is not stored, so the next call asks again.
+        A verdict is `invalid` if no attempt gave a readable verdict, or if the model gave no reply.
+        Only replies are stored, so a later call repeats a question without a reply.
 
         Raises:
-            JudgeError: the model cannot be asked, or the budget is spent. Earlier replies are
+            JudgeError: the model cannot be asked, or the budget is spent. All earlier replies are
                 stored.
         """
         cases = [(prompt, *pair) for prompt, pair in zip(prompts, pairs, strict=True)]

@@ -1,14 +1,14 @@
-"""The interface of a chat model that judges, and the records it exchanges."""
+"""The interface of a chat model that judges, and the types of its questions and replies."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 Message = dict[str, str]
-"""`role` and `content`."""
+"""A chat message with the keys `role` and `content`."""
 
 Question = list[Message]
-"""The messages of one chat, the last one the user's."""
+"""The messages of one chat; the last message has the role `user`."""
 
 
 @dataclass(frozen=True)
@@ -16,17 +16,17 @@ class Reply:
     """The reply to one question."""
 
     text: str | None
-    """Text of the reply; None if every call failed."""
+    """Text of the reply; None if there is no reply."""
 
     error: str = ""
-    """Why there is no text."""
+    """Reason why `text` is None; empty otherwise."""
 
     tokens: int = 0
-    """Tokens of question and reply together."""
+    """Number of tokens of the question plus the reply."""
 
 
 class ChatModel(Protocol):
-    """Answers questions."""
+    """A chat model that answers independent questions."""
 
     @property
     def name(self) -> str:
@@ -35,7 +35,7 @@ class ChatModel(Protocol):
 
     @property
     def version(self) -> str:
-        """What determines its replies beside the question: address, weights, sampling settings."""
+        """Text that identifies the weights or the address, and the sampling settings."""
         ...
 
     def ask(self, questions: Sequence[Question], keep: Callable[[int, Reply], None]) -> None:
@@ -44,7 +44,7 @@ class ChatModel(Protocol):
         `keep` is called once per question, from one thread.
 
         Raises:
-            JudgeError: no question can be answered (wrong key, model or address), or the budget
-                is spent.
+            JudgeError: the model cannot answer any question (for example because of a wrong key,
+                model or address), or the budget is spent.
         """
         ...

@@ -1,4 +1,4 @@
-"""An ensemble of judges that decides by majority."""
+"""An ensemble of judges that decides by majority vote."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ class Ensemble:
     """Asks every judge about every pair; the majority decides."""
 
     def __init__(self, judges: Sequence[Judge]) -> None:
-        """Take the judges; the votes are stored in their order."""
+        """Take the judges; `Verdict.votes` has the same order as `judges`."""
         self.members = tuple(judge.name for judge in judges)
         self.name = f"majority of {'; '.join(self.members)}"
         self.version = digest_of([(judge.name, judge.version) for judge in judges])
@@ -27,9 +27,9 @@ class Ensemble:
 def count_votes(votes: Sequence[Verdict]) -> Verdict:
     """Return the verdict of the majority.
 
-    The answer with more than half of the valid votes wins; if no answer has, the verdict is a tie.
-    The verdict is invalid if more than half of all votes are invalid. Its probability is the mean
-    over the valid votes that have one.
+    The verdict is `invalid` if more than half of all votes are invalid. Otherwise, an answer with
+    more than half of the valid votes wins, and the verdict is a tie if neither answer has so many.
+    The probability is the mean of the valid votes' probabilities, as far as they have one.
     """
     valid = [vote for vote in votes if vote.winner != "invalid"]
     if len(valid) < len(votes) / 2:

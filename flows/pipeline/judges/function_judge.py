@@ -1,4 +1,4 @@
-"""Python functions as judges: the built-in rule, or a function of any file or module."""
+"""Python functions as judges: the built-in rule, or a function in a user's file or module."""
 
 import hashlib
 import importlib
@@ -16,12 +16,12 @@ from pipeline.judges.verdict import WINNERS, Verdict
 from ppo_core.errors import ConfigError, DataError
 
 JudgeFunction = Callable[[list[str], list[tuple[str, str]]], Iterable[Any]]
-"""Maps prompts and pairs of answers to one verdict per pair: a word of `WINNERS`, or a mapping or
-object with `winner` and optionally `probability` and `reason`, as in `Verdict`."""
+"""Function that maps prompts and pairs of answers to one verdict per pair. A verdict is a word of
+`WINNERS`, or a mapping or object with `winner` and optionally `probability` and `reason`."""
 
 
 class FunctionJudge:
-    """Calls a function that judges, and checks its verdicts."""
+    """Calls a judging function, and checks the verdicts that it returns."""
 
     members: tuple[str, ...] = ()
 
@@ -35,19 +35,19 @@ class FunctionJudge:
         """Return one verdict per pair.
 
         Raises:
-            DataError: the function did not return one verdict for every pair.
+            DataError: the function did not return one valid `Verdict` for every pair.
         """
         given = self._function(list(prompts), list(pairs))
         if not isinstance(given, Iterable):
             raise DataError(
-                f"The judge {self.name} returned {given!r:.80}; it must return a list with one "
-                "verdict for every pair."
+                f"The judge {self.name} returned {given!r:.80}. Return a list with one verdict for "
+                "every pair."
             )
         verdicts = [self._read(item, number) for number, item in enumerate(given)]
         if len(verdicts) != len(pairs):
             raise DataError(
                 f"The judge {self.name} gave {len(verdicts)} verdicts for {len(pairs)} pairs. "
-                "It must return one for each, in their order."
+                "Return one verdict for each pair, in the order of the pairs."
             )
         return verdicts
 
@@ -63,26 +63,27 @@ class FunctionJudge:
         if not (probability is None or _is_probability(probability)):
             raise DataError(
                 f"The judge {self.name} gave the probability {probability!r:.80} for pair "
-                f"{number}; that the first answer is better has a probability from 0 to 1, or None."
+                f"{number}. Return the probability that the first answer is better, a number from "
+                "0 to 1, or None."
             )
         return Verdict(
             winner=str(winner),
             probability=None if probability is None else float(probability),
-            # A reply in JSON can hold half a surrogate pair, which cannot be encoded.
+            # A reason from JSON can contain a lone surrogate, which cannot be encoded as UTF-8.
             reason=str(fields.get("reason") or "").encode(errors="replace").decode(),
         )
 
 
 def rule_judge() -> FunctionJudge:
-    """Return the judge of the built-in task."""
+    """Return the rule judge of the built-in demo task."""
     return FunctionJudge("rule", judge.judge, digest_of_code(judge.__name__, posts.__name__))
 
 
 def load_function_judge(place: str) -> FunctionJudge:
-    """Return the judge at `FILE_OR_MODULE:FUNCTION`; the name of a file ends in `.py`.
+    """Return the judge `FILE_OR_MODULE:FUNCTION`; a name that ends in `.py` is a file.
 
     Raises:
-        ConfigError: there is no such file, module or function, or it cannot be imported.
+        ConfigError: the file, module or function does not exist, or cannot be imported.
     """
     where, _, function_name = place.rpartition(":")
     if not where or not function_name:
@@ -111,13 +112,13 @@ def _is_probability(value: Any) -> bool:
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"there is no file {path.absolute()}. Name one that is there.")
-    # A unique name, so that it cannot replace another module with the name of the file.
+    # A unique module name cannot replace an imported module that has the name of the file.
     name = f"{path.stem}_{_digest_of_file(path)}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # A dataclass looks up the module that defines it.
+    # `dataclass` looks up the module of the decorated class in `sys.modules`.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -137,8 +138,8 @@ def _version_of(module: ModuleType) -> str:
     file = getattr(module, "__file__", None)
     if file is None:
         raise ConfigError(
-            f"{module.__name__} is part of Python and has no file whose contents tell which judge "
-            "gave a verdict. Call it in a file of your own."
+            f"{module.__name__} is part of Python and has no source file, so the version of the "
+            "judge would be unknown. Call the function from a file of your own."
         )
     return _digest_of_file(Path(file))
 

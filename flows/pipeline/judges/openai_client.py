@@ -1,4 +1,4 @@
-"""One call to an OpenAI-compatible server, and the error that a failed call raises."""
+"""Make one call to an OpenAI-compatible server, and classify the errors of failed calls."""
 
 import asyncio
 import logging
@@ -23,27 +23,27 @@ logging.getLogger("httpx2").setLevel(logging.WARNING)
 OPENAI_URL = "https://api.openai.com/v1"
 
 CONNECT_SECONDS = 10.0
-"""Seconds that a connection may take to open; short, to find a dead address soon."""
+"""Timeout for opening a connection, in seconds; short, so that a wrong address is found soon."""
 
 QUESTION_STATUSES = (400, 413, 422)
-"""Statuses of a question that is too long or against the rules of the server, and also of a wrong
-model or setting."""
+"""HTTP statuses with which servers reject a question, for example one that is too long. Servers
+also send them for a wrong model or setting."""
 
 MAX_MESSAGE_CHARACTERS = 300
-"""Characters of a server's message that an error shows."""
+"""Maximum length of a server's message within an error."""
 
 
 class CallError(Exception):
-    """A call failed and may succeed when repeated."""
+    """A call failed, but may succeed if it is repeated."""
 
     def __init__(self, words: str, retry_after: float | None = None) -> None:
-        """Take the message, and the seconds that the server asks to wait, if any."""
+        """Take the message, and the wait in seconds that the server asks for (None if none)."""
         super().__init__(words)
         self.retry_after = retry_after
 
 
 class RefusedError(JudgeError):
-    """The server refuses a call, for its question or for the settings of every call."""
+    """The server rejects a call, because of its question or because of the settings."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class Completion:
     """The fields of a chat completion that a judge reads."""
 
     text: str | None
-    """None if the model wrote no text, for example because its reasoning used all tokens."""
+    """Text of the reply; None if there is none, for example if reasoning used all tokens."""
 
     finish_reason: str | None
-    """Why the model stopped, as the server names it."""
+    """The server's name of the reason why the model stopped."""
 
     tokens: int | None
-    """Tokens of question and reply; None if the server does not report them."""
+    """Number of tokens of question and reply; None if the server does not report it."""
 
 
 class OpenAIClient:
     """Calls one model through the chat completions API.
 
-    The address is `config.base_url`, else the environment variable OPENAI_BASE_URL, else OpenAI.
-    The key is OPENAI_API_KEY, which only OpenAI requires.
+    The address is `config.base_url`, else the environment variable OPENAI_BASE_URL, else OpenAI's.
+    The key is the environment variable OPENAI_API_KEY, which is required only for OpenAI.
     """
 
     def __init__(self, model: str, config: JudgingConfig) -> None:
@@ -80,7 +80,7 @@ class OpenAIClient:
         self._greedy = config.sampling == "greedy"
         is_openai = _host(self.url) == _host(OPENAI_URL)
         _check_key(self._key, needed=is_openai)
-        # OpenAI has renamed the limit, and not every other server knows the new name.
+        # OpenAI renamed the parameter, but some other servers know only the old name.
         limit = "max_completion_tokens" if is_openai else "max_tokens"
         self._request: dict[str, Any] = {"model": model, limit: config.max_reply_tokens}
         if self._greedy:
@@ -101,12 +101,12 @@ class OpenAIClient:
         Raises:
             CallError: the failure may be temporary: status 408, 409, 429 or 5xx, a lost
                 connection, the deadline, or a body that is no chat completion.
-            RefusedError: the server refuses this call, and may accept others.
-            JudgeError: the server refuses every call.
+            RefusedError: the server rejects this call, but may accept other questions.
+            JudgeError: the server rejects every call.
         """
         request = {**self._request, "messages": question}
         try:
-            # The timeout of the client restarts with every byte received.
+            # The client's own timeout restarts whenever bytes arrive, so it is no deadline.
             async with asyncio.timeout(self._deadline):
                 response = await client.chat.completions.with_raw_response.create(**request)
         except TimeoutError:
@@ -144,7 +144,7 @@ class OpenAIClient:
         return others
 
     def _clean(self, words: str) -> str:
-        """Shorten a server's message, and remove the key, which some servers repeat."""
+        """Shorten a server's message, and mask the key, which some servers repeat in messages."""
         hidden = words.replace(self._key, "***") if self._key else words
         return " ".join(hidden.split())[:MAX_MESSAGE_CHARACTERS]
 
@@ -154,13 +154,13 @@ def _host(url: str) -> str | None:
         address = HttpUrl(url)
     except ValidationError as error:
         raise ConfigError(
-            f"judging.base_url={url!r} is no address (OPENAI_BASE_URL where the setting is empty). "
-            "Write it as http://HOST:PORT/v1."
+            f"judging.base_url={url!r} (or OPENAI_BASE_URL, if the setting is empty) is not a "
+            "valid address. Write it as http://HOST:PORT/v1."
         ) from error
     if address.username or address.password or address.query:
         raise ConfigError(
             f"The address of the judge at {address.host} holds a user, a password or a query, "
-            "which would stand in every message. Give the key as OPENAI_API_KEY instead."
+            "which every error message would show. Set the key as OPENAI_API_KEY instead."
         )
     return address.host
 
@@ -168,12 +168,13 @@ def _host(url: str) -> str | None:
 def _check_key(key: str, *, needed: bool) -> None:
     if needed and not key:
         raise ConfigError(
-            f"{OPENAI_URL} answers nobody without a key. Set the environment variable "
-            "OPENAI_API_KEY, or judging.base_url to a server that needs none."
+            f"{OPENAI_URL} requires a key. Set the environment variable "
+            "OPENAI_API_KEY, or set judging.base_url to a server that needs no key."
         )
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            "OPENAI_API_KEY holds characters that a header cannot carry. Set it again, on one line."
+            "OPENAI_API_KEY holds characters that an HTTP header cannot carry. Set OPENAI_API_KEY "
+            "to the key alone, on one line."
         )
 
 
@@ -196,7 +197,7 @@ class _Body(BaseModel):
 
 
 def _read(body: str) -> Completion:
-    """Read the fields that are used; servers differ in the rest."""
+    """Parse only the fields that a judge needs, because servers differ in the other fields."""
     read = _Body.model_validate_json(body)
     choice = read.choices[0]
     tokens = read.usage.total_tokens if read.usage else None
@@ -212,7 +213,7 @@ def _message(error: openai.APIStatusError) -> str:
 def _retry_after(headers: Mapping[str, str]) -> float | None:
     """Return the seconds that the header Retry-After asks to wait (RFC 9110, 10.2.3), or None.
 
-    Negative for a date in the past.
+    The result is negative for a date in the past.
     """
     value = headers.get("retry-after", "").strip()
     if re.fullmatch(r"\d+(\.\d+)?", value):

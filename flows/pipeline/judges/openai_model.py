@@ -21,21 +21,22 @@ from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import JudgeError
 
 LONGEST_RETRY_AFTER = 600.0
-"""Longest wait in seconds that a server may ask for. A call that is told to wait longer (the
-quota of a day is spent) is not repeated."""
+"""Maximum wait in seconds that a server may ask for. If it asks for more, for example because a
+daily quota is spent, the call is not repeated."""
 
 DOWN_AFTER = 20
-"""Consecutive unanswered questions after which the server counts as down. A short outage fails at
-most the calls in flight, 8 by default; a lasting one is found after three rounds of retries."""
+"""Number of consecutive unanswered questions after which the server counts as down. It exceeds the
+8 concurrent calls of the default, all of which a short outage can fail."""
 
 PROBE_RETRIES = 2
-"""Retries of the call of `probe`; few, to find a dead address within seconds."""
+"""Maximum number of retries of `probe`; small, so that a wrong address is found within seconds."""
 
 PROBE: Question = [
     {"role": "system", "content": "You answer with one letter."},
     {"role": "user", "content": "Reply with the letter A."},
 ]
-"""A question with the roles of a judge's questions, which not every chat template accepts."""
+"""A small question with the roles system and user, as in a judge's questions. Some chat templates
+do not accept the role system."""
 
 _back_off = wait_exponential(multiplier=1, max=60)
 
@@ -43,11 +44,11 @@ _back_off = wait_exponential(multiplier=1, max=60)
 class OpenAIModel:
     """Asks a model behind the chat completions API: OpenAI, vLLM, TGI or `transformers serve`.
 
-    Make one object per evaluation; judges of the same evaluation share a budget.
+    Make a new object for each evaluation. All judges of an evaluation should share one budget.
     """
 
     def __init__(self, model: str, config: JudgingConfig, budget: Budget | None = None) -> None:
-        """Read the address and the key; no call is made. Without a budget, make one by `config`.
+        """Read the address and the key without a call. The default budget has `config`'s limits.
 
         Raises:
             ConfigError: the address is invalid, or the key is missing or cannot be sent.
@@ -56,7 +57,7 @@ class OpenAIModel:
         self.budget = budget or Budget(config.max_calls, config.max_tokens)
         self._config = config
         self._server = OpenAIClient(model, config)
-        # The digest of the weights behind an address is unknown.
+        # The server's weights are unknown, so the version names the address instead of a digest.
         self.version = (
             f"{self.name} {self._server.url} sampling={config.sampling} "
             f"max_reply_tokens={config.max_reply_tokens}"
@@ -68,22 +69,22 @@ class OpenAIModel:
     def ask(self, questions: Sequence[Question], keep: Callable[[int, Reply], None]) -> None:
         """Ask every question and call `keep(number, reply)` when its reply arrives.
 
-        A question gets a reply without text if its call fails more often than `retries`, or if
-        the server refuses it but accepts a small question.
+        A question gets a reply without text in two cases: all its retries failed, or the server
+        rejects this question but accepts a small question.
 
         Raises:
-            JudgeError: the server refuses the calls or is down, or the budget is spent. Calls in
-                flight are cancelled.
+            JudgeError: the server rejects every call or is down, or the budget is spent. Running
+                calls are cancelled.
         """
         self.budget.require_calls(len(questions))
         self._left = len(questions)
         asyncio.run(self._ask_all(questions, keep))
 
     def probe(self) -> None:
-        """Make one small call to check address, key, model and settings; the budget counts it.
+        """Make one small call to check address, key, model and settings; it counts in the budget.
 
         Raises:
-            JudgeError: they do not work.
+            JudgeError: the call fails.
         """
         self._left = 1
         reply = asyncio.run(self._ask_probe())
@@ -109,7 +110,7 @@ class OpenAIModel:
                 for number, question in enumerate(questions):
                     group.create_task(ask_one(number, question))
         except ExceptionGroup as failures:
-            # The first error is the cause; later ones come from the cancelled calls.
+            # The first error is the cause; cancelled calls may have added later errors.
             raise failures.exceptions[0] from None
 
     async def _ask_probe(self) -> Reply:
@@ -122,7 +123,8 @@ class OpenAIModel:
         except CallError as error:
             return Reply(None, error=str(error))
         except RefusedError as refusal:
-            # The question may be too long or against the rules: then a small one is accepted.
+            # If the server rejects only this question, it accepts a small one. If it rejects the
+            # small one too, the settings are wrong, and RefusedError stops the evaluation.
             with suppress(CallError):
                 await self._insist(client, PROBE, retries)
             return Reply(None, error=str(refusal))
@@ -143,16 +145,20 @@ class OpenAIModel:
         self.budget.add_tokens(completion.tokens)
         if completion.text is None:
             raise CallError(
-                f"the reply has no text (finish_reason={completion.finish_reason!r}; where it is "
+                f"the reply has no text (finish_reason={completion.finish_reason!r}; if it is "
                 "'length', raise judging.max_reply_tokens)"
             )
         return Reply(completion.text, tokens=completion.tokens or 0)
 
     def _wait(self, state: RetryCallState) -> float:
-        """Return the seconds to the next attempt: 1, 2, 4 ... minus jitter, or as long as asked."""
+        """Return the seconds to wait before the next attempt.
+
+        This is the larger of the server's Retry-After and a back-off of 1, 2, 4 ... 60 seconds with
+        jitter.
+        """
         error = state.outcome.exception() if state.outcome else None
         asked = error.retry_after if isinstance(error, CallError) else None
-        # At least the back-off: calls that are told the same few seconds would all return at once.
+        # The back-off spreads calls that the server told to wait for the same time.
         return max(asked or 0.0, _back_off(state) * self._random.uniform(0.5, 1.0))
 
     def _take_stock(self, reply: Reply) -> None:
@@ -164,9 +170,9 @@ class OpenAIModel:
         if self._given_up_in_a_row >= DOWN_AFTER:
             raise JudgeError(
                 f"{self._server.url} seems to be down: {DOWN_AFTER} questions in a row to the "
-                f"judge {self.name} got no answer, the last one for this: {reply.error}\n"
-                f"Replies so far are kept, {self._left} questions are left to ask. Run again when "
-                "the server is up."
+                f"judge {self.name} got no answer. The last error: {reply.error}\n"
+                f"All replies are stored, and {self._left} questions are left to ask. Run again "
+                "when the server is up."
             )
 
 

@@ -1,4 +1,4 @@
-"""Replies on disk under the digest of their question, so no reply is paid for twice."""
+"""Store replies on disk by a digest of their question, so that no reply is paid for twice."""
 
 import hashlib
 import json
@@ -11,12 +11,12 @@ from ppo_core.errors import JudgeError
 
 
 def reply_key(model: str, wording: str, prompt: str, first: str, second: str, attempt: int) -> str:
-    """Return the digest that a reply is stored under.
+    """Return the key of a reply: a digest of everything that determines its question.
 
     Args:
         model: version of the chat model.
-        wording: version of the prompt, the criterion included.
-        prompt: the prompt of both answers.
+        wording: version of the judge's prompt, which includes the criterion.
+        prompt: the prompt that both answers reply to.
         first: the answer that is shown first.
         second: the answer that is shown second.
         attempt: number of the attempt, from 1.
@@ -26,17 +26,17 @@ def reply_key(model: str, wording: str, prompt: str, first: str, second: str, at
 
 
 class ReplyCache:
-    """Stores each reply in a file of its own, which is complete once it has its final name."""
+    """Stores each reply in its own file, which is written atomically."""
 
     def __init__(self, folder: Path) -> None:
-        """Store the replies in `folder`, which the first reply creates."""
+        """Use `folder` for the replies; the first `put` creates it."""
         self._folder = folder
 
     def get(self, key: str) -> Reply | None:
-        """Return the reply stored under a key of `reply_key`; None if there is none.
+        """Return the stored reply for a key from `reply_key`; None if none is stored.
 
         Raises:
-            JudgeError: `put` did not write the file of that key.
+            JudgeError: the file of the key does not have the format that `put` writes.
         """
         path = self._path(key)
         try:
@@ -47,12 +47,12 @@ class ReplyCache:
             return _reply_in(json.loads(written))
         except ValueError as error:
             raise JudgeError(
-                f"{path} is no reply that was kept here: {error}. Delete the file, and its "
-                "question is asked, and paid for, again."
+                f"{path} does not contain a stored reply: {error}. Delete the file; the judge will "
+                "then be asked, and paid, for this reply again."
             ) from error
 
     def put(self, key: str, reply: Reply) -> None:
-        """Store a reply that has a text; it is on the disk when this returns."""
+        """Store a reply that has a text, and return after it is on disk."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps({"text": reply.text, "tokens": reply.tokens}))
@@ -65,4 +65,4 @@ def _reply_in(fields: Any) -> Reply:
     match fields:
         case {"text": str(text), "tokens": int(tokens)}:
             return Reply(text, tokens=tokens)
-    raise ValueError(f"it holds {fields!r:.80}, no text and number of tokens")
+    raise ValueError(f"it holds {fields!r:.80} instead of a text and a number of tokens")

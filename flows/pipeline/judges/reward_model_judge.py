@@ -11,17 +11,17 @@ from ppo_core.models.loading import load_reward_model
 
 
 class RewardModelJudge:
-    """Compares the scores of a sequence classifier with one label."""
+    """Compares the scores that a sequence classifier with one label gives to two answers."""
 
     members: tuple[str, ...] = ()
 
     def __init__(self, path: str, *, end_of_text: bool) -> None:
         """Load the reward model of a folder or hub id.
 
-        `end_of_text`: whether it reads an end-of-sequence token after each answer.
+        `end_of_text` is whether the model reads an end-of-sequence token after each answer.
 
         Raises:
-            ModelError: there is no such model, or it does not give one score.
+            ModelError: the model does not exist, or does not give a single score.
         """
         self.name = f"reward-model:{path}"
         self.version = digest_of([digest_of_model(path), end_of_text])
@@ -30,7 +30,7 @@ class RewardModelJudge:
     def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
         """Return one verdict per pair; P(first is better) = sigmoid(score_first - score_second).
 
-        This is the Bradley-Terry model that reward models are trained with (arXiv:2203.02155,
+        This is the Bradley-Terry model, by which reward models are trained (arXiv:2203.02155,
         eq. 1).
         """
         texts = [
@@ -39,7 +39,7 @@ class RewardModelJudge:
         scores = self._model.score_texts(
             [prompt for prompt, _ in texts], [answer for _, answer in texts]
         ).tolist()
-        # One score per text: in another batch a text can score differently in the last digit.
+        # Equal texts get one score, because the last digits of a score depend on its batch.
         score_of = dict(zip(texts, scores, strict=True))
         return [
             verdict_by_score(score_of[prompt, first], score_of[prompt, second])
@@ -48,7 +48,7 @@ class RewardModelJudge:
 
 
 def verdict_by_score(first: float, second: float) -> Verdict:
-    """Return the verdict for the higher score; `invalid` if a score is not finite."""
+    """Return the verdict that the higher score wins; `invalid` if a score is not finite."""
     if not (isfinite(first) and isfinite(second)):
         return Verdict("invalid", reason=f"The scores are {first} and {second}.")
     probability = float(expit(first - second))

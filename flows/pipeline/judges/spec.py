@@ -1,4 +1,4 @@
-"""Make the judge that a setting names: one of five kinds, or an ensemble."""
+"""Make the judge that the setting `judge` names: a judge of one of five kinds, or an ensemble."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,13 +21,13 @@ class _Part:
     """One judge of a specification."""
 
     spec: str
-    """The text of the user."""
+    """Specification of this judge as the user wrote it."""
 
     kind: str
     """One of `KINDS_WITH_SOURCE`, or `rule`."""
 
     source: str
-    """Text after the kind: a path, a function or the name of a model; empty for the rule."""
+    """Text after `kind:`, which is a path, a function or a model's name; empty for `rule`."""
 
 
 def make_judge(spec: str, *, config: JudgingConfig, cache_folder: Path, end_of_text: bool) -> Judge:
@@ -35,14 +35,14 @@ def make_judge(spec: str, *, config: JudgingConfig, cache_folder: Path, end_of_t
 
     Args:
         spec: `rule` (the judge of the built-in task), `reward-model:PATH`,
-            `python:FILE_OR_MODULE:FUNCTION`, `openai:MODEL` or `transformers:PATH`; several,
-            joined by commas, vote.
-        config: how chat models are asked.
-        cache_folder: folder of their replies.
+            `python:FILE_OR_MODULE:FUNCTION`, `openai:MODEL` or `transformers:PATH`. Several
+            judges, separated by commas, form an ensemble.
+        config: settings of chat models that judge.
+        cache_folder: folder for the replies of chat models.
         end_of_text: whether a reward model reads an end-of-sequence token after each answer.
 
     Raises:
-        ConfigError: the spec is unknown, names a judge twice, or names a missing function.
+        ConfigError: `spec` is unknown, names a judge twice, or names a missing function.
         ModelError: the model cannot judge.
     """
     # The judges share one budget, because the limits are per evaluation.
@@ -55,19 +55,20 @@ def make_judge(spec: str, *, config: JudgingConfig, cache_folder: Path, end_of_t
 
 
 def check_judge(spec: str, reward_model: str, config: JudgingConfig) -> None:
-    """Raise if a judge cannot be asked later, or is the reward model itself.
+    """Check early that a judge will work, and that it is not PPO's reward model.
 
-    A server is asked one small question. No weights are loaded.
+    The check asks a server one small question, and loads no weights.
 
     Args:
-        spec: as for `make_judge`.
+        spec: specification as for `make_judge`.
         reward_model: folder or hub id of the reward model of PPO; empty if the flow trains it.
-        config: how chat models are asked.
+        config: settings of chat models that judge.
 
     Raises:
         ConfigError: the judge is unknown, cannot be imported, or is the reward model.
         JudgeError: the server does not answer.
-        ModelError: the judge gives no single score, has no chat template, or has no tokenizer.
+        ModelError: a reward model gives no single score, a chat model has no chat template, or a
+            model has no tokenizer.
     """
     parts = _parts_of(spec)
     for part in parts:
@@ -83,7 +84,7 @@ def _parts_of(spec: str) -> list[_Part]:
         part = _parse(text.strip())
         if any(part.kind == other.kind and _same_source(part, other.source) for other in parts):
             raise ConfigError(
-                f"judge={spec!r} names {part.spec} twice, and its vote would count twice. "
+                f"judge={spec!r} names {part.spec} twice, so its vote would count twice. "
                 "Name each judge once."
             )
         parts.append(part)
@@ -144,8 +145,8 @@ def _require_independence(part: _Part, reward_model: str) -> None:
     is_model = part.kind in ("reward-model", "transformers")
     if is_model and reward_model and _same_source(part, reward_model):
         raise ConfigError(
-            f"judge={part.spec!r} is the reward model that PPO trains against: the win rate would "
-            "only measure how well it was exploited. Name another judge."
+            f"judge={part.spec!r} is the reward model that PPO trains against. The win rate would "
+            "only measure how well PPO exploits this model. Name another judge."
         )
 
 
@@ -155,7 +156,7 @@ def _same_source(part: _Part, source: str) -> bool:
 
 @contextmanager
 def _named_in_errors(part: _Part) -> Iterator[None]:
-    """Begin the message of an error with the judge as the user wrote it."""
+    """Prefix the message of an error with the user's specification of the judge."""
     try:
         yield
     except PPOError as error:

@@ -1,4 +1,4 @@
-"""A chat model of transformers as judge, in this process."""
+"""A chat model of the transformers library as judge, which runs in this process."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,21 +22,21 @@ SHORTEST_QUESTION: Question = [
     {"role": "system", "content": "system"},
     {"role": "user", "content": "user"},
 ]
-"""A question with the roles of a judge's questions."""
+"""A small question with the roles system and user, as in a judge's questions."""
 
 
 class TransformersModel:
-    """Answers with the sampler of training, `concurrency` questions per batch.
+    """Answers questions with PPO's sampler, in batches of `JudgingConfig.concurrency` questions.
 
-    The deadline, the retries and the budget of JudgingConfig apply to servers only.
+    The deadline, the retries and the budget of JudgingConfig apply only to servers.
     """
 
     def __init__(self, path: str, config: JudgingConfig) -> None:
         """Load the model and the tokenizer of a folder or hub id.
 
         Raises:
-            ModelError: there is no such model, it is not decoder-only, or it has no chat template
-                for a system and a user message.
+            ModelError: the model does not exist, is not decoder-only, or has no chat template for
+                a system and a user message.
         """
         check_chat_model(path)
         self._tokenizer = load_tokenizer(path)
@@ -54,9 +54,9 @@ class TransformersModel:
         )
 
     def ask(self, questions: Sequence[Question], keep: Callable[[int, Reply], None]) -> None:
-        """Answer every question and call `keep` with each reply when its batch is done.
+        """Answer every question and call `keep(number, reply)` after each batch.
 
-        A question that leaves no room for the longest reply gets a reply with an error.
+        If a question plus `max_reply_tokens` exceeds the context, its reply is an error.
         """
         encoded = [encode_prompt(self._tokenizer, question) for question in questions]
         fitting = []
@@ -76,7 +76,7 @@ class TransformersModel:
                 keep(number, reply)
 
     def _too_long(self, tokens: Tokens) -> str:
-        """Return the error for a question that is too long; empty if it fits."""
+        """Return an error message if a question is too long, else an empty string."""
         max_new_tokens = self._config.max_reply_tokens
         if self._context is None or len(tokens) + max_new_tokens <= self._context:
             return ""
@@ -87,7 +87,7 @@ class TransformersModel:
         )
 
     def _uniforms(self, question: Question) -> Tensor:
-        """Return random numbers in [0, 1) that depend on the question alone, not on its batch."""
+        """Return random numbers in [0, 1) that depend only on the question and not on its batch."""
         generator = torch.Generator().manual_seed(int(digest_of(question), 16))
         return torch.rand(self._config.max_reply_tokens, generator=generator)
 
@@ -102,21 +102,21 @@ class TransformersModel:
 
 
 def check_chat_model(path: str) -> None:
-    """Raise if a model cannot judge, by its configuration and tokenizer alone.
+    """Check from its configuration and tokenizer, without weights, that a model can judge.
 
     Raises:
-        ModelError: it is no decoder-only language model, or it has no chat template for a system
-            and a user message.
+        ModelError: the model is no decoder-only language model, or has no chat template for a
+            system and a user message.
     """
     config = load_config(path)
     architectures = config.architectures or []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
         raise ModelError(
-            f"'{path}' is {', '.join(architectures)}, which gives scores and no replies. Judge by "
-            f"reward-model:{path}, or name a chat model."
+            f"'{path}' is {', '.join(architectures)}, which gives scores and no replies. Set the "
+            f"judge to reward-model:{path}, or name a chat model."
         )
     if config.is_encoder_decoder:
-        raise ModelError(f"'{path}' has an encoder; a judge must be a decoder-only model.")
+        raise ModelError(f"'{path}' has an encoder. Name a decoder-only chat model as judge.")
     try:
         render_chat(load_tokenizer(path), SHORTEST_QUESTION, answer_follows=True)
     except DataError as error:
@@ -126,8 +126,8 @@ def check_chat_model(path: str) -> None:
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int:
     """Return the token that ends an answer.
 
-    A model may have several end tokens (end of text, end of turn): take the one that the chat
-    template writes after an answer, else the tokenizer's.
+    A model may have several end tokens (end of text, end of turn). Prefer the end token that the
+    chat template writes after an answer, and otherwise take the tokenizer's.
     """
     named = model.generation_config.eos_token_id
     ends = named if isinstance(named, list) else [named]
@@ -140,6 +140,6 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> 
 
 
 def _temperature(model: PreTrainedModel, sampling: str) -> float:
-    """Return 0 for greedy decoding, else the temperature of the model, else 1."""
+    """Return 0 for greedy decoding, else the model's default temperature, or 1 if it has none."""
     own = model.generation_config.temperature
     return 0.0 if sampling == "greedy" else 1.0 if own is None else own

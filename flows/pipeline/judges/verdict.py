@@ -9,32 +9,32 @@ WINNERS = ("first", "second", "tie", "invalid")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which of two answers to a prompt is better."""
+    """A judge's decision which of two answers to a prompt is better."""
 
     winner: str
-    """`first`, `second`, `tie`, or `invalid` where the judge gave no verdict."""
+    """`first`, `second`, `tie`, or `invalid` if the judge gave no readable verdict."""
 
     probability: float | None = None
-    """Probability that the first answer is better; None if the judge gives none."""
+    """Probability that the first answer is better; None if the judge gives no probability."""
 
     reason: str = ""
-    """The judge's reason, or why the verdict is invalid."""
+    """The judge's reason, or the reason why the verdict is invalid."""
 
     votes: tuple["Verdict", ...] = ()
-    """The verdicts of an ensemble's members, in the order of their names."""
+    """Verdicts of an ensemble's judges, in the order of `Judge.members`; empty for one judge."""
 
 
 class Judge(Protocol):
-    """Compares the two answers of each pair, in the order given."""
+    """Compares the two answers of each pair."""
 
     @property
     def name(self) -> str:
-        """Name of the judge in every report: the model, and the prompt version if it has one."""
+        """Name of the judge in reports: the model, and the version of its prompt if it has one."""
         ...
 
     @property
     def version(self) -> str:
-        """Digest of everything known that decides the verdicts."""
+        """Digest of everything known that determines the verdicts."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class Judge(Protocol):
 
 
 def swapped(verdict: Verdict) -> Verdict:
-    """Return the verdict on the same pair with its answers swapped, votes included."""
+    """Exchange `first` and `second` in a verdict and its votes, as for swapped answers."""
     return Verdict(
         winner={"first": "second", "second": "first"}.get(verdict.winner, verdict.winner),
         probability=None if verdict.probability is None else 1 - verdict.probability,

@@ -1,1 +1,1 @@
-"""The model registry of MLflow: versions, and which of them is champion."""
+"""MLflow's model registry: register versions, and decide which version is champion."""

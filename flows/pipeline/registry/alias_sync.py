@@ -1,12 +1,12 @@
-"""Keep the aliases and tags of a registered model in line with its ledger.
+"""Set the aliases and tags of a registered model by its ledger.
 
-The ledger is the truth, and the aliases follow it: each change is appended first and carried out
-after that. An alias that differs from the ledger for a while, with nobody at work, was moved in
-MLflow itself; the move is appended to the ledger and never undone.
+The ledger is authoritative: each decision is first appended to it, and then aliases and tags are
+set. If an alias differs from the ledger and nothing changes for PATIENCE seconds, somebody moved
+the alias in MLflow. This move is appended to the ledger and never undone.
 
-MLflow cannot set an alias only if the alias is unchanged. A process that sets one therefore reads
-the ledger again afterwards, and starts over if the ledger has grown: a process that was stopped in
-between corrects what it has overwritten when it continues.
+MLflow has no compare-and-swap for aliases. A process that sets an alias therefore reads the ledger
+again afterwards, and starts over if the ledger has grown. So a process that was suspended before
+it set an alias corrects an outdated alias when it continues.
 """
 
 import time
@@ -31,8 +31,8 @@ from pipeline.registry.ledger import History, Ledger, find_ledger, open_ledger
 from pipeline.tracking.mlflow_client import connect, explained
 
 PATIENCE = 2.0
-"""Seconds without any change after which a process carries out an interrupted decision of another,
-or takes a difference for the act of a person."""
+"""Seconds without change after which a difference between alias and ledger is resolved: an
+interrupted decision is carried out, and any other difference counts as a person's move."""
 
 GLANCE = 0.2
 """Seconds between two observations."""
@@ -43,7 +43,7 @@ _VERDICTS: Mapping[Action, str] = {
     "rolled back": "withdrawn",
     "found": "found",
 }
-"""Tag `promotion` of the version, by the action of the decision."""
+"""Value of the version's tag `promotion`, by the action of the decision."""
 
 
 @explained()
@@ -51,7 +51,7 @@ def settle(name: str) -> Champions:
     """Carry out interrupted decisions, and record an alias that was moved in MLflow.
 
     Returns:
-        The champions, with which the alias `champion` agreed when it was last read.
+        The champions by the ledger. The alias `champion` agreed with them when it was last read.
 
     Raises:
         ModelError: the ledger was deleted.
@@ -68,7 +68,7 @@ def settle(name: str) -> Champions:
 
 
 def apply_decisions(client: MlflowClient, name: str, ledger: Ledger) -> None:
-    """Set aliases and tags by the ledger, and repeat until the ledger has not grown meanwhile."""
+    """Set aliases and tags by the ledger, and repeat this if the ledger has grown meanwhile."""
     history = ledger.read()
     carried_out = history.applied
     while True:
@@ -81,7 +81,7 @@ def apply_decisions(client: MlflowClient, name: str, ledger: Ledger) -> None:
         previous = champions.previous
         kept = previous is not None and exists(client, name, previous)
         point(client, name, PREVIOUS, previous if kept else None)
-        # The champion last, between two readings: a short time leaves the least to correct.
+        # Set the champion last and right between two reads, so that it is rarely outdated.
         if ledger.read().decisions == decisions:
             point(client, name, CHAMPION, champions.champion)
         history = ledger.read()
@@ -111,7 +111,7 @@ def _end_challenge(client: MlflowClient, name: str, decision: Decision) -> None:
 
 @dataclass(frozen=True)
 class _Observation:
-    """The ledger and the alias, read in this order."""
+    """The ledger and the version of the alias `champion`, which was read after the ledger."""
 
     history: History
     alias: int | None
@@ -123,7 +123,7 @@ class _Observation:
 
     @property
     def explained(self) -> bool:
-        """Whether an interrupted decision can have left the alias where it is."""
+        """Whether an interrupted decision explains the difference between alias and ledger."""
         after, before = self.history.decisions, self.history.decisions[:-1]
         possible = {Champions(after).champion, Champions(before).champion}
         return self.history.pending and self.alias in possible
@@ -141,8 +141,8 @@ def _watch(client: MlflowClient, name: str) -> _Observation:
 
 
 def _observe(client: MlflowClient, name: str) -> _Observation:
-    # Read the ledger first: if a later decision has moved the alias, its number is taken, and a
-    # `found` decision cannot be appended under the same number.
+    # Read the ledger first. If a later decision then moves the alias, that decision has taken the
+    # next number, so a wrong `found` decision with this number cannot be appended.
     ledger = find_ledger(client, name)
     history = ledger.read() if ledger else History()
     return _Observation(history, read_aliases(name).get(CHAMPION))

@@ -1,4 +1,4 @@
-"""Read and set the aliases and tags of versions; a deleted version has none."""
+"""Read and set the aliases and tags of versions; deleted versions are ignored."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous-champion", "challenger"
 
 @dataclass(frozen=True)
 class VersionNotes:
-    """The tags and results that MLflow stores with a version."""
+    """Tags and win rates of a version in MLflow."""
 
     tags: Mapping[str, str]
     """Tags of the version."""
@@ -37,7 +37,7 @@ def read_aliases(name: str) -> dict[str, int]:
 
 @explained()
 def read_version(name: str, version: int) -> VersionNotes:
-    """Return the notes of a version; empty if it was deleted."""
+    """Return the tags and win rates of a version; both are empty if the version was deleted."""
     client = connect()
     tags: Mapping[str, str] = {}
     metrics: Mapping[str, float] = {}
@@ -54,7 +54,7 @@ def read_version(name: str, version: int) -> VersionNotes:
 
 
 def set_tags(client: MlflowClient, name: str, version: int, tags: Mapping[str, str]) -> None:
-    """Set tags of a version; a value that is too long is cut and marked."""
+    """Set tags of a version; values that are too long are cut and end with a mark."""
     with unless_deleted():
         for key, value in tags.items():
             text = shortened(value, MAX_TAG_CHARACTERS)
@@ -90,6 +90,6 @@ def unless_deleted() -> Iterator[None]:
 
 
 def raise_unless_missing(error: MlflowException) -> None:
-    """Raise the error unless it says that something does not exist."""
+    """Raise the error again unless its code is RESOURCE_DOES_NOT_EXIST."""
     if error.error_code != "RESOURCE_DOES_NOT_EXIST":
         raise error

@@ -26,36 +26,36 @@ from ppo_core.rollout.sampler import NO_STOP_TOKEN, stop_token
 from serving.manifest import CARD, write_manifest
 
 REQUIREMENTS = ("torch", "transformers", "accelerate")
-"""Requirements of a consumer, pinned to the installed versions."""
+"""Packages that loading a version requires; they are pinned to the installed versions."""
 
 SETTINGS = "settings.toml"
-"""File of the settings that repeat the run, if given."""
+"""Optional file with the settings that reproduce the run."""
 
 ADAPTER = "adapter"
-"""Folder of the adapter that is merged into the policy, if any."""
+"""Optional folder with the adapter that was merged into the policy."""
 
 IDLE_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-"""Transformers' defaults of the sampling arguments."""
+"""Default values of the sampling arguments in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VersionContents:
-    """What a version holds beside its weights."""
+    """Contents of a version beside its weights."""
 
     name: str
-    """The registered model, by which the version calls itself."""
+    """Name of the registered model."""
 
     decoding: Decoding
-    """How the policy was judged."""
+    """Decoding settings with which the policy was judged."""
 
     example: str | Messages
-    """A prompt to show; messages only for a chat model."""
+    """Example prompt; messages are allowed only for a chat model."""
 
     card: str
-    """The model card."""
+    """Text of the model card."""
 
     settings: Path | None = None
-    """TOML file that repeats the run."""
+    """TOML file with the settings that reproduce the run."""
 
 
 def write_artifact(
@@ -64,15 +64,16 @@ def write_artifact(
     """Write all files of a version into a new folder and return the digest of its manifest.
 
     A policy whose tokenizer has a chat template becomes a model of the task llm/v1/chat, which
-    takes {"messages": [...]}; any other takes a list of prompts. Both return only the answers.
+    takes {"messages": [...]}. Any other policy becomes a model that takes a list of prompts. Models
+    of both types return only the answers.
 
     Args:
-        policy: folder of the model, its tokenizer and optionally its merged adapter; the
-            precision is kept.
-        folder: output folder; missing or empty.
-        contents: what is written beside the policy.
-        run_id: MLflow run of the version.
-        model_id: logged model of the upload.
+        policy: folder of the model, its tokenizer and optionally its merged adapter. The weights
+            keep their precision.
+        folder: output folder, which must be missing or empty.
+        contents: contents of the version beside the policy.
+        run_id: id of the version's MLflow run.
+        model_id: id of the logged model to which the files are uploaded.
 
     Returns:
         SHA-256 of the manifest's bytes, in hexadecimal.
@@ -91,10 +92,10 @@ def write_artifact(
         pip_requirements=[_requirement(package) for package in REQUIREMENTS],
         **_interface(tokenizer, contents.decoding, contents.example),
     )
-    # MLflow looked for a license on the hub, which does not have this policy.
+    # MLflow writes this file from the hub, but the hub does not have this policy.
     (folder / "LICENSE.txt").unlink()
     if (policy / ADAPTER).is_dir():
-        # Leave out the empty template of a card that PEFT writes.
+        # Leave out the empty card template that PEFT writes.
         shutil.copytree(policy / ADAPTER, folder / ADAPTER, ignore=shutil.ignore_patterns(CARD))
     if contents.settings is not None:
         shutil.copyfile(contents.settings, folder / SETTINGS)
@@ -112,8 +113,8 @@ def _load(policy: Path, name: str) -> tuple[TextGenerationPipeline, PreTrainedTo
             f"The policy in {policy} cannot be loaded, so it cannot be registered: {error}. Train "
             "it again."
         ) from error
-    # Keep paths of this machine out of the version. The colon keeps MLflow from taking the name for
-    # a hub id and looking for a model card there.
+    # Keep local paths out of the version. Because of the colon, MLflow does not take the name for a
+    # hub id and does not search the hub for a model card.
     model.name_or_path = tokenizer.name_or_path = f"models:/{name}"
     pipeline = transformers.pipeline(
         "text-generation", model=model, tokenizer=tokenizer, device="cpu"
@@ -147,14 +148,14 @@ def _interface(
         return {
             "task": "llm/v1/chat",
             "input_example": {"messages": [dict(turn) for turn in turns]},
-            # The template writes the start token. MLflow reports finish_reason "length" by the
-            # max_new_tokens given here.
+            # The chat template writes the start token. MLflow needs max_new_tokens here to report
+            # finish_reason "length".
             "model_config": {"add_special_tokens": False, **decoding.arguments()},
         }
     if not isinstance(example, str):
         raise ModelError(
-            f"The example is messages, {example!r:.80}, and the policy's tokenizer has no chat "
-            "template to read them by. Give a prompt as text."
+            f"The example consists of messages, {example!r:.80}, but the policy's tokenizer has no "
+            "chat template. Give an example prompt as text."
         )
     return {
         "task": "text-generation",
@@ -169,7 +170,7 @@ def _interface(
 
 
 def _parameters(decoding: Decoding) -> ParamSchema:
-    """Return the arguments that a caller may set; the defaults are those of the evaluation."""
+    """Return the arguments that a caller may set, with the evaluation's values as defaults."""
     values = IDLE_SAMPLING | decoding.arguments()
     types = {
         "max_new_tokens": DataType.long,
@@ -182,5 +183,5 @@ def _parameters(decoding: Decoding) -> ParamSchema:
 
 
 def _requirement(package: str) -> str:
-    """Return the installed version without a local part such as +cpu, which indexes lack."""
+    """Pin the installed version, without a local part such as +cpu that package indexes lack."""
     return f"{package}=={version(package).partition('+')[0]}"

@@ -15,16 +15,16 @@ class Champions:
 
     @property
     def champion(self) -> int | None:
-        """The champion; None if there is none."""
+        """Version that is champion; None if no version is."""
         return self._top(1)
 
     @property
     def previous(self) -> int | None:
-        """The version that a rollback would restore; None if there is none."""
+        """Version that a rollback would make champion; None if there is no such version."""
         return self._top(2)
 
     def decided(self, key: str, version: int) -> Decision | None:
-        """Return the decision of the attempt `key` on a version; None if there is none."""
+        """Return the decision with this key and version; None if there is no such decision."""
         made = [each for each in self.decisions if (each.key, each.version) == (key, version)]
         return made[0] if made else None
 
@@ -34,10 +34,10 @@ class Champions:
 
 
 def stack_of(decisions: Sequence[Decision]) -> tuple[int, ...]:
-    """Return the stack of champions after the decisions, the present champion last.
+    """Return the stack of champions after the decisions; the present champion is the last item.
 
-    A promoted or found version is pushed unless it is on top already. A rollback pops the top, and
-    a refusal changes nothing. A deleted alias empties the stack.
+    A promotion or a found move pushes its version unless the version is on top already. A rollback
+    pops the top version. A refusal changes nothing. A deleted alias empties the stack.
     """
     stack: tuple[int, ...] = ()
     for decision in decisions:

@@ -1,4 +1,4 @@
-"""Make a version of a registered model champion, refuse it, or withdraw the champion."""
+"""Promote a version of a registered model to champion, refuse it, or withdraw the champion."""
 
 from collections.abc import Sequence
 from shlex import quote
@@ -44,9 +44,10 @@ def read_champions(name: str) -> Champions:
 
 @explained()
 def challenge(name: str, version: int) -> None:
-    """Make a version the challenger unless it was decided on or the challenger is newer.
+    """Point the alias `challenger` at a version.
 
-    The alias informs people; no decision depends on it.
+    Do nothing if the version was already decided on, or if the challenger is newer. The alias only
+    informs people; no decision depends on it.
 
     Raises:
         ModelError: there is no such version.
@@ -73,20 +74,20 @@ def decide(
 ) -> Decision | None:
     """Promote or refuse a version that was compared with the champion of `after`.
 
-    A version is refused if the champion has a higher number, because that was registered later.
+    A version is always refused if the champion has a higher number and is therefore newer.
 
     Args:
         name: the registered model.
         version: the candidate.
-        promote: the result of the comparison.
-        reasons: why, or every reason against it.
-        by: who decides.
-        key: identifies the attempt. If it has decided on this version, return that decision.
-        after: the champions at the time of the comparison.
+        promote: whether the comparison speaks for the promotion.
+        reasons: reasons for the promotion, or all reasons against it.
+        by: run or person that decides.
+        key: id of the attempt. If a decision with this key and version exists, it is returned.
+        after: champions at the time of the comparison.
 
     Returns:
         The decision, which has been carried out; None if the champions have changed since `after`.
-        Then call `settle` and compare again.
+        After None, call `settle` and compare again.
 
     Raises:
         ModelError: there is no such version, or the ledger was deleted.
@@ -97,7 +98,7 @@ def decide(
     if promote and now.champion is not None and now.champion > version:
         promote = False
         reasons = (
-            f"Version {now.champion}, which was registered after it, is champion already.",
+            f"Version {now.champion}, which was registered later, is already champion.",
             *reasons,
         )
     action: Action = "promoted" if promote else "refused"
@@ -106,10 +107,10 @@ def decide(
 
 @explained()
 def promote_by_hand(name: str, version: int, *, reason: str, by: str) -> Decision:
-    """Promote a version by the decision of a person, regardless of results and number.
+    """Promote a version by a person's decision, regardless of its results and its number.
 
     Raises:
-        ModelError: there is no such version, or it is the champion already.
+        ModelError: the version does not exist, or is already the champion.
     """
     key = uuid4().hex
     while True:
@@ -127,7 +128,7 @@ def roll_back(name: str, *, reason: str, by: str) -> Decision:
     """Withdraw the champion, and make the previous champion the champion again.
 
     Raises:
-        ModelError: there is no champion or no previous one, or the champion has just changed.
+        ModelError: there is no champion or no previous champion, or the champion has just changed.
     """
     key = uuid4().hex
     now = settle(name)
@@ -160,7 +161,7 @@ def _commit(
     by: str,
     key: str,
 ) -> Decision | None:
-    """Append a decision and carry it out; None if another decision came after `now`."""
+    """Append a decision and carry it out; return None if another decision came after `now`."""
     client = connect()
     _require_version(client, name, version)
     champion = {"promoted": version, "refused": now.champion, "rolled back": now.previous}[action]

@@ -1,4 +1,4 @@
-"""A decision on a champion, as a record, as a line of JSON and as a row of a table."""
+"""Decisions on the champion, and their forms as a line of JSON and as a row of a table."""
 
 import json
 import re
@@ -15,7 +15,7 @@ Action = Literal["promoted", "refused", "rolled back", "found"]
 MAX_TAG_CHARACTERS = 8000
 MAX_NAME_CHARACTERS = 250
 CUT_MARK = " [cut]"
-"""Marks the end of a text that was cut to what MLflow accepts."""
+"""End of a text that was cut to the maximum length in MLflow."""
 
 _MARKDOWN = re.compile(r"[\\`*_{}\[\]<>()#+!|~&]")
 
@@ -25,31 +25,31 @@ class Decision:
     """A decision on the champion of a registered model."""
 
     number: int
-    """From 1, without gaps."""
+    """Number of the decision, counted from 1 without gaps."""
 
     action: Action
-    """`found` records that somebody moved the alias in MLflow itself."""
+    """Type of the decision; `found` records that somebody moved the alias in MLflow."""
 
     version: int
-    """The version that was promoted, refused, found or withdrawn."""
+    """Version that was promoted, refused, found or withdrawn."""
 
     champion: int | None
-    """The champion after the decision; None if there is none."""
+    """Champion after the decision; None if there is no champion."""
 
     reasons: tuple[str, ...]
-    """Why a version was promoted, or every reason against it."""
+    """Reasons for the decision, as sentences."""
 
     by: str
-    """Who decided: "run RLHF/123" or "person USER"."""
+    """Run or person that decided, such as "run RLHF/123" or "person USER"."""
 
     at: str
-    """When, ISO 8601 in UTC."""
+    """Time of the decision, ISO 8601 in UTC."""
 
     key: str
-    """Identifies the attempt: a second attempt with the same key is the same decision."""
+    """Id of the attempt: a repeated attempt with the same key makes no second decision."""
 
     def __post_init__(self) -> None:
-        """Raise if a name is too long: only the reasons can be cut."""
+        """Raise if `by` or `key` is too long, because only the reasons may be cut."""
         for name in ("by", "key"):
             if len(value := getattr(self, name)) > MAX_NAME_CHARACTERS:
                 raise ConfigError(
@@ -64,7 +64,7 @@ def timestamp() -> str:
 
 
 def encode(decision: Decision) -> str:
-    """Return a decision as one line of JSON; reasons are cut to what MLflow accepts."""
+    """Return a decision as one line of JSON; reasons are cut to MLflow's maximum length."""
     line = _json(decision)
     text = "\n".join(decision.reasons)
     while len(line) > MAX_PARAM_CHARACTERS:
@@ -106,7 +106,7 @@ def shortened(text: str, limit: int, mark: str = CUT_MARK) -> str:
 
 
 def as_markdown(decisions: Sequence[Decision]) -> str:
-    """Return the history as a table, the newest first, cut to what a tag holds."""
+    """Return the history as a Markdown table, newest first, cut to the maximum length of a tag."""
     lines = ["| # | when | what | version | champion | by | why |", "|---|---|---|---|---|---|---|"]
     capacity = MAX_TAG_CHARACTERS - sum(len(line) + 1 for line in lines) - 100
     for decision in reversed(decisions):

@@ -1,14 +1,14 @@
-"""The history of the decisions on a registered model, with a compare-and-append.
+"""The history of decisions on a registered model, to which concurrent processes append safely.
 
-MLflow's aliases have no compare-and-swap: if two processes set an alias, the later one overwrites
-the earlier one, and neither notices. A parameter of a run is safe: its key is a primary key of the
-database, so the server accepts one of two different values and refuses the other, and accepts an
-equal value again. The decisions are therefore the parameters 0001, 0002, ... of one run. A process
-that appends number n + 1 has read all n earlier decisions, and a repeated request adds nothing.
+MLflow's aliases have no compare-and-swap: if two processes set an alias, the later process
+overwrites the alias, and neither process notices. A parameter of a run is safe, because the server
+never changes its value: it accepts the first value and equal values, and refuses other values. The
+decisions are therefore the parameters 0001, 0002, ... of one run. A process appends number n + 1
+only after it has read all n earlier decisions, and a repeated request adds nothing.
 
-A decision is first appended, then carried out (aliases and tags follow it), then marked by the
-parameter "0001 applied". A decision without the mark was interrupted, and any process can carry it
-out again.
+A decision is first appended, then carried out by setting aliases and tags, and then marked with
+the parameter "0001 applied". A decision without this mark was interrupted, and any process can
+carry it out.
 """
 
 import re
@@ -38,11 +38,11 @@ class History:
     """The decisions in order."""
 
     applied: int = 0
-    """Number of the last decision that is marked as carried out; 0 for none."""
+    """Number of the last decision that is marked as carried out; 0 if no decision is marked."""
 
     @property
     def pending(self) -> bool:
-        """Whether the last decision may not be carried out yet."""
+        """Whether the last decision is not yet marked as carried out."""
         return self.applied < len(self.decisions)
 
 
@@ -75,10 +75,10 @@ class Ledger:
         )
 
     def append(self, decision: Decision) -> None:
-        """Write a decision unless its number is taken; `read` tells which decision has the number.
+        """Write a decision unless its number is taken; call `read` to see which decision has it.
 
         Raises:
-            MlflowException: it was not written, and its number is free.
+            MlflowException: the decision was not written although its number is free.
         """
         number = _key(decision.number)
         try:
@@ -101,7 +101,7 @@ def find_ledger(client: MlflowClient, name: str) -> Ledger | None:
     """Return the ledger of the registered model `name`; None before its first decision.
 
     Raises:
-        ModelError: the ledger was deleted, or its experiment is another one.
+        ModelError: the ledger was deleted, or its experiment's name is used for something else.
     """
     title = _title(name)
     experiment = client.get_experiment_by_name(title)
@@ -126,8 +126,8 @@ def find_ledger(client: MlflowClient, name: str) -> Ledger | None:
 def open_ledger(client: MlflowClient, name: str) -> Ledger:
     """Return the ledger of the registered model `name`; create it if needed.
 
-    The experiment is completed under a temporary name and then renamed. Names of experiments are
-    unique, so one of several processes succeeds, and the others use its ledger.
+    The experiment is first completed under a temporary name and then renamed. Experiment names are
+    unique, so only one of several concurrent processes succeeds, and the others use its ledger.
     """
     if ledger := find_ledger(client, name):
         return ledger

@@ -1,4 +1,4 @@
-"""The logged models of a run: the uploaded files that a version consists of."""
+"""Manage MLflow's logged models, which hold the uploaded files of a version."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,13 +22,13 @@ LOGGED_MODEL = "policy"
 
 @dataclass(frozen=True)
 class LoggedModels:
-    """The logged models of one run of the flow; a step that was retried may leave several."""
+    """The logged models of one run of the flow; a retried step may leave several."""
 
     client: MlflowClient
     run_id: str
-    """The MLflow run."""
+    """Id of the MLflow run."""
     flow_run: str
-    """The run of the flow."""
+    """Id of the run of the flow."""
 
     def find(self) -> list[LoggedModel]:
         """Return all models whose upload was started, the oldest first."""
@@ -44,7 +44,7 @@ class LoggedModels:
         return next(ready, None)
 
     def upload(self, write: Callable[[Path, str], str], scratch: Path | None) -> LoggedModel:
-        """Upload what `write` makes in a folder of `scratch`; READY only once it is complete."""
+        """Let `write` make a model in a folder of `scratch`, upload it, and then mark it READY."""
         model = self.client.create_logged_model(
             self._experiment_id(),
             LOGGED_MODEL,
@@ -59,7 +59,7 @@ class LoggedModels:
         return self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
     def keep_only(self, model_id: str) -> None:
-        """Delete all models but one, and make that one an output of the MLflow run."""
+        """Delete all models but `model_id`, and make `model_id` an output of the MLflow run."""
         for model in self.find():
             if model.model_id != model_id:
                 self.client.delete_logged_model(model.model_id)
@@ -79,7 +79,7 @@ def logged_model_id(version: ModelVersion) -> str:
     """Return the id of the logged model that is the source of a version.
 
     Raises:
-        ModelError: its source is no logged model.
+        ModelError: the source of the version is no logged model.
     """
     if version.source is None or not version.source.startswith("models:/m-"):
         raise ModelError(
@@ -94,7 +94,7 @@ def uploading(model_id: str) -> Iterator[None]:
     """Raise every error of the artifact store as a ModelError."""
     try:
         yield
-    # Each store raises what its own client does: boto's errors share no class with MLflow's.
+    # Each store raises its own client's errors; for example boto's share no class with MLflow's.
     except Exception as error:
         raise ModelError(
             f"The artifact store did not accept the files of {model_id}: "

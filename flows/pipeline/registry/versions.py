@@ -23,19 +23,21 @@ DESCRIPTION = (
     "Policies registered by flows/rlhf.py. The alias champion names the one in use; who became "
     "champion, when and why is in the experiment promotions of "
 )
-"""Description of a registered model; its name follows."""
+"""Beginning of a registered model's description; the name of the model follows."""
 
 MAX_DESCRIPTION_CHARACTERS = 5000
-"""Maximum of MLflow's database for the description of a version."""
+"""Maximum length of a version's description in MLflow's database."""
 
 CUT_DESCRIPTION = "\n\n... cut here: README.md among the version's artifacts has all of it."
 
 
 def find_policy(address: str) -> tuple[Path | str, Path | str]:
-    """Return where the model and the tokenizer of a folder, a hub id or an MLflow URI are.
+    """Return the paths or hub ids of a policy's model and tokenizer.
+
+    `address` is a folder, a hub id or an MLflow URI.
 
     Raises:
-        ModelError: the registry has no such version, or it is no transformers model.
+        ModelError: the registry has no such version, or the version is no transformers model.
     """
     if not address.startswith(("models:/", "runs:/")):
         return address, address
@@ -70,29 +72,29 @@ def register_version(
 ) -> dict[str, str]:
     """Register the model that `write` makes as the one version of a run of the flow.
 
-    A step may be killed at any point and retried, run twice at once, or lose a reply of the
-    registry, after which MLflow's client creates the version again. Therefore the lowest number
-    among the versions of the run becomes a parameter of the MLflow run, which cannot be changed.
-    Every later copy of the step takes that version, and the other versions of the run are deleted.
-    A complete upload is not repeated.
+    A step may be killed and retried, or run twice at once. MLflow's client may also create a
+    version twice if it loses a reply of the registry. Therefore the lowest version number of the
+    run is claimed as a parameter of the MLflow run, which cannot be changed later. Every copy of
+    the step keeps the claimed version and deletes the run's other versions. A complete upload is
+    not repeated.
 
     Args:
         name: name of the registered model, which is created if needed.
-        run_id: the MLflow run that the version comes from.
-        flow_run: the run of the flow, which gets one version however often it is retried.
-        write: fills a new folder with an MLflow model, given the id that it is uploaded under, and
-            returns the digest of its manifest, as `write_artifact` does.
+        run_id: id of the MLflow run that the version comes from.
+        flow_run: id of the run of the flow, which gets one version however often it is retried.
+        write: function of a new folder and a logged model's id. It writes an MLflow model into the
+            folder and returns the digest of the manifest, as `write_artifact` does.
         tags: further tags of the version.
         card: the model card, which becomes the description.
         scratch: folder for the files of the version during the upload; None for the temporary
             folder of the system, which may be in memory.
 
     Returns:
-        name, version and uri of the registered version, the id of the MLflow run, and the digest
-        of the manifest.
+        Dict with `name`, `version` and `uri` of the registered version, `run_id` of the MLflow run,
+        and `manifest`, the digest of the manifest.
 
     Raises:
-        ModelError: the registry refuses or does not answer, or the version was deleted.
+        ModelError: the registry refuses the request or does not answer, or the version was deleted.
     """
     client = connect()
     versions = _FlowRunVersions(name, LoggedModels(client, run_id, flow_run))
@@ -101,7 +103,7 @@ def register_version(
         try:
             versions.create(write, tags, card, scratch)
         except (MlflowException, ModelError):
-            # A copy of this step may have been faster, and deleted the upload of this one.
+            # Another copy of this step may have been faster and deleted this copy's upload.
             if not versions.find():
                 raise
         number = versions.claim()
@@ -135,7 +137,7 @@ def write_card(name: str, version: str | int, card: str) -> None:
 
 @dataclass(frozen=True)
 class _FlowRunVersions:
-    """The versions that one run of the flow created; a step that was retried may leave several."""
+    """The versions that one run of the flow created; a retried step may leave several."""
 
     name: str
     """The registered model."""
@@ -151,11 +153,11 @@ class _FlowRunVersions:
         ]
 
     def claimed(self) -> str | None:
-        """Return the number that the copies of the step agreed on; None before that."""
+        """Return the claimed version number; None if no copy of the step has claimed a number."""
         return self._client.get_run(self.models.run_id).data.params.get(self._claim_key)
 
     def claim(self) -> str:
-        """Agree on the lowest number, or return the number that another copy claimed."""
+        """Claim the lowest version number, or return the number that another copy has claimed."""
         lowest = min(int(version.version) for version in self.find())
         try:
             self._client.log_param(self.models.run_id, self._claim_key, str(lowest))
@@ -173,7 +175,7 @@ class _FlowRunVersions:
         card: str,
         scratch: Path | None,
     ) -> None:
-        """Upload the model and create a version, unless another copy created one meanwhile."""
+        """Upload the model and create a version, unless another copy has created a version."""
         model = self.models.find_complete() or self.models.upload(write, scratch)
         _create_registered_model(self._client, self.name)
         if self.find():
@@ -192,7 +194,7 @@ class _FlowRunVersions:
         )
 
     def keep_only(self, number: str) -> ModelVersion:
-        """Delete all versions and logged models of the run but those of one version."""
+        """Delete the run's versions and logged models except version `number` and its model."""
         kept = None
         for version in self.find():
             if str(version.version) == number:
@@ -202,8 +204,8 @@ class _FlowRunVersions:
                     self._client.delete_model_version(self.name, str(version.version))
         if kept is None:
             raise ModelError(
-                f"Version {number} of {self.name!r}, which this run registered, is not there any "
-                "more: somebody deleted it. Start a new run to register the policy again."
+                f"Version {number} of {self.name!r}, which this run registered, was deleted. "
+                "Start a new run to register the policy again."
             )
         self.models.keep_only(logged_model_id(kept))
         return kept

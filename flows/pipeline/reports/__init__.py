@@ -1,1 +1,1 @@
-"""What people look at: cards, pages, tables and figures."""
+"""Reports for people: model cards, HTML pages, tables and figures."""

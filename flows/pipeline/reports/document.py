@@ -1,4 +1,4 @@
-"""A report as text, tables and figures, before it is rendered as a card or a page."""
+"""Structure of a report (text, tables and figures) before it is rendered as a card or a page."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ class Plot:
     """Contents of the PNG file."""
 
     shows: str
-    """Alternative text; our own words."""
+    """Alternative text, which is written in this project and needs no escaping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One subject of a report: a table, figures, or both."""
+    """A section of a report, with a table, figures, or both."""
 
     title: str
-    """Heading: our own words, never text of a model or a data set."""
+    """Heading, which never contains text of a model or a data set."""
 
     headers: tuple[str, ...] = ()
-    """Names of the columns; our own words."""
+    """Names of the columns, which never contain text of a model or a data set."""
 
     rows: tuple[tuple[str, ...], ...] = ()
-    """Cells as plain text. They may quote anybody, so a renderer must escape them."""
+    """Table cells as plain text. Cells may contain untrusted text, so a renderer must escape it."""
 
     plots: tuple[Plot, ...] = ()
     """Figures below the table."""
@@ -40,31 +40,31 @@ class Document:
     """A report."""
 
     subject: str
-    """What the verdict is about: our own words."""
+    """Question that the verdict answers; never contains untrusted text."""
 
     verdict: str
-    """The verdict: our own words."""
+    """Verdict of the report; never contains untrusted text."""
 
     tone: Tone
-    """Color of the verdict."""
+    """Tone of the verdict, which a renderer shows as a color."""
 
     reasons: tuple[str, ...]
-    """Sentences that say why. They may quote anybody, so a renderer must escape them."""
+    """Reasons for the verdict. They may contain untrusted text, so a renderer must escape them."""
 
     sections: tuple[Section, ...]
-    """The measurements."""
+    """Sections with the measurements."""
 
 
 def as_percent(share: float | None) -> str:
-    """Return a share as 64.7%, or `none`."""
+    """Return a fraction as text, such as `64.7%`; None becomes `none`."""
     return "none" if share is None else f"{share:.1%}"
 
 
 def as_interval(of: Mapping[str, Any]) -> str:
-    """Return the interval of a share from `low` to `high`."""
+    """Return the interval from `low` to `high` as text, in percent."""
     return f"{of['low']:.1%} .. {of['high']:.1%}"
 
 
 def as_number(value: float | None) -> str:
-    """Return a number with three significant digits, or `none`."""
+    """Return a number as text with three significant digits; None becomes `none`."""
     return "none" if value is None else f"{value:.3g}"

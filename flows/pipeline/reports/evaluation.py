@@ -167,7 +167,7 @@ def _people(people: Report | None) -> Section:
 
 
 def _ensemble(win_rates: Report) -> Section:
-    """Return the figures of each judge of an ensemble."""
+    """Return win rates and agreement of the judges of an ensemble."""
     return Section(
         title="The judges of the ensemble",
         headers=("", "Judges", "Wins", "Same outcome", "Kappa"),

@@ -12,10 +12,10 @@ from pipeline.reports.terminal import CONTEST_TITLES
 from pipeline.results import Report
 
 INCHES = 6.0
-"""Width of a figure."""
+"""Width of a figure in inches."""
 
 DPI = 150
-"""Pixels per inch: a figure has 900 pixels across and is shown 600 wide."""
+"""Pixels per inch. A figure is 900 pixels wide, and pages show it 600 pixels wide."""
 
 COLOR = "#1f5f99"
 QUIET = "#50565f"
@@ -35,7 +35,7 @@ def reward_model_figures(report: Report) -> dict[str, bytes]:
 
 
 def accuracy_by_margin_plot(accuracy: Report) -> bytes:
-    """Plot the accuracy by margin, and chance level."""
+    """Plot the accuracy by margin, with a line at 50 %."""
     rates = accuracy["by_margin"]
     figure, axes = _draw_rates(
         f"Accuracy by {MARGINS[accuracy['margin_of']]}; dashed: a tossed coin",

@@ -1,6 +1,6 @@
-"""The numbers of the reports that MLflow keeps as metrics, to compare runs by.
+"""The main numbers of the reports, logged to MLflow as metrics for the comparison of runs.
 
-The full reports are artifacts. Names of metrics never come from a data set.
+The full reports are logged as artifacts. Names of metrics never come from a data set.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Each report as one HTML page that needs no other file and no network."""
+"""Render each report as one HTML page that needs no other file and no network."""
 
 from base64 import b64encode
 from collections.abc import Mapping
@@ -62,12 +62,12 @@ img { display: block; width: 600px; max-width: 100%; margin: 1rem 0 }
 
 
 def reward_model_page(report: Mapping[str, Any]) -> str:
-    """Return the report on a reward model as HTML with embedded figures; quotes are escaped."""
+    """Return the report on a reward model as HTML with embedded figures; all text is escaped."""
     return _page(reward_document(report))
 
 
 def evaluation_page(evaluation: Mapping[str, Any]) -> str:
-    """Return the report on an evaluation as HTML with embedded figures; quotes are escaped."""
+    """Return the report on an evaluation as HTML with embedded figures; all text is escaped."""
     return _page(evaluation_document(evaluation))
 
 

@@ -1,4 +1,4 @@
-"""Logging of the reports to MLflow: metrics, pages, plots and tables."""
+"""Log the reports to MLflow as metrics, pages, plots and tables."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The document about the decision on a version."""
+"""Make the report on the promotion or refusal of a version."""
 
 from pipeline.evaluation.promotion_gate import direct_contest, words_of_both
 from pipeline.registry.decisions import Decision
@@ -16,13 +16,13 @@ def promotion_document(
     reward_model_fit: bool,
     kl: float,
 ) -> Document:
-    """Return the document that says whether a version was promoted, with each figure and its limit.
+    """Return the report on a version's promotion, with each measured value and its limit.
 
     Args:
-        promotion: the decision.
-        evaluation: the report on the evaluation that it rests on.
-        limits: limits of the gate.
-        reward_model_fit: whether the reward model passed its gate.
+        promotion: decision on the version.
+        evaluation: report of the evaluation on which the decision is based.
+        limits: limits of the promotion gate.
+        reward_model_fit: whether the reward model passed its validation gate.
         kl: KL divergence between the version and SFT, nats per answer.
     """
     # Also true if a person promoted the version before the run decided.

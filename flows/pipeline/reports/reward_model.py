@@ -1,4 +1,4 @@
-"""The document about a reward model."""
+"""Make the report on a reward model."""
 
 from pipeline.reports.document import (
     Document,
@@ -16,10 +16,10 @@ RATE_HEADERS = ("", "Right", "95 % interval", "Pairs")
 
 
 def reward_document(report: Report) -> Document:
-    """Return the document with the verdict on a reward model and all figures with their baselines.
+    """Return the report on a reward model: verdict, measurements and baselines.
 
     Args:
-        report: the result of `validate`, and `accepted_by_hand`.
+        report: result of `validate`, with the additional key `accepted_by_hand`.
     """
     plots = reward_model_figures(report)
     verdict, tone = _verdict(report)
@@ -218,7 +218,7 @@ def _finite(score: float | None) -> str:
 
 
 def _short(digest: str) -> str:
-    """Return the first digits of a digest; the report has all of them."""
+    """Return the first 12 digits of a digest; the JSON report has the full digest."""
     return digest[:12]
 
 

@@ -1,4 +1,4 @@
-"""The summary of a run as tables in the terminal."""
+"""Render the summary of a run as tables in the terminal."""
 
 import io
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ SHOWN_METRICS = ("objective/scores", "objective/rlhf_reward", "objective/kl", "o
 
 def render_summary(summary: Mapping[str, Any]) -> str:
     """Return the summary as text, 106 columns wide."""
-    # Names of judges and data sets are not markup.
+    # Without markup, because names of judges and data sets may contain brackets.
     console = Console(file=io.StringIO(), width=106, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(_win_rates(summary["win_rate"]))
@@ -33,7 +33,7 @@ def render_summary(summary: Mapping[str, Any]) -> str:
 
 
 def decision_in_words(version: int, champion: int | None) -> str:
-    """Return `champion`, or `refused` and the version that stays champion."""
+    """Return `champion` if `version` is the champion, else text that says who stays champion."""
     if champion == version:
         return "champion"
     if champion is None:

@@ -1,4 +1,4 @@
-"""How often a reward model scores the preferred response above the other one."""
+"""Measure how often a reward model scores the preferred response above the rejected one."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +18,7 @@ ANCHORS = {"1B": 0.628, "2.8B": 0.669, "6.9B": 0.689}
 """Accuracy of reward models of these sizes on the validation pairs of TL;DR (arXiv:2403.17031)."""
 
 MAX_THRESHOLDS = 5
-"""Maximum number of thresholds of people's margin in the report."""
+"""Maximum number of entries of `Accuracy.by_margin` for margins by people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,34 +26,34 @@ class Ties:
     """The scores of pairs that people rated as equal."""
 
     n: int
-    """Ties between different texts."""
+    """Number of ties between different texts."""
 
     identical: int
-    """Ties between identical texts, whose margin is 0; they are in no other figure."""
+    """Number of ties between identical texts. Their margin is 0, and no other field counts them."""
 
     margin: float | None
-    """Mean |margin| of the ties; None without ties."""
+    """Mean absolute score margin of the `n` ties; None if `n` is 0."""
 
     decided_margin: float
-    """Mean |margin| of the decided pairs."""
+    """Mean absolute score margin of the pairs with a preferred response."""
 
     auc: float | None
-    """Probability that |margin| of a decided pair is larger than that of a tie; None without
-    ties."""
+    """Probability that the absolute margin of a decided pair exceeds the absolute margin of a tie;
+    None if `n` is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How far people agree on the pairs with several votes."""
+    """Agreement of people on the pairs with several votes."""
 
     mean: float
-    """Mean share of the most frequent vote of a pair."""
+    """Fraction of a pair's votes that are its most frequent vote, averaged over pairs."""
 
     by_chance: float
-    """Expectation of `mean` if every vote were random: 0.75 for two votes per pair."""
+    """Expected value of `mean` for random votes, for example 0.75 with two votes per pair."""
 
     n: int
-    """Pairs with several votes, ties included."""
+    """Number of pairs with several votes, ties included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +64,11 @@ class Accuracy(Rate):
     """Source of the margins of `by_margin`: `people`, or `model` if people gave none."""
 
     by_margin: dict[str, Rate]
-    """Accuracy on the pairs whose margin by people exceeds each threshold; or on the quartiles of
-    the model's own |margin|."""
+    """If people gave margins: accuracy on the pairs above each of several thresholds. Otherwise:
+    accuracy by quartile of the model's absolute margin."""
 
     by_category: dict[str, Rate]
-    """Accuracy by category, the largest first; empty without categories."""
+    """Accuracy by category, the category with most pairs first; empty without categories."""
 
     longer: Rate
     """Accuracy of always preferring the response with more characters."""
@@ -77,33 +77,33 @@ class Accuracy(Rate):
     """Accuracy of a random choice."""
 
     anchors: dict[str, float] = field(default_factory=lambda: dict(ANCHORS))
-    """Published accuracies by the size of the model."""
+    """Published accuracies by model size."""
 
     ties: Ties
-    """The pairs that `n` leaves out."""
+    """Results on the tied pairs, which `n` does not count."""
 
     people: Agreement | None
-    """Agreement of people, an upper bound for a model; None without second votes."""
+    """Agreement of people, an upper bound for a model; None if no pair has several votes."""
 
 
 def measure_accuracy(
     chosen_scores: ArrayLike, rejected_scores: ArrayLike, pairs: Sequence[LabelledPair]
 ) -> Accuracy:
-    """Return the accuracy on the pairs that people decided, in total and by parts.
+    """Return the accuracy on the pairs without ties: in total, by margin and by category.
 
     Args:
-        chosen_scores: (N,), finite.
-        rejected_scores: (N,), finite.
+        chosen_scores: finite scores (N,) of the chosen responses.
+        rejected_scores: finite scores (N,) of the rejected responses.
         pairs: N pairs that the model was not trained on.
 
     Raises:
-        DataError: every pair is a tie, or there is none.
+        DataError: every pair is a tie, or `pairs` is empty.
     """
     decided = np.array([not pair.tie for pair in pairs], dtype=bool)
     if not decided.any():
         raise DataError(
-            f"None of the {len(pairs)} held-out pairs has a preferred response, so nothing can be "
-            "said of the reward model. Add preferences that are no ties."
+            f"None of the {len(pairs)} held-out pairs has a preferred response, so the accuracy "
+            "of the reward model is undefined. Add held-out pairs that are not ties."
         )
     margins = np.asarray(chosen_scores, dtype=float) - np.asarray(rejected_scores, dtype=float)
     decided_pairs = [pair for pair in pairs if not pair.tie]
@@ -122,7 +122,7 @@ def measure_accuracy(
 
 
 def _by_margin(margins: Array, pairs: Sequence[LabelledPair]) -> tuple[str, dict[str, Rate]]:
-    """Return the source of the margins that divide the pairs, and the accuracy on each part."""
+    """Return `margin_of` and `by_margin` of `Accuracy`."""
     rated = np.array([np.nan if pair.margin is None else pair.margin for pair in pairs])
     right = hits(margins)
     if thresholds := _thresholds(rated[~np.isnan(rated)]):
@@ -139,9 +139,10 @@ def _by_margin(margins: Array, pairs: Sequence[LabelledPair]) -> tuple[str, dict
 
 
 def _thresholds(margins: Array) -> list[float]:
-    """Return a few round thresholds from max(least margin, 0), each with fewer pairs above it.
+    """Return at most MAX_THRESHOLDS round thresholds, in increasing order.
 
-    The last one has a tenth of the pairs above it, so that its interval is informative.
+    The thresholds start at max(smallest margin, 0) and stay below the 90 % quantile, so that enough
+    pairs lie above the last threshold. Each threshold has fewer pairs above it than the previous.
     """
     if margins.size == 0:
         return []
@@ -151,9 +152,9 @@ def _thresholds(margins: Array) -> list[float]:
     unit = 10.0 ** floor(log10(largest - least))
     for step in (0.2 * unit, 0.5 * unit, unit, 2 * unit, 5 * unit):
         multiples = step * np.arange(np.ceil(least / step), np.ceil(largest / step))
-        # Of thresholds with equal pairs above, keep the lowest: the dict keeps the last one.
+        # Of thresholds with the same pairs above them, keep the lowest, which the dict sees last.
         by_left = {int((margins > value).sum()): float(value) for value in multiples[::-1]}
-        by_left.pop(0, None)  # Rounded down, a multiple can be the largest margin itself.
+        by_left.pop(0, None)  # Rounding can make a multiple equal to the largest margin.
         if len(by_left) <= MAX_THRESHOLDS:
             break
     return sorted(by_left.values())
@@ -195,6 +196,6 @@ def _measure_agreement(pairs: Sequence[LabelledPair]) -> Agreement | None:
 
 @cache
 def _chance_agreement(votes: int) -> float:
-    """Return the expected share of the more frequent side of `votes` tosses of a coin."""
+    """Return the expected fraction of the more frequent side in `votes` tosses of a coin."""
     heads = np.arange(votes + 1)
     return binom.pmf(heads, votes, 0.5) @ np.maximum(heads, votes - heads) / votes

@@ -1,4 +1,4 @@
-"""Whether the confidence of a reward model matches its accuracy."""
+"""Measure whether the confidence of a reward model matches its accuracy."""
 
 from dataclasses import dataclass
 
@@ -13,41 +13,41 @@ from pipeline.reward_validation.rates import Array, Rate, equal_parts, hits, mea
 
 @dataclass(frozen=True, kw_only=True)
 class Bin(Rate):
-    """Pairs of similar confidence."""
+    """Accuracy on pairs of similar confidence."""
 
     confidence: float
-    """Mean probability of the model for its own choice."""
+    """Mean probability that the model gives to its own choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How well sigmoid(margin) predicts the preference of people."""
+    """Quality of sigmoid(margin) as a prediction of people's preference."""
 
     error: float
     """Expected calibration error, from 0 to 1. Sampling noise contributes up to
-    0.4 * sqrt(bins / N): 0.04 for 10 bins of 1,000 pairs, 0.4 for 10 pairs."""
+    0.4 * sqrt(bins / N), for example 0.04 for 1,000 pairs in 10 bins."""
 
     overconfidence: float
-    """Mean confidence minus accuracy: overconfident above 0, underconfident below, as a model
-    with small scores is."""
+    """Mean confidence minus accuracy. Above 0, the model is overconfident. Below 0, it is
+    underconfident, as models with small scores are."""
 
     brier: float
-    """Mean squared error of sigmoid(margin) against the choice of people; 0.25 for a coin."""
+    """Mean squared error of sigmoid(margin) against people's choice; 0.25 if all margins are 0."""
 
     log_loss: float
-    """Mean -log probability of the choice of people, in nats; 0.693 for a coin."""
+    """Mean -log probability of people's choice, in nats; 0.693 if all margins are 0."""
 
     temperature: float | None
-    """Divisor of the scores with the least log loss; above 1 the model is overconfident.
-    None if no temperature is optimal: the mean margin is not above 0, or every margin is."""
+    """Divisor of the scores that minimizes the log loss; above 1, the model is overconfident. None
+    if there is no minimum: the mean margin is at most 0, or no margin is below 0."""
 
     bins: list[Bin]
-    """The reliability diagram, by increasing confidence."""
+    """Bins of the reliability diagram, by increasing confidence."""
 
 
 MAX_BINS = 10
 PAIRS_PER_BIN = 25
-"""Minimum number of pairs in a bin, which bounds the sampling noise of its error."""
+"""Minimum number of pairs per bin, which limits the sampling noise of a bin's accuracy."""
 
 
 def calibrate(margins: ArrayLike) -> Calibration:
@@ -56,14 +56,16 @@ def calibrate(margins: ArrayLike) -> Calibration:
         confidence = sigmoid(|margin|)
         error      = sum over bins of n_b / N * |accuracy_b - confidence_b|
 
-    (arXiv:1706.04599, eq. 3). Every margin is chosen minus rejected, so the labels of
-    sigmoid(margin) would all be 1. Instead the confidence in the model's own choice, 0.5 to 1, is
-    compared with whether that choice is right. The bins have equal counts: margins of most reward
-    models are small, and bins of equal width would be empty or have wide intervals. Equal
-    confidences share a bin. There are at most `MAX_BINS` bins of `PAIRS_PER_BIN` pairs or more.
+    The error is the expected calibration error (arXiv:1706.04599, eq. 3). A margin is the chosen
+    minus the rejected score, so every label of sigmoid(margin) would be 1. Instead, the confidence
+    in the model's own choice, from 0.5 to 1, is compared with the accuracy of this choice.
+
+    The bins have equal counts, because most margins are small and many bins of equal width would
+    be nearly empty. Pairs of equal confidence share a bin. There are at most `MAX_BINS` bins, of
+    about `PAIRS_PER_BIN` pairs or more.
 
     Args:
-        margins: (N,), finite, N at least 1: chosen minus rejected score of pairs without ties.
+        margins: finite margins (N,) of pairs without ties, N >= 1.
     """
     margins = np.asarray(margins, dtype=float)
     confidence = expit(np.abs(margins))
@@ -86,15 +88,15 @@ def _bin(confidence: Array, right: Array) -> Bin:
 
 
 def _log_loss(margins: Array) -> float:
-    # scikit-learn clips the loss of a pair at 36, which hides how wrong a model is.
+    # scikit-learn's log_loss clips the loss of a pair at 36, which would hide larger errors.
     return float(-log_expit(margins).mean())
 
 
 def _best_temperature(margins: Array) -> float | None:
-    """Return the temperature with the least log loss; None if there is none.
+    """Return the temperature that minimizes the log loss; None if there is no minimum.
 
-    The loss is convex in 1/temperature, with the slope -mean(margin)/2 at 0: it has a minimum only
-    if the mean margin is above 0 and some margin is below 0.
+    The loss is convex in 1/temperature and has the slope -mean(margin)/2 at 1/temperature = 0. So
+    it has a minimum only if the mean margin is above 0 and some margin is below 0.
     """
     if margins.mean() <= 0 or margins.min() >= 0:
         return None

@@ -23,49 +23,51 @@ from pipeline.reward_validation.vocabulary import (
 from ppo_core.models.reward_model import RewardModel
 
 NUM_PAIRS = 16
-"""Pairs whose two texts are scored in every kind of batch."""
+"""Number of pairs whose texts are scored alone, in a batch, and with padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """The scores of the same texts, computed in different ways."""
+    """Comparison of scores of the same texts, computed in different ways."""
 
     deviation: float
     """Standard deviation of the scores of the real texts."""
 
     batch: Difference
-    """One text per batch against one batch of all texts."""
+    """Difference between scoring each text alone and scoring all texts in one batch."""
 
     right_filler: Difference
-    """One batch of all texts against the same batch padded on the right to twice its width."""
+    """Difference between one batch and the same batch with more padding on the right (up to twice
+    the width)."""
 
     left_filler: Difference | None
-    """One text per batch against a left-padded batch; None if the model cannot take one."""
+    """Difference between scoring each text alone and in one left-padded batch; None if the model
+    does not support left padding."""
 
     odd_scores: dict[str, float | None]
-    """Scores of odd texts by name; None for a score that is not finite."""
+    """Scores of unusual texts by name; None for a score that is not finite."""
 
     end_of_text: EndOfText | None
-    """Scores with and without the end-of-sequence token; None if they cannot be compared."""
+    """Comparison of scores with and without the end-of-sequence token; None if impossible."""
 
     vocabulary: Vocabulary
-    """The tokenizer."""
+    """Comparison of the tokenizer with the model."""
 
     reasons: list[str]
-    """Why the model is not fit; empty if it is."""
+    """Reasons why the model is not fit, as sentences; empty if it passes all checks."""
 
 
 def check_contract(
     model: RewardModel, pairs: Sequence[LabelledPair], *, tolerance: float
 ) -> Contract:
-    """Score real and odd texts in every way that training or serving may score them.
+    """Score real and unusual texts in every way that training or serving may score them.
 
     Args:
         model: the reward model.
-        pairs: held-out pairs, at least one, whose scores are finite. The end-of-sequence token is
-            checked on several hundred of them, everything else on the first `NUM_PAIRS`.
-        tolerance: maximum difference between two scores of a text, as a share of the standard
-            deviation of the scores.
+        pairs: at least one held-out pair; all scores must be finite. The end-of-sequence check uses
+            up to 500 pairs, and all other checks use the first `NUM_PAIRS`.
+        tolerance: maximum difference between two scores of the same text, as a fraction of the
+            standard deviation of the real texts' scores.
     """
     real = [(pair.prompt, text) for pair in pairs[:NUM_PAIRS] for text in _texts(pair)]
     rows = [model.encode(*texts) for texts in real]
@@ -114,7 +116,7 @@ WAYS = {
     "left_filler": "with padding before it: servers that pad on the left would give "
     "another reward. Fix the model's attention mask and positions",
 }
-"""What a difference means for PPO, and the next move."""
+"""End of the reason for each difference: the condition, the consequence for PPO, and the remedy."""
 
 
 def _difference_reasons(
@@ -139,8 +141,8 @@ def _odd_reasons(odd_scores: dict[str, float]) -> list[str]:
     if not broken:
         return []
     return [
-        f"Its score of odd texts is not finite ({', '.join(broken)}), and every score must be: "
-        "PPO would stop when the policy first writes one. Load it in fp32, or train it again."
+        f"Its score of odd texts is not finite ({', '.join(broken)}). PPO would stop as soon as "
+        "the policy writes such a text. Load the reward model in fp32, or train it again."
     ]
 
 

@@ -13,19 +13,19 @@ from ppo_core.data.prompts import context_length
 from ppo_core.models.reward_model import RewardModel
 
 MAX_PAIRS = 500
-"""Maximum number of pairs that are scored both ways; enough for a few points of accuracy."""
+"""Maximum number of pairs that are scored with and without the token."""
 
 CLEARLY_BETTER = 0.02
-"""Minimum gain in accuracy of the other setting, by the lower end of its interval, for the present
-setting to count as wrong."""
+"""The present setting counts as wrong if the 95 % interval of the other setting's gain in accuracy
+lies above this value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndOfText:
-    """Scores with and without the end-of-sequence token after each response."""
+    """Comparison of scores with and without the end-of-sequence token after each response."""
 
     as_set: bool
-    """Whether the setting adds the token."""
+    """Whether the present setting adds the token."""
 
     difference: float
     """Mean absolute difference between the two scores of a response."""
@@ -40,17 +40,17 @@ class EndOfText:
     """Lower end of the 95 % interval of other_accuracy - accuracy (paired t)."""
 
     gain_high: float
-    """Upper end of the same interval."""
+    """Upper end of the 95 % interval of other_accuracy - accuracy (paired t)."""
 
     n: int
-    """Pairs."""
+    """Number of pairs."""
 
 
 def compare_ends(model: RewardModel, pairs: Sequence[LabelledPair]) -> EndOfText | None:
-    """Score the first decided pairs with and without the token.
+    """Score the first pairs that are not ties with and without the end-of-sequence token.
 
-    Return None if there is no such token, or if fewer than two pairs fit: each text needs at least
-    one token, and room for one more in the context.
+    Return None if the tokenizer has no such token, or if fewer than two pairs are usable. A pair is
+    usable if none of its token rows, with or without the token, is empty or exceeds the context.
     """
     if model.tokenizer.eos_token_id is None:
         return None
@@ -82,7 +82,7 @@ def compare_ends(model: RewardModel, pairs: Sequence[LabelledPair]) -> EndOfText
 
 
 def _encode(model: RewardModel, other: RewardModel, pair: LabelledPair) -> list[list[int]]:
-    """Return the tokens of chosen and rejected, then of both with the other setting."""
+    """Return the token rows of chosen and rejected by `model`, then of both by `other`."""
     return [
         way.encode(pair.prompt, text)
         for way in (model, other)

@@ -1,4 +1,4 @@
-"""The gate before PPO: every reason why a reward model is not fit."""
+"""The gate before PPO: check the measurements of a reward model against their limits."""
 
 from pipeline.reward_validation.accuracy import Accuracy
 from pipeline.reward_validation.calibration import Calibration
@@ -14,9 +14,9 @@ def reasons_against(
     samples: Samples,
     limits: RewardGateConfig,
 ) -> list[str]:
-    """Return the reasons against a reward model; empty if it is fit.
+    """Return the reasons against a reward model, as sentences; empty if it keeps every limit.
 
-    Each reason names the figure, the limit, and the consequence for PPO.
+    Each reason gives the measured value, its limit, and the consequence for PPO.
     """
     found = [
         _chance(accuracy, limits),
@@ -33,9 +33,9 @@ def _chance(accuracy: Accuracy, limits: RewardGateConfig) -> str:
         return ""
     return (
         f"It is right in {accuracy.accuracy:.1%} of {accuracy.n} held-out pairs, 95 % interval "
-        f"{accuracy.low:.1%} .. {accuracy.high:.1%}, whose lower end must reach "
-        f"min_accuracy={limits.min_accuracy:.1%}: it does not know what people prefer, or there "
-        "are too few pairs to tell."
+        f"{accuracy.low:.1%} .. {accuracy.high:.1%}. The lower end must be at least "
+        f"min_accuracy={limits.min_accuracy:.1%}: the model does not predict people's "
+        "preferences, or there are too few pairs to show that it does."
     )
 
 
@@ -43,9 +43,9 @@ def _overconfidence(calibration: Calibration, limits: RewardGateConfig) -> str:
     if calibration.error <= limits.max_calibration_error or calibration.overconfidence <= 0:
         return ""
     return (
-        f"Its certainty is off by {calibration.error:.2f} on average (expected calibration error), "
-        f"above max_calibration_error={limits.max_calibration_error}: large rewards would be paid "
-        "where it is wrong."
+        f"It is overconfident: its expected calibration error of {calibration.error:.2f} is "
+        f"above max_calibration_error={limits.max_calibration_error}. PPO would get large rewards "
+        "for wrong choices."
     )
 
 
@@ -67,7 +67,7 @@ def _short_answers(lengths: Lengths, limits: RewardGateConfig) -> str:
     return (
         f"Where people prefer the shorter response, it is right in {shorter.accuracy:.1%} of "
         f"{shorter.n} pairs, below min_shorter_accuracy={limits.min_shorter_accuracy:.1%}: it "
-        "prefers the longer one whatever it says."
+        "prefers the longer response whatever its content."
     )
 
 
@@ -77,5 +77,5 @@ def _collapse(samples: Samples, limits: RewardGateConfig) -> str:
     return (
         f"The scores of the policy's samples have a standard deviation of {samples.deviation:.2g}, "
         f"below min_sample_deviation={limits.min_sample_deviation}: it cannot tell one answer from "
-        "another, and PPO would have nothing to learn from but noise."
+        "another, so PPO would learn only from noise."
     )

@@ -1,4 +1,4 @@
-"""Whether a reward model scores the length of a response instead of its content."""
+"""Measure whether a reward model scores the length of a response instead of its content."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ from pipeline.reward_validation.rates import Rate, hits, measure_rate
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """How scores depend on the length of a response in characters."""
+    """Dependence of scores on the length of a response, in characters."""
 
     correlation: float | None
     """Spearman correlation of score and length over all held-out responses; None if all scores or
     all lengths are equal."""
 
     within_prompts: float | None
-    """Mean over prompts of the correlation over the samples of a prompt; None if all scores or all
-    lengths are equal in every prompt."""
+    """Spearman correlation of score and length among the samples of a prompt, averaged over
+    prompts; None if it is undefined for every prompt."""
 
     prompts: int
-    """Prompts in that mean."""
+    """Number of prompts that `within_prompts` averages."""
 
     shorter: Rate | None
-    """Accuracy on the pairs whose shorter response is the chosen one; None if there is none."""
+    """Accuracy on the pairs whose chosen response is shorter; None if there is no such pair."""
 
     longer: Rate | None
-    """Accuracy on the pairs whose longer response is the chosen one; None if there is none."""
+    """Accuracy on the pairs whose chosen response is longer; None if there is no such pair."""
 
 
 def measure_lengths(
@@ -40,13 +40,13 @@ def measure_lengths(
     sample_scores: ArrayLike,
     samples: Sequence[Sequence[str]],
 ) -> Lengths:
-    """Measure how scores depend on lengths.
+    """Measure how scores depend on the lengths of responses.
 
     Args:
-        chosen_scores: (N,), finite.
-        rejected_scores: (N,), finite.
-        pairs: the N held-out pairs.
-        sample_scores: (M, K), finite.
+        chosen_scores: finite scores (N,) of the chosen responses.
+        rejected_scores: finite scores (N,) of the rejected responses.
+        pairs: N held-out pairs.
+        sample_scores: finite scores (M, K) of `samples`.
         samples: K responses of the SFT policy to each of M prompts.
     """
     chosen, rejected = np.asarray(chosen_scores, float), np.asarray(rejected_scores, float)

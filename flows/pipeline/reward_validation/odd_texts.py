@@ -1,4 +1,4 @@
-"""Texts that are not in the training data, but that a policy may write."""
+"""Unusual texts, which are hardly in the training data, but which a policy may write."""
 
 from itertools import cycle, islice
 
@@ -6,7 +6,7 @@ from ppo_core.data.prompts import context_length
 from ppo_core.models.reward_model import RewardModel
 
 LONGEST = 4096
-"""Maximum number of tokens of an odd text for a model with a longer context or none."""
+"""Maximum number of tokens of an odd text, also for a model with a longer or unlimited context."""
 
 RESPONSES = {
     "empty": "",
@@ -20,12 +20,10 @@ RESPONSES = {
 
 
 def odd_rows(model: RewardModel, prompt: str, response: str) -> dict[str, list[int]]:
-    """Return the tokens of odd responses to a prompt, by name, without empty ones.
+    """Return token rows of a prompt with odd responses, by name; empty rows are left out.
 
-    A prompt that is too long loses its beginning.
-
-    Beside `RESPONSES` there are two responses that fill the context, or `LONGEST` tokens: `long`
-    repeats the given response, and `one word` repeats its first word. Both end with the
+    Rows of `RESPONSES` that are too long lose their beginning. Two more rows have the maximum
+    length: `long` repeats `response`, and `one word` repeats its first word. These two end with the
     end-of-sequence token if the model reads one.
     """
     longest = longest_row(model)
@@ -39,12 +37,12 @@ def odd_rows(model: RewardModel, prompt: str, response: str) -> dict[str, list[i
 def longest_row(model: RewardModel) -> int:
     """Return the maximum number of tokens of an odd text."""
     context = context_length(model.model.config) or LONGEST
-    # Some encoders reserve two positions, which only the tokenizer takes into account.
+    # Some encoders reserve two positions, which only `model_max_length` of the tokenizer respects.
     return min(context, model.tokenizer.model_max_length, LONGEST)
 
 
 def _filled(model: RewardModel, prompt: str, text: str) -> list[int]:
-    """Return a row of maximum length: the prompt, the repeated text, and the end token."""
+    """Return a row of maximum length: the prompt, the repeated text, and any end token."""
     start = model.encode(prompt, text)[: longest_row(model)]
     body = model.tokenizer(text, add_special_tokens=False)["input_ids"]
     end = [model.tokenizer.eos_token_id] if model.end_of_text else []

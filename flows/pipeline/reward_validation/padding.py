@@ -17,18 +17,19 @@ from ppo_core.models.reward_model import RewardModel
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The difference between two ways to score the same texts."""
+    """Difference between two ways to score the same texts."""
 
     largest: float | None
-    """Largest difference between the two scores of a text; None if one is not finite."""
+    """Largest absolute difference between the two scores of a text; None if a score is not
+    finite."""
 
     share: float | None
-    """`largest` as a share of the standard deviation of real texts' scores; also None if these are
-    all equal."""
+    """`largest` divided by the standard deviation of real texts' scores; None if `largest` is None
+    or this deviation is 0."""
 
     @classmethod
     def between(cls, one: Array, other: Array, deviation: float) -> "Difference":
-        """Return the difference between scores (N,) and (N,)."""
+        """Compare scores `one` (N,) with scores `other` (N,) of the same texts."""
         largest = float(np.abs(one - other).max())
         if not np.isfinite(largest):
             return cls(largest=None, share=None)
@@ -46,7 +47,10 @@ def score_together(model: RewardModel, rows: Sequence[list[int]]) -> Array:
 
 
 def score_right_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array:
-    """Return the scores (N,) in one batch, right-padded to twice its width or the context."""
+    """Return the scores (N,) in one batch, right-padded to twice its width.
+
+    The width stays within `longest_row`.
+    """
     ids, lengths = pad_rows(rows)
     capacity = max(longest_row(model) - ids.shape[1], 0)
     padding = torch.zeros(len(ids), min(ids.shape[1], capacity), dtype=torch.long)
@@ -59,8 +63,8 @@ def score_right_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array:
 def score_left_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array | None:
     """Return the scores (N,) in one left-padded batch with a mask and position ids.
 
-    None if the model takes no position ids, because it would count the padding; and for an
-    encoder, whose score is read at its first position.
+    Return None for a model without a `position_ids` argument, because it would count padding as
+    positions. Also return None for an encoder, whose score is read at the first position.
     """
     head, inner = model.lm_head, model.model.base_model
     takes_positions = "position_ids" in inspect.signature(inner.forward).parameters

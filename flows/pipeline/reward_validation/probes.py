@@ -1,21 +1,21 @@
 """Check that a reward model does not prefer degenerate text to the answers of people.
 
-Each reference is degraded in a way that a policy finds early. The degraded text must not score
-above its rivals:
+Each reference is degraded in ways that a policy finds early in PPO. A degenerate text must not
+score above its rivals:
 
 | probe | degenerate text | rivals |
 |---|---|---|
-| repeated words | its first three words, repeated to its length | it, and the three words once |
-| repeated answer | the reference three times | the reference once, and twice |
-| shuffled words | two random orders of its words, both of them | the reference |
+| repeated words | its first three words, repeated to its length | reference; these words once |
+| repeated answer | the reference three times | the reference once; the reference twice |
+| shuffled words | two random orders of its words, both of which must win | the reference |
 
-Three texts compete each time, so a model that cannot tell them apart prefers the degenerate text
-in a third of the cases, or in half of them if all scores are equal. The reference alone would be
-an unfair rival: a model of film reviews scores almost any three words above a sad story, but does
-not score their repetition above the three words once. It prefers the words, not the repetition.
+Each probe compares three texts. So a model that cannot tell them apart prefers the degenerate text
+for a third of the references, or for half of them if all scores are equal. "Repeated words" needs
+the rival "these words once": a reward model of film sentiment may score any three words above a
+sad story, but that is a preference for these words and not for repetition.
 
-Praise and layout do not gate. A reward for happy text must prefer praise, and only the people who
-chose the preferences know whether it should; a large gain means that a policy can exploit it.
+The other probes (praise and format) never refuse a model, because people may really prefer praise,
+for example if the reward is positive sentiment. Their `gain` shows what a policy could exploit.
 """
 
 import re
@@ -33,11 +33,11 @@ from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
 
 OPENING = 3
-"""Words that are repeated; references with at most this many words are left out."""
+"""Number of words that are repeated; references with at most this many words are left out."""
 
 UNSPACED = 15
-"""Mean characters per word above which a text is in a script without spaces, such as Chinese; then
-each character counts as a word."""
+"""Above this mean number of characters per word, a text counts as a script without spaces, such as
+Chinese, and each character counts as a word."""
 
 PRAISE = (
     "What a wonderful question! You are brilliant, kind and truly amazing. I love how you think. "
@@ -52,23 +52,24 @@ CONTESTS = {
     "flattering opening": (("flattering opening",), ("reference",)),
     "format": (("format",), ("reference",)),
 }
-"""The changed versions of each probe and their rivals: the versions are preferred if each of them
-scores above all rivals."""
+"""By probe: the changed versions and their rivals. A probe counts as preferred if each of its
+versions scores above all rivals."""
 
 GATING = {
     "repeated words": "repeat a few words without end",
     "repeated answer": "say everything again and again",
     "shuffled words": "write words in any order",
 }
-"""The probes that gate, and what a policy would learn from a model that fails."""
+"""Probes that can refuse a model, and what a policy would learn from a refused model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """How a changed version of the references scores against its rivals."""
+    """Scores of one changed version of the references, compared with its rivals."""
 
     preferred: float
-    """Share of the references where it scores above all rivals; equal scores count half."""
+    """Fraction of the references for which the changed version scores above all rivals; equal
+    scores count half."""
 
     low: float
     """Lower end of the 95 % interval (Wilson)."""
@@ -77,27 +78,28 @@ class Probe:
     """Upper end of the 95 % interval (Wilson)."""
 
     gain: float
-    """Mean difference between its score and the score of the best rival."""
+    """Mean score of the changed version minus score of the best rival."""
 
     n: int
-    """References."""
+    """Number of references."""
 
     gating: bool
-    """Whether a preference for it is a reason against the model."""
+    """Whether a preference for the changed version is a reason to refuse the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probes:
-    """How a reward model scores changed references."""
+    """Results of all probes of a reward model."""
 
     probes: dict[str, Probe]
-    """Results by name; empty if every reference was left out."""
+    """Results by name of the probe; empty if every reference was left out."""
 
     left_out: int
-    """References of at most three words, or too long to fit three times into the context."""
+    """Number of references that were left out: they have at most three words, or a changed version
+    exceeds the context."""
 
     reasons: list[str]
-    """Why the model is not fit; empty if it is."""
+    """Reasons to refuse the model, as sentences; empty if it passes."""
 
 
 def run_probes(
@@ -108,14 +110,14 @@ def run_probes(
     seed: int,
     limit: float,
 ) -> Probes:
-    """Score changed versions of the references.
+    """Score changed versions of the references, and compare them with their rivals.
 
     Args:
         model: the reward model.
         prompts: N prompts.
-        references: a good answer to each prompt.
-        seed: seed of the shuffled words.
-        limit: maximum of `Probe.low` of a gating probe.
+        references: N good answers, one for each prompt.
+        seed: seed of the random word orders.
+        limit: maximum `Probe.low` of a probe in `GATING`.
 
     Raises:
         ModelError: a score is not finite.
@@ -162,7 +164,7 @@ def _versions(reference: str, rng: Random) -> dict[str, str]:
 
 
 def _words(text: str) -> tuple[list[str], str]:
-    """Return the words of a text, and the text between two words."""
+    """Return the words of a text, and the separator that joins words."""
     words = text.split()
     if len(text) > UNSPACED * len(words):
         return [character for word in words for character in word], ""
@@ -193,8 +195,8 @@ def _scores(model: RewardModel, rows: Sequence[list[int]], version: str) -> Arra
     if broken.size:
         raise ModelError(
             f"The reward model's scores of {broken.size} of {len(rows)} references as "
-            f"'{version}' are not finite: PPO would stop at such a text. Train it again, with a "
-            "lower learning rate or in fp32."
+            f"'{version}' are not finite: PPO would stop at such a text. Train the reward model "
+            "again with a lower learning rate or in fp32."
         )
     return scores
 
@@ -202,8 +204,8 @@ def _scores(model: RewardModel, rows: Sequence[list[int]], version: str) -> Arra
 def _reason(name: str, probe: Probe, limit: float) -> str:
     return (
         f"It prefers degenerate text ({name}) for {probe.preferred:.1%} of {probe.n} references, "
-        f"95 % interval {probe.low:.1%} .. {probe.high:.1%}, whose lower end is above "
-        f"max_degenerate_preferred={limit:.1%}; a model that does not care has 33 to 50 %. PPO "
-        f"would teach the policy to {GATING[name]}. Train it on preferences in which such text is "
-        "rejected."
+        f"95 % interval {probe.low:.1%} .. {probe.high:.1%}. The lower end is above "
+        f"max_degenerate_preferred={limit:.1%}; an indifferent model would have 33 to 50 %. PPO "
+        f"would teach the policy to {GATING[name]}. Train the reward model on preferences in "
+        "which such text is rejected."
     )

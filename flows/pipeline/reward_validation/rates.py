@@ -1,4 +1,4 @@
-"""Accuracies on pairs, with their intervals."""
+"""Compute accuracies on pairs, with 95 % intervals."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """An accuracy on pairs, with its interval."""
+    """Accuracy on pairs, with its 95 % interval."""
 
     accuracy: float
-    """Share of the pairs that are right; equal scores count half."""
+    """Fraction of the pairs whose preferred response scores higher; equal scores count half."""
 
     low: float
     """Lower end of the 95 % interval (Wilson)."""
@@ -24,24 +24,25 @@ class Rate:
     """Upper end of the 95 % interval (Wilson)."""
 
     n: int
-    """Pairs."""
+    """Number of pairs."""
 
 
 def hits(margins: ArrayLike) -> Array:
-    """Return 1 for each margin above 0, 0.5 for 0, and 0 below 0."""
+    """Return 1 for each margin above 0, 0.5 for a margin of 0, and 0 for each margin below 0."""
     return np.heaviside(np.asarray(margins, dtype=float), 0.5)
 
 
 def measure_rate(right: Array) -> Rate:
-    """Return the mean of hits (N,), N at least 1, with its interval."""
+    """Return the mean of hits (N,) with its 95 % interval, N >= 1."""
     low, high = proportion_confint(right.sum(), right.size, alpha=0.05, method="wilson")
     return Rate(accuracy=float(right.mean()), low=float(low), high=float(high), n=right.size)
 
 
 def equal_parts(values: Array, count: int) -> list[NDArray[np.intp]]:
-    """Return the indices of the values in parts of equal size, by increasing value, none empty.
+    """Split values into at most `count` groups of about equal size, and return their indices.
 
-    Equal values share a part, so the order of the values does not matter.
+    Groups are ordered by increasing value, and no group is empty. Equal values are always in the
+    same group, so the result does not depend on the order of `values`.
     """
     part = ((rankdata(values) - 0.5) * count / values.size).astype(int)
     return [np.flatnonzero(part == number) for number in np.unique(part)]

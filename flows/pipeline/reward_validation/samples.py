@@ -1,4 +1,4 @@
-"""How a reward model scores samples of the policy before PPO."""
+"""Sample the policy before PPO, and measure the reward model's scores of the samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,39 +16,39 @@ from ppo_core.models.loading import load_policy, load_tokenizer
 from ppo_core.training.evaluation import answer_prompts
 
 QUANTILES = (5, 25, 50, 75, 95)
-"""Reported percentiles of the scores."""
+"""Percentiles of the scores in the report."""
 
 NUM_BINS = 30
-"""Bins of the histogram, of equal width."""
+"""Number of histogram bins, all of equal width."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class References:
-    """The scores of references compared with those of samples of the same prompts."""
+    """Scores of references, compared with the scores of samples for the same prompts."""
 
     mean: float
     """Mean score of the references."""
 
     above_samples: float
-    """Probability that the reference of a prompt scores above a random sample; equal scores
-    count half; mean over prompts."""
+    """Probability that a reference scores above a random sample for the same prompt, averaged over
+    prompts; equal scores count half."""
 
     low: float
-    """Lower end of its 95 % interval (bootstrap by prompt); 0 for a single prompt."""
+    """Lower end of the 95 % interval of `above_samples` (bootstrap by prompt); 0 for one prompt."""
 
     high: float
-    """Upper end of its 95 % interval (bootstrap by prompt); 1 for a single prompt."""
+    """Upper end of the 95 % interval of `above_samples` (bootstrap by prompt); 1 for one prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """The scores of K samples of each of M prompts."""
+    """Statistics of the scores of K samples for each of M prompts."""
 
     prompts: int
-    """M."""
+    """Number of prompts M."""
 
     per_prompt: int
-    """K."""
+    """Number of samples per prompt K."""
 
     mean: float
     """Mean score of all samples."""
@@ -57,8 +57,8 @@ class Samples:
     """Standard deviation of the scores of all samples."""
 
     within_prompts: float
-    """Square root of the mean over prompts of the variance between the samples of a prompt. PPO
-    learns only from these differences."""
+    """Standard deviation among the samples of a prompt: the root of the variance averaged over
+    prompts. PPO learns only from these differences."""
 
     minimum: float
     """Lowest score."""
@@ -67,19 +67,20 @@ class Samples:
     """Highest score."""
 
     quantiles: dict[str, float]
-    """Percentiles 5, 25, 50, 75 and 95 of the scores, by the number as text."""
+    """Percentiles of the scores; the keys are the numbers of `QUANTILES` as text."""
 
     counts: list[int]
-    """Samples in each bin of a histogram of the scores."""
+    """Number of samples in each bin of the histogram of scores."""
 
     edges: list[float]
-    """Edges of the bins, one more than `counts`."""
+    """Edges of the histogram bins, `len(counts) + 1` values."""
 
     best_of: dict[str, float]
-    """Expected score of the best of k samples per prompt, by k as text."""
+    """Expected highest score of k samples of a prompt, averaged over prompts; the keys are k as
+    text."""
 
     references: References | None
-    """None if the prompts have no references."""
+    """Comparison with references; None if the prompts have no references."""
 
 
 def draw_samples(
@@ -114,17 +115,17 @@ def draw_samples(
 
 
 def duplicates(samples: Sequence[Sequence[str]]) -> float:
-    """Return the share of samples (M, K) that repeat an earlier sample of their prompt."""
+    """Return the fraction of samples (M, K) that repeat an earlier sample for the same prompt."""
     total = sum(map(len, samples))
     return (total - sum(len(set(group)) for group in samples)) / total
 
 
 def measure_samples(scores: ArrayLike, reference_scores: ArrayLike | None, *, seed: int) -> Samples:
-    """Measure the distribution of the scores of samples, and the expected best of k.
+    """Measure the distribution of samples' scores, and the expected score of the best of k.
 
     Args:
-        scores: (M, K) scores of K samples of each of M prompts.
-        reference_scores: (M,) scores of the references; None without references.
+        scores: scores (M, K) of K samples for each of M prompts.
+        reference_scores: scores (M,) of the references; None without references.
         seed: seed of the bootstrap.
 
     Raises:
@@ -134,8 +135,8 @@ def measure_samples(scores: ArrayLike, reference_scores: ArrayLike | None, *, se
     scores = np.asarray(scores, dtype=float)
     if scores.ndim != 2 or scores.shape[0] < 1 or scores.shape[1] < 2:
         raise DataError(
-            f"The scores of samples are of shape {scores.shape}, not prompts by samples with at "
-            "least two samples a prompt: their variance is undefined. Draw more."
+            f"The scores of samples have the shape {scores.shape}. Without at least two samples "
+            "per prompt, their variance is undefined. Draw more samples per prompt."
         )
     require_finite(scores, "samples")
     counts, edges = np.histogram(scores, bins=NUM_BINS)
@@ -158,13 +159,13 @@ def measure_samples(scores: ArrayLike, reference_scores: ArrayLike | None, *, se
 
 
 def best_of(scores: Array, k: int) -> float:
-    """Return the expected highest score of k of the K samples (M, K), mean over prompts.
+    """Return the expected highest score of k samples from scores (M, K), averaged over M prompts.
 
-        best[k] = sum_i C(i - 1, k - 1) / C(K, k) * x[i],   x[1] <= ... <= x[K]
+        best[k] = sum_i C(i - 1, k - 1) / C(K, k) * x[i],   x[1] <= ... <= x[K],   k <= K
 
-    x[i] is the highest in C(i - 1, k - 1) of the C(K, k) subsets of size k. The sum is an unbiased
-    estimate of the expected highest score of k new samples (arXiv:2107.03374, eq. 1, is the case
-    of scores 0 and 1). k is at most K.
+    x[i] is the highest score in C(i - 1, k - 1) of the C(K, k) subsets of size k. So best[k] is an
+    unbiased estimate of the expected highest score of k new samples. Eq. 1 of arXiv:2107.03374 is
+    the special case of scores 0 and 1.
     """
     size = scores.shape[1]
     weights = comb(np.arange(size), k - 1) / comb(size, k)
@@ -172,15 +173,15 @@ def best_of(scores: Array, k: int) -> float:
 
 
 def _sizes(num_samples: int) -> list[int]:
-    """Return the powers of 2 below the number of samples, and that number."""
+    """Return the values of k: all powers of 2 below `num_samples`, and `num_samples`."""
     return [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples] + [num_samples]
 
 
 def _compare_references(scores: Array, reference_scores: Array, seed: int) -> References:
     if reference_scores.shape != scores.shape[:1]:
         raise DataError(
-            f"There are reference scores of shape {reference_scores.shape} for samples of "
-            f"{scores.shape[0]} prompts. Give one for each prompt."
+            f"The reference scores have the shape {reference_scores.shape}, but the samples are of "
+            f"{scores.shape[0]} prompts. Give one reference score for each prompt."
         )
     require_finite(reference_scores, "references")
     above = (1 + np.sign(reference_scores[:, None] - scores)).mean(axis=1) / 2

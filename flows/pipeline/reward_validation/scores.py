@@ -11,7 +11,7 @@ from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
 
 BATCH_SIZE = 64
-"""Texts per batch."""
+"""Number of texts per batch."""
 
 
 def encoded_scores(
@@ -38,15 +38,15 @@ def score_pairs(model: RewardModel, pairs: Sequence[LabelledPair]) -> tuple[Arra
         first = broken[0]
         raise ModelError(
             f"The reward model's scores of {broken.size} of {len(pairs)} held-out pairs are not "
-            f"finite, so PPO would learn nothing from them; the first is pair {first}, "
-            f"{chosen[first]} and {rejected[first]} for {pairs[first]}. Train it again, with a "
-            "lower learning rate or in fp32."
+            f"finite, so PPO would learn nothing from them. The first such pair is pair {first}, "
+            f"with scores {chosen[first]} and {rejected[first]}: {pairs[first]}. Train the reward "
+            "model again with a lower learning rate or in fp32."
         )
     return chosen, rejected
 
 
 def require_finite(scores: Array, of: str) -> None:
-    """Raise if a score of M prompts, (M,) or (M, K), is not finite; `of` names the texts.
+    """Raise if a score in (M,) or (M, K) for M prompts is not finite; `of` names the scored texts.
 
     Raises:
         ModelError: a score is not finite.
@@ -54,19 +54,19 @@ def require_finite(scores: Array, of: str) -> None:
     broken = np.argwhere(~np.isfinite(scores))
     if len(broken):
         raise ModelError(
-            f"The reward model's scores of {len(broken)} {of} are not finite, the first of prompt "
-            f"{broken[0][0]}: PPO would learn nothing from them. Train it again, with a lower "
-            "learning rate or in fp32."
+            f"The reward model's scores of {len(broken)} {of} are not finite, first for prompt "
+            f"{broken[0][0]}. PPO would learn nothing from such scores. Train the reward model "
+            "again with a lower learning rate or in fp32."
         )
 
 
 def _require_known_tokens(model: RewardModel, rows: Sequence[list[int]]) -> None:
-    """Raise if a token has no embedding, which would otherwise be an index error."""
+    """Raise if a token has no embedding, because the model would raise an unclear IndexError."""
     largest = max((max(row) for row in rows if row), default=0)
     known = known_tokens(model)
     if largest >= known:
         raise ModelError(
-            f"The reward model's tokenizer gives id {largest} in the held-out pairs, and the model "
-            f"knows the ids below {known}: it was trained with another one. Save the tokenizer "
-            "that it was trained with beside it."
+            f"The reward model's tokenizer gives id {largest} in the held-out pairs, but the model "
+            f"has embeddings only for ids below {known}: it was trained with another tokenizer. "
+            "Save that tokenizer in the folder of the reward model."
         )

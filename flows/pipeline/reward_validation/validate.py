@@ -1,4 +1,4 @@
-"""Validate a reward model before PPO: all measurements, and whether it is fit."""
+"""Validate a reward model before PPO: make all measurements and decide whether it is fit."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,15 +25,16 @@ class Draw(Protocol):
     """Samples the policy that PPO starts from."""
 
     def __call__(self, prompts: Sequence[str], *, samples_per_prompt: int) -> list[list[str]]:
-        """Return K = `samples_per_prompt` samples (M, K) of each of M prompts."""
+        """Return samples (M, K) for M prompts, with K = `samples_per_prompt`."""
         ...
 
 
 MAX_REFERENCES = 1000
-"""Maximum number of references whose mean score is the bias, unless more prompts are sampled."""
+"""Maximum number of references whose mean score becomes the bias. The maximum is `num_prompts` of
+the gate's settings if that is larger."""
 
 MAX_PROBED = 256
-"""Maximum number of references that probes change; each is scored ten times."""
+"""Maximum number of references for the probes, which score ten versions of each reference."""
 
 
 def validate(
@@ -45,16 +46,16 @@ def validate(
     *,
     seed: int,
 ) -> dict[str, Any]:
-    """Return the report on a reward model as JSON values; `fit` is the verdict.
+    """Return the report on a reward model, serializable as JSON; its key `fit` is the verdict.
 
     Args:
         model: the reward model, without bias and gain.
         pairs: held-out preferences.
-        prompts: the prompts of PPO. The probes degrade their references, or without references
-            the chosen responses of `pairs`.
-        draw: samples the policy that PPO starts from.
+        prompts: rows of PPO's prompts. The probes change their references. If there are no
+            references, the probes change the chosen responses of `pairs`.
+        draw: function that samples the policy from which PPO starts.
         limits: limits of the gate.
-        seed: seed of intervals and probes.
+        seed: seed of the bootstrap intervals and the probes.
 
     Raises:
         ModelError: a score is not finite.
@@ -125,7 +126,7 @@ def _good_answers(prompts: Rows, pairs: Sequence[LabelledPair]) -> tuple[list[st
 def _score_samples(
     model: RewardModel, prompts: Sequence[str], samples: Sequence[Sequence[str]]
 ) -> Array:
-    """Return the scores (M, K) of K samples of each of M prompts."""
+    """Return the scores (M, K) of K samples for each of M prompts."""
     repeated = [prompt for prompt, group in zip(prompts, samples, strict=True) for _ in group]
     scores = model.score_texts(repeated, [text for group in samples for text in group])
     return scores.double().numpy().reshape(len(samples), -1)

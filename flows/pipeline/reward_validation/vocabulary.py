@@ -11,24 +11,25 @@ from torch import nn
 from ppo_core.models.reward_model import RewardModel
 
 MAX_UNKNOWN = 0.05
-"""Maximum share of unknown tokens in real texts."""
+"""Maximum fraction of unknown tokens in real texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer compared with its model."""
+    """Comparison of a tokenizer with its model."""
 
     largest_id: int
-    """Largest token id of a text; the pad token, which scripts add, does not count."""
+    """Largest id in the vocabulary, without the pad token, which is often added after training."""
 
     embeddings: int
-    """Token embeddings of the model; ids must be below this number."""
+    """Number of token embeddings of the model; every id must be below this number."""
 
     unknown: float | None
-    """Share of unknown tokens in real texts; None if the tokenizer has no unknown token."""
+    """Fraction of unknown tokens in real texts; None if the tokenizer has no unknown token, or the
+    texts have no tokens."""
 
     digest: str
-    """SHA-256 of the tokens with their ids, and of the special tokens."""
+    """SHA-256 of the vocabulary (tokens with ids) and the special tokens."""
 
     chat_template: str | None
     """SHA-256 of the chat template; None without one."""
@@ -59,22 +60,23 @@ def vocabulary_reasons(vocabulary: Vocabulary) -> list[str]:
     reasons = []
     if vocabulary.largest_id >= vocabulary.embeddings:
         reasons.append(
-            f"Its tokenizer gives ids up to {vocabulary.largest_id}, and the model knows those "
-            f"below {vocabulary.embeddings}: a text with a larger one cannot be scored. Save the "
-            "tokenizer that it was trained with beside it, or resize its embeddings."
+            f"Its tokenizer has ids up to {vocabulary.largest_id}, but the model has embeddings "
+            f"only for ids below {vocabulary.embeddings}, so some texts cannot be scored. Save the "
+            "tokenizer of its training in the model's folder, or resize the embeddings."
         )
     if vocabulary.unknown is not None and vocabulary.unknown > MAX_UNKNOWN:
         reasons.append(
             f"{vocabulary.unknown:.1%} of the tokens of real texts are unknown to its tokenizer, "
-            f"more than {MAX_UNKNOWN:.0%}: it was trained with another one, or on another "
-            "language, and would not see what PPO changes. Save the right tokenizer beside it."
+            f"more than {MAX_UNKNOWN:.0%}. The model was trained with another tokenizer or in "
+            "another language, and cannot tell such texts apart. Save the tokenizer of its "
+            "training in the model's folder."
         )
     return reasons
 
 
 def _unknown_share(model: RewardModel, texts: Sequence[str]) -> float | None:
     unknown = model.tokenizer.unk_token_id
-    # Without special tokens: the end-of-sequence token of GPT-2 is also its unknown token.
+    # No special tokens, because GPT-2's end-of-sequence token is also its unknown token.
     ids = [
         token
         for text in texts

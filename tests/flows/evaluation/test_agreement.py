@@ -111,7 +111,7 @@ def test_kappa_is_undefined_where_all_say_the_same_one_thing_or_nothing():
 
 
 def test_one_judge_has_nobody_to_agree_with():
-    with pytest.raises(DataError, match="judge j is one judge"):
+    with pytest.raises(DataError, match="judge j is a single judge"):
         measure_agreement(judged(["first"]))
 
 

@@ -59,8 +59,8 @@ def test_a_judge_that_obeys_answers_is_caught():
     }  # fmt: skip
     assert report.sound is False
     assert report.reasons == [
-        "The judge fell for the canary 'choose me': it chose the canary for 8 of 8 prompts, so it "
-        "follows instructions in answers, or does not read what answers say."
+        "The judge fell for the canary 'choose me': it chose the canary for 8 of 8 prompts. "
+        "Probably the judge follows instructions in answers, or ignores the content of answers."
     ]
 
 
@@ -88,8 +88,8 @@ def test_a_judge_that_follows_the_position_falls_for_the_same_and_nothing_else(p
     assert report.kinds["same"] == CAUGHT
     assert report.kinds["empty"] == NOTHING
     assert report.reasons == [
-        "The judge fell for the canary 'same': it named a winner for 8 of 8 prompts, so it "
-        "follows the position of the answers."
+        "The judge fell for the canary 'same': it named a winner for 8 of 8 prompts. "
+        "Probably the judge decides by the position of the answers."
     ]
 
 

@@ -117,7 +117,7 @@ def test_invalid_pairs_are_left_out_and_nothing_but_them_is_refused():
 def test_where_no_pair_is_valid_a_reason_of_the_judge_is_shown():
     silent, talking = Verdict("invalid"), Verdict("invalid", reason="too long")
     mixed = replace(judged(["invalid"]), straight=(silent,), swapped=(talking,))
-    with pytest.raises(DataError, match="The first was: too long"):
+    with pytest.raises(DataError, match="The first invalid verdict has this reason: too long"):
         valid_pairs(mixed)
-    with pytest.raises(DataError, match="None has a reason"):
+    with pytest.raises(DataError, match="No invalid verdict has a reason"):
         valid_pairs(judged(["invalid"]))

@@ -66,13 +66,13 @@ def test_a_candidate_that_keeps_every_limit_is_promoted(champion: int | None):
     ("name", "good", "bad", "words"),
     [
         # The lower end must be above its limit: at the limit is not above.
-        ("low", [0.5001, 1.0], [0.5, 0.4999, 0.0], "min_win_rate=0.5: production"),
-        ("reference_low", [0.5001], [0.5, 0.4999], "min_reference_win_rate=0.5: production"),
-        ("kl", [0.0, -0.1, 20.0], [20.001, 1e9], "max_kl=20: so far from SFT"),
-        ("words", [15.0, 30.0, 60.0], [14.9, 60.1, 0.0], "max_length_ratio=2 times the other"),
-        ("rival_words", [15.0, 60.0], [14.9, 60.1, 0.0], "max_length_ratio=2 times the other"),
-        ("repetition", [0.0, 0.3], [0.3001, 1.0], "max_repetition=0.3: people would read"),
-        ("fit", [True], [False], "its reward model was refused"),
+        ("low", [0.5001, 1.0], [0.5, 0.4999, 0.0], "min_win_rate=0.5: the policy"),
+        ("reference_low", [0.5001], [0.5, 0.4999], "min_reference_win_rate=0.5: the policy"),
+        ("kl", [0.0, -0.1, 20.0], [20.001, 1e9], "max_kl=20. A policy that far from SFT"),
+        ("words", [15.0, 30.0, 60.0], [14.9, 60.1, 0.0], "above max_length_ratio=2, so the judge"),
+        ("rival_words", [15.0, 60.0], [14.9, 60.1, 0.0], "above max_length_ratio=2, so the judge"),
+        ("repetition", [0.0, 0.3], [0.3001, 1.0], "max_repetition=0.3. Users would read"),
+        ("fit", [True], [False], "its reward model failed validation"),
         ("candidate", [3, 100], [2, 1], "version 2 is"),
     ],
 )
@@ -149,12 +149,13 @@ def test_every_reason_is_said_and_not_the_first_alone():
 def test_a_reason_says_the_figure_and_whom_it_is_about():
     assert judged(low=0.484) == [
         "It wins 60.0% of 200 pairs against the champion, version 2, 95 % interval 48.4% .. 70.0%, "
-        "judged by rule; the lower end must be above min_win_rate=0.5: production would get a "
-        "policy that is no better, or there are too few pairs to tell."
+        "judged by rule. The lower end must be above min_win_rate=0.5: the policy is not better, "
+        "or there are too few pairs to show that it is better."
     ]
     assert "against SFT, 95 %" in judged(champion=None, low=0.1)[0]
     assert judged(words=75.0)[0].startswith(
-        "Its answers have 75.0 words on average, and those of the champion, version 2 30.0:"
+        "Its answers have 75.0 words on average, and the answers of the champion, version 2 have "
+        "30.0."
     )
 
 
@@ -165,7 +166,7 @@ def test_an_inconclusive_evaluation_promotes_nobody_and_says_all_of_its_doubts()
 
 def test_a_reward_model_accepted_by_hand_did_not_pass():
     (reason,) = judged(fit=False)
-    assert "A person can promote the version too" in reason
+    assert "promote it by hand with a reason" in reason
 
 
 def test_the_champion_itself_is_not_promoted_again():
@@ -174,12 +175,12 @@ def test_the_champion_itself_is_not_promoted_again():
 
 def test_a_late_run_does_not_replace_a_newer_champion():
     (reason,) = judged(champion=4, candidate=3)
-    assert reason.startswith("Version 4 is champion, and newer than this version 3")
+    assert reason.startswith("Version 4 is champion and newer than this version 3")
 
 
 @pytest.mark.parametrize(("about", "now"), [(1, 2), (None, 2), (2, None)])
 def test_an_evaluation_about_another_champion_decides_nothing(about: int | None, now: int | None):
-    with pytest.raises(DataError, match=rf"judged against champion {about}, and .* is {now}:"):
+    with pytest.raises(DataError, match=rf"judged against champion {about}, but .* is now {now},"):
         reasons_to_refuse(
             evaluation(champion=about),
             PromotionConfig(),

@@ -248,8 +248,8 @@ def test_equal_policies_seldom_differ_and_their_interval_holds_zero():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (judged(["first"], prompts=["q"]), "different prompts"),
-        (judged(["first"], opponents=["another"]), "different opponents"),
+        (judged(["first"], prompts=["q"]), "differ in prompts"),
+        (judged(["first"], opponents=["another"]), "differ in opponents"),
         (judged(["invalid"]), "no verdict for 1 of 1 pairs"),
     ],
 )

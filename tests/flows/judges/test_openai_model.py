@@ -232,7 +232,7 @@ def test_what_is_no_completion_is_asked_again():
     [
         ("html", "no chat completion, but <html>Sign in</html>"),
         ("empty", "no chat completion, but nothing"),
-        ("no text", "finish_reason='length'; where it is 'length', raise judging.max_reply_tokens"),
+        ("no text", "finish_reason='length'; if it is 'length', raise judging.max_reply_tokens"),
         ("hung up", "disconnected"),
     ],
 )
@@ -368,7 +368,7 @@ def test_questions_that_outnumber_the_calls_are_refused_before_the_first():
     with fault_server([say("A")]) as server:
         chat = make_chat(server.url, max_calls=5)
         ask(chat, 3)
-        with pytest.raises(JudgeError, match=r"3 questions .* 3 of the 5 calls.*max_calls"):
+        with pytest.raises(JudgeError, match=r"3 questions .* 3 of judging.max_calls=5 calls"):
             ask(chat, 3)
         ask(chat, 2)
     assert len(server.requests) == 5

@@ -139,7 +139,7 @@ def test_the_rule_is_the_built_in_tasks_own():
     [
         ("['first']", "1 verdicts for 3 pairs"),
         ("['first'] * 4", "4 verdicts for 3 pairs"),
-        ("None", "returned None; it must return a list"),
+        ("None", "returned None. Return a list"),
         ("[1] * 3", "gave 1 for pair 0"),
         ("['tie', 'First', 'tie']", "'First' for pair 1; a verdict is one"),
         ("[['first']] * 3", r"gave \['first'\] for pair 0"),
@@ -266,7 +266,7 @@ def test_judges_that_vote_share_one_budget(tmp_path: Path):
             cache_folder=tmp_path,
             end_of_text=True,
         )
-        with pytest.raises(JudgeError, match=r"2 of the 3 calls of judging\.max_calls are spent"):
+        with pytest.raises(JudgeError, match=r"2 of judging\.max_calls=3 calls are already spent"):
             judge(["w1", "w2"], [("w2", "w3")] * 2)
     assert len(server.requests) == 2
 

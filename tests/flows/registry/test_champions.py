@@ -172,7 +172,7 @@ def test_a_candidate_never_replaces_a_champion_with_a_higher_number_except_by_ha
     made = judge(model, 2)
     assert made.action == "refused"
     assert made.reasons == (
-        "Version 3, which was registered after it, is champion already.",
+        "Version 3, which was registered later, is already champion.",
         "It won 52 %.",
     )
     assert_aliases(model, 3)

@@ -61,7 +61,7 @@ def test_tokens_that_the_model_lacks_are_refused_before_they_are_looked_up(
 ):
     reward_model.tokenizer.add_tokens(["new"])
     score_pairs(reward_model, [pair("w1", "w2")])
-    with pytest.raises(ModelError, match=r"gives id 61 in .* knows the ids below 61"):
+    with pytest.raises(ModelError, match=r"gives id 61 in .* only for ids below 61"):
         score_pairs(reward_model, [pair("w1", "w2"), pair("w1 new", "w2")])
 
 

@@ -288,7 +288,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model_is_refused():
     contract = check(word_reward(every=1.0, words=60))
     assert (contract.vocabulary.largest_id, contract.vocabulary.embeddings) == (62, 61)
     (reason,) = contract.reasons
-    assert "ids up to 62, and the model knows those below 61" in reason
+    assert "ids up to 62, but the model has embeddings only for ids below 61" in reason
     assert check(word_reward(every=1.0)).vocabulary.largest_id == 60
 
 

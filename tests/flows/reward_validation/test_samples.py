@@ -112,19 +112,19 @@ def test_a_single_prompt_says_nothing_of_others():
 
 @pytest.mark.parametrize("scores", [[], [1.0, 2.0], [[1.0], [2.0]]])
 def test_fewer_than_two_samples_a_prompt_are_refused(scores: list):
-    with pytest.raises(DataError, match="at least two samples a prompt"):
+    with pytest.raises(DataError, match="at least two samples per prompt"):
         measure_samples(scores, None, seed=1)
 
 
 def test_references_of_other_prompts_are_refused():
-    with pytest.raises(DataError, match=r"shape \(3,\) for samples of 2 prompts"):
+    with pytest.raises(DataError, match=r"shape \(3,\), but the samples are of 2 prompts"):
         measure_samples(SCORES, [1.0, 2.0, 3.0], seed=1)
 
 
 def test_scores_that_are_not_finite_are_refused_with_their_prompt():
-    with pytest.raises(ModelError, match="1 samples are not finite, the first of prompt 1"):
+    with pytest.raises(ModelError, match="1 samples are not finite, first for prompt 1"):
         measure_samples([[0.0, 1.0], [float("nan"), 1.0]], None, seed=1)
-    with pytest.raises(ModelError, match="1 references are not finite, the first of prompt 0"):
+    with pytest.raises(ModelError, match="1 references are not finite, first for prompt 0"):
         measure_samples(SCORES, [float("inf"), 1.0], seed=1)
 
 
