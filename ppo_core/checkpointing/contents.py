@@ -177,7 +177,9 @@ class CheckpointContents(RunParts):
         rng = load_file(checkpoint.folder / f"{process}.safetensors")
         restore_global_rng_state(rng, checkpoint.document(f"{process}.json"))
         if self.engine.is_main:
-            logger.warning("Resumed from %s after %d updates.", checkpoint.folder, state["step"])
+            logger.warning(
+                "Resumed from %s: %d updates are done.", checkpoint.folder, state["step"]
+            )
 
     def _check_same_run(self, checkpoint: Checkpoint, *, anyway: bool) -> bool:
         """Return whether settings, prompts and models match the checkpoint's.
@@ -197,9 +199,7 @@ class CheckpointContents(RunParts):
                 "(resume_anyway=True)."
             )
         if self.engine.is_main:
-            logger.warning(
-                "Resuming despite differences: '%s' was %s.", checkpoint.folder, differences
-            )
+            logger.warning("Resuming anyway: '%s' was %s.", checkpoint.folder, differences)
         return False
 
     def _weights(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:

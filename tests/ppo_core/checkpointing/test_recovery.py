@@ -293,7 +293,7 @@ def test_every_difference_is_named_and_can_be_overruled(runs, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ref_model": make_policy(seed=7)}, "another reference: .* parts differ, the first"),
+        ({"ref_model": make_policy(seed=7)}, "another reference: .* entries differ, the first"),
         (
             {"reward_model": (make_classifier(seed=7), {})},
             "another reward model 0: .* differ, the first",
