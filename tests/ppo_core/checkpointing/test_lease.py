@@ -107,6 +107,6 @@ def test_a_writer_that_was_frozen_while_another_took_over_stops(tmp_path):
         said, _ = frozen.communicate("go on\n", timeout=60)
     finally:
         frozen.kill()
-    assert f"took over '{tmp_path}': {mine}; this is process {frozen.pid}" in said
+    assert f"took over '{tmp_path}': {mine}. This process (process {frozen.pid}" in said
     assert read_newest(tmp_path).state == {"by": mine.token}
     assert mine.token == 2

@@ -362,7 +362,11 @@ NOTHING = {"sharding": None, "deepspeed": None, "offload": False}
 @pytest.mark.parametrize(
     ("environment", "given", "message"),
     [
-        (TWO, {"sharding": "none"}, "sharding='none' is for one process, and 2 were launched"),
+        (
+            TWO,
+            {"sharding": "none"},
+            "sharding='none' is for one process, but 2 processes were launched",
+        ),
         ({}, {"offload": True}, "offload=True with sharding='none'"),
         (TWO, {"sharding": "ddp", "offload": True}, "offload=True with sharding='ddp'"),
         (FSDP, {"sharding": "zero3"}, "sharding='zero3' and accelerate launch with FSDP"),

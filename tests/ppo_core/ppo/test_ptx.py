@@ -74,7 +74,7 @@ def test_resumed_texts_go_on_in_the_same_order(before):
 
 def test_resuming_with_other_texts_is_refused():
     state = PretrainingTexts(numbered(5), seed=1).state_dict()
-    with pytest.raises(TrainingError, match="with 5 pretraining texts, here are 6"):
+    with pytest.raises(TrainingError, match="with 5 pretraining texts, but this run has 6"):
         PretrainingTexts(numbered(6), seed=1).load_state_dict(state)
 
 
