@@ -28,7 +28,7 @@ def smaller(make, **changes):
     [
         (
             {"reward_model": smaller(AutoModelForSequenceClassification, vocab_size=20)},
-            "reward model .* has embeddings for 20 tokens, and the policy samples 61",
+            "reward model .* has embeddings for 20 tokens, but the policy samples 61",
         ),
         (
             {"ref_model": smaller(AutoModelForCausalLM, vocab_size=20)},
@@ -48,14 +48,18 @@ def test_a_model_that_does_not_know_the_policys_tokens_is_refused(parts, message
 def test_a_reward_model_without_room_for_the_longest_answer_and_its_end_is_refused():
     # The longest prompt has 3 tokens, a response 8: with the end of the text that is 12.
     short = smaller(AutoModelForSequenceClassification, max_position_embeddings=11)
-    with pytest.raises(DataError, match="12 tokens for the reward model, whose context is 11"):
+    with pytest.raises(
+        DataError, match="12 tokens, but the context length of the reward model is 11"
+    ):
         make_trainer(reward_model=RewardModel(short, make_tokenizer()))
     room = smaller(AutoModelForSequenceClassification, max_position_embeddings=12)
     make_trainer(reward_model=RewardModel(room, make_tokenizer()))
 
 
 def test_a_stop_token_that_does_not_exist_is_refused():
-    with pytest.raises(ModelError, match="stop_token_id=61 is none of the policy's 61 tokens"):
+    with pytest.raises(
+        ModelError, match="stop_token_id=61 is not one of the policy's 61 token ids"
+    ):
         make_trainer(dataclasses.replace(CONFIG, stop_token_id=61))
 
 
