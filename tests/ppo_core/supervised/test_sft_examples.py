@@ -110,7 +110,7 @@ def test_rows_of_a_data_set_are_read_as_those_of_a_list():
     ("row", "template", "message"),
     [
         ({"messages": say("w0", "w1", "w2", "w3")}, FORGETFUL, "first 1 messages differently"),
-        ({"messages": say("w0")}, ENDED, "no turn is the assistant's"),
+        ({"messages": say("w0")}, ENDED, "there is no assistant turn"),
         ({"messages": say("w0", "w1")}, None, "no chat template"),
         ({"messages": "w0"}, ENDED, "'messages' is str, not a list of messages"),
         ({"prompt": "w0", "completion": say("w1")}, ENDED, "'completion' is list, not text"),

@@ -80,8 +80,8 @@ def test_bad_input_is_one_line_on_standard_error_and_exit_code_1(base, tmp_path)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "'' is no training. Begin with sft or reward"),
-        ("dpo", "'dpo' is no training"),
+        ("", "'' is not a training. Begin with sft or reward"),
+        ("dpo", "'dpo' is not a training"),
         ("sft", "arguments are required: --model_name_or_path"),
         ("sft MODEL --batch_size 0", "batch_size=0 must be a whole number, at least 1"),
         ("sft MODEL --batch_size many", "invalid int value: 'many'"),
