@@ -62,7 +62,7 @@ def _check_connection(accelerator: Accelerator) -> None:
     if found != expected or not connected:
         raise TrainingError(
             f"WORLD_SIZE={expected}, but accelerate found {found} processes with distributed_type "
-            f"{kind}: each process would train alone. Start the processes with torchrun or "
+            f"{kind}: each would train alone. Start the processes with torchrun or "
             "accelerate launch."
         )
 

@@ -16,7 +16,7 @@ from ppo_core.supervised.supervised_config import SupervisedConfig
 
 
 class RewardPair(TypedDict):
-    """Token ids of a prompt with its chosen response, and of the prompt with its rejected response."""
+    """Token ids of a prompt with the chosen response, and with the rejected response."""
 
     chosen: list[int]
     rejected: list[int]
@@ -68,7 +68,7 @@ def collate_pairs(pairs: Sequence[RewardPair]) -> dict[str, Tensor]:
 
 
 def _require_one_prompt(chosen: str | Messages, rejected: str | Messages) -> None:
-    """Raise DataError if the columns differ in type, or the conversations in their first message."""
+    """Raise DataError if the columns differ in type, or conversations in the first message."""
     if is_messages(chosen) != is_messages(rejected):
         raise DataError(
             "one of 'chosen' and 'rejected' is text, but the other is messages. Convert one of "

@@ -112,7 +112,7 @@ def _lora_config(lora: SupervisedLoraArguments) -> Any:
 
 
 def _hide_library_output() -> None:
-    """Hide the libraries' messages, so that stderr shows only the training's progress and errors."""
+    """Hide the libraries' messages, so that stderr shows only progress and errors."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     logging.disable_progress_bar()
