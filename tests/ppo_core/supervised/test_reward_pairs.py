@@ -63,7 +63,7 @@ def test_a_pair_keeps_its_margin():
             {"chosen": "w0", "rejected": "w1", "margin": float("nan")},
             "'margin' is nan, not a finite number",
         ),
-        ({"chosen": "w0"}, "no column 'rejected'; it has: chosen"),
+        ({"chosen": "w0"}, "no column 'rejected', only: chosen"),
     ],
 )
 def test_a_pair_that_cannot_be_compared_is_refused_with_its_number(row, message):

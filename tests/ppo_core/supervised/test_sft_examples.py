@@ -116,7 +116,7 @@ def test_rows_of_a_data_set_are_read_as_those_of_a_list():
         ({"prompt": "w0", "completion": say("w1")}, ENDED, "'completion' is list, not text"),
         ({"prompt": 5, "completion": "w1"}, None, "'prompt' is int, not text or messages"),
         ({"question": "w0", "answer": "w1"}, None, "columns are question, answer, but"),
-        ({"prompt": "w0", "answer": "w1"}, None, "no column 'completion'; it has: prompt, answer"),
+        ({"prompt": "w0", "answer": "w1"}, None, "no column 'completion', only: prompt, answer"),
     ],
 )
 def test_a_row_that_cannot_be_learnt_is_refused_with_its_number(row, template, message):

@@ -73,7 +73,7 @@ def test_bad_input_is_one_line_on_standard_error_and_exit_code_1(base, tmp_path)
     )
     assert ran.returncode == 1
     assert ran.stderr.count("\n") == 1
-    assert "Row 0: there is no column 'completion'; it has: prompt, answer" in ran.stderr
+    assert "Row 0: there is no column 'completion', only: prompt, answer" in ran.stderr
     assert not folder.exists()
 
 
