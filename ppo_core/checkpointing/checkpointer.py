@@ -18,10 +18,13 @@ from ppo_core.errors import ConfigError
 
 
 class Checkpointer:
-    """Writes and restores the checkpoints of one run; all processes call, each writes a part."""
+    """Writes and restores the checkpoints of one run.
+
+    All processes must call the methods; each process writes a part of a checkpoint.
+    """
 
     def __init__(self, contents: CheckpointContents) -> None:
-        """Keep the contents; nothing is written yet."""
+        """Create a checkpointer of a run's `contents` without writing any file."""
         self._contents = contents
         self._config, self._run = contents.config, contents.run
         self._peers = self._writers = ProcessGroup()
@@ -32,20 +35,20 @@ class Checkpointer:
         """Acquire the lease of `output_dir`, and restore a checkpoint if `resume` asks for one.
 
         Args:
-            resume: the folder of a checkpoint, or True for the newest undamaged one, if there is
-                any.
-            anyway: accept a checkpoint of another run; log the differences as a warning.
+            resume: the folder of a checkpoint; True for the newest undamaged checkpoint, if
+                `output_dir` has one; None or False to start a new run.
+            anyway: accept a checkpoint of another run, and log the differences as a warning.
 
         Raises:
             ConfigError: `output_dir` cannot be created, or holds checkpoints of an earlier run
-                while `resume` is off.
+                although `resume` is off.
             TrainingError: the checkpoint is damaged, or belongs to another run.
         """
         if not resume and self._run.updates:
-            return  # the same trainer continues
+            return  # this trainer continues its own run
         patience = self._config.ddp_timeout
         self._peers = ProcessGroup.meet(patience)
-        # A thread that writes must not mix its messages with the training's.
+        # The writing thread needs a group of its own: its messages must not mix with others.
         self._writers = ProcessGroup.meet(patience) if self._config.async_save else self._peers
         if not resume:
             self._peers.together(self._refuse_earlier)
@@ -63,7 +66,7 @@ class Checkpointer:
         """Raise if another process has acquired the lease of `output_dir`.
 
         Raises:
-            TrainingError: in all processes: another process has.
+            TrainingError: another process has the lease; raised in all processes.
         """
         lease = self._lease
         if lease is not None:
@@ -75,10 +78,10 @@ class Checkpointer:
         With `async_save` the contents are copied now and written while training continues.
 
         Raises:
-            TrainingError: in all processes: this checkpoint, or the previous one under
-                `async_save`, could not be written.
+            TrainingError: the checkpoint (with `async_save`, the previous checkpoint) could not
+                be written; raised in all processes.
         """
-        # With save_strategy="no" a callback can still ask for a checkpoint.
+        # With save_strategy="no" there is no lease yet, but a callback can request a checkpoint.
         lease = self._lease = self._lease or self._claim()
         folder = Path(self._config.output_dir) / f"checkpoint-{self._run.updates}"
         write = partial(
@@ -96,7 +99,7 @@ class Checkpointer:
         """Return when the last checkpoint is complete.
 
         Raises:
-            TrainingError: in all processes: it could not be written.
+            TrainingError: the checkpoint could not be written; raised in all processes.
         """
         self._saver.wait()
 
@@ -104,9 +107,9 @@ class Checkpointer:
         earlier = latest_checkpoint(self._config.output_dir)
         if earlier is not None and self._config.save_strategy != "no":
             raise ConfigError(
-                f"'{earlier}' is of an earlier run: the checkpoints of both would mix, and "
-                "resuming would take the wrong one. Resume with resume_from_checkpoint, choose "
-                "another output_dir, or remove the old checkpoints."
+                f"'{earlier}' belongs to an earlier run. The checkpoints of both runs would mix, "
+                "and a later resume could take the wrong checkpoint. Resume with "
+                "resume_from_checkpoint, choose another output_dir, or remove the old checkpoints."
             )
 
     def _claim(self) -> Lease:
@@ -122,6 +125,6 @@ class Checkpointer:
             return Lease.claim(folder)
         except OSError as error:
             raise ConfigError(
-                f"output_dir='{folder}' cannot be created or written: {error}. No checkpoint "
-                "could be saved there. Choose another folder."
+                f"output_dir='{folder}' cannot be created or written: {error}. Set output_dir to "
+                "another folder, because no checkpoint could be saved in this one."
             ) from error

@@ -28,23 +28,23 @@ from ppo_core.ppo.run_state import RunParts
 CRITIC, OPTIMIZER, PROCESS, AVERAGE, REFERENCE = (
     "critic optimizer process average reference".split()
 )
-"""Names of groups of tensors; the run state has further ones."""
+"""Names of tensor groups in a checkpoint; the run state adds further groups."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContents(RunParts):
-    """Collects the state of one run for a checkpoint, and restores it; all processes call.
+    """Collects the state of one run for a checkpoint, and restores it; all processes must call.
 
-    Sharded tensors are written unsharded, by the names of the parameters, so a checkpoint fits
-    any number of processes and any sharding.
+    Tensors are written unsharded, by parameter name, so a checkpoint can be resumed with any
+    number of processes and any sharding.
     """
 
     identity: Fingerprint
 
     def part(self) -> Part:
-        """Return a copy of the state that this process writes."""
+        """Return a copy of the files that this process writes."""
         rng, rng_numbers = global_rng_state()
         process = f"{PROCESS}-{self.engine.rank}"
         optimizer, kept = self._optimizer_share()
@@ -65,7 +65,7 @@ class CheckpointContents(RunParts):
         )
 
     def _optimizer_share(self) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-        """Return this process's share of the optimizer state, and each parameter's state keys."""
+        """Return the optimizer states that this process writes, and each parameter's state keys."""
         loads = [0] * self.engine.num_processes
         share: dict[str, Tensor] = {}
         kept = {}
@@ -79,7 +79,7 @@ class CheckpointContents(RunParts):
         return share, kept
 
     def _full_models(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the weights to save besides the policy's, in the main process."""
+        """Return the weights of critic, refreshed reference and average, in the main process."""
         models: dict[str, Mapping[str, Tensor]] = {CRITIC: self._full(self._critic())}
         if self.config.reference_refresh_updates:
             models[REFERENCE] = self._full(dict(self.parts.reference.named_parameters()))
@@ -88,12 +88,12 @@ class CheckpointContents(RunParts):
         return models
 
     def _full(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Return unsharded copies of parameters in the main process, an empty dict elsewhere."""
+        """Return unsharded copies of parameters; an empty dict outside the main process."""
         full = self.engine.full_state_dict(nn.ParameterList(parameters.values()))
         return dict(zip(parameters, full.values(), strict=True)) if full is not None else {}
 
     def _policy_writer(self) -> Callable[[Path], None]:
-        """Return a function that writes the policy as it is trained: an adapter is not merged."""
+        """Return a function that writes the policy into a folder, with an unmerged adapter."""
         adapted, model = self.parts.adapted, self.parts.policy.model
         if adapted is None:
             weights = self.engine.full_state_dict(model)
@@ -148,12 +148,12 @@ class CheckpointContents(RunParts):
         With `anyway`, accept a checkpoint of another run and log the differences as a warning.
 
         Raises:
-            TrainingError: the checkpoint is of another run or of other models.
+            TrainingError: the checkpoint belongs to another run or has other models.
         """
         state, train_state = checkpoint.state, self.train_state
         is_same = self._check_same_run(checkpoint, anyway=anyway)
         check_optimizer_fits(train_state.optimizer, state["optimizer"])
-        # An earlier error may have interrupted a step of this trainer.
+        # Drop gradients that an earlier error in this trainer may have left.
         self.engine.discard(train_state.module, train_state.optimizer)
         self.engine.load_weights(train_state.module, self._weights(checkpoint).get)
         if self.config.reference_refresh_updates:
@@ -165,7 +165,7 @@ class CheckpointContents(RunParts):
         if is_same or not isinstance(train_state.scheduler, LambdaLR):
             restore_options(train_state.optimizer, state["optimizer"])
             train_state.scheduler.load_state_dict(state["scheduler"])
-        else:  # the settings differ: take rates and options from the new ones
+        else:  # the settings differ, so take rates and options from the new settings
             set_schedule_step(train_state.scheduler, state["scheduler"]["last_epoch"])
         train_state.skipped_steps = state["skipped_steps"]
         train_state.skipped_in_a_row = state["skipped_in_a_row"]
@@ -185,7 +185,7 @@ class CheckpointContents(RunParts):
         """Return whether settings, prompts and models match the checkpoint's.
 
         Raises:
-            TrainingError: they do not, and `anyway` is off.
+            TrainingError: they differ, and `anyway` is off.
         """
         different = self.identity.differences(checkpoint.state["identity"])
         if not different:
@@ -193,16 +193,17 @@ class CheckpointContents(RunParts):
         differences = "; ".join(different)
         if not anyway:
             raise TrainingError(
-                f"The checkpoint '{checkpoint.folder}' was {differences}: what follows would be "
-                "neither run. Resume with the settings and models of the checkpoint, start a new "
-                "run from its policy, or say --resume_anyway (resume_anyway=True)."
+                f"The checkpoint '{checkpoint.folder}' was {differences}. The resumed run would "
+                "match neither configuration. Resume with the settings and models of the "
+                "checkpoint, start a new run from the checkpoint's policy, or set --resume_anyway "
+                "(resume_anyway=True)."
             )
         if self.engine.is_main:
             logger.warning("Resuming anyway: '%s' was %s.", checkpoint.folder, differences)
         return False
 
     def _weights(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-        """Return a checkpoint's policy and critic, by the names in the trained module."""
+        """Return a checkpoint's policy and critic weights, by name in the trained module."""
         names, adapted, model = self._names(), self.parts.adapted, self.parts.policy.model
         critic = checkpoint.tensors(CRITIC)
         if adapted is not None:
@@ -215,8 +216,9 @@ class CheckpointContents(RunParts):
         strange = (ours.keys() - saved.keys()) | (self._critic().keys() ^ critic.keys())
         if strange:
             raise TrainingError(
-                f"The checkpoint '{checkpoint.folder}' is of a policy or critic with other "
-                f"parameters, for example {min(strange)}. Resume with the models that wrote it."
+                f"The policy or critic in the checkpoint '{checkpoint.folder}' has other "
+                f"parameters than in this run, for example {min(strange)}. Resume with the models "
+                "that wrote the checkpoint."
             )
         policy = {names[id(parameter)]: saved[name] for name, parameter in ours.items()}
         return policy | dict(critic)
@@ -233,9 +235,10 @@ class CheckpointContents(RunParts):
         self.engine.load_optimizer_states(train_state.module, train_state.optimizer, state_of)
         if strange := asked ^ kept.keys():
             raise TrainingError(
-                f"The optimizer state of '{checkpoint.folder}' is of other parameters, for example "
-                f"{min(strange)}: its moments would start from zero. Resume with the models that "
-                "wrote it, or start a new run from its policy."
+                f"The optimizer state in the checkpoint '{checkpoint.folder}' is for other "
+                f"parameters than in this run, for example {min(strange)}. Moments would start "
+                "from zero. Resume with the models that wrote the checkpoint, or start a new run "
+                "from the checkpoint's policy."
             )
 
 

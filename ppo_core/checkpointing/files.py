@@ -1,14 +1,14 @@
-"""Checkpoints: folders that hold everything the next update depends on, without pickle.
+"""Write and read checkpoints: folders with all state that the next update needs, without pickle.
 
     output_dir/checkpoint-<step>/
-        model.safetensors, config.json, ...   the policy, as transformers reads it
+        model.safetensors, config.json, ...   the policy in transformers' format
         <group>.safetensors                   critic, generators, ...
-        <group>-<rank>.safetensors            one process's part of a group
-        trainer_state.json, <other>.json      state that is not tensors
+        <group>-<rank>.safetensors            one process's tensors of a group
+        trainer_state.json, <other>.json      state other than tensors
         manifest.json                         size and SHA-256 of all other files, written last
 
-Each process writes and digests its own files, in a hidden folder that is renamed when it is
-complete. A folder without a manifest is not a checkpoint.
+Each process writes and digests its own files in a hidden folder. When the folder is complete, the
+main process renames it. A folder without a manifest is not a checkpoint.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
 SUPERSEDED = ".superseded"
-"""Suffix of checkpoints that are later than the one that a run was resumed from."""
+"""Suffix of abandoned checkpoints: a run was resumed from a checkpoint of an earlier step."""
 
 ALONE = ProcessGroup()
 
@@ -52,16 +52,16 @@ def write_nothing(folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The part of a checkpoint that one process writes; no file may be in two parts."""
+    """The files of a checkpoint that one process writes; processes must not write the same file."""
 
     groups: Mapping[str, Tensors] = field(default_factory=dict)
-    """Named tensors of each file, by its stem: a group's name, or "<group>-<rank>"."""
+    """Named tensors by file stem, which is a group's name or "<group>-<rank>"."""
 
     documents: Mapping[str, str] = field(default_factory=dict)
-    """Text of each JSON file, by its name."""
+    """Text of JSON files by file name."""
 
     write_policy: Callable[[Path], None] = write_nothing
-    """Write the policy into a folder."""
+    """Function that writes the policy into a folder."""
 
 
 # --- Writing -------------------------------------------------------------------
@@ -76,21 +76,21 @@ def save_checkpoint(
     held: Callable[[], AbstractContextManager[None]] = nullcontext,
     keep: int | None = None,
 ) -> None:
-    """Write a checkpoint completely or not at all; earlier ones survive a killed process.
+    """Write a checkpoint completely or not at all; a killed process leaves earlier ones intact.
 
     Args:
         folder: `output_dir/checkpoint-<step>`, on storage that all processes share; a checkpoint
             of the same step is replaced.
         part: the files that this process writes.
-        peers: the processes; all must call.
-        writer: distinguishes this run's unfinished folders from those of a run that it took over.
-        held: context in which the checkpoint is renamed and old ones are removed.
+        peers: the processes of the run; all processes must call.
+        writer: id in the name of the unfinished folder, different for each run.
+        held: context for renaming the checkpoint and removing old checkpoints.
         keep: number of newest checkpoints to keep; None keeps all.
 
     Raises:
-        TrainingError: in all processes: the folder's name has no step, two files have the same
-            name, the disk is full or cannot be written, or `held` finds that another process
-            has taken over the folder.
+        TrainingError: the folder's name has no step, two files have the same name, the disk is
+            full or cannot be written, or `held` finds that another process has taken over the
+            folder. Raised in all processes.
     """
     step = _step(folder)
     partial = folder.with_name(f".{folder.name}.partial-{writer}")
@@ -102,8 +102,8 @@ def save_checkpoint(
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"The checkpoint of step {step} could not be written to '{folder}': {error}. Earlier "
-            "checkpoints are unchanged. Free some space, or lower save_total_limit, and resume "
-            "from the latest."
+            "checkpoints are unchanged. Free some space or lower save_total_limit, and resume "
+            "from the latest checkpoint."
         ) from error
     finally:
         if peers.is_main:
@@ -111,7 +111,7 @@ def save_checkpoint(
 
 
 def _write_part(folder: Path, part: Part) -> dict[str, dict[str, int | str]]:
-    """Write a process's files to the disk; return the digest of each by its path in the folder."""
+    """Write a process's files to the disk; return their digests by path in the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     part.write_policy(folder)
@@ -129,14 +129,14 @@ def _write_part(folder: Path, part: Part) -> dict[str, dict[str, int | str]]:
 def _unused(path: Path) -> Path:
     if path.exists():
         raise TrainingError(
-            f"Two files of a checkpoint have the name '{path.name}': one would overwrite the "
-            "other. Give the group of tensors another name."
+            f"Two files of a checkpoint have the name '{path.name}', so one would overwrite the "
+            "other. Give one group of tensors another name."
         )
     return path
 
 
 def _separate(named: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """Yield contiguous tensors on the CPU; tied ones are cloned, as safetensors requires."""
+    """Yield contiguous tensors on the CPU; clone tied tensors, because safetensors refuses them."""
     seen = set()
     for name, tensor in named.items():
         plain = tensor.detach().cpu().contiguous()
@@ -152,7 +152,7 @@ def _finish(
     held: Callable[[], AbstractContextManager[None]],
     keep: int | None,
 ) -> None:
-    """Merge the parts, write the manifest, and rename the folder to its final name."""
+    """Merge the processes' folders, write the manifest, and rename the merged folder."""
     for rank in range(len(written)):
         part = partial / f"part-{rank}"
         for path in list(part.iterdir()):
@@ -170,7 +170,7 @@ def _finish(
 
 
 def _move_into_place(partial: Path, folder: Path) -> None:
-    """Rename the folder; an earlier one of this step stays readable as `.old` until then."""
+    """Rename `partial` to `folder`; an earlier checkpoint of the step is `.old` until then."""
     aside = folder.with_name(f"{folder.name}.old")
     if (folder / MANIFEST).is_file():
         _remove(aside)
@@ -183,7 +183,7 @@ def _move_into_place(partial: Path, folder: Path) -> None:
 
 
 def _rename_superseded(newest: Path) -> None:
-    """Rename checkpoints of later steps, so that no run resumes from them again."""
+    """Rename checkpoints of later steps, so that no run resumes from them."""
     for step, path in _finished(newest.parent).items():
         if step > _step(newest):
             aside = path.with_name(f"checkpoint-{step}{SUPERSEDED}")
@@ -192,9 +192,9 @@ def _rename_superseded(newest: Path) -> None:
 
 
 def _remove_old(newest: Path, keep: int | None) -> None:
-    """Remove all but `keep` checkpoints, and the unfinished folders of killed runs.
+    """Remove all but the `keep` newest checkpoints, and the unfinished folders of killed runs.
 
-    Folders under a checkpoint's name that have no manifest stay.
+    Keep folders that are named like a checkpoint but have no manifest.
     """
     found = _finished(newest.parent)
     replaced = [
@@ -205,7 +205,7 @@ def _remove_old(newest: Path, keep: int | None) -> None:
     for leftover in replaced:
         _remove(leftover)
     for unfinished in newest.parent.glob(".checkpoint-*.partial*"):
-        # A run that lost its lease may still write there.
+        # A run that lost its lease may still write into the folder, so ignore errors.
         shutil.rmtree(unfinished, ignore_errors=True)
     excess = 0 if keep is None else max(0, len(found) - keep)
     for step in sorted(found)[:excess]:
@@ -216,8 +216,8 @@ def _step(folder: Path) -> int:
     match = FOLDER_NAME.fullmatch(folder.name)
     if match is None or match[2]:
         raise TrainingError(
-            f"'{folder}' is no name for a checkpoint: it would not be found again. Name it "
-            "checkpoint-<step>."
+            f"'{folder}' is not a valid name of a checkpoint, so a resumed run would not find the "
+            "folder. Name the folder checkpoint-<step>."
         )
     return int(match[1])
 
@@ -226,7 +226,7 @@ def _step(folder: Path) -> int:
 
 
 def current_name(name: str) -> str:
-    """Return a parameter's name of today; earlier versions wrote `critic.backbone.*`."""
+    """Return a parameter's current name; earlier versions wrote `critic.backbone.*`."""
     return re.sub(r"^critic\.backbone\.", "critic.model.", name)
 
 
@@ -235,7 +235,7 @@ def _with_current_names(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of several safetensors files by their names, read one at a time on access."""
+    """The tensors of several safetensors files by name; each tensor is read when it is accessed."""
 
     def __init__(self, files: list[Path]) -> None:
         """Open the files."""
@@ -270,7 +270,7 @@ class Checkpoint:
     """The content of trainer_state.json."""
 
     def tensors(self, group: str) -> Mapping[str, Tensor]:
-        """Return the tensors of a group from all processes' files; empty if there is none."""
+        """Return the tensors of a group from the files of all processes; empty without a file."""
         name = re.compile(rf"{re.escape(group)}(-\d+)?\.safetensors")
         files = sorted(path for path in self.folder.iterdir() if name.fullmatch(path.name))
         return StoredTensors(files)
@@ -281,29 +281,29 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path, peers: ProcessGroup = ALONE) -> Checkpoint:
-    """Verify every file of a checkpoint against its manifest; each process verifies a share.
+    """Verify every file of a checkpoint against its manifest; each process verifies some files.
 
     Raises:
-        TrainingError: in all processes: the checkpoint is unfinished, or a file is missing,
-            truncated or changed.
+        TrainingError: the checkpoint is unfinished, or a file is missing, truncated or changed.
+            Raised in all processes.
     """
     for damage in peers.exchange(_find_damage(folder, slice(peers.rank, None, peers.number))):
         if damage is not None:
             raise TrainingError(
-                f"{damage}. Resume from an earlier checkpoint, or restore this one from a copy; "
-                "continuing from it would not be the same run."
+                f"{damage}. A run that continued from a damaged checkpoint would give other "
+                "results. Resume from an earlier checkpoint, or restore this one from a copy."
             )
     state = json.loads((folder / STATE).read_text(), object_pairs_hook=_with_current_names)
     return Checkpoint(folder, state)
 
 
 def read_newest(output_dir: str | Path, peers: ProcessGroup = ALONE) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint; None where there is no checkpoint.
+    """Return the newest undamaged checkpoint; None if there is no checkpoint.
 
-    Log a warning for each newer one that is damaged.
+    Log a warning for each newer checkpoint, which is damaged.
 
     Raises:
-        TrainingError: all are damaged; the message describes the damage of each.
+        TrainingError: all checkpoints are damaged; the message describes each damage.
     """
     damaged = []
     for folder in peers.of_main(_newest_first(output_dir)):
@@ -312,34 +312,34 @@ def read_newest(output_dir: str | Path, peers: ProcessGroup = ALONE) -> Checkpoi
         except TrainingError as error:
             damaged.append(str(error))
             if peers.is_main:
-                logger.warning("'%s' is passed over for the one before. %s", folder, error)
+                logger.warning("Skipping '%s' and trying the previous one. %s", folder, error)
     if damaged:
         raise TrainingError(
-            f"None of the checkpoints in '{output_dir}' can be resumed from:\n"
+            f"All checkpoints in '{output_dir}' are damaged:\n"
             + "\n".join(damaged)
-            + "\nRestore one from a copy, or move them away to start a new run."
+            + "\nRestore a checkpoint from a copy, or move all of them away to start a new run."
         )
     return None
 
 
 def latest_checkpoint(output_dir: str | Path) -> Path | None:
-    """Return the finished checkpoint of the highest step; None where there is none."""
+    """Return the finished checkpoint of the highest step; None if there is no checkpoint."""
     found = _finished(output_dir)
     return found[max(found)] if found else None
 
 
 def _finished(output_dir: str | Path) -> dict[int, Path]:
-    """Return finished checkpoints by step; `.old` counts only where it is the only one."""
+    """Return finished checkpoints by step; take `.old` only if the step has no other."""
     found: dict[int, Path] = {}
     for path in sorted(Path(output_dir).glob("checkpoint-*"), reverse=True):
         match = FOLDER_NAME.fullmatch(path.name)
         if match and (path / MANIFEST).is_file():
-            found[int(match[1])] = path  # without .old sorts first, so it is seen last
+            found[int(match[1])] = path  # overwrites .old, which the reversed order puts first
     return found
 
 
 def _newest_first(output_dir: str | Path) -> list[Path]:
-    """Return all folders named as checkpoints, finished or not, by descending step."""
+    """Return all folders with a checkpoint's name, finished or not, by descending step."""
     found = _finished(output_dir)
     unfinished = {
         int(match[1]): path
@@ -351,10 +351,10 @@ def _newest_first(output_dir: str | Path) -> list[Path]:
 
 
 def _find_damage(folder: Path, share: slice) -> str | None:
-    """Describe the damage in a share of a checkpoint's files; None where there is none."""
+    """Describe the damage in a slice of a checkpoint's files; None if there is no damage."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
-        return f"'{folder}' has no {MANIFEST}: it is no checkpoint, or was never finished"
+        return f"'{folder}' has no {MANIFEST}, so it is not a checkpoint or was never finished"
     try:
         files: dict[str, JSON] = json.loads(manifest.read_text())["files"]
         if STATE not in files:
@@ -374,7 +374,7 @@ def _find_change(path: Path, expected: JSON) -> str | None:
         return f"'{path}' is missing"
     if (actual := _digest(path)) != expected:
         return (
-            f"'{path}' has changed since it was written: {actual} where {MANIFEST} says {expected}"
+            f"'{path}' has changed since it was written: {actual}, but {MANIFEST} lists {expected}"
         )
     return None
 
@@ -388,7 +388,7 @@ def _digest(path: Path) -> dict[str, int | str]:
 
 
 def _remove(folder: Path) -> None:
-    """Rename and remove a folder: a partly removed one is never read, and is removed later."""
+    """Rename and remove a folder, so that a partly removed folder is never read as a checkpoint."""
     if folder.exists():
         doomed = folder.with_name(f".{folder.name}.partial-removed")
         shutil.rmtree(doomed, ignore_errors=True)

@@ -22,24 +22,24 @@ AROUND = re.compile(
     # The number of processes and the sharding change results by rounding only.
     "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout"
 )
-"""Settings that do not change what a run computes: they may differ when it is resumed."""
+"""Pattern of settings that do not change a run's results, and may differ in a resumed run."""
 
 SAMPLED = 4096
-"""Maximum number of evenly spaced elements of a tensor that its fingerprint reads."""
+"""Maximum number of elements of a tensor in its digest; the elements are evenly spaced."""
 
 Layout = dict[str, str]
-"""A description of each parameter of a model, and of how its output is read."""
+"""Descriptions of a model's parameters, and of a reward model's score settings, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What a resumed run must share with the run that wrote the checkpoint; JSON-compatible."""
+    """Settings and models that a resumed run must share with the run of the checkpoint."""
 
     settings: dict[str, Any]
-    """Settings that change the result, the sizes derived from them, and the prompts' digest."""
+    """Settings that change the results, the sizes of the run, and the digest of the prompts."""
 
     models: dict[str, Layout]
-    """Models: by values where a checkpoint does not hold them, by shapes where it does."""
+    """Descriptions of the models by role: shapes, and digests of models not in the checkpoint."""
 
     @classmethod
     def of(
@@ -55,14 +55,14 @@ class Fingerprint:
         return cls(settings=settings, models=dict(models))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry for the checkpoint."""
+        """Return the fingerprint in the form in which a checkpoint holds it."""
         return asdict(self)
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return a sentence for each difference from the fingerprint in a checkpoint."""
+        """Return a phrase for each difference from a checkpoint's fingerprint `saved`."""
         old, new = saved["settings"], self.settings
         settings = [
-            f"written with {name}={old.get(name)!r}, and now it is {new.get(name)!r}"
+            f"written with {name}={old.get(name)!r}, which is now {new.get(name)!r}"
             for name in _different(new, old)
         ]
         models = [
@@ -81,8 +81,8 @@ def _of_model(part: str, new: Layout, old: Layout) -> str:
     names = _different(new, old)
     name = names[0]
     return (
-        f"written with another {part}: {len(names)} of its parts differ, the first {name}, "
-        f"which was {old.get(name, 'not there')} and now is {new.get(name, 'not there')}"
+        f"written with another {part}: {len(names)} entries differ, the first of them {name}, "
+        f"which was {old.get(name, 'missing')} and is now {new.get(name, 'missing')}"
     )
 
 
@@ -96,11 +96,11 @@ def given_models(
     *,
     adds_adapter: bool,
 ) -> dict[str, Layout]:
-    """Fingerprint, by value, the given models that a checkpoint does not hold.
+    """Return fingerprints, with digests of weights, of the models that a checkpoint does not hold.
 
-    The fingerprint of a reward model includes how its output is read. The policy is included
-    where the reference is a copy of it, or where it is the frozen base of an adapter. Call this
-    before the models are prepared: afterwards a process may hold only a shard of them.
+    The fingerprint of a reward model includes its bias, gain and end_of_text. The policy is
+    included if the reference is a copy of the policy, or if the policy is the frozen base of an
+    adapter. Call this before the models are prepared, when each process still holds full weights.
     """
     given: dict[str, nn.Module] = {}
     plain = _without_value_head(model)
@@ -120,15 +120,15 @@ def _without_value_head(model: nn.Module) -> nn.Module:
 
 
 def layout(model: nn.Module) -> Layout:
-    """Return dtype and shape of each parameter."""
+    """Return dtype and shape of each parameter, by name."""
     return {name: _shape(p) for name, p in model.named_parameters()}
 
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> Layout:
-    """Return dtype, shape and a digest of sampled elements of each parameter.
+    """Return dtype, shape and a digest of sampled elements of each parameter, by name.
 
-    A trained adapter is left out, since a checkpoint holds it.
+    The trained parameters of an adapter are left out, because a checkpoint holds them.
     """
     skip_trained = is_peft(model)
     return {

@@ -1,8 +1,9 @@
-"""The lease of a folder of checkpoints: the newest holder may write, earlier ones may not.
+"""The lease of a folder of checkpoints: only its newest holder may write into the folder.
 
 A restarted run cannot know whether its predecessor is dead, frozen, or cut off from the network
-and about to continue. So it takes a token above all earlier ones (a fencing token: Gray & Cheriton
-1989, "Leases"), and only the holder of the highest token publishes or removes checkpoints.
+and about to continue. So the restarted run takes a token higher than all earlier tokens (a fencing
+token: Gray & Cheriton 1989, "Leases"). Only the holder of the highest token publishes or removes
+checkpoints.
 """
 
 import json
@@ -20,7 +21,7 @@ from ppo_core.data.atomic_files import write_atomically
 from ppo_core.errors import TrainingError
 
 LEASE = "lease.json"
-"""File in the folder that records the last claim."""
+"""Name of the file that records the last claim to the folder."""
 
 LOCK = ".lease.lock"
 
@@ -30,11 +31,11 @@ PATIENCE = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """The claim of one process to a folder, valid until another process claims it."""
+    """The claim of one process to a folder, valid until another process claims the folder."""
 
     folder: Path
     token: int
-    """Number of the claim to the folder, from 1."""
+    """Number of the claim, from 1; each new claim to the folder has a higher number."""
 
     host: str
     pid: int
@@ -43,7 +44,7 @@ class Lease:
 
     @classmethod
     def claim(cls, folder: Path) -> "Lease":
-        """Acquire the lease of a folder, creating the folder; earlier holders lose it.
+        """Create a folder if necessary and acquire its lease; earlier holders lose the lease.
 
         Raises:
             TrainingError: the lock cannot be acquired, or the last claim cannot be read.
@@ -63,24 +64,24 @@ class Lease:
         return lease
 
     def check(self) -> None:
-        """Raise if another process has claimed the folder since.
+        """Raise if another process has claimed the folder after this claim.
 
         Raises:
-            TrainingError: one has; the message names it.
+            TrainingError: another process has; the message names that process.
         """
         last = _read(self.folder)
         if last == self:
             return
-        by = f"{last}" if last else f"someone who removed '{self.folder / LEASE}'"
+        by = f"{last}" if last else f"unknown, because '{self.folder / LEASE}' was removed"
         raise TrainingError(
-            f"Another process took over '{self.folder}': {by}; this is {self}. This one stops, "
-            "since two writers would mix their checkpoints. Let the other one continue; if it "
-            "should not have started, end it and resume."
+            f"Another process took over '{self.folder}': {by}. This process ({self}) stops, "
+            "because the checkpoints of two processes would mix. Let the other process continue. "
+            "If it was started by mistake, end it and resume."
         )
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes from claiming the folder inside the context; keep it short.
+        """Keep other processes from claiming the folder inside the context, which must be short.
 
         Raises:
             TrainingError: another process has already claimed the folder.
@@ -90,7 +91,7 @@ class Lease:
             yield
 
     def __str__(self) -> str:
-        """Return how error messages name the claim."""
+        """Return the description of the claim in error messages."""
         return f"process {self.pid} on {self.host} (token {self.token}, since {self.started})"
 
     def _write(self) -> None:
@@ -107,9 +108,9 @@ def _read(folder: Path) -> Lease | None:
         return None
     except (ValueError, TypeError) as error:
         raise TrainingError(
-            f"'{path}' cannot be read: {error}. It records which process writes the checkpoints "
-            "beside it; without it two runs could mix their checkpoints. Make sure that no other "
-            "run writes there, remove the file, and resume."
+            f"'{path}' cannot be read: {error}. The file records which process writes checkpoints "
+            "in this folder, so that two runs do not mix their checkpoints. Make sure that no "
+            "other run writes to the folder, remove the file, and resume."
         ) from error
 
 
@@ -120,7 +121,7 @@ def _locked(folder: Path) -> Iterator[None]:
             yield
     except Timeout as error:
         raise TrainingError(
-            f"'{folder / LOCK}' was not free for {PATIENCE:.0f} seconds: the last claim to the "
-            f"folder is by {_read(folder) or 'an unknown process'}, which may be frozen while it "
-            "writes a checkpoint. End it, and resume."
+            f"The lock '{folder / LOCK}' was not free for {PATIENCE:.0f} seconds. The last claim "
+            f"to the folder is by {_read(folder) or 'an unknown process'}, which may have frozen "
+            "while it wrote a checkpoint. End that process, and resume."
         ) from error

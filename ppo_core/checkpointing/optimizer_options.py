@@ -1,4 +1,4 @@
-"""Options of an optimizer and its schedule as JSON, restored bit for bit."""
+"""Save the options of an optimizer and its schedule as JSON, and restore them bit for bit."""
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -7,11 +7,11 @@ from ppo_core.checkpointing.files import JSON
 from ppo_core.errors import TrainingError
 
 EXECUTION = {"params", "fused", "foreach", "capturable", "differentiable"}
-"""Options of a group that choose the implementation of a step, which depends on the machine."""
+"""Keys of a parameter group to leave out: the parameters, and options that select kernels."""
 
 
 def optimizer_options(optimizer: Optimizer) -> JSON:
-    """Return the class name of an optimizer and the options of its groups."""
+    """Return the class name of an optimizer and the options of its parameter groups."""
     return {
         "kind": type(optimizer).__name__,
         "groups": [
@@ -25,34 +25,34 @@ def restore_options(optimizer: Optimizer, saved: JSON) -> None:
     """Restore the options that `optimizer_options` returned."""
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
         for name, value in options.items():
-            # JSON has no tuples, but Adam's betas are one.
+            # JSON turns tuples, such as Adam's betas, into lists.
             group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
 
 
 def check_optimizer_fits(optimizer: Optimizer, saved: JSON) -> None:
-    """Raise if a saved state is of another optimizer class or number of groups.
+    """Raise if a saved state has another optimizer class or number of parameter groups.
 
-    Moments never silently start from zero instead (NeMo-RL #3171).
+    Otherwise the moments could silently start from zero (NeMo-RL #3171).
 
     Raises:
         TrainingError: the state does not fit; the message names the difference.
     """
     kind, number = type(optimizer).__name__, len(optimizer.param_groups)
     if saved["kind"] != kind:
-        misfit = f"it belongs to {saved['kind']}, and this run uses {kind}"
+        misfit = f"it belongs to {saved['kind']}, but this run uses {kind}"
     elif len(saved["groups"]) != number:
-        misfit = f"it has {len(saved['groups'])} groups of parameters, and this run has {number}"
+        misfit = f"it has {len(saved['groups'])} parameter groups, but this run has {number}"
     else:
         return
     raise TrainingError(
-        f"The optimizer state of the checkpoint does not fit: {misfit}. Without it "
+        f"The optimizer state of the checkpoint does not fit: {misfit}. Without this state "
         "the moments would start from zero. Resume with the models and settings that wrote the "
         "checkpoint, or start a new run from its policy."
     )
 
 
 def set_schedule_step(scheduler: LambdaLR, step: int) -> None:
-    """Set the learning rates that a schedule has after `step` optimizer steps."""
+    """Advance a schedule to `step` optimizer steps, and set the learning rates of that step."""
     scheduler.last_epoch = step
     schedules = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     rates = [base * factor(step) for base, factor in schedules]

@@ -1,1 +1,1 @@
-"""Processes, sharding, collectives, and the launcher."""
+"""Processes, sharding, collectives, and the launcher of training processes."""

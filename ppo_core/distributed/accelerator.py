@@ -1,4 +1,4 @@
-"""Accelerate's Accelerator for a run: joins the processes as the settings and the launcher say."""
+"""Make accelerate's Accelerator for a run from the settings and the launcher's variables."""
 
 import os
 from datetime import timedelta
@@ -20,19 +20,19 @@ def make_accelerator(
     use_cpu: bool,
     timeout: int,
 ) -> tuple[Accelerator, Sharding]:
-    """Join the processes; return the Accelerator and how the processes share the work.
+    """Connect the processes; return the Accelerator and the sharding.
 
     Args:
-        sharding: the choice of `choose_sharding`; None leaves the stage of ZeRO to DeepSpeed's
+        sharding: the choice of `choose_sharding`; None takes the ZeRO stage from DeepSpeed's
             settings.
         settings_path: a JSON file with DeepSpeed's settings.
-        offload: keep optimizer states, and weights that are sharded, on the CPU.
+        offload: keep optimizer states and sharded weights on the CPU.
         use_cpu: do not use a GPU.
         timeout: seconds that a process waits for the others.
 
     Raises:
-        ConfigError: DeepSpeed's settings and the launcher's contradict each other.
-        TrainingError: the launcher started several processes, and accelerate does not connect them.
+        ConfigError: DeepSpeed's settings and the launcher's settings contradict each other.
+        TrainingError: the launcher started several processes, but accelerate does not connect them.
     """
     on_cpu = use_cpu or not torch.cuda.is_available()
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
@@ -53,24 +53,25 @@ def _check_connection(accelerator: Accelerator) -> None:
     kind, found = accelerator.distributed_type, accelerator.num_processes
     if kind == DistributedType.MEGATRON_LM:
         raise ConfigError(
-            f"distributed_type={kind.value} of accelerate launch is not supported: nothing "
-            "would be sharded as it says. Use FSDP with fsdp_version 2, or DEEPSPEED."
+            f"distributed_type={kind.value} of accelerate launch is not supported: the weights "
+            "would not be sharded. Use FSDP with fsdp_version 2, or DEEPSPEED."
         )
     expected = int(os.environ.get("WORLD_SIZE", "1"))
-    # Accelerate can count the processes without connecting them: then its type is NO.
+    # Accelerate can count the processes without connecting them; its distributed_type is then NO.
     connected = expected == 1 or kind != DistributedType.NO
     if found != expected or not connected:
         raise TrainingError(
-            f"WORLD_SIZE={expected}, but accelerate found {found} processes and connects them as "
-            f"{kind}: each would train alone. Start them with torchrun or accelerate launch."
+            f"WORLD_SIZE={expected}, but accelerate found {found} processes with distributed_type "
+            f"{kind}: each would train alone. Start the processes with torchrun or "
+            "accelerate launch."
         )
 
 
 def launched_precision() -> str:
-    """Return the mixed precision that `accelerate launch` was told to use.
+    """Return the mixed precision that `accelerate launch` sets.
 
     Raises:
-        ConfigError: it is neither bf16 nor no.
+        ConfigError: the mixed precision is neither bf16 nor no.
     """
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", "bf16"):
@@ -90,8 +91,8 @@ def _deepspeed_accelerator(
     has_gpu = torch.cuda.is_available()
     if use_cpu and has_gpu:
         raise ConfigError(
-            "use_cpu=True with DeepSpeed on a machine with a GPU: DeepSpeed would take the GPU. "
-            "Hide it with CUDA_VISIBLE_DEVICES='' instead."
+            "use_cpu=True does not work with DeepSpeed on a machine with a GPU: DeepSpeed would "
+            "use the GPU. Hide the GPU with CUDA_VISIBLE_DEVICES='' instead."
         )
     plugin = deepspeed_engine.make_plugin(settings_path, sharding, offload=offload)
     group.backend = "nccl" if has_gpu else "gloo"
@@ -99,15 +100,15 @@ def _deepspeed_accelerator(
     accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[group])
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         raise ConfigError(
-            "Accelerate left out DeepSpeed, because it was told to stay on the CPU. Start without "
-            "--cpu or use_cpu; without a GPU DeepSpeed takes the CPU by itself."
+            "Accelerate does not use DeepSpeed, because accelerate is set to use the CPU. Remove "
+            "--cpu or use_cpu. On a machine without a GPU, DeepSpeed uses the CPU anyway."
         )
     deepspeed_engine.build_models_unsharded()
     return accelerator
 
 
 def _init_single_process_group(backend: str) -> None:
-    """Create a process group of this one process, which sharding needs, if no launcher did."""
+    """Without a launcher, create the process group of one process that sharding needs."""
     if "LOCAL_RANK" not in os.environ and not torch.distributed.is_initialized():
         os.environ["LOCAL_RANK"] = "0"
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]

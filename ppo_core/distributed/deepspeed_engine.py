@@ -18,15 +18,15 @@ from ppo_core.errors import ConfigError
 Settings = dict[str, Any]
 
 _REFUSED = {
-    "fp16.enabled": "the weights stay in fp32; bf16=True computes in bfloat16",
-    "bf16.enabled": "the weights would become bfloat16; bf16=True keeps them in fp32 and computes "
-    "in bfloat16",
-    "torch_autocast.enabled": "bf16=True does the same for sampling and scoring too",
-    "amp.enabled": "bf16=True computes in bfloat16",
-    "optimizer": "the trainer makes the optimizer; set learning_rate, weight_decay and adam_beta1, "
-    "adam_beta2, adam_epsilon",
-    "scheduler": "the trainer makes the schedule; set lr_scheduler_type and warmup_ratio",
-    "gradient_clipping": "set max_grad_norm",
+    "fp16.enabled": "the weights stay in fp32. To compute in bfloat16, set bf16=True",
+    "bf16.enabled": "the weights would become bfloat16. Set bf16=True, which keeps the weights in "
+    "fp32 and computes in bfloat16",
+    "torch_autocast.enabled": "it would not cover sampling and scoring. Set bf16=True, which does",
+    "amp.enabled": "to compute in bfloat16, set bf16=True",
+    "optimizer": "the trainer makes the optimizer. Set learning_rate, weight_decay, adam_beta1, "
+    "adam_beta2 and adam_epsilon",
+    "scheduler": "the trainer makes the schedule. Set lr_scheduler_type and warmup_ratio",
+    "gradient_clipping": "the trainer sets it. Set max_grad_norm",
 }
 
 
@@ -35,18 +35,18 @@ def make_plugin(
 ) -> DeepSpeedPlugin:
     """Return accelerate's plugin with DeepSpeed's settings.
 
-    They come from the JSON file at `path`, else from `accelerate launch`, else from `sharding`
-    and `offload`. The trainer sets the batch sizes, so DeepSpeed's keys for them may be "auto" or
-    absent. Every other "auto" means DeepSpeed's default.
+    The settings come from the JSON file at `path`, else from `accelerate launch`, else from
+    `sharding` and `offload`. The trainer sets the batch sizes, so DeepSpeed's batch-size keys may
+    be "auto" or absent. For every other key "auto" means DeepSpeed's default.
 
     Raises:
-        ConfigError: the file cannot be read, the launcher has DeepSpeed settings too, a setting
-            belongs to the trainer, or the stage contradicts `sharding`.
+        ConfigError: the file cannot be read, `path` and the launcher both give DeepSpeed settings,
+            the trainer does not support a setting, or the ZeRO stage contradicts `sharding`.
     """
     if path is not None and "ACCELERATE_CONFIG_DS_FIELDS" in os.environ:
         raise ConfigError(
-            f"deepspeed={path!r} is set, and accelerate launch was started with DeepSpeed settings "
-            "too: one of them would be ignored. Remove one."
+            f"deepspeed={path!r} is set, but accelerate launch has DeepSpeed settings too. Only "
+            "one of the two sources can be used. Remove the other."
         )
     path = path or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if path is not None:
@@ -63,7 +63,8 @@ def make_plugin(
     stage = plugin.deepspeed_config["zero_optimization"]["stage"]
     if sharding is not None and sharding != f"zero{stage}":
         raise ConfigError(
-            f"sharding={sharding!r}, and {source} says stage {stage}. Remove one of the two."
+            f"sharding={sharding!r} contradicts {source}, where the ZeRO stage is {stage}. Remove "
+            "one of the two."
         )
     return plugin
 
@@ -74,12 +75,12 @@ def _settings_of(sharding: Sharding | None, offload: bool) -> Settings:
         zero["offload_optimizer"] = {"device": "cpu"}
         if sharding == "zero3":
             zero["offload_param"] = {"device": "cpu"}
-    # The trainer's AdamW can step on the CPU; DeepSpeed's own would be compiled on first use.
+    # The trainer's AdamW can step on the CPU; DeepSpeed's CPU Adam would have to be compiled.
     return {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
 
 
 def sharding_of(plugin: DeepSpeedPlugin) -> Sharding:
-    """Return the sharding of DeepSpeed's settings; its stage 0 is data parallel."""
+    """Return the sharding of DeepSpeed's settings; ZeRO stage 0 is data parallel."""
     stage = plugin.deepspeed_config["zero_optimization"]["stage"]
     return KINDS[KINDS.index("ddp") + stage]
 
@@ -95,15 +96,15 @@ def _read(path: str) -> Settings:
 
 
 def fill_settings(settings: Settings, source: str) -> None:
-    """Check DeepSpeed's settings from `source` and add the trainer's, in place.
+    """Check DeepSpeed's settings from `source`, and add the trainer's settings in place.
 
     Raises:
-        ConfigError: a setting contradicts the trainer; the message names it.
+        ConfigError: the trainer does not support a setting; the message names the setting.
     """
     for key, instead in _REFUSED.items():
         if (value := _lookup(settings, key)) not in (None, False, 0, "auto"):
             raise ConfigError(f"{key}={value!r} in {source} is not supported: {instead}.")
-    # The engine marks the end of accumulation itself: its length changes from step to step.
+    # The engine marks the end of accumulation itself: the microbatches per step can vary.
     ours = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -134,7 +135,7 @@ def _drop_automatic(settings: Settings) -> None:
 
 
 def build_models_unsharded() -> None:
-    """Let transformers build models unsharded until they are prepared, under ZeRO-3 too."""
+    """Let transformers build models unsharded under ZeRO-3; `partition` shards them later."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
@@ -148,10 +149,10 @@ def unwrap(module: Any) -> nn.Module:
 
 
 def partition(module: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> None:
-    """Shard each parameter as ZeRO-3 does, one at a time, so the full module need not fit.
+    """Shard the parameters for ZeRO-3 one at a time, so the full module need not fit on the device.
 
-    DeepSpeed moves a module that it is given unsharded to the device in full. Parameters that are
-    sharded already, because another model shares them, stay as they are.
+    DeepSpeed itself would first move the full module to the device. If parameters are sharded
+    already, because another model shares them, only the buffers are moved.
     """
     from deepspeed.runtime.zero import Init
 
@@ -168,7 +169,7 @@ def partition(module: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) 
 
 
 def initialize_frozen(model: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> Any:
-    """Shard the parameters of a frozen model; return DeepSpeed's engine around it."""
+    """Shard the parameters of a frozen model; return DeepSpeed's engine around the model."""
     import deepspeed
 
     partition(model, plugin, device)
@@ -179,16 +180,16 @@ def initialize_frozen(model: nn.Module, plugin: DeepSpeedPlugin, device: torch.d
 
 
 def zero_stage(module: nn.Module) -> int:
-    """Return the stage of ZeRO that shards a module; 0 if nothing of it is sharded."""
+    """Return the ZeRO stage of a module; 0 without ZeRO."""
     stage = getattr(module, "zero_optimization_stage", None)
     return int(stage()) if stage else 0
 
 
 def step(module: Any, max_grad_norm: float) -> Tensor:
-    """Clip the sharded gradients of a module in ZeRO's stages 1 to 3, and step.
+    """Clip the sharded gradients of a module under ZeRO-1, -2 or -3, and take the optimizer step.
 
-    Return the global norm before clipping. ZeRO itself skips a step whose norm is not finite, in
-    all processes, since the norm is a sum over them.
+    Return the global norm before clipping. If the norm is not finite, ZeRO skips the step in all
+    processes, because they all compute the same norm.
     """
     module.optimizer.clip_grad = max_grad_norm
     module.step()
@@ -196,9 +197,9 @@ def step(module: Any, max_grad_norm: float) -> Tensor:
 
 
 def discard(module: Any) -> None:
-    """Drop the gradients of a module in ZeRO's stages 1 to 3, also in the middle of a step.
+    """Drop the gradients of a module under ZeRO-1, -2 or -3, even between two microbatches.
 
-    DeepSpeed has no call for this, but it drops gradients whose norm is NaN.
+    DeepSpeed has no function for this, but drops gradients whose norm is NaN.
     """
     from deepspeed.utils import safe_set_local_grad
 
@@ -211,7 +212,8 @@ def discard(module: Any) -> None:
         safe_set_local_grad(parameter, torch.full_like(parameter.ds_tensor, torch.nan))
         module.step()
         return
-    # Norms of offloaded gradients were computed in the backward pass: a NaN gradient is too late.
+    # The backward pass has already computed the norms of offloaded gradients, so a NaN gradient
+    # would have no effect now. Replace the function that returns the global norm instead.
     zero.scaled_global_norm = lambda: torch.tensor(torch.nan, device=module.device)
     try:
         module.step()
@@ -221,9 +223,9 @@ def discard(module: Any) -> None:
 
 @contextmanager
 def gathered_module(module: Any) -> Iterator[None]:
-    """Unshard a module under ZeRO-3 inside the context, where forward passes communicate nothing.
+    """Unshard a ZeRO-3 module inside the context, so that forward passes need no communication.
 
-    So the processes may make different numbers of passes. Nothing may be changed inside.
+    The processes may then run different numbers of passes. Do not change weights in the context.
     """
     from deepspeed.runtime.zero import unwrap_model_for_generation
 
@@ -238,9 +240,10 @@ def gathered_module(module: Any) -> Iterator[None]:
 
 
 def forget_order(module: Any) -> None:
-    """Make DeepSpeed fetch parameters on demand in the passes that follow, outside training.
+    """Make DeepSpeed fetch parameters on demand in the next passes, which are not training steps.
 
-    By default it prefetches in the order of the previous step, and records these passes as one.
+    Otherwise DeepSpeed would prefetch in the recorded order of the previous training step, and
+    would record these passes as the order of a training step.
     """
     coordinator = _fetcher(module).get_param_coordinator()
     if not coordinator.is_invalid_trace():

@@ -1,7 +1,7 @@
 """Device, precision, sharding and collectives of a run, in one or several processes.
 
-In one process every collective is the identity. Started by torchrun or `accelerate launch`, the
-same code is data parallel, or sharded by DeepSpeed's ZeRO or PyTorch's FSDP2.
+In one process every collective is the identity. Under torchrun or `accelerate launch` the same
+code runs data parallel, or sharded by DeepSpeed's ZeRO or PyTorch's FSDP2.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 class Engine:
     """A small interface to accelerate, DeepSpeed and FSDP2.
 
-    All processes must call the collective methods (`prepare`, `backward`, `step`, `sum`, ...), in
+    All processes must call the collective methods (`prepare`, `backward`, `step`, `sum`, ...) in
     the same order.
     """
 
@@ -45,29 +45,30 @@ class Engine:
         gather_for_generation: bool = True,
         timeout: int = 1800,
     ) -> None:
-        """Join the other processes of the run.
+        """Connect this process to the other processes of the run.
 
         Args:
-            bf16: compute in bfloat16 by autocast; weights stay in fp32. The mixed precision of
-                `accelerate launch` has the same effect.
+            bf16: compute in bfloat16 by autocast; weights stay in fp32. bf16 as mixed precision
+                of `accelerate launch` has the same effect.
             use_cpu: do not use a GPU.
-            sharding: None follows `accelerate launch`; without it, it means data parallel in
-                several processes and no sharding in one.
-            offload: keep optimizer states on the CPU, and weights too where they are sharded.
+            sharding: None takes the sharding of `accelerate launch`. Without `accelerate launch`,
+                None means "ddp" in several processes and "none" in one.
+            offload: keep optimizer states and sharded weights on the CPU.
             deepspeed: path of a JSON file with DeepSpeed's settings.
             gather_for_generation: let `gathered` gather all layers at once.
             timeout: seconds that a process waits for the others.
 
         Raises:
-            ConfigError: these settings, DeepSpeed's or the launcher's contradict each other.
-            TrainingError: the launcher started several processes that are not connected: each
-                would train alone.
+            ConfigError: these arguments, DeepSpeed's settings and the launcher's settings
+                contradict each other.
+            TrainingError: the launcher started several processes, but accelerate does not connect
+                them.
         """
         self._bf16 = bf16 or launched_precision() == "bf16"
         self._gather_for_generation = gather_for_generation
         self._offload = offload or fsdp_offloads()
         self._deepspeed: Any = None  # DeepSpeed's engine around the trained module
-        self._frozen: dict[nn.Module, Any] = {}  # its engines around frozen models
+        self._frozen: dict[nn.Module, Any] = {}  # DeepSpeed's engines around frozen models
         self._accelerator, self.sharding = make_accelerator(
             choose_sharding(sharding, deepspeed=deepspeed, offload=offload),
             settings_path=deepspeed,
@@ -76,9 +77,9 @@ class Engine:
             timeout=timeout,
         )
         self.peers = ProcessGroup.of_training()
-        """All processes of the run, over the connections that the training uses."""
-        # Registered here and not in a command: a user's own script that makes an Engine over gloo
-        # could otherwise abort at its exit.
+        """All processes of the run; they communicate over the connections of the training."""
+        # This is registered here, because a user's own script that makes an Engine with gloo
+        # could otherwise abort at exit.
         if torch.distributed.is_initialized():
             let_gloo_finish_at_exit()
 
@@ -104,7 +105,7 @@ class Engine:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the files and the log: rank 0."""
+        """Whether this is rank 0, the process that writes the files and the log."""
         return self._accelerator.is_main_process
 
     @property
@@ -119,29 +120,29 @@ class Engine:
 
     @property
     def is_plain(self) -> bool:
-        """Whether PyTorch trains a prepared module in one process, in any number of passes."""
+        """Whether PyTorch alone trains a prepared module, unsharded and in one process."""
         return self.num_processes == 1 and self.sharding in ("none", "ddp")
 
     def place(self, model: Model) -> Model:
-        """Move a model to the device, unless it will be sharded: it may not fit there in full."""
+        """Move a model to the device, unless `prepare` shards it: unsharded it may not fit."""
         return model if self.shards_weights else model.to(self.device)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context in which forward passes compute in the precision of training.
 
-        It is for sampling and scoring: a prepared module applies autocast by itself.
+        Use the context for sampling and scoring; a prepared module applies autocast by itself.
         """
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16)
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Return the module and its optimizer, ready to be trained by all processes together.
+        """Return the module and its optimizer, ready for training in all processes.
 
-        With one process both are the same objects. The optimizer keeps its groups, so a
-        learning-rate schedule that was made for it stays valid. A module can be prepared once.
+        In one unsharded process both are returned unchanged. The optimizer keeps its parameter
+        groups, so an existing learning-rate schedule stays valid. Prepare each module only once.
         """
         self.place(module)
         if self._bf16:
-            # No wrapper module, which would change the names of the parameters.
+            # A wrapper module would change the names of the parameters, so replace the method.
             module.forward = torch.autocast(self.device.type, torch.bfloat16)(module.forward)
         if self.is_deepspeed:
             if self.sharding == "zero3":
@@ -157,9 +158,9 @@ class Engine:
         return module, optimizer
 
     def prepare_frozen(self, model: Model) -> Model:
-        """Freeze a model and move it to the device; return the same object.
+        """Freeze a model, shard it under zero3 and fsdp2, and move it to the device.
 
-        It is sharded where the weights of a prepared module are.
+        Return the same object.
         """
         model.eval().requires_grad_(False)
         if self.sharding == "zero3":
@@ -178,8 +179,8 @@ class Engine:
     def accumulate_only(self, module: nn.Module, accumulate: bool) -> AbstractContextManager[None]:
         """Return a context for the forward and backward pass of one microbatch.
 
-        accumulate is True for all but the last microbatch of a step: gradients may then stay
-        local.
+        `accumulate` is True for all but the last microbatch of a step. The gradients of such a
+        microbatch need not be reduced over the processes yet.
         """
         if self._deepspeed is not None:
             self._deepspeed.set_gradient_accumulation_boundary(not accumulate)
@@ -190,17 +191,17 @@ class Engine:
     def learning(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return a context for the microbatches of a step, in which gradients may be sparse.
 
-        They stay dense with several processes, since DDP and the sharded engines need them so, and
-        on a GPU, where the order of sums would differ from run to run.
+        Gradients stay dense in several processes, because DDP and the sharded engines need dense
+        gradients. They also stay dense on a GPU, because sparse sums there vary from run to run.
         """
         can = self.is_plain and self.device.type == "cpu"
         return sparse_embedding_grads(module) if can else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss whose sum over processes and microbatches is minimized.
+        """Add the gradients of a loss; training minimizes its sum over processes and microbatches.
 
         The loss is multiplied by the number of processes, because data parallel engines average
-        gradients over them.
+        the gradients over the processes.
         """
         scaled = loss * self.num_processes
         if self._deepspeed is not None:
@@ -209,10 +210,10 @@ class Engine:
             scaled.backward()
 
     def step(self, module: nn.Module, optimizer: Optimizer, max_grad_norm: float) -> Tensor:
-        """Clip the global gradient norm to `max_grad_norm`, step, and zero the gradients.
+        """Clip the global gradient norm, take the optimizer step, and zero the gradients.
 
-        Return the norm before clipping, which is the same in all processes. If it is not finite,
-        no process takes the step: weights and moments stay as they are.
+        Return the norm before clipping, which is the same in all processes. If the norm is not
+        finite, every process skips the step and leaves weights and moments unchanged.
         """
         if deepspeed_engine.zero_stage(module):
             return deepspeed_engine.step(module, max_grad_norm)
@@ -223,19 +224,19 @@ class Engine:
         return norm
 
     def discard(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Zero the gradients without a step: weights and moments stay as they are."""
+        """Zero the gradients without a step; leave weights and moments unchanged."""
         if deepspeed_engine.zero_stage(module):
-            # DeepSpeed's optimizer must keep its buffers of offloaded gradients.
+            # zero_grad would drop DeepSpeed's buffers of offloaded gradients.
             deepspeed_engine.discard(module)
             return
         optimizer.zero_grad(set_to_none=True)
 
     def gathered(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which a prepared module is unsharded, to sample, score and read.
+        """Return a context in which a prepared module is unsharded for sampling and scoring.
 
-        Its submodules may be called one by one, a different number of times in each process
-        unless `passes_meet`. They must not be trained or changed. A module that is not the root
-        of a sharded one is left as it is.
+        Submodules may be called one by one. Unless `passes_meet`, the number of calls may differ
+        between processes. Do not train or change the weights inside the context. The context has
+        no effect on a submodule of a sharded module.
         """
         if fsdp_engine.is_sharded(module):
             return fsdp_engine.gathered(module, layers=self._gather_for_generation)
@@ -255,18 +256,18 @@ class Engine:
             yield
 
     def passes_meet(self) -> bool:
-        """Return whether each pass inside `gathered` still waits for all processes.
+        """Return whether each pass inside `gathered` waits for all processes.
 
-        It does where weights are sharded and `gather_for_generation` is off: a process that has
-        finished its responses must continue with passes until `any` returns False.
+        Passes wait if weights are sharded and `gather_for_generation` is off. A process that has
+        finished its responses must then run further passes, until all processes have finished.
         """
         return self.shards_weights and not self._gather_for_generation
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Tensor] | None:
         """Copy all parameters and buffers, unsharded, to the CPU of the main process.
 
-        The other processes return None. module is a prepared one or a submodule of it. Tied
-        tensors (embeddings) are tied in the copy too.
+        The other processes return None. `module` is a prepared module or a submodule of one. Tied
+        tensors (embeddings) stay tied in the copy.
         """
         tensors = self.unwrap(module).state_dict(keep_vars=True)
         copies: dict[int, Tensor] = {}
@@ -283,9 +284,9 @@ class Engine:
     def load_weights(self, module: nn.Module, weight_of: Callable[[str], Tensor | None]) -> None:
         """Copy the unsharded tensor `weight_of(name)` into each parameter, bit for bit.
 
-        module is a prepared one, trained or frozen, and the names are those of its
-        `named_parameters()` before it was prepared. A parameter stays as it is where `weight_of`
-        returns None.
+        `module` is a prepared module, trained or frozen. The names are those that
+        `named_parameters()` returned before the module was prepared. If `weight_of` returns None,
+        the parameter stays unchanged.
 
         Raises:
             TrainingError: a tensor and its parameter differ in shape.
@@ -302,9 +303,9 @@ class Engine:
 
     @torch.no_grad()
     def copy_weights(self, source: nn.Module, target: nn.Module) -> None:
-        """Copy each parameter of `source` into the parameter of the same name of a frozen `target`.
+        """Copy each parameter of `source` into the parameter of the same name in a frozen `target`.
 
-        Both are prepared modules or submodules of them, with the same shapes.
+        `source` and `target` are prepared modules or their submodules, with equal shapes.
         """
         fsdp_engine.reshard(target)
         sources = dict(source.named_parameters())
@@ -321,11 +322,11 @@ class Engine:
     def optimizer_states(
         self, module: nn.Module, optimizer: Optimizer
     ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield name and optimizer state of each trained parameter, unsharded, in every process.
+        """Yield each trained parameter's name and unsharded optimizer state, in every process.
 
         The state (exp_avg, exp_avg_sq, step, ...) is empty before the first step. Plain numbers
-        become 0-dimensional tensors of int64 or float64. Tensors that are not sharded are not
-        copied. All processes must take all items.
+        become 0-dimensional tensors of int64 or float64. Unsharded tensors are not copied. All
+        processes must consume all items, because gathering is collective.
 
         Raises:
             TrainingError: the state holds a value that is neither a tensor nor a number.
@@ -344,7 +345,7 @@ class Engine:
         optimizer: Optimizer,
         state_of: Callable[[str], dict[str, Tensor]],
     ) -> None:
-        """Restore the states that `optimizer_states` returned, by parameter name, bit for bit.
+        """Restore the states that `optimizer_states` yielded, by parameter name, bit for bit.
 
         Raises:
             TrainingError: under ZeRO, a tensor and its parameter differ in shape.
@@ -357,40 +358,40 @@ class Engine:
                 write_state(optimizer, parameter, state_of(name))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all processes, the same in each."""
+        """Return the sum of a tensor over all processes, in every process."""
         if self.num_processes == 1:
             return tensor
         return self._accelerator.reduce(tensor.to(self.device), "sum").to(tensor.device)
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set in any process, the same in each."""
+        """Return whether the flag is set in any process; all processes get the same result."""
         return self.sum(torch.tensor(int(flag))).item() > 0
 
     def share(self, rows: int) -> list[int]:
-        """Return this process's row indices of a batch: rank, rank + processes, and so on.
+        """Return this process's row indices of a batch: rank, rank + num_processes, and so on.
 
-        Every process has the same number of rows, since their passes may wait for each other. The
-        last processes repeat the batch's last row where the division leaves a remainder;
-        `gather_rows` drops the repetitions.
+        Every process gets the same number of rows, because passes may wait for all processes. If
+        `rows` is not divisible, the last processes repeat the batch's last row; `gather_rows`
+        drops the repetitions.
         """
         number, last = -(-rows // self.num_processes), rows - 1
         return [min(n * self.num_processes + self.rank, last) for n in range(number)]
 
     def gather_rows(self, share: Tensor, rows: int) -> Tensor:
-        """Gather the shares of all processes; return the full batch (rows, ...) in each.
+        """Gather the rows of all processes; return the full batch (rows, ...) in every process.
 
-        Shares may differ in the size of their second dimension; shorter ones are right-padded
-        with 0.
+        `share` holds the rows that the method `share` selects. If its second dimension differs
+        between processes, shorter tensors are right-padded with 0.
         """
         if self.num_processes == 1:
             return share
         share = share.to(self.device)
         if share.ndim > 1:
-            # Padding turns a bool tensor into integers.
+            # Padding turns a bool tensor into integers, so convert it back.
             share = self._accelerator.pad_across_processes(share, dim=1).to(share.dtype)
         by_rank = self._accelerator.gather(share).unflatten(0, (self.num_processes, -1))
         return by_rank.transpose(0, 1).flatten(0, 1)[:rows]
 
     def gather_objects(self, items: list[Item]) -> list[Item]:
-        """Return the items of all processes in the order of their ranks, in every process."""
+        """Return the items of all processes in rank order, in every process."""
         return [item for of_process in self.peers.exchange(items) for item in of_process]

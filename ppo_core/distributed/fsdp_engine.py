@@ -1,8 +1,8 @@
-"""FSDP2: shard parameters, and unshard them where they are needed.
+"""FSDP2: shard parameters, and unshard them for passes and for reading.
 
-Each layer of a model is a group of its own, unsharded for its passes; embeddings, head and norms
-are the root's group. The root's group stays unsharded after a pass without gradients, until
-`gathered` ends.
+Each layer of a model is an FSDP group of its own, unsharded only during its passes. Embeddings,
+head and norms are the root's group. After a pass without gradients the root's group stays
+unsharded until `gathered` ends.
 """
 
 from collections.abc import Iterator
@@ -25,9 +25,9 @@ from ppo_core.errors import ConfigError
 
 
 def shard(module: nn.Module, device: torch.device, *, offload: bool) -> None:
-    """Shard each parameter in place over all processes; the names stay.
+    """Shard each parameter in place over all processes; parameter names do not change.
 
-    Weights move to the device layer by layer, so the full module need not fit there. With
+    Weights move to the device layer by layer, so the full module need not fit on the device. With
     `offload` the shards and their optimizer states are on the CPU.
     """
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
@@ -36,7 +36,8 @@ def shard(module: nn.Module, device: torch.device, *, offload: bool) -> None:
     layers = {id(layer): layer for layer in _layers(module)}
     for part in [*layers.values(), module]:
         fully_shard(part, mesh=mesh, offload_policy=policy)
-    # Else torch makes the first submodule that is called the root; we call submodules one by one.
+    # Mark `module` as the root now: torch would take the first called submodule as the root, and
+    # callers call submodules one by one.
     root: Any = module
     root._get_fsdp_state()._lazy_init()
 
@@ -53,15 +54,15 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 def shard_trained(
     module: nn.Module, optimizer: Optimizer, device: torch.device, *, offload: bool
 ) -> None:
-    """Shard a module in place, and its parameters in the groups of its optimizer.
+    """Shard a module in place, and put the shards into the parameter groups of its optimizer.
 
     Raises:
         ConfigError: the optimizer has already taken steps, on unsharded parameters.
     """
     if optimizer.state:
         raise ConfigError(
-            f"The {type(optimizer).__name__} has already taken steps, and sharding='fsdp2' would "
-            "lose its moments. Pass a new optimizer."
+            f"The {type(optimizer).__name__} has already taken steps. sharding='fsdp2' would lose "
+            "the optimizer's moments. Pass a new optimizer."
         )
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     shard(module, device, offload=offload)
@@ -73,7 +74,7 @@ def shard_trained(
 
 
 def shard_frozen(module: nn.Module, device: torch.device, *, offload: bool) -> None:
-    """Shard a frozen module in place; its backbone may be called without it."""
+    """Shard a frozen module in place; its backbone may be called without the root module."""
     shard(module, device, offload=offload)
     root: Any = module
     model: Any = getattr(module, "model", module)
@@ -82,13 +83,16 @@ def shard_frozen(module: nn.Module, device: torch.device, *, offload: bool) -> N
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether the module is the root of a module that FSDP2 shards."""
+    """Return whether FSDP2 shards the module as the root or as a layer."""
     return isinstance(module, FSDPModule)
 
 
 @contextmanager
 def gathered(module: Any, *, layers: bool) -> Iterator[None]:
-    """Unshard the root's group inside the context; with `layers` all, so no pass communicates."""
+    """Unshard the root's group inside the context.
+
+    With `layers`, unshard all groups, so that passes need no communication.
+    """
     groups = [part for part in module.modules() if isinstance(part, FSDPModule)]
     unsharded = groups if layers else [module]
     for group in unsharded:
@@ -108,7 +112,7 @@ def gathered(module: Any, *, layers: bool) -> Iterator[None]:
 def reshard(module: nn.Module) -> None:
     """Reshard all groups, so that values written to the parameters are kept.
 
-    The root's group of a frozen module is unsharded after its passes.
+    The root's group of a frozen module can still be unsharded after passes.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -116,14 +120,14 @@ def reshard(module: nn.Module) -> None:
 
 
 def unsharded(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded one, in every process, or the tensor itself."""
+    """Return the full tensor of a sharded tensor in every process; return others unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard a full tensor as `like` is sharded; return it unchanged if `like` is not."""
+    """Shard a full tensor as `like` is sharded; return `tensor` unchanged if `like` is full."""
     if not isinstance(like, DTensor):
         return tensor
     on_device = tensor.to(like.device)
-    # No source rank: every process has the full tensor, so nothing is sent.
+    # Every process has the full tensor, so no source rank needs to send it.
     return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)

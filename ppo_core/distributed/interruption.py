@@ -1,4 +1,4 @@
-"""SIGTERM as a request to save and stop: spot instances and schedulers send it."""
+"""Treat SIGTERM as a request to save and stop; spot instances and schedulers send SIGTERM."""
 
 import signal
 import threading
@@ -10,18 +10,18 @@ EXIT_CODE = 75
 
 
 class Interruption:
-    """A context in which SIGTERM does not end the process, but sets `requested`.
+    """A context in which SIGTERM sets `requested` instead of ending the process.
 
-    It has no effect outside the main thread, which alone receives Python's signals.
+    The context works only in the main thread, because Python delivers signals only there.
     """
 
     def __init__(self) -> None:
-        """Start without a request."""
+        """Start with `requested` False."""
         self.requested = False
         self._before: Any = None
 
     def __enter__(self) -> None:
-        """Install the handler of SIGTERM, and forget an earlier request."""
+        """Install the handler of SIGTERM, and reset `requested`."""
         self.requested = False
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._request)

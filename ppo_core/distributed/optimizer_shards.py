@@ -1,4 +1,4 @@
-"""The optimizer state of one parameter as unsharded tensors, restored bit for bit."""
+"""Read the optimizer state of one parameter as unsharded tensors, and restore it bit for bit."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +16,8 @@ _NUMBERS = {int: torch.int64, float: torch.float64}
 def read_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
     """Return the optimizer state of a parameter: exp_avg, exp_avg_sq, step, ...
 
-    It is empty before the first step. A plain number becomes a 0-dimensional tensor of int64 or
-    float64; entries that are None are left out. Tensors that are not sharded are not copied.
+    The state is empty before the first step. A plain number becomes a 0-dimensional tensor of
+    int64 or float64. Entries that are None are left out. Unsharded tensors are not copied.
 
     Raises:
         TrainingError: an entry is neither a tensor nor a number.
@@ -40,9 +40,9 @@ def as_tensor(optimizer: Optimizer, name: str, value: Any) -> Tensor:
         return value
     if type(value) not in _NUMBERS:
         raise TrainingError(
-            f"{type(optimizer).__name__} keeps {name}={value!r:.80} for a parameter, which is "
-            "neither a tensor nor a number: a checkpoint could not hold it. Use an optimizer that "
-            "keeps tensors, or save_strategy='no'."
+            f"{type(optimizer).__name__} keeps {name}={value!r:.80} in a parameter's state. A "
+            "checkpoint can hold only tensors and numbers. Use an optimizer that keeps only "
+            "these, or set save_strategy='no'."
         )
     return torch.tensor(value, dtype=_NUMBERS[type(value)])
 
@@ -50,7 +50,7 @@ def as_tensor(optimizer: Optimizer, name: str, value: Any) -> Tensor:
 def write_state(
     optimizer: Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Restore the state that `read_state` returned; tensors are copied and keep their dtype."""
+    """Restore the state that `read_state` returned; copy the tensors without changing the dtype."""
     optimizer.state.pop(parameter, None)
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     for name, tensor in tensors.items():
@@ -64,25 +64,25 @@ def write_state(
 
 
 def as_value(tensor: Tensor, group: Mapping[str, Any], device: torch.device) -> Any:
-    """Return a 0-dimensional entry as the optimizer keeps it: a number or a copy of the tensor.
+    """Convert a 0-dimensional entry to the form in the optimizer: a number, or a tensor copy.
 
     `group` holds the options of the parameter's group, and `device` is the parameter's device.
     """
     if tensor.dtype in _NUMBERS.values():
         return tensor.item()
-    # Torch counts steps on the CPU, except for kernels that read the count on the device.
+    # Torch keeps the step count on the CPU, but fused and capturable kernels read it on the device.
     on_device = group.get("fused") or group.get("capturable")
     return tensor.to(device if on_device else "cpu", copy=True)
 
 
 def check_shape(name: str, expected: torch.Size, found: torch.Size) -> None:
-    """Raise if two shapes differ, where a copy could broadcast.
+    """Raise if two shapes differ, because a copy could broadcast silently.
 
     Raises:
         TrainingError: the shapes differ.
     """
     if expected != found:
         raise TrainingError(
-            f"{name!r} has the shape {tuple(found)} in the checkpoint and {tuple(expected)} here. "
-            "Resume with the models that wrote the checkpoint."
+            f"{name!r} has the shape {tuple(found)} in the checkpoint, but {tuple(expected)} in "
+            "this run. Resume with the models that wrote the checkpoint."
         )

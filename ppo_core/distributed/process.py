@@ -1,4 +1,4 @@
-"""The life of one process: its imports, its end with its parent, its error report, its exit."""
+"""Process utilities for imports, end with the parent process, error reports and exit."""
 
 import atexit
 import ctypes
@@ -17,10 +17,10 @@ from pathlib import Path
 from ppo_core.data.atomic_files import write_atomically
 
 PARENT = "PPO_CORE_PARENT"
-"""Environment variable: id of the process that started this one, which ends with it."""
+"""Environment variable: id of the parent process; this process ends when the parent ends."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable: file for the error report of a process; torchrun sets and shows it."""
+"""Environment variable, set by torchrun: file for a process's error report."""
 
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
@@ -28,17 +28,17 @@ _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
 _TIME_FOR_THREADS = 0.1
-"""Seconds that gloo's threads get at exit; each needs the GIL for microseconds."""
+"""Seconds to wait at exit for gloo's threads, each of which needs the GIL for microseconds."""
 
 
 @contextmanager
 def large_imports() -> Iterator[None]:
-    """Disable garbage collection during imports and freeze the result, in a command of ours.
+    """Disable garbage collection during imports, and freeze the imported objects.
 
-    torch, transformers and MLflow create a million objects that live until the process ends, and
-    each step of a flow is a process. The collector would traverse them again and again during the
-    imports, and once more at exit. Only import inside the block: objects that exist at its end are
-    never collected.
+    torch, transformers and MLflow create a million objects that live until the process ends. The
+    collector would traverse them many times during the imports, and again at exit. Each step of a
+    flow would pay this cost, because each step is a process. Inside the block only import:
+    objects that exist when the block ends are never collected.
     """
     gc.disable()
     try:
@@ -49,10 +49,10 @@ def large_imports() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the process that started it ends.
+    """Have the kernel kill this process when its parent process ends.
 
-    So no orphan continues to train and write after its launcher was killed. This applies under
-    torchrun and where PARENT is set, on Linux only.
+    Otherwise an orphan could continue to train and write after its launcher was killed. This
+    works only on Linux, under torchrun or if PARENT is set.
     """
     started_by = os.environ.get(PARENT)
     if sys.platform != "linux" or (started_by is None and _UNDER_TORCHRUN not in os.environ):
@@ -67,7 +67,7 @@ def end_with_parent() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
-    """Why a process failed, as it reported itself."""
+    """The error of a failed process, as the process itself reported it."""
 
     kind: str
     """Name of the error's class."""
@@ -84,7 +84,7 @@ class ErrorReport:
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """Write an error inside the context to the file that ERROR_FILE names, and raise it again."""
+    """Write an error of the context to the file in the variable ERROR_FILE, and re-raise it."""
     try:
         yield
     except Exception as error:
@@ -94,7 +94,7 @@ def reported_errors() -> Iterator[None]:
 
 
 def read_report(path: Path) -> ErrorReport | None:
-    """Return the report that `reported_errors` wrote; None where the process wrote none."""
+    """Return the report that `reported_errors` wrote; None if there is no report."""
     if not path.is_file():
         return None
     details = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]
@@ -127,12 +127,12 @@ def _write_report(path: Path, error: Exception) -> None:
 def let_gloo_finish_at_exit() -> None:
     """Release the GIL to gloo's threads just before this process ends.
 
-    gloo's threads free the tensors of a finished operation shortly after the main thread has
-    learned that it is finished, and need the GIL for that. Python before 3.14 terminates a thread
-    that waits for the GIL while the interpreter shuts down; a thread in C++ code cannot be
-    terminated so, and the process aborts although its work is done: "terminate called without an
-    active exception" (pytorch/pytorch#190489). `destroy_process_group` joins these threads only
-    where no object, not even a model, refers to the group.
+    gloo's threads need the GIL to free the tensors of an operation, shortly after the main thread
+    sees the operation as finished. Python before 3.14 terminates threads that wait for the GIL at
+    shutdown. Terminating a thread in C++ code aborts the process, although its work is done:
+    "terminate called without an active exception" (pytorch/pytorch#190489).
+    `destroy_process_group` joins these threads only if no object, for example a model, refers to
+    the group.
     """
     atexit.unregister(_release_the_gil)
     atexit.register(_release_the_gil)

@@ -23,7 +23,7 @@ def _alone(item: Any) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroup:
-    """All processes of a run, seen from one of them; without arguments, a single process."""
+    """The processes of a run, as seen by one process; without arguments, a single process."""
 
     rank: int = 0
     """Rank of this process, from 0."""
@@ -32,14 +32,14 @@ class ProcessGroup:
     """Number of processes."""
 
     exchange: Callable[[Any], list[Any]] = _alone
-    """Return the items of all processes in the order of their ranks; all must call it."""
+    """Function that returns the items of all processes in rank order; all processes must call."""
 
     @classmethod
     def meet(cls, timeout: float) -> "ProcessGroup":
-        """Return all processes of the run, connected by a new gloo group; all must call it.
+        """Return all processes of the run, connected by a new gloo group; all processes must call.
 
-        The group works on the CPU and from a thread, while the training uses its own connections.
-        A process waits `timeout` seconds for the others.
+        The group works on the CPU and in a thread, independent of the training's connections. A
+        process waits `timeout` seconds for the others.
         """
         if _num_processes() == 1:
             return cls()
@@ -49,7 +49,7 @@ class ProcessGroup:
 
     @classmethod
     def of_training(cls) -> "ProcessGroup":
-        """Return all processes of the run, over the connections that the training uses."""
+        """Return all processes of the run, connected by the training's default group."""
         return cls() if _num_processes() == 1 else cls._over(None)
 
     @classmethod
@@ -66,16 +66,16 @@ class ProcessGroup:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process publishes checkpoints and writes the log: rank 0."""
+        """Whether this is rank 0, the process that publishes checkpoints and writes the log."""
         return self.rank == 0
 
     def together(self, work: Callable[[], Result]) -> list[Result]:
-        """Run work in every process; return the results of all, in the order of their ranks.
+        """Run `work` in every process; return the results of all processes in rank order.
 
-        An error of one process is raised in all of them, so none waits for a failed process.
+        An error in one process is raised in all processes, so no process waits for a failed one.
 
         Raises:
-            TrainingError: work failed in another process.
+            TrainingError: `work` failed in another process.
         """
         try:
             result, failure = work(), None
@@ -86,9 +86,9 @@ class ProcessGroup:
             raise failure
         for rank, (_, message) in enumerate(outcomes):
             if message is not None:
-                raise TrainingError(f"Process {rank} says: {message}")
+                raise TrainingError(f"Process {rank} failed: {message}")
         return [result for result, _ in outcomes]
 
     def of_main(self, item: Any) -> Any:
-        """Return the main process's item, in every process."""
+        """Return the item of rank 0 in every process."""
         return self.exchange(item)[0]

@@ -1,4 +1,4 @@
-"""A policy on disk as one plain model, wherever its weights are: sharded, or under an adapter."""
+"""Save a policy as one model in transformers' format, also if it is sharded or has an adapter."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 def gather_weights(
     engine: Engine, model: PreTrainedModel, adapted: "PeftModel | None"
 ) -> dict[str, Tensor] | None:
-    """Return the weights that `save_plain` needs, in the main process; all processes must call.
+    """Return the weights that `save_plain` needs in the main process; all processes must call.
 
-    `adapted` is the PeftModel that contains the model, if there is one. None where `save_plain`
-    can read the weights of the PeftModel itself, and in the other processes.
+    `adapted` is the PeftModel around the model, or None. The result is None in the other
+    processes, and also for an unsharded PeftModel, which `save_plain` reads directly.
     """
     if adapted is None:
         return engine.full_state_dict(model)
@@ -32,10 +32,10 @@ def save_plain(
     folder: Path,
     weights: dict[str, Tensor] | None,
 ) -> None:
-    """Write a model with the weights of `gather_weights`; an adapter is merged into a copy of it.
+    """Write a model with the weights of `gather_weights`; merge an adapter into a copy first.
 
     Raises:
-        ModelError: the adapter's base is quantized.
+        ModelError: the adapter's base model is quantized.
     """
     if adapted is None:
         model.save_pretrained(folder, state_dict=weights)

@@ -1,4 +1,4 @@
-"""Choose how the processes share the work, from the settings and the launcher."""
+"""Choose the sharding of a run from the settings and the launcher's variables."""
 
 import os
 from typing import Literal, get_args
@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from ppo_core.errors import ConfigError
 
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
-"""One process; data parallel; the three stages of DeepSpeed's ZeRO; PyTorch's FSDP2."""
+"""One process, data parallel, the three stages of DeepSpeed's ZeRO, or PyTorch's FSDP2."""
 
 KINDS: tuple[Sharding, ...] = get_args(Sharding)
 
@@ -19,13 +19,13 @@ def uses_deepspeed(sharding: str | None) -> bool:
 def choose_sharding(
     sharding: Sharding | None, *, deepspeed: str | None, offload: bool
 ) -> Sharding | None:
-    """Return the sharding to use; None leaves the stage of ZeRO to DeepSpeed's settings.
+    """Return the sharding to use; None means that DeepSpeed's settings choose the ZeRO stage.
 
     `deepspeed` is the path of a JSON file with DeepSpeed's settings. The options of `accelerate
     launch` and the number of processes are read from the environment.
 
     Raises:
-        ConfigError: two of these sources contradict each other; the message names both.
+        ConfigError: two settings contradict each other; the message names both.
     """
     launched = launched_by_accelerate()
     if launched == "deepspeed" or deepspeed is not None:
@@ -36,19 +36,19 @@ def choose_sharding(
         chosen = sharding or ("ddp" if _num_processes() > 1 else "none")
     if chosen == "none" and _num_processes() > 1:
         raise ConfigError(
-            f"sharding='none' is for one process, and {_num_processes()} were launched: each would "
-            "train alone. Set sharding='ddp', or start one."
+            f"sharding='none' is for one process, but {_num_processes()} processes were launched: "
+            "each would train alone. Set sharding='ddp', or start one process."
         )
     if offload and chosen in ("none", "ddp"):
         raise ConfigError(
-            f"offload=True with sharding={chosen!r}: nothing is sharded, so nothing could be "
+            f"offload=True has no effect with sharding={chosen!r}: only sharded states can be "
             "moved to the CPU. Set sharding to zero1, zero2, zero3 or fsdp2, or offload=False."
         )
     return chosen
 
 
 def launched_by_accelerate() -> Literal["deepspeed", "fsdp"] | None:
-    """Return the engine that `accelerate launch` was told to use, if any."""
+    """Return the engine that `accelerate launch` selects; None if it selects neither engine."""
     if _is_on("ACCELERATE_USE_DEEPSPEED"):
         return "deepspeed"
     return "fsdp" if _is_on("ACCELERATE_USE_FSDP") else None
@@ -65,22 +65,22 @@ def _with_deepspeed(
     source = "accelerate launch with DeepSpeed" if deepspeed is None else f"deepspeed={deepspeed!r}"
     if sharding is not None and not uses_deepspeed(sharding):
         raise ConfigError(
-            f"sharding={sharding!r} and {source} contradict each other. Remove one of them."
+            f"sharding={sharding!r} and {source} contradict each other. Remove one of the two."
         )
     if offload:
         raise ConfigError(
-            f"offload=True and {source}: DeepSpeed's own settings control offloading. Set "
-            "offload_optimizer and offload_param there, and offload=False."
+            f"offload=True does not work with {source}: DeepSpeed's own settings control "
+            "offloading. Set offload_optimizer and offload_param there, and offload=False."
         )
     return sharding
 
 
 _FSDP_ACCEPTED = {
-    "FSDP_VERSION": (("2",), "1", "sets fsdp_version: 2, which shards each parameter by itself"),
+    "FSDP_VERSION": (("2",), "1", "sets fsdp_version: 2, which shards each parameter separately"),
     "FSDP_RESHARD_AFTER_FORWARD": (
         ("true", "full_shard"),
         "true",
-        "sets fsdp_reshard_after_forward: true, which shards layers between their passes",
+        "sets fsdp_reshard_after_forward: true, which reshards a layer after its forward pass",
     ),
     "FSDP_ACTIVATION_CHECKPOINTING": (
         ("false",),
@@ -90,24 +90,24 @@ _FSDP_ACCEPTED = {
     "FSDP_AUTO_WRAP_POLICY": (
         ("transformer_based_wrap",),
         "transformer_based_wrap",
-        "sets fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, which groups by layer",
+        "sets fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, which makes one group per layer",
     ),
 }
-"""Per variable of FSDP: accepted values, the default, and what an accepted configuration does."""
+"""Accepted values, default, and description of a valid configuration, by environment variable."""
 
 
 def _with_fsdp(sharding: Sharding | None) -> Sharding:
     if sharding not in (None, "fsdp2"):
         raise ConfigError(
             f"sharding={sharding!r} and accelerate launch with FSDP contradict each other. Remove "
-            "one of them."
+            "one of the two."
         )
     for name, (accepted, default, instead) in _FSDP_ACCEPTED.items():
         value = os.environ.get(name, default)
         if value.lower() not in accepted:
             raise ConfigError(
-                f"{name}={value} of accelerate launch is not supported. A configuration that can "
-                f"be used {instead}: see infra/accelerate/fsdp2.yaml."
+                f"{name}={value} of accelerate launch is not supported. A supported configuration "
+                f"{instead}. See infra/accelerate/fsdp2.yaml for an example."
             )
     return "fsdp2"
 

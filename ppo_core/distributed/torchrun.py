@@ -1,7 +1,8 @@
-"""torchrun for a launcher: `python -m ppo_core.distributed.torchrun` with torchrun's arguments.
+"""Run torchrun from a launcher: `python -m ppo_core.distributed.torchrun` and torchrun's arguments.
 
-It ends with the process that started it, and the processes that it starts end with it. It writes
-which of them failed first to the file that the variable TORCHELASTIC_ERROR_FILE names.
+This process ends when its parent process ends, and the processes that it starts end with it. If
+some of them fail, a report of the first failure is written to the file in the variable
+TORCHELASTIC_ERROR_FILE.
 """
 
 import json
@@ -24,10 +25,10 @@ from ppo_core.distributed.process import (
 )
 
 NOTICED_AFTER = 2.0
-"""Seconds until the death of a process is noticed; errors of the other processes come sooner."""
+"""Upper estimate, in seconds, of the delay until torchrun notices that a process was killed."""
 
 _CONSEQUENCES = {-signal.SIGTERM, -signal.SIGABRT}
-"""Exit codes of processes that end because another one did: by torchrun, or in gloo's threads."""
+"""Exit codes of processes that end because another process ended: torchrun ends them, or gloo."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +36,20 @@ class Failure:
     """The process that failed first."""
 
     rank: int
-    """Its rank."""
+    """Rank of the process."""
 
     pid: int
-    """Its process id on its machine."""
+    """Process id on the machine of the process."""
 
     exit_code: int
-    """Its exit code; a negative one is a signal."""
+    """Exit code of the process; a negative code is a signal number."""
 
     report: ErrorReport | None
-    """Its own report, if it could write one."""
+    """Error report of the process; None if the process wrote no report."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the processes; return 0, or 1 if one of them failed."""
+    """Run the processes; return 0, or 1 if a process failed."""
     os.environ[PARENT] = str(os.getpid())
     try:
         run(parse_args(argv))
@@ -61,15 +62,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def first_failure(failures: Iterable[tuple[Failure, float]]) -> Failure:
-    """Return the failure that caused the other ones: the earliest, by corrected times.
+    """Return the failure that probably caused the others: the earliest by corrected time.
 
-    The connections of a killed process break, and the other processes may report that before its
-    death is noticed. So death by a signal counts `NOTICED_AFTER` seconds earlier, unless the
-    signal itself follows from the end of another process. A process that torchrun ended counts a
-    second later: torch truncates its time to full seconds, which could put it before the cause.
+    When a process is killed, the other processes may report broken connections before torchrun
+    notices the killed process. So a failure by signal is dated `NOTICED_AFTER` seconds earlier,
+    unless another process caused the signal. A process that torchrun ended is dated a second
+    later: torch truncates times to full seconds, which could date it before the cause.
 
     Args:
-        failures: failures with the time of the report, or the second when the end was noticed.
+        failures: each failure with a time: of the report, or else when torchrun noticed the end.
     """
 
     def moment(failure: Failure, time: float) -> float:

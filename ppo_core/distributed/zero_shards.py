@@ -1,7 +1,7 @@
-"""ZeRO's shards of fp32 weights and optimizer states, to unsharded tensors and back.
+"""Convert ZeRO's shards of fp32 weights and optimizer states to unsharded tensors and back.
 
-DeepSpeed concatenates the parameters of a group and gives each process one slice, its partition.
-The optimizer steps on the partition, a flat fp32 tensor, and keeps moments of its shape.
+DeepSpeed flattens the parameters of a group and gives each process one slice, its partition. The
+partition is a flat fp32 tensor. The optimizer updates it and keeps moments of the same shape.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,33 +16,33 @@ from ppo_core.distributed.optimizer_shards import as_tensor, as_value, check_sha
 
 @dataclass(frozen=True)
 class _Piece:
-    """The elements of a parameter that are in this process's partition."""
+    """The slice of a parameter that is in this process's partition."""
 
     flat: nn.Parameter
-    """The partition, on which the optimizer steps."""
+    """The partition, which the optimizer updates."""
 
     at: int
-    """First element in the partition."""
+    """Index of the slice's first element in the partition."""
 
     start: int
-    """First element in the flattened parameter."""
+    """Index of the slice's first element in the flattened parameter."""
 
     numel: int
-    """Number of elements; 0 if all are in other processes."""
+    """Number of elements in the slice; 0 if all elements are in other processes."""
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return these elements of the partition, or of a moment of its shape."""
+        """Return the slice of `flat`, which is the partition or a moment of the same shape."""
         return flat.detach()[self.at : self.at + self.numel]
 
     def put(self, flat: Tensor, full: Tensor) -> None:
-        """Copy these elements of a full tensor into the partition, or into a moment."""
+        """Copy the slice of an unsharded tensor into `flat`, the partition or a moment."""
         self.of(flat).copy_(full.flatten()[self.start : self.start + self.numel])
 
     def gathered(self, flat: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
-        """Return the full tensor, in every process; all must call."""
+        """Return the unsharded tensor in every process; all processes must call."""
         full = torch.zeros(shape.numel(), dtype=flat.dtype, device=device)
         full[self.start : self.start + self.numel].copy_(self.of(flat))
-        # A sum of integers with zeros keeps every bit, also the sign of -0.0.
+        # Adding zeros to the bits as integers keeps every bit, including the sign of -0.0.
         torch.distributed.all_reduce(full.view(torch.int32))
         return full.view(shape)
 
@@ -54,7 +54,7 @@ def _pieces(engine: Any) -> dict[nn.Parameter, _Piece]:
         pieces = {}
         for parameter in _trained(engine):
             group, at, numel = zero.grad_position[zero.get_param_id(parameter)]
-            # The last partition is padded to the length of the other ones.
+            # The last partition is padded to the length of the others.
             start = min(numel * rank, parameter.ds_numel)
             own = min(numel, parameter.ds_numel - start)
             pieces[parameter] = _Piece(zero.fp32_partitioned_groups_flat[group], at, start, own)
@@ -76,13 +76,13 @@ def _trained(engine: Any) -> list[Any]:
 
 
 def full_shape(parameter: Any) -> torch.Size:
-    """Return the full shape of a parameter, whether or not ZeRO-3 shards it."""
+    """Return the unsharded shape of a parameter, whether or not ZeRO-3 shards the parameter."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @torch.no_grad()
 def load_weights(engine: Any, weight_of: Callable[[str], Tensor | None]) -> None:
-    """Copy full tensors into the weights of a module under ZeRO and into its fp32 partitions."""
+    """Copy unsharded tensors into the weights of a ZeRO module and into its fp32 partitions."""
     pieces = _pieces(engine)
     for name, parameter in engine.module.named_parameters():
         weight = weight_of(name)
@@ -94,7 +94,7 @@ def load_weights(engine: Any, weight_of: Callable[[str], Tensor | None]) -> None
 
 
 def set_weight(parameter: Any, weight: Tensor) -> None:
-    """Copy a full tensor into a parameter, whether or not ZeRO-3 shards it."""
+    """Copy an unsharded tensor into a parameter, whether or not ZeRO-3 shards the parameter."""
     if not hasattr(parameter, "ds_id"):
         parameter.detach().copy_(weight)
         return
@@ -102,13 +102,13 @@ def set_weight(parameter: Any, weight: Tensor) -> None:
     start = min(shard.numel() * torch.distributed.get_rank(), parameter.ds_numel)
     own = min(shard.numel(), parameter.ds_numel - start)
     shard[:own].copy_(weight.flatten()[start : start + own])
-    # DeepSpeed keeps small parameters unsharded as well.
+    # DeepSpeed keeps an additional unsharded copy of small parameters.
     if parameter.shape == parameter.ds_shape:
         parameter.detach().copy_(weight)
 
 
 def optimizer_states(engine: Any) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield name and optimizer state of each trained parameter, unsharded, in every process."""
+    """Yield each trained parameter's name and unsharded optimizer state, in every process."""
     optimizer, pieces = engine.optimizer.optimizer, _pieces(engine)
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
@@ -131,7 +131,7 @@ def optimizer_states(engine: Any) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 @torch.no_grad()
 def load_optimizer_states(engine: Any, state_of: Callable[[str], dict[str, Tensor]]) -> None:
-    """Restore the states that `optimizer_states` returned under any number of processes."""
+    """Restore states that `optimizer_states` yielded, possibly with another number of processes."""
     optimizer, pieces = engine.optimizer.optimizer, _pieces(engine)
     for flat in {id(piece.flat): piece.flat for piece in pieces.values()}.values():
         optimizer.state.pop(flat, None)

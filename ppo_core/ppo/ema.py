@@ -1,4 +1,4 @@
-"""A running mean of the policy's weights."""
+"""Exponential moving average of the policy's weights."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,33 +11,33 @@ from ppo_core.errors import TrainingError
 
 
 class WeightAverage:
-    """Exponentially weighted mean of a model's trainable weights, at least in fp32.
+    """Exponential moving average of a model's trainable weights, in fp32 or higher precision.
 
         mean[0] = weights[0];   mean[k] = decay * mean[k-1] + (1 - decay) * weights[k]
 
     Averaged weights vary less than the last weights (Polyak & Juditsky 1992, "Acceleration of
-    Stochastic Approximation by Averaging"); OpenRLHF averages a policy in this way. Takes the
-    memory of one fp32 copy of the trained weights.
+    Stochastic Approximation by Averaging"). OpenRLHF averages a policy in this way. The mean
+    takes the memory of one fp32 copy of the trained weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """Start the mean at the model's weights, which must not be sharded."""
+        """Initialize the mean with the model's weights, which must not be sharded."""
         self._decay = decay
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._means = {name: at_least_fp32(p.detach()).clone() for name, p in self._weights.items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the present weights to the mean; call once after each PPO update."""
+        """Add the current weights to the mean; call this once after each PPO update."""
         for name, mean in self._means.items():
             weights = at_least_fp32(self._weights[name].detach())
             mean.mul_(self._decay).add_(weights, alpha=1 - self._decay)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside of the `with` the model has the averaged weights; afterwards its own again.
+        """Give the model the averaged weights inside the context, and its own weights afterwards.
 
-        Takes the memory of another copy of the trained weights.
+        The context takes the memory of another copy of the trained weights.
         """
         own = {name: p.detach().clone() for name, p in self._weights.items()}
         self._set_weights(self._means)
@@ -47,11 +47,11 @@ class WeightAverage:
             self._set_weights(own)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the averaged weights by parameter name, not copied: for a checkpoint."""
+        """Return the averaged weights by parameter name, without a copy, for a checkpoint."""
         return dict(self._means)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `tensors` returned.
+        """Restore the averaged weights that `tensors` returned.
 
         Raises:
             TrainingError: the names or shapes of the parameters differ.
@@ -61,9 +61,9 @@ class WeightAverage:
         if different := sorted(here.items() ^ there.items()):
             name, _ = different[0]
             raise TrainingError(
-                f"The mean of the weights in the checkpoint does not fit the policy: {name!r} has "
-                f"the shape {there.get(name)} there and {here.get(name)} here. Resume with the "
-                "model that wrote the checkpoint."
+                f"The averaged weights in the checkpoint do not fit the policy: {name!r} has the "
+                f"shape {there.get(name)} in the checkpoint, but {here.get(name)} in the policy. "
+                "Resume with the model that wrote the checkpoint."
             )
         for name, mean in self._means.items():
             mean.copy_(tensors[name])

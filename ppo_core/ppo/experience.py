@@ -1,4 +1,4 @@
-"""A scored rollout in; rewards per token, advantages and returns out."""
+"""Compute token rewards, advantages and returns from a scored rollout."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -29,9 +29,9 @@ def shaped_scores(
     config: PPOConfig,
     moments: RunningMoments,
 ) -> Tensor:
-    """Return scores (B,) scaled and clipped, minus the penalties for length and end.
+    """Return scores (B,), scaled and clipped, minus penalties for length and a missing stop token.
 
-    With `use_score_scaling` the running moments are updated with the scores first.
+    With `use_score_scaling`, first update the running moments with the scores.
     """
     if config.use_score_scaling:
         moments.update(scores)
@@ -53,7 +53,7 @@ def shaped_scores(
 
 
 def divergence(rollout: Rollout, scores: Scores, estimator: str) -> Tensor:
-    """Return the KL divergence from the reference at each token (B, T), 0 where not counted."""
+    """Return the KL divergence from the reference at each token (B, T), 0 outside response_mask."""
     if scores.full_kl is not None:
         return scores.full_kl
     kl = kl_per_token(rollout.logprobs, scores.ref_logprobs, estimator)
@@ -63,7 +63,7 @@ def divergence(rollout: Rollout, scores: Scores, estimator: str) -> Tensor:
 def make_experience(
     rollout: Rollout, scores: Scores, kl: Tensor, config: PPOConfig, *, kl_coef: float
 ) -> Experience:
-    """Compute advantages and returns from scores and `kl` (B, T), which `kl_coef` weighs."""
+    """Compute advantages and returns from scores and `kl` (B, T) times `kl_coef`."""
     whiten = partial(standardize, mask=rollout.response_mask)
     in_reward = 0.0 if config.kl_in_loss else kl_coef
     rewards = token_rewards(scores.scores, kl, rollout.response_mask, kl_coef=in_reward)
@@ -89,9 +89,9 @@ def make_experience(
 def _advantages(
     rewards: Tensor, values: Tensor, rollout: Rollout, gamma: float, gae_lambda: float
 ) -> Tensor:
-    """Return advantages (B, T), as if the counted tokens of each sequence were adjacent.
+    """Return advantages (B, T), computed as if the tokens of response_mask were adjacent.
 
-    Tokens between them, such as a tool's output, are no actions of the policy.
+    Tokens outside the mask, such as a tool's output, are not actions of the policy.
     """
     order = (~rollout.response_mask).long().argsort(dim=1, stable=True)
     together = gae_advantages(
@@ -106,14 +106,14 @@ def describe_broken(
     rollout: Rollout,
     tokenizer: PreTrainedTokenizerBase,
 ) -> str:
-    """Return a warning about the scores (B,) that are not finite, with the first such response."""
+    """Return a warning about non-finite scores (B,) that quotes the first affected response."""
     broken = (~scores.isfinite()).nonzero()[:, 0].tolist()
     first = broken[0]
     prompt = prompt_text(tokenizer, prompts[first])
     response = response_texts(tokenizer, rollout)[first]
     return (
-        f"{len(broken)} of {len(scores)} scores are not finite, the first of them "
-        f"{scores[first].item()} for the prompt {prompt!r} with the response {response!r}. "
-        "Nothing is learned from this batch, in any process. Remove the prompt, or correct the "
-        "reward."
+        f"{len(broken)} of {len(scores)} scores are not finite. The first of them is "
+        f"{scores[first].item()}, for the prompt {prompt!r} with the response {response!r}. "
+        "All processes skip this batch, so the policy learns nothing from it. Remove the prompt, "
+        "or correct the reward."
     )

@@ -19,10 +19,10 @@ class ModelBundle:
     """The models of a run, in evaluation mode and on the device."""
 
     policy: LanguageModel
-    """Trained in place."""
+    """Policy, which is trained in place."""
 
     adapted: "PeftModel | None"
-    """The PeftModel around the policy, if there is one."""
+    """The PeftModel around the policy; None for a policy without adapters."""
 
     reference: LanguageModel
     critic: Critic
@@ -30,14 +30,15 @@ class ModelBundle:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the reference is the policy's base without its adapter or with another one."""
+        """Whether the reference is the policy's base model, with another adapter or none."""
         return self.reference.model is self.policy.model
 
 
 def reward_holders(rewards: RewardMix, module: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold the weights of the reward models, each once.
+    """Return the modules that hold the weights of the reward models, without duplicates.
 
-    `module` holds the policy: a reward adapter is on the policy's base.
+    `module` holds the policy. It also holds the weights of a reward adapter, which is on the
+    policy's base model.
     """
     own = [scorer.model for scorer in rewards.models()]
     return list(dict.fromkeys(one if isinstance(one, PreTrainedModel) else module for one in own))

@@ -1,4 +1,4 @@
-"""The optimizer of policy and critic: its parameter groups, and checks of a script's own."""
+"""The optimizer of policy and critic: its parameter groups, and checks of a user's optimizer."""
 
 from typing import Any
 
@@ -28,11 +28,13 @@ def make_train_state(
     *,
     pretraining: PretrainingTexts | None,
 ) -> TrainState:
-    """Prepare policy and critic with AdamW and its schedule, or with a script's own.
+    """Prepare policy and critic with the given optimizer and scheduler, or else make them.
+
+    By default the optimizer is AdamW with the scheduler of the settings.
 
     Raises:
-        ConfigError: the script's optimizer leaves parameters out, its scheduler contradicts a
-            setting, or a setting does not work with sharded weights.
+        ConfigError: the given optimizer leaves parameters out, the given scheduler is for another
+            optimizer or contradicts a setting, or a setting does not work with sharded weights.
     """
     if optimizer is None:
         optimizer = torch.optim.AdamW(
@@ -48,14 +50,15 @@ def make_train_state(
         scheduler = make_scheduler(optimizer, config, schedule)
     elif scheduler.optimizer is not optimizer:
         raise ConfigError(
-            "The scheduler that was handed over moves another optimizer than the one that trains, "
-            "so the learning rate would stay as it is. Hand over both: optimizers=(optimizer, "
-            "scheduler)."
+            "The given scheduler belongs to another optimizer than the one that trains, so the "
+            "learning rate would stay constant. Pass the scheduler with its own optimizer: "
+            "optimizers=(optimizer, scheduler)."
         )
     elif config.critic_warmup_updates:
         raise ConfigError(
-            f"critic_warmup_updates={config.critic_warmup_updates} holds the policy's learning "
-            "rate at 0, and a scheduler of your own would not. Leave one of them away."
+            f"critic_warmup_updates={config.critic_warmup_updates} needs a scheduler that keeps "
+            "the policy's learning rate at 0, and the given scheduler does not. Remove "
+            "critic_warmup_updates or the scheduler."
         )
     check_sharding(config, engine, module)
     prepared, optimizer = engine.prepare(module, optimizer)
@@ -73,10 +76,10 @@ def make_train_state(
 def parameter_groups(
     policy: LanguageModel, critic: Critic, config: PPOConfig
 ) -> list[dict[str, Any]]:
-    """Return the named parameter groups; weight decay applies to matrices alone.
+    """Return the named parameter groups; weight decay applies only to matrices.
 
-    A backbone that policy and critic share belongs to the policy. Empty groups are left out:
-    DeepSpeed would drop them without telling the scheduler.
+    A backbone that policy and critic share belongs to the policy. Empty groups are left out,
+    because DeepSpeed would drop them from the optimizer but not from the scheduler.
     """
     of_policy = policy_parameters(policy, critic)
     of_critic = critic_parameters(policy, critic)
@@ -103,9 +106,9 @@ def policy_parameters(policy: LanguageModel, critic: Critic) -> list[nn.Paramete
 
 
 def critic_parameters(policy: LanguageModel, critic: Critic) -> dict[str, nn.Parameter]:
-    """Return the parameters that the critic owns, by name: without those of a shared backbone.
+    """Return the parameters that only the critic uses, by name; a shared backbone is left out.
 
-    A critic on an adapter of the policy's base owns the parameters of its adapter.
+    If the critic is an adapter on the policy's base, the adapter's parameters are included.
     """
     of_policy = set(map(id, policy.parameters()))
     return {
@@ -120,33 +123,34 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
     """Raise if the optimizer leaves out a trained parameter (TRL #2463).
 
     Raises:
-        ConfigError: a trainable parameter of policy or critic is not in it.
+        ConfigError: a trainable parameter of policy or critic is not in the optimizer.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left_out = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
     if left_out:
         raise ConfigError(
-            f"The optimizer leaves out {len(left_out)} trained parameters, the first "
-            f"{left_out[0]}: they would never move. Make it over the parameters of both policy "
-            "and critic, or leave optimizers=(None, None)."
+            f"The optimizer leaves out {len(left_out)} trained parameters, for example "
+            f"{left_out[0]}, so they would never change. Create the optimizer with the parameters "
+            "of both policy and critic, or set optimizers=(None, None)."
         )
 
 
 def check_sharding(config: PPOConfig, engine: Engine, module: nn.Module) -> None:
-    """Raise if weights are sharded and a setting needs the full weights in every process.
+    """Check that policy and settings work with sharded weights, if the weights are sharded.
 
     Raises:
-        ConfigError: such a setting is set.
+        ConfigError: `ema_decay` is set, or the policy is quantized.
     """
     if config.ema_decay and engine.shards_weights:
         raise ConfigError(
-            f"ema_decay={config.ema_decay} needs the whole policy in every process, and "
-            f"sharding={engine.sharding!r} leaves each a shard. Leave ema_decay away, or set "
-            "sharding='zero2'."
+            f"ema_decay={config.ema_decay} needs the full policy in every process, but with "
+            f"sharding={engine.sharding!r} each process holds only a shard. Remove ema_decay, or "
+            "set sharding='zero2'."
         )
     frozen_bytes = [name for name, p in module.named_parameters() if not p.is_floating_point()]
     if frozen_bytes and engine.shards_weights:
         raise ConfigError(
             f"The policy is quantized ({frozen_bytes[0]}), and sharding={engine.sharding!r} cannot "
-            "cut its weights. Set sharding='ddp' or 'zero2', or load it unquantised."
+            "shard quantized weights. Set sharding='ddp' or 'zero2', or load the policy without "
+            "quantization."
         )

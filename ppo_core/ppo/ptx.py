@@ -1,9 +1,9 @@
-"""Pretraining texts mixed into PPO, so that the policy forgets less: PPO-ptx.
+"""PPO-ptx: mix pretraining texts into PPO, so that the policy forgets less.
 
     objective(policy) = E_rl[reward - kl_coef * KL] + ptx_coef * E_text[log policy(text)]
 
-(arXiv:2203.02155, section 3.5, eq. 2.) The expectation is per token here, so that ptx_coef does
-not depend on the length of the texts.
+(arXiv:2203.02155, section 3.5, eq. 2.) Here the expectation over texts is a mean per token, so
+that a good ptx_coef does not depend on the length of the texts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +26,16 @@ from ppo_core.models.kernels.fused_linear_loss import TokenLoss
 
 
 class PretrainingTexts:
-    """An endless stream of texts: each epoch in a new seeded order."""
+    """An endless stream of texts; each epoch has a new order, which depends on the seed."""
 
     def __init__(
         self, token_rows: Sequence[Tokens], *, seed: int, max_length: int | None = None
     ) -> None:
-        """Take the texts as token ids; `max_length` is the policy's context length.
+        """Create the stream from texts as token ids; `max_length` is the policy's context length.
 
         Raises:
-            DataError: there are no texts, or one has fewer than 2 tokens or more than max_length.
+            DataError: there are no texts, or a text has fewer than 2 or more than max_length
+                tokens.
         """
         _check_lengths(token_rows, max_length)
         self._texts = token_rows
@@ -46,7 +47,7 @@ class PretrainingTexts:
         return [self._texts[self._next_number()] for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for `load_state_dict`, as JSON can hold it."""
+        """Return the JSON-compatible state for `load_state_dict`."""
         return {
             "texts": len(self._texts),
             "position": self._position,
@@ -54,15 +55,16 @@ class PretrainingTexts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
+        """Restore the state that `state_dict` returned.
 
         Raises:
-            TrainingError: the state is of another number of texts.
+            TrainingError: the state was written with another number of texts.
         """
         if state["texts"] != len(self._texts):
             raise TrainingError(
-                f"The checkpoint was written with {state['texts']} pretraining texts, here are "
-                f"{len(self._texts)}: their order would be another. Resume with the same texts."
+                f"The checkpoint was written with {state['texts']} pretraining texts, but this run "
+                f"has {len(self._texts)}, so their order would differ. Resume with the texts of "
+                "the run that wrote the checkpoint."
             )
         self._generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
         self._start_pass()
@@ -83,16 +85,16 @@ class PretrainingTexts:
 def make_pretraining_texts(
     dataset: Any, tokenizer: PreTrainedTokenizerBase, model_config: Any, config: PPOConfig
 ) -> PretrainingTexts | None:
-    """Encode the rows of a data set ("text", "messages" or plain texts); None without one.
+    """Encode the rows of a data set ("text", "messages" or plain texts); None without a data set.
 
     Raises:
-        ConfigError: there are texts and no ptx_coef, or the other way round.
+        ConfigError: only one of `dataset` and ptx_coef is given.
         DataError: a text cannot be used.
     """
     if (dataset is None) != (config.ptx_coef == 0):
         raise ConfigError(
-            f"ptx_coef={config.ptx_coef} and pretrain_dataset={dataset!r:.40}: the texts and their "
-            "weight go together. Give both, or neither."
+            f"ptx_coef={config.ptx_coef} does not fit pretrain_dataset={dataset!r:.40}: ptx_coef "
+            "is the weight of these texts. Give both settings, or neither."
         )
     if dataset is None:
         return None
@@ -101,7 +103,7 @@ def make_pretraining_texts(
 
 
 def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> Tokens:
-    """Return the token ids of a full text or conversation, with the last assistant turn."""
+    """Return the token ids of a full text or of a conversation with its last assistant turn."""
     text = row.get("text") if isinstance(row, Mapping) else row
     if isinstance(text, str):
         return encode_prompt(tokenizer, text)
@@ -109,13 +111,13 @@ def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> To
     if is_messages(messages):
         return encode_chat(tokenizer, messages, end=False)
     raise DataError(
-        f"Pretraining row {number} is {row!r:.80}: neither text, nor a row with the column text or "
-        "messages. Rename the column."
+        f"Pretraining row {number} is {row!r:.80}, which is neither a text nor a row with the "
+        "column text or messages. Rename the column."
     )
 
 
 def joined_texts(texts: Sequence[Tokens]) -> TokenRows:
-    """Return texts as rows: the first token is the prompt, all later tokens are counted."""
+    """Return texts as rows: the first token is the prompt, and the loss counts all later tokens."""
     ids, lengths = pad_rows(texts)
     row, state = length_mask(lengths - 1, ids.shape[1]).nonzero(as_tuple=True)
     return TokenRows(
@@ -136,9 +138,9 @@ def add_pretraining_gradients(
     *,
     num_texts: int,
 ) -> None:
-    """Add the gradients of the language-modelling loss of the next texts to a minibatch's.
+    """Add the gradients of the language-modelling loss of the next texts to the PPO gradients.
 
-    `module` is the ActorCritic, as the engine prepared it. `num_texts` are those of all processes.
+    `module` is the prepared ActorCritic, and `num_texts` the number of texts over all processes.
     """
     backbone = cast(ActorCritic, engine.unwrap(module)).policy.backbone
     size = config.per_device_train_batch_size * engine.num_processes
@@ -150,31 +152,31 @@ def add_pretraining_gradients(
         with engine.accumulate_only(module, True), backbone.products(rows.ids):
             weight = config.ptx_coef / num_tokens if own else 0.0
             predicted, values = module(rows, 1.0, pretraining_loss(weight))
-            # Where the first pass of a step gives no gradient, ZeRO-3 adds to that of the step
-            # before: so the critic's is 0 here, and not missing.
+            # Give the critic a gradient of 0. If a parameter had no gradient in the first pass of
+            # a step, ZeRO-3 would add later gradients to those of the previous step.
             engine.backward(predicted.loss + 0.0 * values.sum())
 
 
 def pretraining_loss(weight: float) -> TokenLoss:
-    """Return the loss of each counted token: its negative log-likelihood times a weight.
+    """Return the loss function of tokens: negative log-likelihood times a weight.
 
-    With the weight ptx_coef / (counted tokens of the step) the losses add up to ptx_coef times
-    their mean.
+    With the weight ptx_coef / (counted tokens of the step) the losses of a step add up to ptx_coef
+    times the mean negative log-likelihood.
     """
     return lambda logprobs, _: -weight * logprobs
 
 
 def _check_lengths(texts: Sequence[Tokens], max_length: int | None) -> None:
     if not texts:
-        raise DataError("There are no pretraining texts. Give some, or set ptx_coef=0.")
+        raise DataError("There are no pretraining texts. Provide texts, or set ptx_coef=0.")
     for number, text in enumerate(texts):
         if len(text) < 2:
             raise DataError(
-                f"Pretraining text {number} has {len(text)} token(s): nothing in it follows from "
-                "what comes before. Remove texts of fewer than 2 tokens."
+                f"Pretraining text {number} has {len(text)} token(s), so it has no token to "
+                "predict. Remove texts of fewer than 2 tokens."
             )
         if max_length is not None and len(text) > max_length:
             raise DataError(
-                f"Pretraining text {number} has {len(text)} tokens, more than the {max_length} "
-                "that the policy reads. Split or shorten it."
+                f"Pretraining text {number} has {len(text)} tokens, more than the policy's context "
+                f"length of {max_length}. Split or shorten the text."
             )

@@ -1,4 +1,4 @@
-"""The states of random generators, saved as tensors and JSON and restored exactly."""
+"""Save the states of random generators as tensors and JSON, and restore them exactly."""
 
 import random
 from collections.abc import Mapping
@@ -15,23 +15,24 @@ JSON = dict[str, Any]
 
 
 def generator_tensors(generators: Mapping[str, torch.Generator]) -> dict[str, Tensor]:
-    """Return the states of named generators, as bytes."""
+    """Return the states of named generators as tensors of bytes."""
     return {name: generator.get_state() for name, generator in generators.items()}
 
 
 def restore_generators(generators: Mapping[str, torch.Generator], tensors: Tensors) -> None:
-    """Restore what `generator_tensors` returned.
+    """Restore the states that `generator_tensors` returned.
 
     Raises:
-        TrainingError: there are other generators, or generators of another kind of device.
+        TrainingError: the names of the generators differ, or their states differ in size, because
+            they were on another type of device.
     """
     here = {name: state.shape for name, state in generator_tensors(generators).items()}
     there = {name: state.shape for name, state in tensors.items()}
     if here != there:
         raise TrainingError(
-            f"The random generators of the checkpoint, {sorted(there)}, are not those of this run, "
-            f"{sorted(here)}, or were on another kind of device: its samples would be others. "
-            "Resume with the version and on the kind of device that wrote it."
+            f"The checkpoint has the random generators {sorted(there)}, but this run has "
+            f"{sorted(here)}, or the same generators on another type of device. The samples would "
+            "differ. Resume with the version and the type of device that wrote the checkpoint."
         )
     for name, generator in generators.items():
         generator.set_state(tensors[name])
@@ -40,7 +41,7 @@ def restore_generators(generators: Mapping[str, torch.Generator], tensors: Tenso
 def global_rng_state() -> tuple[dict[str, Tensor], JSON]:
     """Return the states of the global generators of Python, NumPy and torch.
 
-    With a GPU also the generator of the current GPU, which is restored only if there is a GPU.
+    If there is a GPU, the state of the current GPU's generator is included.
     """
     version, words, python_gauss = random.getstate()
     kind, keys, position, has_gauss, numpy_gauss = np.random.get_state()
@@ -57,7 +58,7 @@ def global_rng_state() -> tuple[dict[str, Tensor], JSON]:
 
 
 def restore_global_rng_state(tensors: Tensors, state: JSON) -> None:
-    """Restore what `global_rng_state` returned."""
+    """Restore the states that `global_rng_state` returned; skip a GPU's state without a GPU."""
     version, words, python_gauss = state["python"]
     random.setstate((version, tuple(words), python_gauss))
     kind, *rest = state["numpy"]

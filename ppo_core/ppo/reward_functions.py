@@ -18,7 +18,7 @@ from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.reward_model import RewardModel
 
 RewardFunction = Callable[[list[str], list[str]], Sequence[float]]
-"""Takes prompts and responses as texts; returns one number for each response."""
+"""A function of prompts and responses as texts that returns one number for each response."""
 
 
 class RewardSource(Protocol):
@@ -31,18 +31,18 @@ class RewardSource(Protocol):
 
 @dataclass(frozen=True)
 class ModelReward:
-    """The scores of a reward model."""
+    """Scores rollouts with a reward model."""
 
     reward_model: RewardModel
     tokenizer: PreTrainedTokenizerBase
-    """The policy's."""
+    """The policy's tokenizer."""
     batch_size: int
 
     def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
-        """Return scores (B,) of the sampled tokens, or of their texts.
+        """Return scores (B,) of the sampled tokens, or of the texts of prompts and responses.
 
-        If the reward model has another vocabulary, or a prompt is a chat, its own tokenizer and
-        template encode the texts (TRL #1674, #3595).
+        If the reward model has another vocabulary, or a prompt is a chat, the reward model's own
+        tokenizer and chat template encode the texts (TRL #1674, #3595).
         """
         chat = any(is_messages(prompt) for prompt in prompts)
         if self._reads_tokens and not chat:
@@ -57,14 +57,14 @@ class ModelReward:
 
     @cached_property
     def _reads_tokens(self) -> bool:
-        # Compares two full vocabularies: once, and not for every batch.
+        # Cached, because this compares two full vocabularies.
         return self.reward_model.reads_tokens_of(self.tokenizer)
 
 
 def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -> Tensor:
-    """Return scores (B,) of the sampled tokens themselves, for a reward model that reads them.
+    """Return scores (B,) of the sampled tokens; the reward model must have the policy's vocabulary.
 
-    Replaces the stop token by the end-of-sequence token that the reward model was trained with.
+    The stop token is removed. With `end_of_text`, the reward model's eos token is appended.
     """
     scores = torch.empty(len(rollout), device=rollout.logprobs.device)
     for batch in token_batches(rollout.row_lengths, batch_size):
@@ -81,14 +81,14 @@ def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """The scores that a function returns."""
+    """Scores rollouts with a function."""
 
     name: str
     function: RewardFunction
     tokenizer: PreTrainedTokenizerBase
 
     def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
-        """Return scores (B,) of the texts.
+        """Return scores (B,) of the texts of prompts and responses.
 
         Raises:
             ModelError: the function does not return one number for each response.
@@ -101,15 +101,15 @@ class FunctionReward:
             scores = torch.as_tensor(given, dtype=torch.float32)
         except (TypeError, ValueError) as error:
             raise ModelError(
-                f"The reward function {self.name} gave {given!r:.80}, not numbers: {error}. "
-                "Return one float for each response."
+                f"The reward function {self.name} returned {given!r:.80}, which is not a sequence "
+                f"of numbers: {error}. Return one float for each response."
             ) from error
         if scores.shape != (len(rollout),):
             raise ModelError(
-                f"The reward function {self.name} gave numbers of shape {tuple(scores.shape)} "
+                f"The reward function {self.name} returned numbers of shape {tuple(scores.shape)} "
                 f"for {len(rollout)} responses. Return one float for each response."
             )
-        # A function may have computed with gradients; the loss must not reach into it.
+        # The function may have computed with gradients, which the loss must not use.
         return scores.detach().to(rollout.logprobs)
 
 
@@ -119,7 +119,7 @@ class RewardMix:
     def __init__(
         self, sources: Mapping[str, RewardSource], weights: Sequence[float] | None
     ) -> None:
-        """Take the rewards by name, and a weight for each; with None every weight is 1.
+        """Combine named rewards; `weights` has one weight for each reward, or is None for all 1.
 
         Raises:
             ConfigError: the numbers of rewards and weights differ.
@@ -129,13 +129,14 @@ class RewardMix:
         if len(self.weights) != len(self.sources):
             raise ConfigError(
                 f"reward_weights={self.weights} has {len(self.weights)} numbers for "
-                f"{len(self.sources)} rewards ({', '.join(self.sources)}). Give one for each."
+                f"{len(self.sources)} rewards ({', '.join(self.sources)}). Set reward_weights to "
+                "one number for each reward."
             )
 
     def __call__(
         self, prompts: Sequence[Prompt], rollout: Rollout
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weighted sum (B,), and the scores (B,) of each reward by its name."""
+        """Return the weighted sum (B,), and the unweighted scores (B,) by name of the reward."""
         parts = {name: source(prompts, rollout) for name, source in self.sources.items()}
         weighted = zip(self.weights, parts.values(), strict=True)
         return torch.stack([weight * scores for weight, scores in weighted]).sum(dim=0), parts
@@ -153,14 +154,15 @@ def make_rewards(
     batch_size: int,
     weights: Sequence[float] | None = None,
 ) -> RewardMix:
-    """Make the rewards of a run from one, a list, or a dict by name.
+    """Make the rewards of a run from one reward, a list of rewards, or a dict of rewards by name.
 
-    Each is a `RewardModel`, a `...ForSequenceClassification` that reads the policy's tokens, or
-    a function of prompts and responses.
+    A reward is a `RewardModel`, a `...ForSequenceClassification` that reads the policy's tokens,
+    or a function of prompts and responses.
 
     Raises:
-        ModelError: one of them is of another kind.
-        ConfigError: there is none, two have the same name, or the number of weights differs.
+        ModelError: a reward is none of these.
+        ConfigError: there is no reward, two rewards have the same name, or the number of weights
+            differs from the number of rewards.
     """
     if isinstance(given, Mapping):
         named = dict(given)
@@ -170,12 +172,12 @@ def make_rewards(
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise ConfigError(
-                f"Several rewards have the name {twice[0]!r}, so their metrics would be one. "
-                "Hand them over as a dict with a name for each."
+                f"Several rewards have the name {twice[0]!r}, so their metrics would overwrite "
+                "each other. Pass the rewards as a dict with different names."
             )
         named = dict(zip(names, several, strict=True))
     if not named:
-        raise ConfigError("There is no reward: nothing would be learned. Hand one over.")
+        raise ConfigError("There is no reward, so nothing would be learned. Pass a reward.")
     return RewardMix(
         {name: _make_source(name, one, tokenizer, batch_size) for name, one in named.items()},
         weights,
@@ -197,9 +199,9 @@ def _make_source(
             reward, "score"
         ):
             raise ModelError(
-                f"The reward {name} is a {type(reward).__name__}, which has no head that scores. "
-                "Use a ...ForSequenceClassification with num_labels=1, ppo_core.load_reward_model"
-                "(path), or a function of prompts and responses."
+                f"The reward {name} is a {type(reward).__name__}, which has no classification "
+                "head. Use a ...ForSequenceClassification with num_labels=1, "
+                "ppo_core.load_reward_model(path), or a function of prompts and responses."
             )
         has_end = tokenizer.eos_token_id is not None
         reward = RewardModel(reward, tokenizer, end_of_text=has_end)  # type: ignore[arg-type]
@@ -208,6 +210,5 @@ def _make_source(
     if callable(reward):
         return FunctionReward(name, reward, tokenizer)
     raise ModelError(
-        f"The reward {name} is {reward!r:.80}: neither a model nor a function of prompts and "
-        "responses."
+        f"The reward {name} is {reward!r:.80}. Pass a model or a function of prompts and responses."
     )

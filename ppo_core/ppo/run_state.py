@@ -25,28 +25,28 @@ from ppo_core.reporting.health import HealthMonitor
 from ppo_core.reporting.metrics import Metrics
 
 GENERATORS, EXPERIENCE = "generators", "experience"
-"""Groups of tensors in a checkpoint."""
+"""Names of tensor groups in a checkpoint."""
 
 ORDER = "order"
-"""Name of the order of the sequences in a checkpoint's tensors."""
+"""Name of the tensor that holds the order of the sequences."""
 ROLLOUT = "rollout."
-"""Prefix of the names of the tensors of the rollout."""
+"""Prefix of the names of a rollout's tensors."""
 
 
 @dataclass(kw_only=True)
 class PendingUpdate:
-    """A batch that was sampled and scored, and the progress of its update."""
+    """A sampled and scored batch, and the progress of the update that uses the batch."""
 
     experience: Experience | None
-    """The full batch, in every process; None if a score is not finite."""
+    """Experience of the full batch, in every process; None if a score is not finite."""
 
     metrics: Metrics
-    """The metrics of sampling and scoring."""
+    """Metrics of sampling and scoring."""
 
     progress: UpdateProgress
 
     def as_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors and the rest as JSON can hold it; needs an experience."""
+        """Return the tensors and the JSON-compatible state; `experience` must not be None."""
         experience = dict(vars(self.experience))
         rollout = vars(experience.pop("rollout"))
         values = experience | {f"{ROLLOUT}{name}": value for name, value in rollout.items()}
@@ -62,7 +62,7 @@ class PendingUpdate:
     def from_checkpoint(
         cls, tensors: Mapping[str, Tensor], state: Mapping[str, Any]
     ) -> "PendingUpdate":
-        """Restore what `as_checkpoint` returned; the tensors stay on their device."""
+        """Return the update whose state `as_checkpoint` returned; tensors keep their device."""
         values: dict[str, Any] = {**tensors, **state["values"]}
         order = values.pop(ORDER)
         of_rollout = {
@@ -84,15 +84,15 @@ class PendingUpdate:
 
 @dataclass(kw_only=True)
 class RunState:
-    """Counters, randomness and running statistics of a run."""
+    """Counters, random generators and running statistics of a run."""
 
     stream: PromptStream
     health: HealthMonitor
     adaptive_kl: AdaptiveKL | None
-    """None without `kl_target`."""
+    """Controller of kl_coef; None without `kl_target`."""
 
     generators: dict[str, torch.Generator]
-    """"sampling" draws the tokens, "shuffling" the order of the updates."""
+    """Generators: "sampling" draws the tokens, "shuffling" the order of sequences in an update."""
 
     moments: RunningMoments = field(default_factory=RunningMoments)
     """Mean and variance of the scores, for `use_score_scaling`."""
@@ -101,14 +101,14 @@ class RunState:
     episodes: int = 0
 
     pending: PendingUpdate | None = None
-    """The update that has begun and is not finished, if there is one."""
+    """The unfinished update; None between updates."""
 
     @classmethod
     def at_start(cls, config: PPOConfig, schedule: Schedule, num_prompts: int) -> "RunState":
         """Return the state before the first update.
 
         Raises:
-            ConfigError: kl_horizon is too short for updates of this size.
+            ConfigError: kl_horizon is too short for the batch size.
         """
         return cls(
             stream=PromptStream(num_prompts, seed=config.seed),
@@ -121,7 +121,7 @@ class RunState:
         )
 
     def as_checkpoint(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Return groups of tensors by name, and the rest as JSON can hold it."""
+        """Return groups of tensors by name, and the JSON-compatible state."""
         groups = {GENERATORS: generator_tensors(self.generators)}
         pending = None
         if self.pending is not None:
@@ -136,7 +136,7 @@ class RunState:
         }
 
     def restore(self, groups: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Restore what `as_checkpoint` returned."""
+        """Restore the state that `as_checkpoint` returned."""
         restore_generators(self.generators, groups[GENERATORS])
         self.updates, self.episodes = state["updates"], state["episodes"]
         self.moments.load_state_dict(state["moments"])
@@ -148,14 +148,14 @@ class RunState:
         if state["pending"] is not None:
             self.pending = PendingUpdate.from_checkpoint(groups[EXPERIENCE], state["pending"])
             drawn += len(self.pending.progress.order[0])
-        # The order of the prompts follows from the seed: draw again as many as were drawn.
+        # The seed determines the order of the prompts, so draw the earlier prompts again.
         self.stream.restart()
         self.stream.next_batch(drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """The parts of a run that its checkpoints and its exported policy are made of."""
+    """The parts of a run that are needed to write checkpoints and to export the policy."""
 
     config: PPOConfig
     tokenizer: PreTrainedTokenizerBase
@@ -169,16 +169,16 @@ class RunParts:
 
 
 def make_adaptive_kl(config: PPOConfig, batch_size: int) -> AdaptiveKL | None:
-    """Return the controller of kl_coef, None without kl_target.
+    """Return the controller of kl_coef; None without kl_target.
 
     Raises:
-        ConfigError: kl_horizon is too short for updates of this many episodes.
+        ConfigError: kl_horizon is too short for the batch size.
     """
     if config.kl_target is None:
         return None
     if (least := LARGEST_ERROR * batch_size) >= config.kl_horizon:
         raise ConfigError(
-            f"kl_horizon={config.kl_horizon} is too short for {batch_size} episodes an "
-            f"update: one update could make kl_coef 0 or negative. Set it above {least:g}."
+            f"kl_horizon={config.kl_horizon} is too short for {batch_size} episodes per update: "
+            f"one update could make kl_coef 0 or negative. Set kl_horizon above {least:g}."
         )
     return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)

@@ -25,35 +25,35 @@ if TYPE_CHECKING:
     from ppo_core.rollout.vllm_sampler import VLLMSampler
 
 FAR_SERVER = 0.1
-"""KL divergence, in nats a token, of a vLLM server that rounding does not explain."""
+"""KL divergence of a vLLM server in nats per token above which rounding cannot be the reason."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBatch:
-    """This process's share of the prompts of an update."""
+    """The prompts of an update that this process samples responses to."""
 
     rows: list[int]
-    """Rows of the prompt set: those of the full batch, over all processes."""
+    """Row numbers in the prompt set of the full batch, over all processes."""
 
     prompts: list[Prompt]
-    """The prompts of this process, as text or messages."""
+    """Prompts of this process, as text or messages."""
 
     tokens: list[Tokens]
-    """The same prompts as token ids."""
+    """Token ids of `prompts`."""
 
     uniforms: Tensor
-    """(B, T) one number in [0, 1) for each token that may be sampled."""
+    """Random numbers in [0, 1), shape (B, T), one for each token that may be sampled."""
 
 
 def draw_prompts(
     run: RunState, prompts: PromptSet, engine: Engine, *, size: int, response_length: int
 ) -> PromptBatch:
-    """Draw the next `size` prompts, and the random numbers to sample their responses with.
+    """Draw the next `size` prompts, and the random numbers for sampling their responses.
 
-    Every process draws for the full batch, so that a response does not depend on the number of
-    processes.
+    Every process draws the numbers of the full batch, so that a response does not depend on the
+    number of processes.
     """
     uniforms = torch.rand(size, response_length, generator=run.generators["sampling"])
     rows, share = run.stream.next_batch(size), engine.share(size)
@@ -68,7 +68,7 @@ def draw_prompts(
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySampler:
-    """Samples responses from the policy, here or by a vLLM server that has its weights."""
+    """Samples responses from the policy, in this process or on a vLLM server with its weights."""
 
     config: PPOConfig
     models: ModelBundle
@@ -83,7 +83,7 @@ class PolicySampler:
     def sample(self, batch: PromptBatch, pause: Callable[[], None]) -> Rollout:
         """Sample one response to each prompt of this process.
 
-        `pause` is called before each batch of prompts is read, and may raise.
+        Without vLLM, `pause` is called before each batch of prompts, and may raise.
         """
         if self.config.use_vllm:
             return self._sample_by_vllm(batch)
@@ -101,9 +101,9 @@ class PolicySampler:
             )
 
     def metrics(self, rollout: Rollout) -> Metrics:
-        """Return how far a vLLM server was from the policy; warn if rounding does not explain it.
+        """Return metrics of the divergence between a vLLM server and the policy; {} without vLLM.
 
-        Empty where the policy is sampled here.
+        Log a warning if the divergence is too large for rounding.
         """
         if not self.config.use_vllm:
             return {}
@@ -114,19 +114,19 @@ class PolicySampler:
             rollout.behaviour_logprobs[mask],
             cap=self.config.vllm_importance_sampling_cap,
         )
-        # top_k and top_p cut tokens off, which is a divergence too.
+        # top_k and top_p exclude tokens, which also increases the divergence.
         is_far = metrics["vllm/kl"] > FAR_SERVER and not self.settings.is_restricted
         if is_far and self.engine.is_main:
             logger.warning(
-                "The vLLM server is %.3g nats a token from the policy whose weights it was given: "
-                "it does not use all of these weights, or computes something else. Most of the "
-                "batch will teach nothing. See the server's log, and docs/vllm.md.",
+                "The KL divergence between vLLM server and policy is %.3g nats per token. The "
+                "server does not use all of the policy's weights, or computes with other settings. "
+                "The policy learns little from this batch. See the server's log and docs/vllm.md.",
                 metrics["vllm/kl"],
             )
         return metrics
 
     def _sample_by_vllm(self, batch: PromptBatch) -> Rollout:
-        """Return the server's samples, with the policy's own log-probabilities of them."""
+        """Return the server's samples, with the policy's own log-probabilities of the samples."""
         with self.timer("synchronising"):
             version = self._vllm.synchronise()
         rollout = self._vllm.sample(batch.tokens, batch.uniforms, self.settings, version)
@@ -137,7 +137,7 @@ class PolicySampler:
 
     @cached_property
     def _vllm(self) -> "VLLMSampler":
-        # Imported only here: its client takes a second to load.
+        # Imported only here, because the vLLM client takes a second to import.
         from ppo_core.rollout.vllm_sampler import VLLMSampler
 
         return VLLMSampler(

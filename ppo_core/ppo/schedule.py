@@ -1,4 +1,4 @@
-"""The numbers of episodes, updates and optimizer steps of a run, and its learning rates."""
+"""The numbers of episodes, updates and optimizer steps of a run, and its learning rate schedule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,22 +20,22 @@ class Schedule:
     """The sizes of a run."""
 
     batch_size: int
-    """Responses of one update, over all processes."""
+    """Number of responses per update, over all processes."""
 
     num_updates: int
-    """PPO updates of the run."""
+    """Number of PPO updates in the run."""
 
     steps_per_update: int
-    """Optimizer steps of one update."""
+    """Number of optimizer steps per update."""
 
     @property
     def total_episodes(self) -> int:
-        """Responses of the run: a multiple of `batch_size`."""
+        """Number of responses in the run, a multiple of `batch_size`."""
         return self.num_updates * self.batch_size
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Optimizer steps of the run."""
+        """Number of optimizer steps in the run."""
         return self.num_updates * self.steps_per_update
 
 
@@ -43,8 +43,8 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
     """Compute the sizes of a run from settings, prompts and processes.
 
     Raises:
-        ConfigError: a batch cannot be split evenly into minibatches, or is smaller than the
-            number of processes.
+        ConfigError: a batch cannot be split evenly into minibatches, a batch is smaller than the
+            number of processes, or the critic's warmup takes all updates.
     """
     batch_size = config.batch_size or (
         config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes
@@ -52,20 +52,23 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
     if left := batch_size % config.num_mini_batches:
         raise ConfigError(
             f"A batch of {batch_size} responses cannot be split evenly into num_mini_batches="
-            f"{config.num_mini_batches}: {left} responses would be left over. Choose a multiple."
+            f"{config.num_mini_batches}: {left} responses would be left over. Set batch_size to a "
+            "multiple of num_mini_batches."
         )
     if batch_size < num_processes:
         raise ConfigError(
             f"A batch of {batch_size} responses is smaller than the number of processes, "
-            f"{num_processes}: some would have nothing to do. Raise batch_size, or start fewer."
+            f"{num_processes}, so some processes would have nothing to do. Raise batch_size, or "
+            "start fewer processes."
         )
-    # A number of passes may be a fraction; episodes are whole (TRL #1740, #1743).
+    # num_train_epochs may be fractional, but the number of episodes is an integer (TRL #1740,
+    # #1743).
     episodes = config.total_episodes or ceil(config.num_train_epochs * num_prompts)
     num_updates = ceil(episodes / batch_size)
     if config.critic_warmup_updates >= num_updates:
         raise ConfigError(
-            f"critic_warmup_updates={config.critic_warmup_updates} is the whole run of "
-            f"{num_updates} updates: the policy would never learn. Lower it, or raise "
+            f"critic_warmup_updates={config.critic_warmup_updates} leaves no update for the policy "
+            f"in a run of {num_updates} updates. Lower critic_warmup_updates, or raise "
             "total_episodes."
         )
     return Schedule(
@@ -76,13 +79,13 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
 
 
 def make_scheduler(optimizer: Optimizer, config: PPOConfig, schedule: Schedule) -> LRScheduler:
-    """Return the scheduler of the learning rates of the run.
+    """Return the scheduler of the run's learning rates.
 
-    The policy's rate is 0 while the critic warms up: AdamW then leaves the policy unchanged.
+    During the critic's warmup the policy's rate is 0, so AdamW leaves the policy unchanged.
 
     Raises:
-        ConfigError: the critic is to warm up, and the optimizer does not tell policy and critic
-            apart.
+        ConfigError: `critic_warmup_updates` is set, and the optimizer has no separate parameter
+            groups for policy and critic.
     """
     steps = schedule.num_optimizer_steps
     is_share = config.warmup_steps < 1
@@ -95,8 +98,8 @@ def make_scheduler(optimizer: Optimizer, config: PPOConfig, schedule: Schedule) 
     if any(group.get("name") not in (POLICY, CRITIC) for group in optimizer.param_groups):
         raise ConfigError(
             f"critic_warmup_updates={config.critic_warmup_updates} needs an optimizer whose "
-            f"groups have the names {POLICY!r} and {CRITIC!r}: another would go on to move the "
-            "policy. Name its groups, or leave optimizers=(None, None)."
+            f"parameter groups have the names {POLICY!r} and {CRITIC!r}. Otherwise the policy "
+            "would train during the warmup. Name the groups, or set optimizers=(None, None)."
         )
     factor: Callable[[int], float] = course.lr_lambdas[0]
 

@@ -1,4 +1,4 @@
-"""A rollout in; reference log-probabilities, values and reward scores out."""
+"""Compute reference log-probabilities, values and reward scores of a rollout."""
 
 from collections.abc import Sequence
 
@@ -23,10 +23,10 @@ def score(
     engine: Engine,
     config: PPOConfig,
 ) -> Scores:
-    """Return what rewards, reference and critic say about a rollout.
+    """Return the outputs of rewards, reference and critic for a rollout.
 
-    The scores are as the rewards gave them. `module` is what the engine prepared with policy and
-    critic in it. Models in shards are gathered one at a time.
+    The scores are neither scaled nor clipped. `module` is the prepared module with policy and
+    critic. Sharded models are gathered only while they are used.
     """
     size = config.local_rollout_forward_batch_size
     divergences = None
@@ -48,7 +48,7 @@ def score(
 
 @torch.no_grad()
 def response_logprobs(model: LanguageModel, rollout: Rollout, batch_size: int) -> Tensor:
-    """Return log-probabilities (B, T) of the responses under a model; 0 where not counted."""
+    """Return a model's log-probabilities (B, T) of the responses; 0 outside response_mask."""
     logprobs = torch.zeros_like(rollout.logprobs)
     for batch in token_batches(rollout.row_lengths, batch_size):
         counted, _ = model(rollout.token_rows(batch), rollout.temperature)
@@ -58,7 +58,7 @@ def response_logprobs(model: LanguageModel, rollout: Rollout, batch_size: int) -
 
 @torch.no_grad()
 def critic_values(critic: Critic, rollout: Rollout, batch_size: int) -> Tensor:
-    """Return values (B, T) of the states before each response token; 0 where not counted."""
+    """Return values (B, T) of the states before each response token; 0 outside response_mask."""
     values = torch.zeros_like(rollout.logprobs)
     for batch in token_batches(rollout.row_lengths, batch_size):
         counted = critic(rollout.token_rows(batch))
@@ -70,7 +70,7 @@ def critic_values(critic: Critic, rollout: Rollout, batch_size: int) -> Tensor:
 def exact_kl(
     policy: LanguageModel, reference: LanguageModel, rollout: Rollout, batch_size: int
 ) -> Tensor:
-    """Return the exact KL(policy || reference) (B, T) at each token; 0 where not counted."""
+    """Return the exact KL(policy || reference) (B, T) at each token; 0 outside response_mask."""
     divergences = torch.zeros_like(rollout.logprobs)
     for batch in token_batches(rollout.row_lengths, batch_size):
         rows = rollout.token_rows(batch)
@@ -81,5 +81,5 @@ def exact_kl(
 
 
 def _scattered(counted: Tensor, mask: Tensor) -> Tensor:
-    """Return N counted values at their positions in (B, T), 0 elsewhere."""
+    """Return a (B, T) tensor with the values of `counted` (N,) where `mask` is True, else 0."""
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, counted)

@@ -1,6 +1,6 @@
-"""The passes of a small policy and a small critic on the CPU, in two threads at the same time.
+"""Run the passes of a small policy and a small critic on the CPU at the same time, in two threads.
 
-The matmuls of a model of a million weights are too small to keep several cores busy.
+The matmuls of a model with a million weights are too small to keep several cores busy.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ B = TypeVar("B")
 
 
 def run_both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-    """Call two functions that share no state in two threads; return both results.
+    """Call two functions, which share no state that they change, in two threads; return both results.
 
     Each thread has half of PyTorch's threads. If both functions raise, the error of `second` is
     raised.
@@ -35,10 +35,10 @@ def run_both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
 
 
 def pays_concurrently(models: Sequence[nn.Module]) -> bool:
-    """Return whether all weight matrices are too small for one pass to keep all cores busy.
+    """Return whether concurrent passes are faster, because all weight matrices are small.
 
-    Also False where PyTorch has process-wide settings that two threads cannot share: the matmul
-    precision of oneDNN.
+    Return False if oneDNN runs the matmuls, because its matmul precision is a process-wide
+    setting that two threads cannot change independently.
     """
     is_small = all(weight.numel() < MIN_NUMEL for one in models for weight in one.parameters())
     return is_small and torch.get_num_threads() > 1 and not uses_onednn()

@@ -1,4 +1,4 @@
-"""LoRA in supervised training: add adapters, save them alone, merge them into a plain model."""
+"""LoRA in supervised training: add adapters, save them separately, and merge them into the base."""
 
 import copy
 from pathlib import Path
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 ADAPTER_FOLDER = "adapter"
-"""Folder inside the output folder with the adapter alone, in PEFT's format."""
+"""Subfolder of the output folder for the adapter, in PEFT's format."""
 
 
 def refuse_adapter_folder(path: str | Path) -> None:
-    """Raise ModelError if a folder holds an adapter; nothing is loaded from it."""
+    """Raise ModelError if a folder holds an adapter; check this without loading the folder."""
     if (Path(path) / "adapter_config.json").exists():
         raise _not_plain(path)
 
@@ -26,8 +26,8 @@ def refuse_adapter_folder(path: str | Path) -> None:
 def require_plain(model: PreTrainedModel, path: str | Path) -> None:
     """Raise ModelError if a model was loaded with adapters.
 
-    Training it would lose its base or its adapter when it is saved, and another
-    adapter on top could not be loaded again (TRL #4713).
+    After training, saving such a model would lose its base or its adapter. A model with an
+    additional adapter could not be loaded again (TRL #4713).
     """
     if getattr(model, "peft_config", None):
         raise _not_plain(path)
@@ -35,8 +35,8 @@ def require_plain(model: PreTrainedModel, path: str | Path) -> None:
 
 def _not_plain(path: str | Path) -> ModelError:
     return ModelError(
-        f"'{path}' is a PEFT model, an adapter with its base. Merge it first: "
-        "peft.AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()"
+        f"'{path}' is a PEFT model, which cannot be trained further. Merge the adapter into its "
+        "base with peft.AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()"
         ".save_pretrained(FOLDER), and start from that folder."
     )
 
@@ -44,19 +44,19 @@ def _not_plain(path: str | Path) -> ModelError:
 def add_task_adapter(
     model: PreTrainedModel, peft_config: "PeftConfig", task_type: str
 ) -> "PeftModel":
-    """Add adapters for a task: only they are trained, with SEQ_CLS also the head.
+    """Add adapters for a task; only the adapters are trained, and with SEQ_CLS the score head.
 
     The layers of `model` are replaced in place; `peft_config` is not changed.
 
     Raises:
         ConfigError: the peft_config is for another task.
-        ModelError: peft is not installed, or the peft_config does not fit.
+        ModelError: peft is not installed, or the peft_config does not fit the model.
     """
     given = getattr(peft_config, "task_type", None)
     if given not in (None, task_type):
         raise ConfigError(
-            f"task_type={str(given)!r} of the peft_config must be '{task_type}' here: otherwise "
-            "the wrong layers would be trained and saved. Leave it out."
+            f"task_type={str(given)!r} of the peft_config must be '{task_type}', or the wrong "
+            "layers would be trained and saved. Remove task_type from the peft_config."
         )
     config = copy.deepcopy(peft_config)
     config.task_type = task_type
@@ -64,7 +64,7 @@ def add_task_adapter(
 
 
 def save_and_merge(model: "PeftModel", output_dir: str | Path) -> PreTrainedModel:
-    """Save the adapter in `ADAPTER_FOLDER`, and return the plain model with it merged."""
+    """Save the adapter in `ADAPTER_FOLDER`; return the base model with the adapter merged."""
     save_adapter(model, Path(output_dir) / ADAPTER_FOLDER)
     merged: PreTrainedModel = model.merge_and_unload()
     return merged

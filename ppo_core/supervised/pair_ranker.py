@@ -1,4 +1,4 @@
-"""The reward model in training: a last-token classifier whose forward pass is the loss of pairs."""
+"""The reward model during training: a last-token classifier, and the loss of response pairs."""
 
 import copy
 import math
@@ -15,8 +15,9 @@ from ppo_core.errors import ModelError
 def make_classifier(policy: PreTrainedModel, pad_token_id: int | None) -> PreTrainedModel:
     """Return a classifier with one label on a copy of the policy's backbone.
 
-    `AutoModelForSequenceClassification.from_pretrained` would only log a line and start from
-    random embeddings if a checkpoint stores tied embeddings under the name of the LM head.
+    If a checkpoint stores tied embeddings under the name of the LM head,
+    `AutoModelForSequenceClassification.from_pretrained` would use random embeddings and only log
+    a message.
     """
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
@@ -27,36 +28,37 @@ def make_classifier(policy: PreTrainedModel, pad_token_id: int | None) -> PreTra
 
 
 class PairRanker(nn.Module):
-    """A classifier that scores both responses of a pair; its forward pass returns the loss.
+    """A module around a classifier; its forward pass scores pairs and returns their loss.
 
-    The score is read at the last token of the sequence, located by its length: a search for
-    the pad id would fail where a text contains that id or pad equals eos.
+    The score is read at the last token of the sequence, which the sequence length locates. A
+    search for the pad id would fail if a text contains the pad id, or if pad equals eos.
     """
 
     def __init__(
         self, classifier: PreTrainedModel, *, centre_rewards_coefficient: float = 0.0
     ) -> None:
-        """Take the classifier, which is trained in place, and initialize its head.
+        """Initialize the head of the classifier, which is trained in place.
 
-        The head's weights are drawn from N(0, 1 / (d + 1)) for a hidden size of d, so
-        that scores start near 0 (arXiv:2403.17031).
+        The head's weights are drawn from N(0, 1 / (d + 1)) for a hidden size of d, so that the
+        initial scores are near 0 (arXiv:2403.17031).
         """
         super().__init__()
         head = getattr(classifier, "score", None)
         if not isinstance(head, nn.Linear) or classifier.base_model is classifier:
             raise ModelError(
-                f"{type(classifier).__name__} is no last-token classifier: it lacks a linear "
-                "'score' on top of its backbone. Start from a decoder-only model such as Llama, "
-                "GPT-2, GPT-NeoX or Qwen2."
+                f"{type(classifier).__name__} is no last-token classifier, because it has no "
+                "linear layer 'score' on its backbone. Start from a decoder-only model such as "
+                "Llama, GPT-2, GPT-NeoX or Qwen2."
             )
         self.classifier = classifier
         self._centering = centre_rewards_coefficient
         nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
 
     def forward(self, input_ids: Tensor, lengths: Tensor, margins: Tensor) -> dict[str, Tensor]:
-        """Return the loss of B pairs, the chosen response first.
+        """Return the mean loss of B pairs as {"loss": loss}.
 
-        input_ids is (B, 2, S), lengths (B, 2) and margins (B,).
+        The shapes are input_ids (B, 2, S), lengths (B, 2) and margins (B,). In dimension 1, index
+        0 is the chosen response and index 1 the rejected response.
         """
         scores = self.score(input_ids.flatten(0, 1), lengths.flatten()).view(-1, 2)
         chosen, rejected = at_least_fp32(scores).unbind(1)
@@ -65,7 +67,7 @@ class PairRanker(nn.Module):
 
     def score(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
         """Return the scores (N,) of right-padded sequences input_ids (N, S)."""
-        # Attention is causal: padding on the right needs no mask.
+        # Attention is causal, so padding on the right needs no mask.
         hidden = self.classifier.base_model(input_ids, use_cache=False).last_hidden_state
         sequences = torch.arange(len(lengths), device=input_ids.device)
         scores: Tensor = self.classifier.get_submodule("score")(hidden[sequences, lengths - 1])
@@ -73,16 +75,16 @@ class PairRanker(nn.Module):
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor | float = 0.0) -> Tensor:
-    """Return the mean of -log sigmoid(chosen - rejected - margin) over pairs, all (B,).
+    """Return the mean of -log sigmoid(chosen - rejected - margin) over pairs; inputs are (B,).
 
-    Without margins it is arXiv:1909.08593, eq. 1; with margins arXiv:2307.09288, eq. 2.
+    Without margins, this is eq. 1 of arXiv:1909.08593; with margins, eq. 2 of arXiv:2307.09288.
     """
     return -logsigmoid(chosen - rejected - margins).mean()
 
 
 def centering_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Return the mean of (chosen + rejected)^2 over pairs, both (B,) (arXiv:2312.09244).
+    """Return the mean of (chosen + rejected)^2 over pairs; inputs are (B,) (arXiv:2312.09244).
 
-    Preferences fix scores only up to a constant; this loss pulls their mean towards 0.
+    Preferences determine scores only up to a constant; this loss pulls the mean score towards 0.
     """
     return ((chosen + rejected) ** 2).mean()

@@ -1,4 +1,4 @@
-"""Pairs of a reward model: a row as two token sequences and a margin, and batches of them."""
+"""Encode the rows of reward-model training as pairs of token sequences, and batch the pairs."""
 
 from collections.abc import Sequence
 from typing import TypedDict
@@ -16,12 +16,12 @@ from ppo_core.supervised.supervised_config import SupervisedConfig
 
 
 class RewardPair(TypedDict):
-    """Token ids of one prompt with each of its two responses."""
+    """Token ids of a prompt with the chosen response, and with the rejected response."""
 
     chosen: list[int]
     rejected: list[int]
     margin: float
-    """How far the chosen score should exceed the rejected score."""
+    """Margin by which the chosen score should exceed the rejected score."""
 
 
 def encode_pair(
@@ -29,13 +29,13 @@ def encode_pair(
 ) -> RewardPair:
     """Return token ids of the prompt with the chosen and the rejected response, and the margin.
 
-    Prompt and response are encoded by `encode_dialogue`, as they are when the model scores. A
-    row without "prompt" has full texts, or conversations whose common first messages are the
-    prompt. The margin is 0 without the column "margin".
+    Texts are encoded by `encode_dialogue`, as when the trained model scores. In a row without
+    "prompt", "chosen" and "rejected" are full texts, or conversations that begin with the same
+    messages. The margin is 0 without the column "margin".
 
     Raises:
-        DataError: a column is missing or of another type, or two conversations without
-            "prompt" have no message in common.
+        DataError: a column is missing or has the wrong type, a text has no token, or two
+            conversations without "prompt" differ in their first message.
     """
     try:
         if "prompt" not in row:
@@ -45,7 +45,7 @@ def encode_pair(
             for side in ("chosen", "rejected")
         )
         if not (chosen and rejected):
-            raise DataError("a text has no token at all. Drop the row, or set end_of_text=True.")
+            raise DataError("a text has no tokens. Drop the row, or set end_of_text=True.")
         margin = read_number(row, "margin") if "margin" in row else 0.0
         return {"chosen": chosen, "rejected": rejected, "margin": margin}
     except DataError as error:
@@ -55,7 +55,7 @@ def encode_pair(
 def collate_pairs(pairs: Sequence[RewardPair]) -> dict[str, Tensor]:
     """Return a right-padded batch: input_ids (B, 2, S), lengths (B, 2), margins (B,).
 
-    The chosen response comes first.
+    In dimension 1, index 0 is the chosen response and index 1 the rejected response.
     """
     input_ids, lengths = pad_rows(
         [ids for pair in pairs for ids in (pair["chosen"], pair["rejected"])]
@@ -68,12 +68,15 @@ def collate_pairs(pairs: Sequence[RewardPair]) -> dict[str, Tensor]:
 
 
 def _require_one_prompt(chosen: str | Messages, rejected: str | Messages) -> None:
-    """Raise DataError if the two conversations respond to different prompts."""
+    """Raise DataError if the columns differ in type, or conversations in the first message."""
     if is_messages(chosen) != is_messages(rejected):
-        raise DataError("one of 'chosen' and 'rejected' is text, the other messages. Convert one.")
+        raise DataError(
+            "one of 'chosen' and 'rejected' is text, but the other is messages. Convert one of "
+            "the two columns."
+        )
     if is_messages(chosen) and chosen[0] != rejected[0]:
         raise DataError(
-            "there is no 'prompt', and 'chosen' and 'rejected' have no first message in common, so "
+            "there is no 'prompt', and 'chosen' and 'rejected' begin with different messages, so "
             "they answer different prompts. Add a column 'prompt', or drop the row."
         )
 
@@ -89,7 +92,7 @@ def _encode_side(
         return encode_dialogue(tokenizer, prompt, response, end=end)
     if "prompt" in row:
         raise DataError(
-            f"'prompt' is text and '{side}' is messages. Drop the column 'prompt' if the messages "
-            "begin with it, or convert it to messages."
+            f"'prompt' is text, but '{side}' is messages. Drop the column 'prompt' if the messages "
+            "include the prompt, or convert 'prompt' to messages."
         )
     return encode_chat(tokenizer, response, end=end)

@@ -1,4 +1,4 @@
-"""Columns of the rows of supervised training: read by name and checked for their kind."""
+"""Read columns of the rows of supervised training by name, and check their types."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def read_content(row: Row, name: str) -> str | Messages:
         return value
     raise DataError(
         f"'{name}' is {type(value).__name__}, not text or messages: {value!r:.80}. "
-        "Convert or drop the row."
+        "Convert the column, or drop the row."
     )
 
 
@@ -27,7 +27,8 @@ def read_text(row: Row, name: str) -> str:
     if isinstance(value, str):
         return value
     raise DataError(
-        f"'{name}' is {type(value).__name__}, not text: {value!r:.80}. Convert or drop the row."
+        f"'{name}' is {type(value).__name__}, not text: {value!r:.80}. Convert the column, or drop "
+        "the row."
     )
 
 
@@ -38,7 +39,7 @@ def read_messages(row: Row, name: str) -> Messages:
         return value
     raise DataError(
         f"'{name}' is {type(value).__name__}, not a list of messages: {value!r:.80}. "
-        "Convert or drop the row."
+        "Convert the column, or drop the row."
     )
 
 
@@ -47,23 +48,25 @@ def read_number(row: Row, name: str) -> float:
     value = _read(row, name)
     if isinstance(value, int | float) and math.isfinite(value):
         return float(value)
-    raise DataError(f"'{name}' is {value!r:.80}, not a finite number. Correct or drop the row.")
+    raise DataError(
+        f"'{name}' is {value!r:.80}, not a finite number. Correct the number, or drop the row."
+    )
 
 
 def _read(row: Row, name: str) -> object:
     if name not in row:
         raise DataError(
-            f"there is no column '{name}'; it has: {', '.join(map(str, row))}. "
-            "Rename the column in the data."
+            f"there is no column '{name}', only: {', '.join(map(str, row))}. "
+            "Rename a column of the data."
         )
     return row[name]
 
 
 def as_messages(response: str | Messages) -> Messages:
-    """Return a response as messages; text becomes one message of the assistant."""
+    """Return a response as messages; a text becomes one assistant message."""
     return [{"role": "assistant", "content": response}] if isinstance(response, str) else response
 
 
 def in_row(number: int, error: DataError) -> DataError:
-    """Return the error with the number of the row in front of its message."""
+    """Return the error with the row number at the start of the message."""
     return DataError(f"Row {number}: {error}")

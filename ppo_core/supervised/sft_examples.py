@@ -1,4 +1,4 @@
-"""Examples of supervised fine-tuning: a row as token ids and labels, and batches of them."""
+"""Encode the rows of supervised fine-tuning as token ids and labels, and batch the examples."""
 
 from collections.abc import Sequence
 from typing import TypedDict
@@ -22,18 +22,18 @@ from ppo_core.supervised.row_columns import (
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 IGNORED_LABEL = -100
-"""Label of a token that does not count in the loss, as in torch's cross entropy."""
+"""Label of a token that does not count in the loss; torch's cross entropy ignores this label."""
 
 Segments = list[tuple[list[int], bool]]
-"""Token ids in order, each list with whether its tokens count in the loss."""
+"""Consecutive segments of a sequence: token ids, and whether these tokens count in the loss."""
 
 
 class SFTExample(TypedDict):
-    """Token ids of one row, with a label for each."""
+    """Token ids and labels of one row."""
 
     input_ids: list[int]
     labels: list[int]
-    """The token id where it counts in the loss, else `IGNORED_LABEL`."""
+    """Label of each token: the token id if the token counts in the loss, else `IGNORED_LABEL`."""
 
 
 def encode_example(
@@ -41,14 +41,15 @@ def encode_example(
 ) -> SFTExample:
     """Return token ids and labels of one row.
 
-    The row has one of three forms. "messages": every assistant turn counts. "prompt" and
-    "completion", each text or messages: the completion counts. "text": every token counts.
-    With completion_only_loss=False every token of every form counts.
+    The columns of the row determine which tokens count in the loss:
+    - "messages": the assistant turns;
+    - "prompt" and "completion", as text or messages: the completion;
+    - "text": all tokens.
+    With completion_only_loss=False, all tokens of the row count.
 
     Raises:
-        DataError: a column is missing or of another type, no token of the row counts, or the
-            chat template renders the first messages of a conversation differently when more
-            messages follow.
+        DataError: a column is missing or has the wrong type, or no token of the row counts. Also
+            if the chat template renders the first messages differently when more messages follow.
     """
     try:
         return _with_labels(_segments(tokenizer, row, config), config)
@@ -83,8 +84,8 @@ def _segments(tokenizer: PreTrainedTokenizerBase, row: Row, config: SupervisedCo
         ]
     if "text" not in row:
         raise DataError(
-            f"the columns are {', '.join(map(str, row))}, but an example has 'text', or 'prompt' "
-            "and 'completion', or 'messages'. Rename the columns in the data."
+            f"the columns are {', '.join(map(str, row))}. An example needs 'text', or 'prompt' "
+            "and 'completion', or 'messages'. Rename the columns of the data."
         )
     text = encode_prompt(tokenizer, read_text(row, "text"))
     return [(text + encode_response(tokenizer, "", end=end), True)]
@@ -93,10 +94,10 @@ def _segments(tokenizer: PreTrainedTokenizerBase, row: Row, config: SupervisedCo
 def _chat_segments(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, first: int, *, end: bool
 ) -> Segments:
-    """Split a conversation into turns; assistant turns from message `first` on count.
+    """Split a conversation into segments; assistant turns from message `first` on count.
 
-    An assistant turn starts after the generation prompt of the chat template, so the context
-    of its tokens is exactly the prompt that PPO samples from.
+    An assistant segment starts after the chat template's generation prompt. So the tokens before
+    the segment are exactly the prompt that PPO would sample a response to.
     """
     full = render_chat(tokenizer, messages, answer_follows=False)
     texts, done = [], 0
@@ -121,7 +122,7 @@ def _prefix_length(
         raise DataError(
             f"the chat template renders the first {len(messages)} messages differently when more "
             "messages follow, so the assistant's turns cannot be located. Set a chat_template "
-            "that only appends, or give 'prompt' and 'completion' as text."
+            "that only appends text for later messages, or use 'prompt' and 'completion' as text."
         )
     return len(prefix)
 
@@ -133,7 +134,7 @@ def _with_labels(segments: Segments, config: SupervisedConfig) -> SFTExample:
     ]
     if all(label == IGNORED_LABEL for label in labels):
         raise DataError(
-            "there is no token to learn: the completion is empty, or no turn is the assistant's. "
-            "Drop the row, or set end_of_text=True if an empty response is intended."
+            "there is no token to learn, because the completion is empty, or there is no assistant "
+            "turn. Drop the row, or set end_of_text=True if an empty response is intended."
         )
     return {"input_ids": [token for ids, _ in segments for token in ids], "labels": labels}

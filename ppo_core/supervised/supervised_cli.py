@@ -29,8 +29,8 @@ class SupervisedArguments:
     """Folder or hub id of the model to start from."""
 
     dataset_name: str
-    """A .jsonl, .json or .parquet file, a folder, or a hub id; a split other than `train`
-    follows a colon, as in `org/name:test`."""
+    """A .jsonl, .json or .parquet file, a folder, or a hub id. To select a split other than
+    `train`, append the split to the hub id with a colon, as in `org/name:test`."""
 
     output_dir: str
     """Folder for the trained model and its tokenizer."""
@@ -41,11 +41,11 @@ class SupervisedLoraArguments(LoraArguments):
     """LoRA settings of supervised training."""
 
     lora_dropout: float = 0.05
-    """Dropout probability of the input of the adapters."""
+    """Dropout probability at the input of the adapters."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the flags say; return 0, or print one line to stderr and return 1."""
+    """Train and print the metrics; on an error print one line to stderr. Return the exit code."""
     try:
         print(json.dumps(train_supervised(argv)))
     except PPOError as error:
@@ -55,20 +55,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train_supervised(argv: Sequence[str]) -> dict[str, float]:
-    """Run the training that the first word names with the flags after it; return its metrics.
+    """Run the training that the first argument names, with the flags that follow.
+
+    Return the metrics of the training.
 
     Raises:
-        ConfigError: the first word, a flag or a value is not valid.
+        ConfigError: the first argument, a flag or a value is not valid.
         DataError: the rows cannot be used.
         ModelError: the model or its tokenizer cannot be loaded or used.
         TrainingError: the loss is not finite.
-        SystemExit: --help was given, and the help is printed.
+        SystemExit: the flag --help was given; the help is printed first.
     """
     kind, *flags = argv or [""]
     if kind not in TRAININGS and kind not in ("-h", "--help"):
         raise ConfigError(
-            f"{kind!r} is no training. Begin with {' or '.join(TRAININGS)}, followed by flags; "
-            f"--help lists them."
+            f"{kind!r} is not a training. Begin with {' or '.join(TRAININGS)}, followed by flags. "
+            f"--help lists the flags."
         )
     arguments, config, lora = _parse(kind, flags if kind in TRAININGS else ["--help"])
     _hide_library_output()
@@ -110,7 +112,7 @@ def _lora_config(lora: SupervisedLoraArguments) -> Any:
 
 
 def _hide_library_output() -> None:
-    """Keep standard error for the progress of the training and its errors."""
+    """Hide the libraries' messages, so that stderr shows only progress and errors."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     logging.disable_progress_bar()

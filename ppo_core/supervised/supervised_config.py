@@ -1,4 +1,4 @@
-"""Settings of supervised training, frozen and checked when they are created."""
+"""Settings of supervised training, immutable and validated."""
 
 from dataclasses import dataclass
 
@@ -14,25 +14,25 @@ class SupervisedConfig:
     """
 
     learning_rate: float = 1e-5
-    """Peak learning rate of AdamW; it falls linearly to 0 at the end."""
+    """Peak learning rate of AdamW; after the warmup the rate falls linearly to 0."""
 
     num_epochs: int = 1
-    """Passes over the data."""
+    """Number of passes over the data."""
 
     batch_size: int = 32
-    """Examples or pairs per forward and backward pass on one device."""
+    """Number of examples or pairs per forward and backward pass on one device."""
 
     gradient_accumulation_steps: int = 1
-    """Batches per optimizer step."""
+    """Number of batches per optimizer step and device."""
 
     max_length: int = 512
-    """Maximum tokens of prompt and response together; a longer example is an error."""
+    """Maximum number of tokens of prompt plus response; a longer example is an error."""
 
     warmup_ratio: float = 0.03
-    """Share of the optimizer steps in which the learning rate rises linearly from 0."""
+    """Fraction of the optimizer steps in which the learning rate rises linearly from 0."""
 
     weight_decay: float = 0.0
-    """Weight decay of AdamW, times the learning rate per step; 0 for norms and biases."""
+    """Weight decay coefficient of AdamW; norms and biases have no weight decay."""
 
     seed: int = 1
     """Seed of the order of the examples and of the reward head's initial weights."""
@@ -41,17 +41,18 @@ class SupervisedConfig:
     """Append the end-of-sequence token to every response."""
 
     completion_only_loss: bool = True
-    """Count only completions and assistant turns in the SFT loss; False counts prompts too."""
+    """Count only completions and assistant turns in the SFT loss; False also counts prompts."""
 
     centre_rewards_coefficient: float = 0.0
-    """Weight of the squared sum of the two scores of a pair, a loss that pulls the mean
-    score of a reward model towards 0 (arXiv:2312.09244)."""
+    """Weight of an additional loss, the squared sum of the two scores of a pair. The loss pulls
+    the mean score of a reward model towards 0 (arXiv:2312.09244)."""
 
     bf16: bool = False
-    """Train in bfloat16 autocast, with fp32 weights."""
+    """Train with bfloat16 autocast and fp32 weights."""
 
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass; this saves memory and takes about a third more
+    time."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a value is out of range."""

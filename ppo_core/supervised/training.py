@@ -1,6 +1,6 @@
-"""SFT and reward-model training: two losses over transformers.Trainer.
+"""SFT and reward-model training with transformers.Trainer.
 
-From a shell: `python -m ppo_core.supervised sft|reward --help`.
+To train from a shell, see `python -m ppo_core.supervised sft|reward --help`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,31 +33,31 @@ def train_sft(
 ) -> dict[str, float]:
     """Fine-tune a causal language model on demonstrations.
 
-    The loss is the mean over the counted tokens of an optimizer step. The trained model and its
-    tokenizer are saved in `output_dir`.
+    The loss is the mean over those tokens of an optimizer step whose label is not ignored. The
+    trained model and its tokenizer are saved in `output_dir`.
 
     Args:
         model: folder or hub id of the model to start from.
         examples: rows in a form that `encode_example` accepts.
         config: the settings.
-        output_dir: where to save.
-        peft_config: a `peft.LoraConfig` (arXiv:2106.09685): train adapters instead of all
-            weights; they are merged into the saved model, and also saved alone in `adapter/`.
+        output_dir: folder for the trained model.
+        peft_config: a `peft.LoraConfig` (arXiv:2106.09685), to train adapters instead of all
+            weights. The adapters are merged into the saved model, and also saved in `adapter/`.
 
     Returns:
-        "loss", the mean over the last tenth of the run; "rows"; "steps" of the
-        optimizer; "seconds".
+        Metrics: "loss" (mean over the last tenth of the run), "rows", "steps" (optimizer steps)
+        and "seconds".
 
     Raises:
         ConfigError: a setting is for reward models, or the peft_config cannot be used.
         DataError: there are no rows, or a row cannot be used, is empty or too long.
-        ModelError: there is no such model, or it has adapters already.
+        ModelError: the model cannot be loaded, or already has adapters.
         TrainingError: the loss is not finite.
     """
     if config.centre_rewards_coefficient:
         raise ConfigError(
-            f"centre_rewards_coefficient={config.centre_rewards_coefficient} is for reward models; "
-            "SFT has no scores to center. Leave it out."
+            f"centre_rewards_coefficient={config.centre_rewards_coefficient} is for reward models, "
+            "because SFT has no scores. Remove centre_rewards_coefficient."
         )
     refuse_adapter_folder(model)
     tokenizer = load_tokenizer(model)
@@ -80,33 +80,33 @@ def train_reward_model(
     *,
     peft_config: "PeftConfig | None" = None,
 ) -> dict[str, float]:
-    """Train a reward model to score the chosen response of each pair above the rejected one.
+    """Train a reward model to score chosen responses above rejected responses.
 
-    The model gets a new head with one output, read at the last token. The trained
-    model and its tokenizer are saved in `output_dir`.
+    The model gets a new score head, which is applied to the last token. The trained model and its
+    tokenizer are saved in `output_dir`.
 
     Args:
         model: folder or hub id of a decoder-only model, for example the SFT policy.
         pairs: rows in a form that `encode_pair` accepts.
         config: the settings.
-        output_dir: where to save.
-        peft_config: as in `train_sft`; all weights of the head are trained beside the adapters.
+        output_dir: folder for the trained model.
+        peft_config: as in `train_sft`; the score head is trained in full, without an adapter.
 
     Returns:
-        "loss", the mean over the last tenth of the run; "rows"; "steps" of the
-        optimizer; "seconds".
+        Metrics: "loss" (mean over the last tenth of the run), "rows", "steps" (optimizer steps)
+        and "seconds".
 
     Raises:
         ConfigError: a setting is for SFT, or the peft_config cannot be used.
         DataError: there are no rows, or a row cannot be used, is empty or too long.
-        ModelError: there is no such model, it has adapters already, or its architecture has no
+        ModelError: the model cannot be loaded, already has adapters, or its architecture has no
             last-token classifier.
         TrainingError: the loss is not finite.
     """
     if not config.completion_only_loss:
         raise ConfigError(
-            "completion_only_loss=False is for SFT; a reward model is trained on the scores of "
-            "full texts. Leave it out."
+            "completion_only_loss=False is for SFT, because a reward model is trained on the "
+            "scores of full texts. Remove completion_only_loss."
         )
     refuse_adapter_folder(model)
     tokenizer = load_tokenizer(model)
@@ -117,7 +117,7 @@ def train_reward_model(
     classifier = make_classifier(policy, tokenizer.pad_token_id)
     _checkpoint_activations(classifier, config)
     ranker = PairRanker(classifier, centre_rewards_coefficient=config.centre_rewards_coefficient)
-    # Adds the adapters in place, to the layers that the ranker runs.
+    # This adds the adapters in place, so the ranker uses them as well.
     trained = (
         classifier if peft_config is None else add_task_adapter(classifier, peft_config, "SEQ_CLS")
     )
@@ -129,7 +129,7 @@ def train_reward_model(
 def _load_start(
     path: str | Path, lengths: Sequence[int], config: SupervisedConfig
 ) -> PreTrainedModel:
-    """Return the model to start from; raise if rows of these lengths do not fit it."""
+    """Load the model to start from; raise if it has adapters, or rows are too long for it."""
     policy = load_policy(path)
     require_plain(policy, path)
     _check_lengths(lengths, policy, config)
@@ -138,7 +138,8 @@ def _load_start(
 
 def _checkpoint_activations(model: PreTrainedModel, config: SupervisedConfig) -> None:
     if config.gradient_checkpointing:
-        # Reentrant checkpointing gives no gradient if the inputs need none, as with adapters.
+        # With adapters the inputs need no gradient, and reentrant checkpointing would then compute
+        # no gradients at all.
         options = {"use_reentrant": False}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
 
@@ -146,15 +147,16 @@ def _checkpoint_activations(model: PreTrainedModel, config: SupervisedConfig) ->
 def _check_lengths(
     lengths: Sequence[int], model: PreTrainedModel, config: SupervisedConfig
 ) -> None:
-    """Raise DataError if there are no rows, or one is longer than settings or model allow."""
+    """Raise DataError if there are no rows, or a row is too long for the settings or the model."""
     if not lengths:
-        raise DataError("There are no rows to train on: the data set is empty.")
+        raise DataError("There are no rows to train on, because the data set is empty.")
     context = context_length(model.config) or config.max_length
     limit = min(config.max_length, context)
     too_long = [number for number, length in enumerate(lengths) if length > limit]
     if too_long:
         raise DataError(
             f"{len(too_long)} of {len(lengths)} rows are longer than {limit} tokens "
-            f"(max_length={config.max_length}, the model's context {context}); the first is row "
-            f"{too_long[0]} with {lengths[too_long[0]]}. Shorten or drop them, or raise max_length."
+            f"(max_length={config.max_length}, the model's context {context}). The first is row "
+            f"{too_long[0]} with {lengths[too_long[0]]} tokens. Shorten or drop these rows, or "
+            "raise max_length up to the model's context."
         )

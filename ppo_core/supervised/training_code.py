@@ -1,4 +1,4 @@
-"""The modules of ppo_core that decide what supervised training produces."""
+"""List the modules of ppo_core whose code affects the result of supervised training."""
 
 import ast
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ def modules_of_training() -> tuple[str, ...]:
     """Return the names of all ppo_core modules that supervised training imports, sorted.
 
     The names are read from the import statements in the sources, starting at
-    `ppo_core.supervised.training`: no module is imported for it, and torch is not needed.
+    `ppo_core.supervised.training`. No module is imported, so torch is not needed.
     """
     found: set[str] = set()
     waiting = [_ENTRY]
@@ -49,7 +49,7 @@ def _imported_names(path: Path) -> Iterator[str]:
 
 
 def _executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Walk a tree without `if TYPE_CHECKING` blocks, which never run."""
+    """Yield the nodes of a tree except `if TYPE_CHECKING` blocks, which never run."""
     for node in ast.iter_child_nodes(tree):
         if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
             yield node

@@ -1,4 +1,4 @@
-"""The loop of supervised training: run transformers.Trainer, and save the trained model."""
+"""Run supervised training with transformers.Trainer, and save the trained model."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,20 +34,20 @@ def run_training(
     description: str,
     output_dir: str | Path,
 ) -> dict[str, float]:
-    """Train a model in place; its forward pass returns the loss.
+    """Train a model in place.
 
     Args:
-        model: called with the tensors of a batch as keyword arguments.
-        rows: encoded rows, as `collate` takes them.
-        lengths: tokens of the longest text of each row.
-        collate: makes a batch of rows.
+        model: model whose forward pass takes a batch's tensors by name and returns the loss.
+        rows: encoded rows.
+        lengths: number of tokens of the longest text in each row.
+        collate: function that makes a batch from encoded rows.
         config: the settings.
-        description: the name of the training in its progress bar.
+        description: name of the training in the progress bar.
         output_dir: folder for the trained model; created before training.
 
     Returns:
-        "loss", the mean over the last tenth of the run; "rows"; "steps" of the
-        optimizer; "seconds".
+        Metrics: "loss" (mean over the last tenth of the run), "rows", "steps" (optimizer steps)
+        and "seconds".
 
     Raises:
         ConfigError: the output folder cannot be created.
@@ -80,9 +80,9 @@ def run_training(
 
 
 def save_model(trained: Any, tokenizer: PreTrainedTokenizerBase, output_dir: str | Path) -> None:
-    """Write the plain model and its tokenizer in the main process.
+    """Write the trained model and its tokenizer, in the main process only.
 
-    A trained adapter is saved alone as well, and merged into the plain model.
+    An adapter is saved separately, and also merged into the written model.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
@@ -93,22 +93,22 @@ def save_model(trained: Any, tokenizer: PreTrainedTokenizerBase, output_dir: str
 
 
 def _training_arguments(config: SupervisedConfig, output_dir: str | Path) -> TrainingArguments:
-    """Return the arguments of a training without reports, checkpoints and evaluation."""
+    """Return arguments for transformers.Trainer without reports, checkpoints and evaluation."""
     return TrainingArguments(
         output_dir=str(output_dir),
         per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         num_train_epochs=config.num_epochs,
         learning_rate=config.learning_rate,
-        warmup_steps=config.warmup_ratio,  # a value below 1 is a share of the steps
+        warmup_steps=config.warmup_ratio,  # a value below 1 is a fraction of the steps
         weight_decay=config.weight_decay,
         seed=config.seed,
         bf16=config.bf16,
         use_cpu=not torch.cuda.is_available(),
-        logging_steps=0.1,  # a share of the steps, too
+        logging_steps=0.1,  # a fraction of the steps
         logging_nan_inf_filter=False,
         remove_unused_columns=False,
-        # Batches of rows of similar length have less padding.
+        # Batch rows of similar length, which need less padding.
         train_sampling_strategy="group_by_length",
         dataloader_pin_memory=False,
         save_strategy="no",
@@ -118,7 +118,7 @@ def _training_arguments(config: SupervisedConfig, output_dir: str | Path) -> Tra
 
 
 class _ProgressCallback(TrainerCallback):
-    """Advance the progress bar, and raise if the loss is not finite."""
+    """Callback that advances the progress bar, and raises if the loss is not finite."""
 
     def __init__(self, bar: Any) -> None:
         self.bar = bar
@@ -130,12 +130,12 @@ class _ProgressCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         loss = kwargs["logs"].get("loss")
-        if loss is None:  # the last entry, a summary of the run
+        if loss is None:  # the last log entry is a summary of the run without "loss"
             return
         if not math.isfinite(loss):
             raise TrainingError(
-                f"The loss is {loss} at step {state.global_step}: the weights are unusable "
-                "and nothing was saved. Lower the learning rate, and check the model it started "
-                "from for weights that are not finite."
+                f"The loss is {loss} at step {state.global_step}, so the weights are unusable "
+                "and were not saved. Lower learning_rate, and check the initial model for weights "
+                "that are not finite."
             )
         self.bar.set_postfix(loss=f"{loss:.3f}")

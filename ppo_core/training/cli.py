@@ -1,4 +1,4 @@
-"""The command `python -m ppo_core`: loads data and models by name, and trains."""
+"""The command `python -m ppo_core`: load data and models by name, and train."""
 
 import warnings
 from typing import Any
@@ -19,23 +19,23 @@ from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.training.trainer import PPOTrainer
 
 MANY_PROMPTS, HELD_OUT = 1000, 100
-"""With more than MANY_PROMPTS prompts, the last HELD_OUT are held out to show samples from."""
+"""Of more than MANY_PROMPTS prompts, the last HELD_OUT are held out for showing samples."""
 
 
 def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> None:
     """Train the policy, and save it with its tokenizer in `policy_dir` or `output_dir`.
 
     Raises:
-        ConfigError: two settings contradict each other, or one needs what is not there.
+        ConfigError: two settings contradict each other, or a required setting is missing.
         DataError: the prompts cannot be used.
         ModelError: a model or tokenizer cannot be loaded or used.
         TrainingError: training cannot continue.
     """
-    # A reward may draw from the global generators: seed them.
+    # Seed the global generators, because a reward function may use them.
     set_seed(config.seed)
     start = config.sft_model_path or model.model_name_or_path
     if start is None:
-        raise ConfigError("No policy to train. Name it: --model_name_or_path FOLDER or HUB_ID.")
+        raise ConfigError("There is no policy. Set --model_name_or_path to a folder or hub id.")
     train_rows, eval_rows = load_prompts(config, script)
     trainer = PPOTrainer(
         args=config,
@@ -63,9 +63,9 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
 
 
 def load_prompts(config: PPOConfig, script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
-    """Return the training prompts, and the prompts for evaluation or samples, if any.
+    """Return the training prompts, and the prompts for evaluation or samples, or None.
 
-    Nothing is held out if no samples are to be shown.
+    Prompts are held out only if the settings ask for samples.
 
     Raises:
         ConfigError: no data set is named.
@@ -73,7 +73,7 @@ def load_prompts(config: PPOConfig, script: ScriptArguments) -> tuple[Dataset, D
     """
     name, subset = script.dataset_name, script.dataset_config
     if name is None:
-        raise ConfigError("No prompts to train on. Name them: --dataset_name FOLDER or HUB_ID.")
+        raise ConfigError("There are no prompts. Set --dataset_name to a folder or hub id.")
     rows = load_rows(name, split=script.dataset_train_split, config=subset)
     if config.eval_strategy == "steps":
         return rows, load_rows(name, split=script.dataset_test_split, config=subset)
@@ -87,9 +87,9 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
     """Load the policy to start from.
 
     Raises:
-        ConfigError: the settings of quantized weights contradict each other.
-        ModelError: there is no causal language model at this folder or hub id, or a package for
-            quantized weights is missing.
+        ConfigError: the quantization settings contradict each other.
+        ModelError: the folder or hub id has no causal language model, or a package for
+            quantization is missing.
     """
     options = {
         "revision": model.model_revision,
@@ -110,16 +110,16 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
 
 
 def load_reward(path: str | None, start: str, seed: int, **reading: Any) -> RewardModel:
-    """Load the reward model; without a trained one, warn and use a random head.
+    """Load the reward model; if it is not a trained classifier, warn and add a random head.
 
     Args:
         path: folder or hub id of the reward model.
-        start: folder or hub id of the policy, whose weights are used without a reward model.
+        start: folder or hub id of the policy, which is used as the base if `path` is None.
         seed: seed of the random head.
         reading: bias, gain and end_of_text of a `RewardModel`.
 
     Raises:
-        ModelError: there is no model at this folder or hub id, or it gives several scores.
+        ModelError: the folder or hub id has no model, or the model returns several scores.
     """
     base = path or start
     architectures = load_config(base).architectures or []
@@ -127,15 +127,15 @@ def load_reward(path: str | None, start: str, seed: int, **reading: Any) -> Rewa
         return load_reward_model(base, **reading)
     given = f"reward_model_path={path!r} is no reward model" if path else "No reward_model_path"
     warnings.warn(
-        f"{given}: a head with RANDOM weights is put on '{base}'. Its scores mean nothing, so this "
-        "run shows that everything is in place and teaches nothing. Train a reward model: python "
-        "-m ppo_core.supervised reward.",
+        f"{given}: '{base}' gets a score head with RANDOM weights. The scores are meaningless, so "
+        "this run can only test the setup. Train a reward model with: python -m "
+        "ppo_core.supervised reward.",
         stacklevel=2,
     )
     tokenizer = load_tokenizer(base)
     set_seed(seed)
     classifier = make_classifier(load_policy(base), tokenizer.pad_token_id)
-    PairRanker(classifier)  # draws the head's weights, so that scores start near 0
+    PairRanker(classifier)  # initializes the head's weights, so that scores are near 0
     return RewardModel(classifier.eval(), tokenizer, **reading)
 
 

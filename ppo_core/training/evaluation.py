@@ -26,12 +26,12 @@ class Answers:
     """One response to each prompt."""
 
     texts: list[str]
-    """The responses, without special tokens."""
+    """Responses without special tokens."""
 
     kl: float | None
-    """KL divergence from the reference in nats: summed over a response, mean over prompts (k1).
-    None without a reference, and for greedy decoding, top_k or top_p, whose responses are no
-    samples of the full policy."""
+    """KL divergence from the reference in nats (k1), summed over a response, mean over prompts.
+    None without a reference. Also None with greedy decoding, top_k or top_p, because these
+    responses are not samples from the policy's full distribution."""
 
 
 def answer_prompts(
@@ -49,7 +49,7 @@ def answer_prompts(
     stop_token_id: int | None = None,
     reference: PreTrainedModel | None = None,
 ) -> Answers:
-    """Sample a response to each prompt as training does; temperature 0 decodes greedily.
+    """Sample a response to each prompt with training's sampler; temperature 0 decodes greedily.
 
     `stop` and `stop_token_id` are the settings `stop_token` and `stop_token_id` of PPOConfig.
     """
@@ -82,7 +82,7 @@ def answer_prompts(
 def _divergence(rollout: Rollout, reference: LanguageModel, batch_size: int) -> Tensor:
     """Return the k1 estimate (B,) of the KL divergence from the reference, in nats."""
     ref_logprobs = response_logprobs(reference, rollout, batch_size)
-    # Both are 0 where a token is not counted.
+    # The log-probabilities of both models are 0 outside response_mask.
     return kl_per_token(rollout.logprobs, ref_logprobs, "k1").sum(dim=1)
 
 
@@ -96,9 +96,9 @@ def greedy_completions(
     stop_token_id: int,
     batch_size: int,
 ) -> Completions:
-    """Return the greedy response to each prompt and its score, in every process.
+    """Return the greedy response to each prompt with its score, in every process.
 
-    Each process answers its share of the prompts.
+    Each process decodes the responses to its own subset of the prompts.
     """
     engine, module = state.engine, state.module
     greedy = SamplingSettings(stop_token_id=stop_token_id, temperature=0)
@@ -118,7 +118,7 @@ def greedy_completions(
     texts = response_texts(tokenizer, rollout)
     shown = [prompt_text(tokenizer, prompt) for prompt in asked]
     rows = list(zip(own, zip(shown, texts, scores.tolist(), strict=True), strict=True))
-    # A prompt that pads a share is answered by two processes.
+    # Two processes can answer the same prompt, because `share` repeats the last row.
     by_prompt = dict(engine.gather_objects(rows))
     queries, responses, values = zip(*(by_prompt[n] for n in sorted(by_prompt)), strict=True)
     return Completions(list(queries), list(responses), list(values))

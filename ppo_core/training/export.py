@@ -1,4 +1,4 @@
-"""The trained policy on disk and on the hub, with its model card."""
+"""Save the trained policy with its model card, and upload it to the hub."""
 
 import logging
 from contextlib import nullcontext
@@ -14,13 +14,13 @@ from ppo_core.ppo.run_state import RunParts
 from ppo_core.training.model_card import push_folder, write_model_card
 
 ADAPTER = "adapter"
-"""Folder of the adapter beside the merged policy."""
+"""Subfolder for the adapter, inside the folder of the merged policy."""
 
 logger = logging.getLogger(__name__)
 
 
 class PolicyExporter(RunParts):
-    """Writes the policy of a run; all processes call, the main one writes."""
+    """Writes the policy of a run; all processes must call, but only the main process writes."""
 
     @property
     def trained_model(self) -> nn.Module:
@@ -28,7 +28,7 @@ class PolicyExporter(RunParts):
         return self.parts.adapted or self.parts.policy.model
 
     def save_policy(self, folder: Path) -> None:
-        """Save policy and tokenizer; the weights are their running mean if there is one."""
+        """Save policy and tokenizer; with `ema_decay`, save the averaged weights."""
         averaged = self.average.swapped_in() if self.average else nullcontext()
         with averaged:
             self._write_policy(folder)
@@ -41,8 +41,11 @@ class PolicyExporter(RunParts):
         if adapted is not None:
             save_adapter(adapted, folder / ADAPTER, weights=weights)
         if adapted is not None and is_quantized(adapted):
-            # Merging would round the adapter to the few bits of the base.
-            logger.warning("The base is quantized: '%s' holds the adapter alone.", folder / ADAPTER)
+            # Merging would quantize the adapter, too.
+            logger.warning(
+                "The base model is quantized, so only the adapter is saved, in '%s'.",
+                folder / ADAPTER,
+            )
         else:
             save_plain(model, adapted, folder, weights)
         self.tokenizer.save_pretrained(folder)
@@ -61,7 +64,7 @@ class PolicyExporter(RunParts):
             )
 
     def push(self, commit_message: str, **details: Any) -> str | None:
-        """Upload `output_dir` without its checkpoints; return the address in the main process."""
+        """Upload `output_dir` without checkpoints; return the commit's URL in the main process."""
         self.write_card(**details)
         if not self.engine.is_main:
             return None

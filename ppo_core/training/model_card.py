@@ -1,4 +1,4 @@
-"""The model card of a trained policy, and its upload to the hub."""
+"""Write the model card of a trained policy, and upload the policy to the hub."""
 
 import json
 import platform
@@ -35,9 +35,9 @@ def write_model_card(
 ) -> Path:
     """Write README.md into the folder of a saved policy; return its path.
 
-    `base_model` and `dataset_name` are hub ids or paths, of which only the last part is written.
-    All settings are written except the hub token. `model_name` defaults to the folder's name,
-    `metrics` are from the last update, and the first three `samples` are shown.
+    `base_model` and `dataset_name` are hub ids or paths; of a path only the last part is written.
+    All settings except the hub token are written. `model_name` defaults to hub_model_id, or else
+    the folder's name. `metrics` are from the last update. The first three `samples` are written.
     """
     folder = Path(folder)
     name = without_folders(model_name or config.hub_model_id or folder.resolve().name)
@@ -66,13 +66,13 @@ def push_folder(
     private: bool | None,
     commit_message: str,
 ) -> str:
-    """Upload a folder without its checkpoints, creating the repository if necessary.
+    """Upload a folder without its checkpoints; create the repository if necessary.
 
-    Returns the address of the commit.
+    Return the URL of the commit.
 
     Raises:
-        ConfigError: `repo_id` cannot be the name of a repository.
-        TrainingError: the hub cannot be reached, or refuses.
+        ConfigError: `repo_id` is not a valid name of a repository.
+        TrainingError: the hub cannot be reached, or refuses the upload.
     """
     api = HfApi(token=token)
     try:
@@ -84,18 +84,20 @@ def push_folder(
             ignore_patterns=["checkpoint-*", ".checkpoint-*", LEASE, LOCK],
         )
     except HFValidationError as error:
-        raise ConfigError(f"hub_model_id={repo_id!r} names no repository: {error}") from error
+        raise ConfigError(
+            f"hub_model_id={repo_id!r} is not a valid repository name: {error}"
+        ) from error
     except (HTTPError, OSError) as error:
         raise TrainingError(
             f"{folder} was not uploaded to {repo_id!r} at {api.endpoint}: {error}\n"
-            f"The files are still in {folder}: mend the cause (network, token, rights) and push "
+            f"The files are still in {folder}. Check network, token and access rights, and push "
             "again."
         ) from error
     return commit.commit_url
 
 
 def without_folders(name: str) -> str:
-    """Return the last part of an absolute path or a path from ~; any other name unchanged."""
+    """Return the last part of a path that is absolute or starts with ~; other names unchanged."""
     for path in (PurePosixPath(name), PureWindowsPath(name)):
         if path.is_absolute() or name.startswith("~"):
             return path.name
@@ -121,7 +123,7 @@ def _purpose(config: PPOConfig, base_model: str | None, dataset_name: str | None
     text = (
         f"{base}, trained with proximal policy optimization (PPO, "
         "[arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) to write responses that a reward "
-        "model scores higher. A KL term held it near the model that it started from."
+        "model scores higher. A KL term kept it near its initial model."
     )
     if config.reward_model_path:
         text += f" The reward model: {as_markdown(without_folders(config.reward_model_path))}."
@@ -154,7 +156,7 @@ def _samples(samples: Completions) -> str:
 
 
 def _fenced(text: str) -> str:
-    """Return the text in a code block, whose fence is longer than any run of backticks in it."""
+    """Return the text in a code block whose fence is longer than any backtick run in the text."""
     runs = [len(run) for run in re.findall("`+", text)]
     fence = "`" * max(3, *(length + 1 for length in [0, *runs]))
     return f"{fence}text\n{printable(text)}\n{fence}"
@@ -183,7 +185,7 @@ def _versions() -> dict[str, str]:
 
 
 def _on_hub(name: str | None) -> bool:
-    """Return whether a name can be a hub repository: a valid id, and no local path."""
+    """Return whether a name can be a hub repository: a valid id that is not a local path."""
     if name is None or Path(name).exists():
         return False
     try:

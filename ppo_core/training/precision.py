@@ -1,16 +1,16 @@
-"""The precision of training, if the settings leave it open."""
+"""Choose the precision of training if the settings do not specify it."""
 
 import torch
 from torch import nn
 
 SMALLEST_WIDTH = 192
-"""Smallest hidden size for which bfloat16 is faster than fp32 on a CPU."""
+"""Smallest hidden size at which bfloat16 is faster than fp32 on a CPU."""
 
 
 def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bool:
-    """Return whether to train in bfloat16: as asked, else if the hardware supports it well.
+    """Return `asked`; if it is None, return whether bfloat16 autocast is fast on this hardware.
 
-    A policy whose weights are not all fp32 keeps its precision.
+    Without `asked`, return False for a policy whose weights are not all fp32.
     """
     if asked is not None:
         return asked

@@ -1,4 +1,4 @@
-"""Checks before training: models, prompts and settings that would fail together later."""
+"""Check before training that models, prompts and settings work together."""
 
 from typing import Any
 
@@ -18,15 +18,16 @@ from ppo_core.rollout.generate import decoder_of
 def check_models(
     parts: ModelBundle, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
 ) -> None:
-    """Raise if the run would fail during training.
+    """Raise if models, prompts and settings would fail during training.
 
     Raises:
-        ModelError: a model cannot be sampled from, saved, or read the tokens it will get.
-        DataError: a prompt is too long for one of the models, or cannot be rendered for it.
+        ModelError: the policy cannot be sampled from or saved, `stop_token_id` is not in its
+            vocabulary, or another model lacks embeddings for the policy's tokens.
+        DataError: a prompt is too long for a model, or a reward model has no chat template.
     """
     _check_policy(parts)
     _check_stop_token(parts, config)
-    # An added pad token has no embedding, and is never sampled.
+    # A pad token that was added to the tokenizer has no embedding, and is never sampled.
     known = min(len(tokenizer), _vocabulary(parts.policy.model))
     longest = max(map(len, prompts.tokens)) + config.response_length
     for scorer in parts.rewards.models():
@@ -50,8 +51,8 @@ def _check_policy(parts: ModelBundle) -> None:
         except ValueError as error:
             raise ModelError(
                 f"The policy's generation_config is contradictory, so transformers would refuse "
-                f"to save the trained policy: {error} Mend it before training, for example by "
-                "model.generation_config.do_sample = True."
+                f"to save the trained policy: {error} Correct generation_config before training, "
+                "for example with model.generation_config.do_sample = True."
             ) from error
 
 
@@ -59,31 +60,31 @@ def _check_stop_token(parts: ModelBundle, config: PPOConfig) -> None:
     size = _vocabulary(parts.policy.model)
     if config.stop_token_id is not None and not 0 <= config.stop_token_id < size:
         raise ModelError(
-            f"stop_token_id={config.stop_token_id} is none of the policy's {size} tokens: no "
-            "response would ever end. Set one of them."
+            f"stop_token_id={config.stop_token_id} is not one of the policy's {size} token ids, "
+            "so no response would ever end. Set stop_token_id to one of these ids."
         )
 
 
 def _check_reader(name: str, model: nn.Module, known: int, longest: int) -> None:
     if (size := _vocabulary(model)) < known:
         raise ModelError(
-            f"The {name} {type(model).__name__} has embeddings for {size} tokens, and the policy "
-            f"samples {known}: it reads another tokenizer's tokens. Use one of the policy's "
-            "family; a reward model of another tokenizer is RewardModel(model, its_tokenizer)."
+            f"The {name} {type(model).__name__} has embeddings for {size} tokens, but the policy "
+            f"samples {known} tokens, so their tokenizers differ. Use a model with the policy's "
+            "tokenizer, or wrap a reward model as RewardModel(model, tokenizer_of_model)."
         )
     context = context_length(_config(model))
     if context is not None and longest > context:
         raise DataError(
-            f"The longest prompt with its response has {longest} tokens for the {name}, whose "
-            f"context is {context}. Shorten the prompts or lower response_length."
+            f"The longest prompt with its response has {longest} tokens, but the context length "
+            f"of the {name} is {context}. Shorten the prompts, or lower response_length."
         )
 
 
 def _check_template(scorer: RewardModel, prompts: PromptSet) -> None:
     if scorer.tokenizer.chat_template is None and any(map(is_messages, prompts.prompts)):
         raise DataError(
-            "Prompts are chat messages, and the reward model's tokenizer has no chat template to "
-            "render them with. Set its chat_template, or give the prompts as text."
+            "Prompts are chat messages, but the reward model's tokenizer has no chat template. "
+            "Set the tokenizer's chat_template, or pass the prompts as text."
         )
 
 

@@ -56,39 +56,40 @@ from ppo_core.training.precision import trains_in_bf16
 from ppo_core.training.preflight import check_models
 
 ROWS_SHOWN = 5
-"""Rows of a table of samples that are printed; the file has all of them."""
+"""Number of rows that are printed of a table of samples; the file has all rows."""
 
 logger = logging.getLogger(__name__)
 
 
 class PPOTrainer:
-    """Trains a policy with PPO against rewards; a KL term holds it near a reference.
+    """Trains a policy with PPO to increase rewards; a KL term keeps the policy near a reference.
 
-    The constructor changes nothing of the process. To get the memory settings of `python -m
-    ppo_core` on a CPU, call `ppo_core.models.kernels.cpu_memory.prepare_cpu_process()` first.
+    The constructor does not change memory settings. For those of `python -m ppo_core` on a CPU,
+    first call `ppo_core.models.kernels.cpu_memory.prepare_cpu_process()`.
 
     Args:
         args: the settings.
-        processing_class: the policy's tokenizer. It needs no pad token.
-        model: the policy: a causal language model, one with a value head, or a PeftModel.
-            It is trained in place.
-        ref_model: the reference; None copies the policy, or turns its adapter off.
+        processing_class: the policy's tokenizer. A pad token is not necessary.
+        model: the policy, trained in place: a causal language model, with or without a value
+            head, or a PeftModel.
+        ref_model: the reference; None takes a copy of the policy, or its base without adapter.
         reward_model: a `RewardModel`, a `...ForSequenceClassification`, a function of prompts
             and responses, or several of these as a list or a dict.
-        train_dataset: prompts: a list, or a data set with the column "prompt" (text or chat
+        train_dataset: prompts as a list, or a data set with the column "prompt" (text or chat
             messages), "messages" or "input_ids".
         value_model: the critic, a `...ForSequenceClassification` or a `Critic`, trained in
             place; None copies the reward model, or else the policy's backbone.
-        data_collator: returns a row's "input_ids", for rows without any of these columns.
+        data_collator: function that returns the "input_ids" of rows without these columns.
         eval_dataset: prompts for sample completions and evaluations.
-        optimizers: optimizer and learning-rate scheduler; (None, None) makes AdamW and its
-            schedule from the settings.
-        callbacks: transformers' callbacks; one of their steps is one PPO update.
-        peft_config: adds an adapter to `model`, and trains only the adapter.
+        optimizers: optimizer and learning-rate scheduler; (None, None) makes AdamW and the
+            schedule of the settings.
+        callbacks: transformers' callbacks; a step of a callback is one PPO update.
+        peft_config: settings of an adapter to add to `model`; of the policy, only the adapter is
+            trained.
         pretrain_dataset: texts for `ptx_coef`.
 
     Raises:
-        ConfigError: settings contradict each other, or the models and data sets.
+        ConfigError: settings contradict each other, the models, or the data sets.
         ModelError: a model cannot be used as policy, reference, critic or reward.
         DataError: a prompt cannot be used.
     """
@@ -112,7 +113,7 @@ class PPOTrainer:
     ) -> None:
         """Check models, prompts and settings, and set up the run."""
         require_loaded(model, ref_model=ref_model, value_model=value_model)
-        # Resolve bf16 first: it is part of the run's fingerprint.
+        # Resolve bf16 first, because the run's fingerprint includes this setting.
         in_bf16 = trains_in_bf16(args.bf16, model, use_cpu=args.use_cpu)
         self.args = args = replace(args, bf16=in_bf16)
         self.processing_class = processing_class
@@ -158,7 +159,7 @@ class PPOTrainer:
 
     @property
     def accelerator(self) -> Any:
-        """The Accelerator: device, process_index, is_main_process, ..."""
+        """Accelerate's Accelerator with device, process_index, is_main_process, ..."""
         return self.engine.accelerator
 
     def is_world_process_zero(self) -> bool:
@@ -166,11 +167,11 @@ class PPOTrainer:
         return self.engine.is_main
 
     def add_callback(self, callback: CallbackOrType) -> None:
-        """Add a callback of transformers, or make one of this class."""
+        """Add a callback of transformers; if `callback` is a class, add an instance of it."""
         self._reporter.add_callback(callback)
 
     def remove_callback(self, callback: CallbackOrType) -> None:
-        """Remove a callback, or the first of this class."""
+        """Remove a callback; if `callback` is a class, remove its first instance."""
         self._reporter.remove_callback(callback)
 
     def train(
@@ -179,17 +180,17 @@ class PPOTrainer:
         *,
         resume_anyway: bool = False,
     ) -> list[Metrics]:
-        """Run all updates that are left; return the metrics of each.
+        """Run all remaining updates; return the metrics of each update.
 
         `resume_from_checkpoint` is the folder of a checkpoint, or True for the newest undamaged
-        one in `output_dir`; where there is none, the run starts at the beginning. With
-        `resume_anyway` differences in settings or models only cause a warning.
+        checkpoint in `output_dir`. If `output_dir` has no checkpoint, True starts a new run. With
+        `resume_anyway`, differences in settings or models only cause a warning.
 
         Raises:
-            RunInterruptedError: SIGTERM came. A checkpoint was written, unless save_strategy is
-                "no".
-            TrainingError: too many steps in a row were skipped, or the checkpoint cannot be
-                resumed from.
+            RunInterruptedError: the process received SIGTERM. A checkpoint was written, unless
+                save_strategy is "no".
+            TrainingError: too many consecutive steps were skipped, or the run cannot resume from
+                the checkpoint.
         """
         self._checkpoints.start(resume_from_checkpoint, anyway=resume_anyway)
         self._reporter.begin()
@@ -212,7 +213,7 @@ class PPOTrainer:
             for _ in range(self._run.updates, self.schedule.num_updates):
                 self._reporter.step_begin()
                 metrics = self.step()
-                # Before anything is written: another process may have taken over meanwhile.
+                # Check before any file is written, because another process may have taken over.
                 self._checkpoints.check_writer()
                 seconds = time.monotonic() - started
                 metrics["eps"] = (self._run.episodes - episodes_before) / seconds
@@ -230,11 +231,12 @@ class PPOTrainer:
         return history
 
     def step(self) -> Metrics:
-        """Run one PPO update, or what is left of an interrupted one; return its metrics.
+        """Run one PPO update, or the rest of an interrupted update; return the update's metrics.
 
         Raises:
-            RunInterruptedError: SIGTERM came. Call step() again to continue this update.
-            TrainingError: too many optimizer steps in a row were skipped.
+            RunInterruptedError: the process received SIGTERM. Call step() again to continue this
+                update.
+            TrainingError: too many consecutive optimizer steps were skipped.
         """
         run = self._run
         if run.pending is None:
@@ -247,10 +249,10 @@ class PPOTrainer:
         return self._finish_update(metrics)
 
     def generate_completions(self, sampling: bool = False) -> Completions | None:
-        """Decode responses to the evaluation prompts greedily, score them, and show a table.
+        """Decode responses to the evaluation prompts greedily, score them, and print a table.
 
-        With `sampling` only the first `per_device_eval_batch_size` prompts are used. Returns None
-        without an evaluation set.
+        With `sampling` only the first `per_device_eval_batch_size` prompts are used. Return None
+        if there are no evaluation prompts.
         """
         if self._eval_set is None:
             return None
@@ -270,11 +272,11 @@ class PPOTrainer:
         return completions
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Save policy and tokenizer for transformers, the weights as safetensors.
+        """Save policy and tokenizer in transformers' format, with the weights as safetensors.
 
-        An adapter is merged into its base, and also saved by itself in the folder "adapter". With
-        `ema_decay` the running mean of the weights is saved. With `push_to_hub` the policy is
-        also uploaded, if it is saved to the run's own `output_dir`.
+        An adapter is merged into its base model, and also saved separately in the folder
+        "adapter". With `ema_decay` the averaged weights are saved. With `push_to_hub`, and without
+        the argument `output_dir`, the policy is also uploaded.
         """
         self._files.save_policy(Path(output_dir or self.args.output_dir))
         if self.args.push_to_hub and output_dir is None:
@@ -290,7 +292,7 @@ class PPOTrainer:
         self._files.write_card(model_name=model_name, dataset_name=dataset_name, tags=tags)
 
     def push_to_hub(self, commit_message: str = "PPO", **details: Any) -> str | None:
-        """Save the policy with its model card and upload it; return the address of the commit."""
+        """Save and upload the policy with its model card; return the commit's URL."""
         self._files.save_policy(Path(self.args.output_dir))
         return self._files.push(commit_message, **details)
 
@@ -318,9 +320,9 @@ class PPOTrainer:
     def _make_experience(
         self, rollout: Rollout, scores: Scores, prompts: PromptBatch
     ) -> PendingUpdate:
-        """Gather the shares of all processes, and compute advantages and metrics.
+        """Gather rollout and scores of all processes, and compute advantages and metrics.
 
-        The experience is None if a score is not finite: all processes skip such a batch.
+        The experience is None if a score is not finite. All processes then skip the batch.
         """
         run, args, kl_coef = self._run, self.args, self._kl_coef
         rollout, scores = self._gathered(rollout), self._gathered(scores)
@@ -340,7 +342,7 @@ class PPOTrainer:
         return PendingUpdate(experience=experience, metrics=metrics, progress=progress)
 
     def _update(self, pending: PendingUpdate) -> Metrics:
-        """Train policy and critic, unless the batch has no experience."""
+        """Train policy and critic with the experience; if it is None, skip the batch."""
         state, experience = self._train_state, pending.experience
         metrics: Metrics = {}
         if experience is None:
@@ -362,7 +364,7 @@ class PPOTrainer:
         return metrics | {"val/skipped_steps": float(state.skipped_steps)}
 
     def _finish_update(self, metrics: Metrics) -> Metrics:
-        """Count the update; adapt the KL coefficient, the averaged weights and the reference."""
+        """Count the update; then update KL coefficient, averaged weights and reference."""
         run, args = self._run, self.args
         run.pending = None
         run.updates += 1
@@ -378,17 +380,17 @@ class PPOTrainer:
 
     @property
     def _kl_coef(self) -> float:
-        """The present weight of the KL divergence."""
+        """The current coefficient of the KL divergence."""
         adaptive = self._run.adaptive_kl
         return adaptive.kl_coef if adaptive else self.args.kl_coef
 
     def _gathered(self, record: Record) -> Record:
-        """Return the full batch, from the shares of all processes."""
+        """Return the full batch, gathered from all processes."""
         return map_tensors(record, partial(self.engine.gather_rows, rows=self.schedule.batch_size))
 
     @contextmanager
     def _undone_if_interrupted(self) -> Iterator[None]:
-        """Restore counters and random states on SIGTERM, so that the batch is drawn again."""
+        """On SIGTERM, restore counters and random states, so that the next run draws this batch."""
         before, randomness = self._run.as_checkpoint(), global_rng_state()
         try:
             yield
@@ -399,39 +401,40 @@ class PPOTrainer:
             raise
 
     def _stop_if_interrupted(self) -> None:
-        """Stop all processes together if one of them received SIGTERM.
+        """Stop all processes if any process received SIGTERM.
 
         Raises:
-            RunInterruptedError: one of them did.
+            RunInterruptedError: a process received SIGTERM; raised in all processes.
         """
         if self.engine.any(self._interruption.requested):
-            next_move = "Nothing was saved, as save_strategy='no' says."
+            next_move = "No checkpoint was saved, because save_strategy='no'."
             if self.args.save_strategy != "no":
                 next_move = (
-                    "Start it again with --resume_from_checkpoint latest "
-                    "(resume_from_checkpoint=True) to resume from the checkpoint in "
-                    f"'{self.args.output_dir}'."
+                    "To resume from the checkpoint in "
+                    f"'{self.args.output_dir}', start the run again with --resume_from_checkpoint "
+                    "latest (resume_from_checkpoint=True)."
                 )
             raise RunInterruptedError(
-                f"SIGTERM: training stopped in update {self._run.updates + 1} of "
+                f"Training stopped after SIGTERM in update {self._run.updates + 1} of "
                 f"{self.schedule.num_updates}. {next_move}"
             )
 
     # --- Between updates ---
 
     def _after_update(self, metrics: Metrics) -> None:
-        """Warn, log, evaluate, show samples and save, each if it is due."""
+        """Log warnings and metrics; evaluate, show samples and save if the settings ask for it."""
         if self.engine.is_main:
             for warning in self._run.health.check(metrics):
                 logger.warning("Update %d. %s", self._run.updates, warning)
         self._reporter.step_end(metrics, epoch=self._run.episodes / len(self._train_set))
         if self.engine.any(self._reporter.should_evaluate) and self._eval_set is not None:
             self._evaluate(self._eval_set)
-        # Evenly spaced, the first update included, and at most `num_sample_generations` times.
+        # Show samples after the first update, and at most `num_sample_generations` times in all,
+        # at equal intervals.
         due = (self._run.updates - 1) * self.args.num_sample_generations
         if due % self.schedule.num_updates < self.args.num_sample_generations:
             self.generate_completions()
-        # Last: a reward function may have drawn random numbers for the samples above.
+        # Save last, because a reward function may have drawn random numbers for the samples above.
         if self.engine.any(self._reporter.should_save):
             self._checkpoints.save()
             self._reporter.saved()
@@ -467,8 +470,8 @@ class PPOTrainer:
             return self._read_prompts(dataset, collator)
         if self.args.eval_strategy != "no":
             raise ConfigError(
-                f"eval_strategy={self.args.eval_strategy!r} needs an eval_dataset. Hand one over, "
-                "or set eval_strategy='no'."
+                f"eval_strategy={self.args.eval_strategy!r} needs an eval_dataset. Pass an "
+                "eval_dataset, or set eval_strategy='no'."
             )
         return None
 

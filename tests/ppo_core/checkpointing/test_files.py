@@ -451,7 +451,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(tmp_path, caplog, 
     checkpoint = read_newest(tmp_path)
     assert checkpoint.state["step"] == 2 and checkpoint.tensors("critic")["w"] == 2
     (warning,) = caplog.messages
-    assert "checkpoint-3' is passed over for the one before" in warning
+    assert "checkpoint-3' and trying the previous one" in warning
     if (damage, file) != (take_that_of_another_step, "manifest.json"):
         assert file in warning
 
@@ -524,7 +524,7 @@ def test_where_one_process_cannot_write_all_processes_fail(tmp_path):
 
     save(tmp_path, 1)
     first, second = in_threads(2, write)
-    assert "Process 1 says: [Errno 28] No space left" in str(first)
+    assert "Process 1 failed: [Errno 28] No space left" in str(first)
     assert "Free some space" in str(second)
     assert names(tmp_path) == ["checkpoint-1"]
 
@@ -547,10 +547,10 @@ def test_the_options_of_an_optimizer_are_restored():
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (two_groups(), "it has 1 groups of parameters, and this run has 2"),
+        (two_groups(), "it has 1 parameter groups, but this run has 2"),
         (
             optimizer_of((2, 3), (4,), kind=torch.optim.SGD, steps=0),
-            "belongs to AdamW, and this run uses SGD",
+            "belongs to AdamW, but this run uses SGD",
         ),
     ],
     ids=["count", "kind"],

@@ -42,7 +42,7 @@ def test_the_last_claim_is_valid_and_the_previous_one_names_the_new_holder(tmp_p
 def test_a_lease_that_was_removed_is_no_lease(tmp_path):
     lease = Lease.claim(tmp_path)
     (tmp_path / LEASE).unlink()
-    with pytest.raises(TrainingError, match=r"someone who removed .*lease\.json"):
+    with pytest.raises(TrainingError, match=r"unknown, because .*lease\.json"):
         lease.check()
 
 
@@ -58,7 +58,7 @@ def test_waiting_for_a_frozen_writer_ends_with_an_error_that_names_it(tmp_path, 
     lease = Lease.claim(tmp_path)
     with FileLock(tmp_path / LOCK), pytest.raises(TrainingError) as raised:
         Lease.claim(tmp_path)
-    assert str(lease) in str(raised.value) and "End it" in str(raised.value)
+    assert str(lease) in str(raised.value) and "End that process" in str(raised.value)
 
 
 def test_the_previous_writer_publishes_and_removes_no_checkpoint(tmp_path):
@@ -107,6 +107,6 @@ def test_a_writer_that_was_frozen_while_another_took_over_stops(tmp_path):
         said, _ = frozen.communicate("go on\n", timeout=60)
     finally:
         frozen.kill()
-    assert f"took over '{tmp_path}': {mine}; this is process {frozen.pid}" in said
+    assert f"took over '{tmp_path}': {mine}. This process (process {frozen.pid}" in said
     assert read_newest(tmp_path).state == {"by": mine.token}
     assert mine.token == 2

@@ -246,7 +246,7 @@ def test_no_file_of_a_checkpoint_can_be_damaged_unseen(runs, tmp_path, caplog):
             else:
                 (folder / "checkpoint-4" / name).write_bytes(damaged)
             assert read_newest(folder).folder == folder / "checkpoint-2", name
-            assert "checkpoint-4' is passed over" in caplog.messages[-1]
+            assert "checkpoint-4' and trying the previous one" in caplog.messages[-1]
             tried += 1
     assert tried >= 4 * len(files) - 6
 
@@ -278,8 +278,8 @@ def test_every_difference_is_named_and_can_be_overruled(runs, tmp_path, caplog):
     shutil.copytree(runs.stopped, tmp_path, dirs_exist_ok=True)
     other = dataclasses.replace(ALL_OF_IT, cliprange=0.3, learning_rate=5e-4)
     words = (
-        r"was written with learning_rate=0\.001, and now it is 0\.0005; "
-        r"written with cliprange=0\.2, and now it is 0\.3: .*--resume_anyway"
+        r"was written with learning_rate=0\.001, which is now 0\.0005; "
+        r"written with cliprange=0\.2, which is now 0\.3: .*--resume_anyway"
     )
     with pytest.raises(TrainingError, match=words):
         trainer_in(tmp_path, other).train(resume_from_checkpoint=True)
@@ -293,14 +293,14 @@ def test_every_difference_is_named_and_can_be_overruled(runs, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ref_model": make_policy(seed=7)}, "another reference: .* parts differ, the first"),
+        ({"ref_model": make_policy(seed=7)}, "another reference: .* entries differ, the first"),
         (
             {"reward_model": (make_classifier(seed=7), {})},
             "another reward model 0: .* differ, the first",
         ),
         (
             {"reward_model": (make_classifier(), {"gain": 2.0})},
-            r"another reward model 0: 1 of its parts differ, the first gain, which was 1\.0 and",
+            r"another reward model 0: 1 entries differ, the first of them gain, which was 1\.0 and",
         ),
         ({"model": make_policy("gpt2"), "ref_model": make_policy("gpt2")}, "another policy or"),
     ],
@@ -332,7 +332,7 @@ def test_a_run_with_an_adapter_is_resumed_to_the_bit_on_its_own_base(tmp_path):
     assert outcome(resume(stopped, config=config, **LORA)) == expected
     louder = {**LORA, "peft_config": LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16)}
     words = (
-        "another adapter: 1 of its parts differ, the first lora_alpha, which was 8 and now is 16"
+        "another adapter: 1 entries differ, the first of them lora_alpha, which was 8 and is now 16"
     )
     with pytest.raises(TrainingError, match=words):
         resume(stopped, config=config, **louder)

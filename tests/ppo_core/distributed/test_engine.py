@@ -69,8 +69,8 @@ def test_a_full_state_dict_is_a_copy_in_which_tied_weights_stay_tied():
     [
         ({"fp16": {"enabled": True}}, r"fp16.enabled=True in 'zero.json' .* bf16=True"),
         ({"bf16": {"enabled": True}}, "bf16.enabled=True"),
-        ({"optimizer": {"type": "AdamW"}}, "optimizer=.* set learning_rate"),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler=.* set lr_scheduler_type"),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer=.* Set learning_rate"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler=.* Set lr_scheduler_type"),
         ({"gradient_clipping": 0.5}, "gradient_clipping=0.5 .* max_grad_norm"),
         ({"train_batch_size": 64}, "train_batch_size=64 .* per_device_train_batch_size"),
         ({"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu=4"),

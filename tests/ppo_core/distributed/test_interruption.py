@@ -115,7 +115,7 @@ def test_a_run_that_was_told_to_stop_goes_on_as_if_nothing_had_happened(
 ):
     stopped = trainer_in(tmp_path)
     MOMENTS[moment](stopped)
-    with pytest.raises(RunInterruptedError, match="SIGTERM: training stopped in update"):
+    with pytest.raises(RunInterruptedError, match="Training stopped after SIGTERM in update"):
         stopped.train()
     done = without_clocks(stopped.state.log_history)
     resumed = trainer_in(tmp_path)
@@ -199,7 +199,9 @@ def test_a_run_that_was_stopped_goes_on_in_the_same_process(tmp_path, uninterrup
 def test_without_checkpoints_the_run_just_stops(tmp_path):
     trainer = make_trainer(dataclasses.replace(CONFIG, output_dir=str(tmp_path)))
     terminate_at(trainer.critic.head, 1, learning=True)
-    with pytest.raises(RunInterruptedError, match="Nothing was saved, as save_strategy='no' says"):
+    with pytest.raises(
+        RunInterruptedError, match="No checkpoint was saved, because save_strategy='no'"
+    ):
         trainer.train()
     assert latest_checkpoint(tmp_path) is None
 

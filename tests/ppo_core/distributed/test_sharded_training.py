@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adapter": {},
     "reward adapter": {"shared_critic": True},
     "tied": {"shared_critic": True, "reference_refresh_updates": 1},
-    "mean of the weights": {"ema_decay": 0.5},
+    "averaged weights": {"ema_decay": 0.5},
 }
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
 TOLERANCE = 1e-5
@@ -125,7 +125,7 @@ def alone(tmp_path_factory) -> Any:
         ("tied", "zero3", True),
         ("tied", "zero3", False),
         ("tied", "fsdp2", False),
-        ("mean of the weights", "zero2", True),
+        ("averaged weights", "zero2", True),
     ],
 )
 def test_a_sharded_training_ends_as_that_of_one_process(alone, case, sharding, gather):

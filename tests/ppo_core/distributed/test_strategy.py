@@ -362,13 +362,21 @@ NOTHING = {"sharding": None, "deepspeed": None, "offload": False}
 @pytest.mark.parametrize(
     ("environment", "given", "message"),
     [
-        (TWO, {"sharding": "none"}, "sharding='none' is for one process, and 2 were launched"),
+        (
+            TWO,
+            {"sharding": "none"},
+            "sharding='none' is for one process, but 2 processes were launched",
+        ),
         ({}, {"offload": True}, "offload=True with sharding='none'"),
         (TWO, {"sharding": "ddp", "offload": True}, "offload=True with sharding='ddp'"),
         (FSDP, {"sharding": "zero3"}, "sharding='zero3' and accelerate launch with FSDP"),
         (DEEPSPEED, {"sharding": "fsdp2"}, "sharding='fsdp2' and accelerate launch with DeepSpeed"),
         ({}, {"sharding": "ddp", "deepspeed": "zero.json"}, "and deepspeed='zero.json' contradict"),
-        ({}, {"offload": True, "deepspeed": "zero.json"}, "offload=True and deepspeed='zero.json'"),
+        (
+            {},
+            {"offload": True, "deepspeed": "zero.json"},
+            "offload=True does not work with deepspeed='zero.json'",
+        ),
         (FSDP | {"FSDP_VERSION": "1"}, {}, "FSDP_VERSION=1 .* fsdp_version: 2"),
         (FSDP | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, {}, "RESHARD_AFTER_FORWARD=false"),
         (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "set gradient_checkpointing=True"),
@@ -385,5 +393,7 @@ def test_contradictions_are_refused_by_name(monkeypatch, environment, given, mes
 def test_a_deepspeed_file_of_another_stage_is_refused(tmp_path):
     path = tmp_path / "zero.json"
     path.write_text('{"zero_optimization": {"stage": 2}}')
-    with pytest.raises(ConfigError, match=r"sharding='zero3', and '.*zero.json' says stage 2"):
+    with pytest.raises(
+        ConfigError, match=r"sharding='zero3' contradicts '.*zero.json', where the ZeRO stage is 2"
+    ):
         Engine(sharding="zero3", deepspeed=str(path))

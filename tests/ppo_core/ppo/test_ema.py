@@ -106,8 +106,11 @@ def test_a_loaded_mean_goes_on_as_the_saved_one():
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"weight": torch.zeros(1, 3)}, r"'weight' has the shape \(1, 3\) there and \(1, 1\)"),
-        ({}, r"'weight' has the shape None there"),
+        (
+            {"weight": torch.zeros(1, 3)},
+            r"'weight' has the shape \(1, 3\) in the checkpoint, but \(1, 1\)",
+        ),
+        ({}, r"'weight' has the shape None in the checkpoint"),
         ({"weight": torch.zeros(1, 1), "x": torch.zeros(1)}, r"'x' .* None here"),
     ],
     ids=["shape", "missing", "unknown"],

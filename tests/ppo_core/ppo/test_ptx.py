@@ -74,7 +74,7 @@ def test_resumed_texts_go_on_in_the_same_order(before):
 
 def test_resuming_with_other_texts_is_refused():
     state = PretrainingTexts(numbered(5), seed=1).state_dict()
-    with pytest.raises(TrainingError, match="with 5 pretraining texts, here are 6"):
+    with pytest.raises(TrainingError, match="with 5 pretraining texts, but this run has 6"):
         PretrainingTexts(numbered(6), seed=1).load_state_dict(state)
 
 
@@ -84,7 +84,7 @@ def test_resuming_with_other_texts_is_refused():
         ([], "There are no pretraining texts"),
         ([[1, 2], [3]], r"text 1 has 1 token\(s\)"),
         ([[]], r"text 0 has 0 token\(s\)"),
-        ([[1, 2, 3, 4], [1, 2, 3, 4, 5]], "text 1 has 5 tokens, more than the 4"),
+        ([[1, 2, 3, 4], [1, 2, 3, 4, 5]], "text 1 has 5 tokens, more than .* length of 4"),
     ],
     ids=["none", "one token", "empty", "too long"],
 )

@@ -89,10 +89,10 @@ def test_a_tensor_with_a_graph_behind_it_is_a_number_all_the_same():
         ([1.0, 2.0], r"shape \(2,\) for 3 responses"),
         ([[1.0], [2.0], [3.0]], r"shape \(3, 1\) for 3 responses"),
         (1.0, r"shape \(\) for 3 responses"),
-        (None, "gave None, not numbers"),
-        (["good", "bad", "good"], "not numbers"),
-        ([1.0, None, 2.0], "not numbers"),
-        ([[1.0], [1.0, 2.0], []], "not numbers"),
+        (None, "returned None, which is not a sequence"),
+        (["good", "bad", "good"], "not a sequence of numbers"),
+        ([1.0, None, 2.0], "not a sequence of numbers"),
+        ([[1.0], [1.0, 2.0], []], "not a sequence of numbers"),
     ],
 )
 def test_a_function_that_does_not_give_one_number_a_response_is_refused(answer, words):
@@ -162,7 +162,7 @@ def test_no_reward_at_all_is_refused(given):
 
 @pytest.mark.parametrize("given", [None, 1.0, "reward/path"])
 def test_what_is_neither_model_nor_function_is_refused(given):
-    with pytest.raises(ModelError, match="neither a model nor a function"):
+    with pytest.raises(ModelError, match="Pass a model or a function"):
         make_rewards({"best": given}, make_tokenizer(), batch_size=2)
 
 
@@ -202,7 +202,7 @@ def test_vocabularies_are_compared_once_and_not_for_every_batch(monkeypatch):
 
 def test_a_language_model_or_another_module_is_no_reward():
     for module in (make_policy(), torch.nn.Linear(2, 2)):
-        with pytest.raises(ModelError, match="has no head that scores"):
+        with pytest.raises(ModelError, match="has no classification head"):
             scores_of(module)
 
 

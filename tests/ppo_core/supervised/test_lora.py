@@ -120,14 +120,14 @@ def test_a_peft_model_together_with_a_peft_config_is_refused():
 def test_a_model_that_is_loaded_with_an_adapter_is_refused_by_its_path(sft):
     model = make_policy()
     model.load_adapter(str(sft / "adapter"))
-    with pytest.raises(ModelError, match=r"'FOLDER' is a PEFT model.* Merge it first"):
+    with pytest.raises(ModelError, match=r"'FOLDER' is a PEFT model.* Merge the adapter"):
         require_plain(model, "FOLDER")
 
 
 @pytest.mark.parametrize("peft_config", [None, lora()])
 def test_a_folder_of_an_adapter_is_refused_with_and_without_a_peft_config(sft, peft_config):
     for train, rows in ((train_sft, EXAMPLES), (train_reward_model, PAIRS)):
-        with pytest.raises(ModelError, match=r"adapter' is a PEFT model.* Merge it first"):
+        with pytest.raises(ModelError, match=r"adapter' is a PEFT model.* Merge the adapter"):
             train(sft / "adapter", rows, CONFIG, sft / "again", peft_config=peft_config)
 
 

@@ -52,18 +52,18 @@ def test_a_pair_keeps_its_margin():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": say("w0", "w1"), "rejected": say("w2", "w1")}, "no first message in common"),
-        ({"chosen": say("w0", "w1"), "rejected": "w1"}, "is text, the other messages"),
+        ({"chosen": say("w0", "w1"), "rejected": say("w2", "w1")}, "begin with different messages"),
+        ({"chosen": say("w0", "w1"), "rejected": "w1"}, "is text, but the other is messages"),
         (
             {"prompt": "w0", "chosen": say("w0", "w1"), "rejected": say("w0", "w2")},
-            "'prompt' is text and 'chosen' is messages",
+            "'prompt' is text, but 'chosen' is messages",
         ),
         ({"chosen": "w0", "rejected": "w1", "margin": None}, "'margin' is None, not a finite"),
         (
             {"chosen": "w0", "rejected": "w1", "margin": float("nan")},
             "'margin' is nan, not a finite number",
         ),
-        ({"chosen": "w0"}, "no column 'rejected'; it has: chosen"),
+        ({"chosen": "w0"}, "no column 'rejected', only: chosen"),
     ],
 )
 def test_a_pair_that_cannot_be_compared_is_refused_with_its_number(row, message):
@@ -72,7 +72,7 @@ def test_a_pair_that_cannot_be_compared_is_refused_with_its_number(row, message)
 
 
 def test_a_pair_with_a_text_of_no_token_is_refused():
-    with pytest.raises(DataError, match="Row 0: a text has no token at all"):
+    with pytest.raises(DataError, match="Row 0: a text has no tokens"):
         pair({"chosen": "w0", "rejected": ""}, end_of_text=False)
 
 

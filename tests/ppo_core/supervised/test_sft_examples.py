@@ -110,13 +110,13 @@ def test_rows_of_a_data_set_are_read_as_those_of_a_list():
     ("row", "template", "message"),
     [
         ({"messages": say("w0", "w1", "w2", "w3")}, FORGETFUL, "first 1 messages differently"),
-        ({"messages": say("w0")}, ENDED, "no turn is the assistant's"),
+        ({"messages": say("w0")}, ENDED, "there is no assistant turn"),
         ({"messages": say("w0", "w1")}, None, "no chat template"),
         ({"messages": "w0"}, ENDED, "'messages' is str, not a list of messages"),
         ({"prompt": "w0", "completion": say("w1")}, ENDED, "'completion' is list, not text"),
         ({"prompt": 5, "completion": "w1"}, None, "'prompt' is int, not text or messages"),
         ({"question": "w0", "answer": "w1"}, None, "columns are question, answer, but"),
-        ({"prompt": "w0", "answer": "w1"}, None, "no column 'completion'; it has: prompt, answer"),
+        ({"prompt": "w0", "answer": "w1"}, None, "no column 'completion', only: prompt, answer"),
     ],
 )
 def test_a_row_that_cannot_be_learnt_is_refused_with_its_number(row, template, message):

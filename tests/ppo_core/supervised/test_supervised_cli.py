@@ -73,15 +73,15 @@ def test_bad_input_is_one_line_on_standard_error_and_exit_code_1(base, tmp_path)
     )
     assert ran.returncode == 1
     assert ran.stderr.count("\n") == 1
-    assert "Row 0: there is no column 'completion'; it has: prompt, answer" in ran.stderr
+    assert "Row 0: there is no column 'completion', only: prompt, answer" in ran.stderr
     assert not folder.exists()
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "'' is no training. Begin with sft or reward"),
-        ("dpo", "'dpo' is no training"),
+        ("", "'' is not a training. Begin with sft or reward"),
+        ("dpo", "'dpo' is not a training"),
         ("sft", "arguments are required: --model_name_or_path"),
         ("sft MODEL --batch_size 0", "batch_size=0 must be a whole number, at least 1"),
         ("sft MODEL --batch_size many", "invalid int value: 'many'"),

@@ -162,7 +162,7 @@ def counting_calls(kind):
     ("examples", "message"),
     [
         ([], "no rows"),
-        ([{"prompt": "sad", "text": "sad"}], "no column 'completion'; it has: prompt, text"),
+        ([{"prompt": "sad", "text": "sad"}], "no column 'completion', only: prompt, text"),
         ([{"prompt": None, "completion": "sad"}], "Row 0: 'prompt' is NoneType, not text"),
         (
             [EXAMPLES[0], {"prompt": "sad " * 62, "completion": "sad"}],

@@ -246,7 +246,7 @@ def test_a_trained_reward_model_is_taken_as_it_is(models, recwarn):
 def test_without_a_trained_head_a_warning_names_the_model(models, given: bool):
     policy = str(models / "policy")
     words = "is no reward model" if given else "No reward_model_path"
-    with pytest.warns(UserWarning, match=f"{words}: a head with RANDOM weights is put on"):
+    with pytest.warns(UserWarning, match=f"{words}.* gets a score head with RANDOM weights"):
         reward = load_reward(policy if given else None, policy, seed=1)
     with pytest.warns(UserWarning, match="RANDOM"):
         again = load_reward(policy, policy, seed=1)
@@ -399,7 +399,7 @@ def test_prompts_have_to_be_named(models):
     ran = run("ppo_core", "--model_name_or_path", str(models / "policy"), check=False)
     assert ran.returncode == 1
     assert ran.stderr.endswith(
-        "ppo_core: No prompts to train on. Name them: --dataset_name FOLDER or HUB_ID.\n"
+        "ppo_core: There are no prompts. Set --dataset_name to a folder or hub id.\n"
     )
 
 

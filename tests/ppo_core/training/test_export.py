@@ -68,7 +68,7 @@ def test_a_checkpoint_of_other_settings_is_refused_by_the_name_of_the_difference
     config = dataclasses.replace(LONG, output_dir=str(tmp_path))
     make_trainer(config, callbacks=[StopAfter(2)]).train()
     other = dataclasses.replace(config, cliprange=0.3)
-    with pytest.raises(TrainingError, match=r"written with cliprange=0\.2, and now it is 0\.3"):
+    with pytest.raises(TrainingError, match=r"written with cliprange=0\.2, which is now 0\.3"):
         make_trainer(other).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
 
 

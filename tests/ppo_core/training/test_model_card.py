@@ -252,5 +252,5 @@ def test_a_hub_that_is_not_there_is_said_so(tmp_path: Path, hub: Hub):
 
 
 def test_an_impossible_name_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"hub_model_id='a/b/c' names no repository"):
+    with pytest.raises(ConfigError, match=r"hub_model_id='a/b/c' is not a valid repository name"):
         push(tmp_path, "a/b/c")

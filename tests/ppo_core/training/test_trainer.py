@@ -221,7 +221,7 @@ def test_nothing_is_learned_from_a_batch_with_a_score_that_is_not_finite(caplog)
     before = weights(trainer)
     first = trainer.step()
     assert all(torch.equal(before[name], weight) for name, weight in weights(trainer).items())
-    assert f"the first of them nan for the prompt {calls[0][3]!r}" in caplog.text
+    assert f"The first of them is nan, for the prompt {calls[0][3]!r}" in caplog.text
     assert first["val/skipped_steps"] == 4
     second = trainer.step()
     assert second["val/skipped_steps"] == 4
