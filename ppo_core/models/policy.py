@@ -211,3 +211,17 @@ class LanguageModel(nn.Module):
             ref_states = reference.backbone.states(rows)
         heads = self.lm_head(temperature), reference.lm_head(temperature)
         return heads[0].divergence(states, heads[1], ref_states)
+
+
+def require_causal_lm(model: nn.Module, part: str) -> PreTrainedModel:
+    """Return the model if transformers can compute logits with it.
+
+    Raises:
+        ModelError: the model has no LM head, or is no model of transformers.
+    """
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise ModelError(
+            f"The {part} is a {type(model).__name__}; it must be a causal language model of "
+            "transformers, one with a value head, or, for a policy, a PeftModel of one."
+        )
+    return model

@@ -1,13 +1,17 @@
-"""A frozen copy of a model, the reference of KL divergences."""
+"""The reference of KL divergences: a frozen copy, or the policy with its adapter off."""
 
 import copy
 import re
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ppo_core.errors import ConfigError, ModelError
+from ppo_core.models.adapters import is_peft, plain_model, using_adapter
+from ppo_core.models.policy import LanguageModel, require_causal_lm
+from ppo_core.models.value_head import ModelWithValueHead
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -19,6 +23,26 @@ LAYER_PATTERNS = (
     "decoder.block.{layer}",
 )
 """Parameter name prefixes of layers in transformers' families; `{layer}` is the layer number."""
+
+
+def make_reference(
+    model: nn.Module, ref_model: nn.Module | None, *, adapter: str | None
+) -> LanguageModel:
+    """Return the reference of a policy.
+
+    Without a `ref_model`, the reference is a frozen copy of the policy. The reference of a
+    PeftModel is the same model under `adapter`; None switches all adapters off.
+
+    Raises:
+        ModelError: `ref_model` cannot be a reference.
+    """
+    if ref_model is None and is_peft(model):
+        return LanguageModel(plain_model(model), within=partial(using_adapter, model, adapter))
+    if ref_model is None:
+        ref_model = create_reference_model(model)
+    if isinstance(ref_model, ModelWithValueHead):
+        ref_model = ref_model.pretrained_model
+    return LanguageModel(require_causal_lm(ref_model, "reference").eval())
 
 
 def create_reference_model(

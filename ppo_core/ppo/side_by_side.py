@@ -18,7 +18,7 @@ B = TypeVar("B")
 
 
 def run_both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-    """Call two functions, which share no state that they change, in two threads; return both results.
+    """Call two functions in two threads; return both results. They must not change shared state.
 
     Each thread has half of PyTorch's threads. If both functions raise, the error of `second` is
     raised.

@@ -24,9 +24,9 @@ from ppo_core.models.adapters import (
     recompute_activations,
     using_adapter,
 )
-from ppo_core.models.policy import LanguageModel
+from ppo_core.models.policy import LanguageModel, require_causal_lm
 from ppo_core.models.quantization import check_quantized_trainable
-from ppo_core.models.reference import create_reference_model
+from ppo_core.models.reference import make_reference
 from ppo_core.models.value_head import ModelWithValueHead
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 from ppo_core.ppo.optimizer import policy_parameters
@@ -100,7 +100,7 @@ def make_models(
     disable_dropout(critic)
     if config.gradient_checkpointing:
         _checkpoint_activations(model, critic)
-    reference = _make_reference(config, model, given.reference)
+    reference = make_reference(model, given.reference, adapter=config.ref_adapter_name)
     _check_refresh(config, policy, reference)
     # Last: a critic may have been copied from a reward model, which is sharded from here on.
     _prepare_frozen(engine, model, policy, reference, given.rewards)
@@ -254,13 +254,13 @@ def _check_adapter_names(config: PPOConfig, model: nn.Module, ref_model: nn.Modu
 
 def _make_policy(config: PPOConfig, model: nn.Module) -> LanguageModel:
     if not is_peft(model):
-        return LanguageModel(_transformers_model(model, "policy"))
+        return LanguageModel(require_causal_lm(model, "policy"))
     if config.model_adapter_name is not None:
         _activate(model, config.model_adapter_name)
     if config.ref_adapter_name is not None:
         model.set_requires_grad(config.ref_adapter_name, requires_grad=False)
     name = model.active_adapter
-    base = _transformers_model(plain_model(model), "policy")
+    base = require_causal_lm(plain_model(model), "policy")
     return LanguageModel(base, within=partial(using_adapter, model, name))
 
 
@@ -276,19 +276,6 @@ def _activate(model: "PeftModel", name: str) -> None:
     # PEFT freezes all other adapters with that, also the critic's.
     for parameter in others:
         parameter.requires_grad_(True)
-
-
-def _make_reference(
-    config: PPOConfig, model: nn.Module, ref_model: nn.Module | None
-) -> LanguageModel:
-    if ref_model is None and is_peft(model):
-        off = partial(using_adapter, model, config.ref_adapter_name)
-        return LanguageModel(plain_model(model), within=off)
-    if ref_model is None:
-        ref_model = create_reference_model(model)
-    if isinstance(ref_model, ModelWithValueHead):
-        ref_model = ref_model.pretrained_model
-    return LanguageModel(_transformers_model(ref_model, "reference").eval())
 
 
 def _check_refresh(config: PPOConfig, policy: LanguageModel, reference: LanguageModel) -> None:
@@ -342,12 +329,3 @@ def _checkpoint_activations(model: nn.Module, critic: Critic) -> None:
     for backbone in backbones[is_peft(model) :]:
         if isinstance(backbone, PreTrainedModel) and not backbone.is_activation_checkpointing:
             recompute_activations(backbone, {"use_reentrant": False})
-
-
-def _transformers_model(model: nn.Module, part: str) -> PreTrainedModel:
-    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
-        raise ModelError(
-            f"The {part} is a {type(model).__name__}; it must be a causal language model of "
-            "transformers, one with a value head, or, for a policy, a PeftModel of one."
-        )
-    return model
