@@ -67,7 +67,7 @@ class Lease:
         """Raise if another process has claimed the folder after this claim.
 
         Raises:
-            TrainingError: another process has; the message names that process.
+            TrainingError: another process has claimed the folder; the message names the process.
         """
         last = _read(self.folder)
         if last == self:

@@ -49,7 +49,7 @@ def load_with_head(
     `from_pretrained`, and additionally `load_in_4bit` and `load_in_8bit`.
 
     Raises:
-        ModelError: the model cannot be loaded, or only by a pickle or remote code.
+        ModelError: the model cannot be loaded, or loading it needs a pickle or remote code.
         ConfigError: arguments contradict each other.
     """
     _refuse_code(arguments)

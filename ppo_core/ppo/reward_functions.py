@@ -119,7 +119,7 @@ class RewardMix:
     def __init__(
         self, sources: Mapping[str, RewardSource], weights: Sequence[float] | None
     ) -> None:
-        """Combine named rewards; `weights` has one weight for each reward, or is None for all 1.
+        """Combine named rewards; `weights` has one weight for each reward; None means 1 each.
 
         Raises:
             ConfigError: the numbers of rewards and weights differ.

@@ -94,7 +94,7 @@ class ActiveSequences:
 
 @dataclass(frozen=True)
 class ResponseBuffer:
-    """The responses of a `Rollout` while they are sampled, in tensors with the same meaning."""
+    """The responses that are being sampled; each tensor corresponds to one of `Rollout`."""
 
     ids: Tensor
     logprobs: Tensor

@@ -29,7 +29,7 @@ def count_votes(votes: Sequence[Verdict]) -> Verdict:
 
     The verdict is `invalid` if more than half of all votes are invalid. Otherwise, an answer with
     more than half of the valid votes wins, and the verdict is a tie if neither answer has so many.
-    The probability is the mean of the valid votes' probabilities, as far as they have one.
+    The probability is the mean over the valid votes that have one, None if no vote has one.
     """
     valid = [vote for vote in votes if vote.winner != "invalid"]
     if len(valid) < len(votes) / 2:

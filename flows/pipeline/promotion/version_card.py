@@ -36,15 +36,16 @@ def version_card(record: Report) -> str:
     Args:
         record: a dict with
 
-            - `name`: name of the registered model; `version`: its number, or None before it exists;
+            - `name`: name of the registered model;
+            - `version`: the version number, or None if the version is not registered yet;
             - `models`: `name` and `digest` of each model (base, SFT, reward model, policy, judge);
               a digest may be None;
-            - `data`: `name`, `digest` and `rows` of each data set, by the use of the data set;
+            - `data`: for each use of a data set, its `name`, `digest` and `rows`;
             - `win_rate`: `rate`, `low`, `high`, `n`, `ties` and `judge` by contest;
             - `reasons`: why the evaluation is inconclusive; may be empty;
             - `metrics`: numbers by name;
             - `decoding`: default arguments of `generate`;
-            - `samples`: rows of `prompt` and the answers by contestant; may be empty;
+            - `samples`: rows with the prompt and the answer of each contestant; may be empty;
             - `decision`: `action`, `reasons`, `by` and `at`, or None before the decision;
             - `settings`: nested tables.
     """

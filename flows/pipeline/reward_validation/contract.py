@@ -116,7 +116,7 @@ WAYS = {
     "left_filler": "with padding before it: servers that pad on the left would give "
     "another reward. Fix the model's attention mask and positions",
 }
-"""End of the reason for each difference: the condition, the consequence for PPO, and the remedy."""
+"""Last part of the message about each difference: the condition, the consequence, the remedy."""
 
 
 def _difference_reasons(
