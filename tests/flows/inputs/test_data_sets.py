@@ -79,7 +79,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path, name: str):
     fits = {"prompt": " ".join(["w1"] * 58), "reference": "w1"}
     check(tmp_path, **{name: write_rows(tmp_path / "p.jsonl", [fits])})
     long = {"prompt": " ".join(["w1"] * 59), "reference": "w1"}
-    message = rf"{name}=.*1 of 2 prompts .*58 tokens.*has 59\. Shorten or remove"
+    message = rf"{name}=.*1 of 2 prompts .*58 tokens.*has 59 tokens\. Shorten or remove"
     with pytest.raises(DataError, match=message):
         check(tmp_path, **{name: write_rows(tmp_path / "p.jsonl", [fits, long])})
 
@@ -115,7 +115,7 @@ def test_a_reward_model_whose_texts_cannot_end_as_they_are_set_to_is_refused(tmp
     tokenizer = make_tokenizer()
     tokenizer.eos_token = None
     tokenizer.save_pretrained(path)
-    with pytest.raises(ModelError, match=r"has no end-of-sequence token .*end_of_text = false"):
+    with pytest.raises(ModelError, match=r"has no end-of-sequence token, .*end_of_text = false"):
         check(tmp_path, reward_model=path)
     check(tmp_path, reward_model=path, reward_model_training={"end_of_text": False})
 

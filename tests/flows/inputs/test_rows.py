@@ -68,7 +68,7 @@ def test_two_bad_prompts_in_a_hundred_are_refused(tmp_path: Path):
     rows = [{"prompt": f"p{i}"} for i in range(98)] + [{"prompt": ""}, {"prompt": None}]
     path = write(tmp_path / "rows.jsonl", jsonl(rows))
     with pytest.raises(
-        DataError, match=r"2 of the 100 rows .*the first is row 98.*Correct or remove"
+        DataError, match=r"2 of the 100 rows .*the first such row is 98.*Correct or remove"
     ):
         read_rows(path, ["prompt"])
 

@@ -399,7 +399,7 @@ def test_a_reward_model_accepted_by_hand_keeps_a_winner_from_promotion(
     made, _ = decide(world, name, version, evaluation, tmp_path, validation=validation)
     assert (made.action, made.champion) == ("refused", None)
     assert len(made.reasons) == 1
-    assert made.reasons[0].startswith("Its reward model was refused")
+    assert made.reasons[0].startswith("Its reward model failed validation")
     assert read_aliases(name) == {}
 
 

@@ -352,7 +352,9 @@ def test_what_could_not_be_said_is_said_so():
     page = reward_model_page(report)
     assert page.count("cannot be said") == 2
     title = "Contract: the same text has the same score, and every text has one"
-    assert row_of(reward_document(report), title, "One text a batch, or many")[1] == "not finite"
+    assert (
+        row_of(reward_document(report), title, "Batches of one text, or of many")[1] == "not finite"
+    )
     assert "None" not in page
 
 

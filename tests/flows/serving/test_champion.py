@@ -461,7 +461,7 @@ class TestRefusals:
         (version / "manifest.json").write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
         register(client, version, tags={"manifest": digest})
-        self.refuses(r"manifest.json'? is no (list of files|JSON)", tmp_path)
+        self.refuses(r"manifest.json'? (is not a list of files|cannot be read as JSON)", tmp_path)
 
     def test_a_version_without_a_manifest(self, client, version, tmp_path):
         register(client, version, tags={})

@@ -459,7 +459,9 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(tmp_path, caplog, 
 def test_where_all_are_damaged_each_is_named(tmp_path):
     for step in (1, 2):
         (save(tmp_path, step) / "config.json").unlink()
-    with pytest.raises(TrainingError, match=r"(?s)None of.*checkpoint-2/.*checkpoint-1/.*copy"):
+    with pytest.raises(
+        TrainingError, match=r"(?s)All checkpoints in.*checkpoint-2/.*checkpoint-1/.*copy"
+    ):
         read_newest(tmp_path)
 
 
@@ -591,7 +593,10 @@ def test_generators_continue_where_they_were():
 
 def test_other_generators_are_refused():
     tensors = generator_tensors({"sampling": torch.Generator()})
-    with pytest.raises(TrainingError, match=r"\['sampling'\], are not those.*\['order'\]"):
+    with pytest.raises(
+        TrainingError,
+        match=r"has the random generators \['sampling'\], but this run has \['order'\]",
+    ):
         restore_generators({"order": torch.Generator()}, tensors)
 
 

@@ -279,7 +279,7 @@ def test_every_difference_is_named_and_can_be_overruled(runs, tmp_path, caplog):
     other = dataclasses.replace(ALL_OF_IT, cliprange=0.3, learning_rate=5e-4)
     words = (
         r"was written with learning_rate=0\.001, which is now 0\.0005; "
-        r"written with cliprange=0\.2, which is now 0\.3: .*--resume_anyway"
+        r"written with cliprange=0\.2, which is now 0\.3\. .*--resume_anyway"
     )
     with pytest.raises(TrainingError, match=words):
         trainer_in(tmp_path, other).train(resume_from_checkpoint=True)

@@ -115,7 +115,11 @@ def test_rows_of_a_data_set_are_read_as_those_of_a_list():
         ({"messages": "w0"}, ENDED, "'messages' is str, not a list of messages"),
         ({"prompt": "w0", "completion": say("w1")}, ENDED, "'completion' is list, not text"),
         ({"prompt": 5, "completion": "w1"}, None, "'prompt' is int, not text or messages"),
-        ({"question": "w0", "answer": "w1"}, None, "columns are question, answer, but"),
+        (
+            {"question": "w0", "answer": "w1"},
+            None,
+            "columns are question, answer\\. An example needs",
+        ),
         ({"prompt": "w0", "answer": "w1"}, None, "no column 'completion', only: prompt, answer"),
     ],
 )

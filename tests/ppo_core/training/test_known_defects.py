@@ -431,7 +431,7 @@ def test_a_ratio_that_explodes_is_held_by_the_clipping_or_stops_with_the_next_mo
     spike.rollout.logprobs[0, 0] = -1e4
     weights_after(make_config(max_grad_norm=0.01), spike, train_state)
     assert train_state.skipped_in_a_row == 1
-    with pytest.raises(TrainingError, match=r"the weights are as after the last good step\."):
+    with pytest.raises(TrainingError, match=r"the weights are those after the last good step\."):
         HealthMonitor(make_config(max_skipped_steps=1)).check_skipped(1)
     assert all(torch.equal(p, after[name]) for name, p in train_state.module.named_parameters())
 
@@ -445,8 +445,8 @@ def test_answers_shown_as_the_sft_policys_are_not_the_trained_policys(tmp_path):
     folder = tmp_path / "trained"
     make_policy(seed=7).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    result = evaluate_policies(settings, settings.policy, str(folder), {"version": None}, tmp_path)
-    samples = [json.loads(line) for line in Path(result["samples"]).read_text().splitlines()]
+    result = evaluate_policies(settings, settings.policy, str(folder), None, tmp_path)
+    samples = [json.loads(line) for line in Path(result.samples).read_text().splitlines()]
     for who, model in (("sft", make_policy()), ("ppo", make_policy(seed=7))):
         expected = answer_prompts(
             model,

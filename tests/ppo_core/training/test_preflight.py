@@ -72,7 +72,7 @@ def test_a_policy_that_transformers_would_not_save_is_refused_before_it_is_train
 
 
 def test_a_dictionary_of_splits_is_not_a_data_set():
-    with pytest.raises(DataError, match="a mapping of train, test, not one data set"):
+    with pytest.raises(DataError, match="a mapping of train, test, not a single data set"):
         make_trainer(prompts={"train": PROMPTS, "test": PROMPTS})
 
 

@@ -211,7 +211,7 @@ def test_three_steps_in_a_row_that_are_not_finite_end_the_run_with_the_weights_i
     # The squared error of such a return is infinite in fp32.
     trainer = make_trainer(parts={"reward_model": lambda prompts, responses: [1e30] * 8})
     before = weights(trainer)
-    with pytest.raises(TrainingError, match=r"^3 steps in a row.*weights are as after"):
+    with pytest.raises(TrainingError, match=r"^3 steps in a row.*weights are those after"):
         trainer.train()
     assert trainer._train_state.skipped_steps == 3
     assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
