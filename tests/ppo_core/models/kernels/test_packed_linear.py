@@ -73,7 +73,7 @@ def test_packed_models_sample_equal_responses(kind, monkeypatch):
         returned.append(packed(module, rows, passes))
         return returned[-1]
 
-    monkeypatch.setattr("ppo_core.rollout.transformers_decoder.packed", note)
+    monkeypatch.setattr("ppo_core.rollout.decoder.packed", note)
     monkeypatch.setattr("ppo_core.models.policy.packed", note)
     fast = sampled(policy)
     backbone, head = returned
