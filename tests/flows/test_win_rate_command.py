@@ -104,7 +104,7 @@ def test_a_registered_version_is_judged_by_its_uri(tmp_path: Path, mlflow_client
     ("flags", "message"),
     [
         (["--response-length", "0"], "response_length=0 must be a whole number"),
-        (["--response-length", "63"], "longer than 1 tokens, the context of 64 less"),
+        (["--response-length", "63"], "longer than 1 tokens, the context of 64 minus"),
         (["--seed", "-1"], "seed=-1 must be at least 0"),
         (["--eval-prompts", "gone.jsonl"], "gone.jsonl"),
         (["--human-labels", "eval.jsonl"], "has no column first, second, label"),

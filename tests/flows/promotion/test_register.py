@@ -176,7 +176,7 @@ def test_a_refused_version_says_so_wherever_it_is_looked_at(story: Story):
     card = card_of("story", story.refused.version)
     for text in (section(card, "Promotion"), found.description):
         assert "**Refused** by run RLHF/3 at " in text
-        assert "Its reward model was refused" in text
+        assert "Its reward model failed validation" in text
         assert "min\\_win\\_rate=0.5" in text
     assert run_of(story.refused, "parent").data.tags["promotion"] == "refused"
 

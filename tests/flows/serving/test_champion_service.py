@@ -192,8 +192,8 @@ def test_a_temperature_samples(serving_one):
 @pytest.mark.parametrize(
     ("question", "reason"),
     [
-        ({"prompt": None}, "Give a prompt or messages"),
-        ({"messages": [{"role": "user", "content": "w1"}]}, "and not both"),
+        ({"prompt": None}, "Give either a prompt or messages"),
+        ({"messages": [{"role": "user", "content": "w1"}]}, "Give either a prompt or messages"),
         ({"prompt": ""}, "A prompt of 0 tokens"),
         ({"max_new_tokens": 4096}, "3 tokens and an answer of up to 4096 do not fit"),
         (

@@ -50,7 +50,7 @@ def client(server: MlflowServer) -> Iterator[MlflowClient]:
         yield MlflowClient()
 
 
-STEPS = ["load_policy", "train_policy", "register"]
+STEPS = ["load_policy", "load_reward_model", "train_policy", "evaluate_win_rate", "register"]
 
 
 def make_runs(flow_run: str, **settings) -> dict[str, str]:

@@ -111,7 +111,7 @@ def test_a_loaded_mean_goes_on_as_the_saved_one():
             r"'weight' has the shape \(1, 3\) in the checkpoint, but \(1, 1\)",
         ),
         ({}, r"'weight' has the shape None in the checkpoint"),
-        ({"weight": torch.zeros(1, 1), "x": torch.zeros(1)}, r"'x' .* None here"),
+        ({"weight": torch.zeros(1, 1), "x": torch.zeros(1)}, r"'x' has .* None in the policy"),
     ],
     ids=["shape", "missing", "unknown"],
 )

@@ -77,7 +77,7 @@ def test_a_batch_that_cannot_be_split_into_minibatches_is_refused():
 
 
 def test_a_batch_smaller_than_the_number_of_processes_is_refused():
-    with pytest.raises(ConfigError, match=r"batch of 2 .* processes, 3: .* Raise batch_size"):
+    with pytest.raises(ConfigError, match=r"batch of 2 .* processes, 3, .* Raise batch_size"):
         make_schedule(PPOConfig(batch_size=2), num_prompts=8, num_processes=3)
 
 
