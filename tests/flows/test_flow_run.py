@@ -174,7 +174,7 @@ def test_a_policy_that_won_nothing_is_registered_and_refused(
     version = client_of(journey.folder).get_model_version("tiny-policy", "1")
     assert version.tags["promotion"] == "refused"
     assert "min_win_rate" in version.tags["promotion_reasons"]
-    assert "reward model was refused" in version.tags["promotion_reasons"]
+    assert "reward model failed validation" in version.tags["promotion_reasons"]
     assert "**Refused** by run RLHF/" in version.description
     aliases = client_of(journey.folder).get_registered_model("tiny-policy").aliases
     assert {alias: int(version) for alias, version in aliases.items()} == {"challenger": 2}
