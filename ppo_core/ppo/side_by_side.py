@@ -3,9 +3,9 @@
 The matmuls of a model with a million weights are too small to keep several cores busy.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -17,20 +17,33 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-def run_both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-    """Call two functions in two threads; return both results. They must not change shared state.
+@contextmanager
+def two_threads(*, enabled: bool) -> Iterator[ThreadPoolExecutor | None]:
+    """Yield a second thread for `run_both`, or None if not enabled.
 
-    Each thread has half of PyTorch's threads. If both functions raise, the error of `second` is
-    raised.
+    Inside the context each thread has half of PyTorch's threads.
     """
+    if not enabled:
+        yield None
+        return
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))
-    future = _second_thread().submit(first)
     try:
-        result = second()
+        with ThreadPoolExecutor(1) as second_thread:
+            yield second_thread
     finally:
-        wait([future])
         torch.set_num_threads(threads)
+
+
+def run_both(
+    second_thread: ThreadPoolExecutor, first: Callable[[], A], second: Callable[[], B]
+) -> tuple[A, B]:
+    """Call two functions in two threads; return both results. They must not change shared state.
+
+    If both functions raise, the error of `second` is raised.
+    """
+    future = second_thread.submit(first)
+    result = second()
     return future.result(), result
 
 
@@ -42,8 +55,3 @@ def pays_concurrently(models: Sequence[nn.Module]) -> bool:
     """
     is_small = all(weight.numel() < MIN_NUMEL for one in models for weight in one.parameters())
     return is_small and torch.get_num_threads() > 1 and not uses_onednn()
-
-
-@cache
-def _second_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1)

@@ -1,6 +1,7 @@
 """The update: epochs, minibatches and microbatches of PPO's losses on one batch of experience."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ from ppo_core.models.actor_critic import ActorCritic
 from ppo_core.models.policy import LanguageModel, Predictions
 from ppo_core.ppo.objective import SUMS, CountedTokens, Objective
 from ppo_core.ppo.ptx import PretrainingTexts, add_pretraining_gradients
-from ppo_core.ppo.side_by_side import pays_concurrently, run_both
+from ppo_core.ppo.side_by_side import pays_concurrently, run_both, two_threads
 
 
 @dataclass(kw_only=True)
@@ -115,8 +116,8 @@ class _Update:
     experience: Experience
     config: PPOConfig
     critic_only: bool
-    concurrently: bool
-    """Whether policy and critic make their passes in two threads."""
+    second_thread: ThreadPoolExecutor | None
+    """The thread of the policy's passes, or None if both passes run in the same thread."""
 
     @property
     def policy_weight(self) -> float:
@@ -157,15 +158,18 @@ def update_policy(
     `before_step` is called before each optimizer step, when the state is consistent. If it
     raises, calling `update_policy` again with the same `progress` continues the update.
     """
-    update = _Update(
-        state=state,
-        experience=map_tensors(experience, lambda tensor: tensor.to(state.engine.device)),
-        config=config,
-        critic_only=critic_only,
-        concurrently=_runs_concurrently(state, config),
-    )
     minibatches = progress.minibatches(config)
-    with _training_mode(state.module, enabled=config.gradient_checkpointing):
+    with (
+        two_threads(enabled=_runs_concurrently(state, config)) as second_thread,
+        _training_mode(state.module, enabled=config.gradient_checkpointing),
+    ):
+        update = _Update(
+            state=state,
+            experience=map_tensors(experience, lambda tensor: tensor.to(state.engine.device)),
+            config=config,
+            critic_only=critic_only,
+            second_thread=second_thread,
+        )
         while progress.steps_done < len(minibatches):
             before_step()
             minibatch = minibatches[progress.steps_done].to(state.engine.device)
@@ -274,8 +278,9 @@ def _add_gradients(update: _Update, microbatch: _Microbatch) -> Tensor:
     with state.engine.accumulate_only(state.module, not microbatch.is_last):
         if not state.engine.is_plain or module.shares_backbone:
             predicted, values = _joint_pass(update, rows, objective)
-        elif update.concurrently:
+        elif update.second_thread is not None:
             predicted, values = run_both(
+                update.second_thread,
                 partial(_policy_pass, update, rows, objective),
                 partial(_critic_pass, update, rows, objective),
             )

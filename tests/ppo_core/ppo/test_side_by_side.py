@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo import side_by_side
-from ppo_core.ppo.side_by_side import run_both
+from ppo_core.ppo.side_by_side import run_both, two_threads
 from tests.helpers.tiny import make_policy
 from tests.ppo_core.ppo.test_update import (
     make_config,
@@ -35,9 +35,14 @@ def test_two_functions_meet_with_half_of_the_threads_each():
         meeting.wait()
         return torch.get_num_threads()
 
-    assert run_both(threads, threads) == (1, 1)
+    with two_threads(enabled=True) as second_thread:
+        assert run_both(second_thread, threads, threads) == (1, 1)
+        names = run_both(second_thread, lambda: "first", lambda: "second")
+    assert names == ("first", "second")
     assert torch.get_num_threads() == 2
-    assert run_both(lambda: "first", lambda: "second") == ("first", "second")
+    with two_threads(enabled=False) as second_thread:
+        assert second_thread is None
+        assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -47,8 +52,8 @@ def test_an_error_of_either_is_raised_and_the_threads_come_back(which):
 
     functions = [lambda: None, lambda: None]
     functions[which] = fail
-    with pytest.raises(ValueError, match="broken"):
-        run_both(*functions)
+    with pytest.raises(ValueError, match="broken"), two_threads(enabled=True) as second_thread:
+        run_both(second_thread, *functions)
     assert torch.get_num_threads() == 2
 
 
