@@ -18,7 +18,7 @@ BY_NAME = ("identity", "optimizer", "kept", "scheduler", "reporter", "groups")
 STATE_KEYS = """
 step processes identity optimizer kept scheduler skipped_steps skipped_in_a_row pretraining groups
 run.updates run.episodes run.moments.count run.moments.mean run.moments.squares
-run.adaptive_kl.kl_coef run.health.first_length run.pending.steps_done
+run.adaptive_kl.kl_coef run.health.warned run.pending.steps_done
 run.pending.values.kl_loss_coef run.pending.values.rollout.temperature
 run.pending.values.rollout.behaviour_logprobs
 run.pending.sums.tokens run.pending.sums.policy_loss run.pending.sums.value_loss
@@ -59,7 +59,7 @@ def checkpoint(tmp_path_factory) -> Path:
 def test_the_names_in_the_state(checkpoint):
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     keys = set(paths_of_keys(state))
-    free = ("run.pending.metrics.", "run.health.in_a_row.")
+    free = ("run.pending.metrics.", "run.health.in_a_row.", "run.health.first.")
     assert {key for key in keys if not key.startswith(free)} == set(STATE_KEYS)
     assert set(state["identity"]) == {"settings", "models"}
     assert {"num_updates", "steps_per_update", "prompts"} <= set(state["identity"]["settings"])
