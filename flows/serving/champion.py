@@ -237,10 +237,10 @@ def _publish(unfinished: Path, folder: Path, files: Iterable[str], digest: str) 
         for path in (*files, MANIFEST):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (unfinished / path).replace(folder / path)
-        _require_mended(folder, digest)
+        _require_repaired(folder, digest)
 
 
-def _require_mended(folder: Path, digest: str) -> None:
+def _require_repaired(folder: Path, digest: str) -> None:
     try:
         check_folder(folder, digest)
     except ModelError as error:

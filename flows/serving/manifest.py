@@ -14,7 +14,7 @@ from typing import Any
 from ppo_core.errors import ModelError
 
 MANIFEST = "manifest.json"
-"""File with the SHA-256 of every file of a version that is not in UNVOUCHED."""
+"""File with the SHA-256 of every file of a version that is not in WITHOUT_DIGEST."""
 
 MANIFEST_TAG = "manifest"
 """MLflow tag of a version that holds the SHA-256 of the manifest."""
@@ -22,7 +22,7 @@ MANIFEST_TAG = "manifest"
 CARD = "README.md"
 """Model card; rewritten after the promotion decision, so it has no digest and is not downloaded."""
 
-UNVOUCHED = frozenset({MANIFEST, CARD, "registered_model_meta"})
+WITHOUT_DIGEST = frozenset({MANIFEST, CARD, "registered_model_meta"})
 """Files without a digest; MLflow adds `registered_model_meta` to a store on the same machine."""
 
 PICKLES = frozenset(".bin .pt .pth .pkl .pickle .ckpt .joblib .npy .npz".split())
@@ -44,7 +44,7 @@ def write_manifest(folder: Path) -> str:
         ModelError: a consumer would refuse one of the files.
     """
     files = {}
-    for path in sorted(_files_of(folder, str(folder)) - UNVOUCHED):
+    for path in sorted(_files_of(folder, str(folder)) - WITHOUT_DIGEST):
         check_path(path, str(folder))
         check_name(path, str(folder))
         _check_content(folder, path, str(folder))
@@ -105,12 +105,12 @@ def read_manifest(folder: Path, digest: str, what: str) -> dict[str, str]:
 
 
 def check_list(listed: Iterable[str], files: Mapping[str, str], what: str) -> None:
-    """Raise unless `listed` and `files` have the same paths, ignoring UNVOUCHED.
+    """Raise unless `listed` and `files` have the same paths, ignoring WITHOUT_DIGEST.
 
     Raises:
         ModelError: a path is missing or is not in the manifest.
     """
-    listed = set(listed) - UNVOUCHED
+    listed = set(listed) - WITHOUT_DIGEST
     if strange := sorted(listed - files.keys()):
         raise refusal(what, f"{strange[0]!r} is not in its {MANIFEST}")
     if missing := sorted(files.keys() - listed):

@@ -23,7 +23,7 @@ from ppo_core.errors import TrainingError
 from ppo_core.models.adapter_weights import adapter_parameters, save_adapter
 from ppo_core.ppo.optimizer import critic_parameters
 from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state
-from ppo_core.ppo.run_state import RunParts
+from ppo_core.ppo.run_state import RunContext
 
 CRITIC, OPTIMIZER, PROCESS, AVERAGE, REFERENCE = (
     "critic optimizer process average reference".split()
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointContents(RunParts):
+class CheckpointContents(RunContext):
     """Collects the state of one run for a checkpoint, and restores it; all processes must call.
 
     Tensors are written unsharded, by parameter name, so a checkpoint can be resumed with any
     number of processes and any sharding.
     """
 
-    identity: Fingerprint
+    fingerprint: Fingerprint
 
     def part(self) -> Part:
         """Return a copy of the files that this process writes."""
@@ -53,13 +53,13 @@ class CheckpointContents(RunParts):
             process: rng,
         }
         documents = {f"{process}.json": json.dumps(rng_numbers)}
-        models = self._full_models()
+        weights = self._full_weights()
         write_policy = self._policy_writer()
         if not self.engine.is_main:
             return Part(groups=groups, documents=documents)
         run_groups, state = self._state(kept)
         return Part(
-            groups=groups | models | run_groups,
+            groups=groups | weights | run_groups,
             documents=documents | {STATE: json.dumps(state)},
             write_policy=write_policy,
         )
@@ -78,14 +78,14 @@ class CheckpointContents(RunParts):
                 share |= {f"{name}/{key}": _copy(tensor) for key, tensor in state.items()}
         return share, kept
 
-    def _full_models(self) -> dict[str, Mapping[str, Tensor]]:
+    def _full_weights(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the weights of critic, refreshed reference and average, in the main process."""
-        models: dict[str, Mapping[str, Tensor]] = {CRITIC: self._full(self._critic())}
+        weights: dict[str, Mapping[str, Tensor]] = {CRITIC: self._full(self._critic())}
         if self.config.reference_refresh_updates:
-            models[REFERENCE] = self._full(dict(self.parts.reference.named_parameters()))
+            weights[REFERENCE] = self._full(dict(self.models.reference.named_parameters()))
         if self.average is not None:
-            models[AVERAGE] = {k: _copy(mean) for k, mean in self.average.tensors().items()}
-        return models
+            weights[AVERAGE] = {k: _copy(mean) for k, mean in self.average.tensors().items()}
+        return weights
 
     def _full(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Return unsharded copies of parameters; an empty dict outside the main process."""
@@ -94,7 +94,7 @@ class CheckpointContents(RunParts):
 
     def _policy_writer(self) -> Callable[[Path], None]:
         """Return a function that writes the policy into a folder, with an unmerged adapter."""
-        adapted, model = self.parts.adapted, self.parts.policy.model
+        adapted, model = self.models.adapted, self.models.policy.model
         if adapted is None:
             weights = self.engine.full_state_dict(model)
         else:
@@ -118,7 +118,7 @@ class CheckpointContents(RunParts):
         return groups, {
             "step": self.run.updates,
             "processes": self.engine.num_processes,
-            "identity": self.identity.as_json(),
+            "identity": self.fingerprint.as_json(),
             "optimizer": optimizer_options(train_state.optimizer),
             "kept": kept,
             "scheduler": train_state.scheduler.state_dict(),
@@ -137,7 +137,7 @@ class CheckpointContents(RunParts):
 
     def _critic(self) -> dict[str, nn.Parameter]:
         names = self._names()
-        own = critic_parameters(self.parts.policy, self.parts.critic)
+        own = critic_parameters(self.models.policy, self.models.critic)
         return {names[id(parameter)]: parameter for parameter in own.values()}
 
     # --- Resuming ---
@@ -158,7 +158,7 @@ class CheckpointContents(RunParts):
         self.engine.load_weights(train_state.module, self._weights(checkpoint).get)
         if self.config.reference_refresh_updates:
             reference = checkpoint.tensors(REFERENCE)
-            self.engine.load_weights(self.parts.reference, reference.get)
+            self.engine.load_weights(self.models.reference, reference.get)
         if self.average is not None:
             self.average.load(checkpoint.tensors(AVERAGE))
         self._restore_optimizer(checkpoint)
@@ -187,7 +187,7 @@ class CheckpointContents(RunParts):
         Raises:
             TrainingError: they differ, and `anyway` is off.
         """
-        different = self.identity.differences(checkpoint.state["identity"])
+        different = self.fingerprint.differences(checkpoint.state["identity"])
         if not different:
             return True
         differences = "; ".join(different)
@@ -204,7 +204,7 @@ class CheckpointContents(RunParts):
 
     def _weights(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         """Return a checkpoint's policy and critic weights, by name in the trained module."""
-        names, adapted, model = self._names(), self.parts.adapted, self.parts.policy.model
+        names, adapted, model = self._names(), self.models.adapted, self.models.policy.model
         critic = checkpoint.tensors(CRITIC)
         if adapted is not None:
             ours: Mapping[str, nn.Parameter] = adapter_parameters(adapted)

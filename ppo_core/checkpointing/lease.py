@@ -72,9 +72,9 @@ class Lease:
         last = _read(self.folder)
         if last == self:
             return
-        by = f"{last}" if last else f"unknown, because '{self.folder / LEASE}' was removed"
+        owner = last or f"an unknown process, because '{self.folder / LEASE}' was removed"
         raise TrainingError(
-            f"Another process took over '{self.folder}': {by}. This process ({self}) stops, "
+            f"Another process took over '{self.folder}': {owner}. This process ({self}) stops, "
             "because the checkpoints of two processes would mix. Let the other process continue. "
             "If it was started by mistake, end it and resume."
         )

@@ -154,12 +154,12 @@ class RunState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunParts:
-    """The parts of a run that are needed to write checkpoints and to export the policy."""
+class RunContext:
+    """The objects of a run that are needed to write checkpoints and to export the policy."""
 
     config: PPOConfig
     tokenizer: PreTrainedTokenizerBase
-    parts: ModelBundle
+    models: ModelBundle
     engine: Engine
     train_state: TrainState
     run: RunState

@@ -128,7 +128,7 @@ class PolicySampler:
     def _sample_by_vllm(self, batch: PromptBatch) -> Rollout:
         """Return the server's samples, with the policy's own log-probabilities of the samples."""
         with self.timer("synchronising"):
-            version = self._vllm.synchronise()
+            version = self._vllm.synchronize()
         rollout = self._vllm.sample(batch.tokens, batch.uniforms, self.settings, version)
         size = self.config.local_rollout_forward_batch_size
         with self.engine.autocast(), self.engine.gathered(self.module):

@@ -26,13 +26,13 @@ class PromptQueue:
         """Return the number of prompts that have not been taken."""
         return len(self._prompts) - self.num_taken
 
-    def take(self, most: int) -> Sequence[Tokens]:
-        """Take up to `most` prompts; if they begin a batch of `batch_size`, call `before_batch`.
+    def take(self, limit: int) -> Sequence[Tokens]:
+        """Take up to `limit` prompts; if they begin a batch of `batch_size`, call `before_batch`.
 
         `before_batch` may wait for other processes, so all processes must call it equally often.
         The number of calls therefore depends only on the number of prompts.
         """
-        prompts = self._prompts[self.num_taken : self.num_taken + most]
+        prompts = self._prompts[self.num_taken : self.num_taken + limit]
         end = self.num_taken + len(prompts)
         if math.ceil(end / self._batch_size) > math.ceil(self.num_taken / self._batch_size):
             self._before_batch()

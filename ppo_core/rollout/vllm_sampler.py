@@ -66,7 +66,7 @@ class VLLMSampler:
         longest = max(map(len, prompts)) + config.response_length
         self._peers.together(partial(self._server.check, prompts[0], longest))
 
-    def synchronise(self) -> str:
+    def synchronize(self) -> str:
         """Make the server load the policy's weights; return a name for this version of the weights.
 
         The main process writes the unsharded weights as safetensors, while other processes wait.
@@ -108,7 +108,7 @@ class VLLMSampler:
     ) -> Rollout:
         """Sample one response to each of this process's prompts.
 
-        `version` is the return value of the last `synchronise`. `uniforms` is (B, T), as in
+        `version` is the return value of the last `synchronize`. `uniforms` is (B, T), as in
         `sample_responses`. A request's seed is derived from its row of `uniforms`, so its response
         is reproducible if the server is deterministic. `logprobs` and `behaviour_logprobs` of the
         rollout are both the server's, under the sampling distribution. The caller must replace

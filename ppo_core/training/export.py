@@ -10,7 +10,7 @@ from torch import nn
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.models.adapter_weights import save_adapter
 from ppo_core.models.quantization import is_quantized
-from ppo_core.ppo.run_state import RunParts
+from ppo_core.ppo.run_state import RunContext
 from ppo_core.training.model_card import push_folder, write_model_card
 
 ADAPTER = "adapter"
@@ -19,13 +19,13 @@ ADAPTER = "adapter"
 logger = logging.getLogger(__name__)
 
 
-class PolicyExporter(RunParts):
+class PolicyExporter(RunContext):
     """Writes the policy of a run; all processes must call, but only the main process writes."""
 
     @property
     def trained_model(self) -> nn.Module:
         """The policy as a model of transformers or PEFT."""
-        return self.parts.adapted or self.parts.policy.model
+        return self.models.adapted or self.models.policy.model
 
     def save_policy(self, folder: Path) -> None:
         """Save policy and tokenizer; with `ema_decay`, save the averaged weights."""
@@ -34,7 +34,7 @@ class PolicyExporter(RunParts):
             self._write_policy(folder)
 
     def _write_policy(self, folder: Path) -> None:
-        adapted, model = self.parts.adapted, self.parts.policy.model
+        adapted, model = self.models.adapted, self.models.policy.model
         weights = gather_weights(self.engine, model, adapted)
         if not self.engine.is_main:
             return
@@ -57,7 +57,7 @@ class PolicyExporter(RunParts):
             write_model_card(
                 Path(self.config.output_dir),
                 config=self.config,
-                base_model=getattr(self.parts.policy.model.config, "_name_or_path", ""),
+                base_model=getattr(self.models.policy.model.config, "_name_or_path", ""),
                 metrics=history[-1] if history else {},
                 model_name=model_name,
                 **details,

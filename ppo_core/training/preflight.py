@@ -16,7 +16,7 @@ from ppo_core.rollout.generate import decoder_of
 
 
 def check_models(
-    parts: ModelBundle, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
+    models: ModelBundle, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
 ) -> None:
     """Raise if models, prompts and settings would fail during training.
 
@@ -25,25 +25,25 @@ def check_models(
             vocabulary, or another model lacks embeddings for the policy's tokens.
         DataError: a prompt is too long for a model, or a reward model has no chat template.
     """
-    _check_policy(parts)
-    _check_stop_token(parts, config)
+    _check_policy(models)
+    _check_stop_token(models, config)
     # A pad token that was added to the tokenizer has no embedding, and is never sampled.
-    known = min(len(tokenizer), _vocabulary(parts.policy.model))
+    known = min(len(tokenizer), _vocabulary(models.policy.model))
     longest = max(map(len, prompts.tokens)) + config.response_length
-    for scorer in parts.rewards.models():
+    for scorer in models.rewards.models():
         if scorer.reads_tokens_of(tokenizer):
             _check_reader("reward model", scorer.model, known, longest + scorer.end_of_text)
         _check_template(scorer, prompts)
     for name, model in (
-        ("reference", parts.reference.model),
-        ("critic", parts.critic.model),
+        ("reference", models.reference.model),
+        ("critic", models.critic.model),
     ):
         _check_reader(name, model, known, longest)
 
 
-def _check_policy(parts: ModelBundle) -> None:
-    model = parts.policy.model
-    decoder_of(parts.policy)
+def _check_policy(models: ModelBundle) -> None:
+    model = models.policy.model
+    decoder_of(models.policy)
     settings = model.generation_config
     if settings is not None:
         try:
@@ -56,8 +56,8 @@ def _check_policy(parts: ModelBundle) -> None:
             ) from error
 
 
-def _check_stop_token(parts: ModelBundle, config: PPOConfig) -> None:
-    size = _vocabulary(parts.policy.model)
+def _check_stop_token(models: ModelBundle, config: PPOConfig) -> None:
+    size = _vocabulary(models.policy.model)
     if config.stop_token_id is not None and not 0 <= config.stop_token_id < size:
         raise ModelError(
             f"stop_token_id={config.stop_token_id} is not one of the policy's {size} token ids, "

@@ -27,7 +27,7 @@ from ppo_core.ppo.optimizer import make_train_state
 from ppo_core.ppo.ptx import make_pretraining_texts
 from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state
 from ppo_core.ppo.reward_functions import make_rewards
-from ppo_core.ppo.run_state import PendingUpdate, RunParts, RunState
+from ppo_core.ppo.run_state import PendingUpdate, RunContext, RunState
 from ppo_core.ppo.sampling import PolicySampler, PromptBatch, draw_prompts
 from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import score
@@ -139,10 +139,11 @@ class PPOTrainer:
         self._train_state = self._make_train_state(optimizers, pretrain_dataset)
         self._average = WeightAverage(self.policy, args.ema_decay) if args.ema_decay else None
         self._reporter = self._make_reporter(callbacks or [])
-        parts = self._parts()
-        self._files = PolicyExporter(**vars(parts))
-        identity = Fingerprint.of(args, self.schedule, self._train_set.digest(), prints)
-        self._checkpoints = Checkpointer(CheckpointContents(**vars(parts), identity=identity))
+        context = self._context()
+        self._files = PolicyExporter(**vars(context))
+        fingerprint = Fingerprint.of(args, self.schedule, self._train_set.digest(), prints)
+        contents = CheckpointContents(**vars(context), fingerprint=fingerprint)
+        self._checkpoints = Checkpointer(contents)
         self._timer = PhaseTimer()
         self._sampler = self._make_sampler()
         self._interruption = Interruption()
@@ -506,11 +507,11 @@ class PPOTrainer:
             is_main=self.engine.is_main,
         )
 
-    def _parts(self) -> RunParts:
-        return RunParts(
+    def _context(self) -> RunContext:
+        return RunContext(
             config=self.args,
             tokenizer=self.processing_class,
-            parts=self._models,
+            models=self._models,
             engine=self.engine,
             train_state=self._train_state,
             run=self._run,

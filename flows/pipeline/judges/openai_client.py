@@ -100,7 +100,7 @@ class OpenAIClient:
 
         Raises:
             CallError: the failure may be temporary: status 408, 409, 429 or 5xx, a lost
-                connection, the deadline, or a body that is no chat completion.
+                connection, the deadline, or a body that is not a chat completion.
             RefusedError: the server rejects this call, but may accept other questions.
             JudgeError: the server rejects every call.
         """
@@ -111,18 +111,18 @@ class OpenAIClient:
                 response = await client.chat.completions.with_raw_response.create(**request)
         except TimeoutError:
             limit = f"judging.deadline_seconds={self._deadline:g}"
-            raise CallError(f"no whole reply within {limit}") from None
+            raise CallError(f"no complete reply within {limit}") from None
         except openai.APIConnectionError as error:
             raise CallError(self._clean(f"{error.message} {error.__cause__ or ''}")) from None
         except openai.APIStatusError as error:
-            raise self._meaning(error) from None
+            raise self._as_judge_error(error) from None
         try:
             return _read(response.text)
         except ValidationError:
             words = self._clean(response.text) or "nothing"
-            raise CallError(f"the reply is no chat completion, but {words}") from None
+            raise CallError(f"the reply is not a chat completion: {words}") from None
 
-    def _meaning(self, error: openai.APIStatusError) -> CallError | JudgeError:
+    def _as_judge_error(self, error: openai.APIStatusError) -> CallError | JudgeError:
         status = error.status_code
         words = f"status {status}: {self._clean(_message(error)) or 'no message'}"
         if status in (408, 409, 429) or status >= 500:
@@ -137,11 +137,13 @@ class OpenAIClient:
         if status in (401, 403):
             return "Set OPENAI_API_KEY to a key that may use this model, and run again."
         if status == 404:
-            return f"Check judging.base_url (it ends in /v1) and the model's name, {self._model!r}."
-        others = f"Check the model's name, {self._model!r}, and how long a text it can read."
+            return (
+                f"Check judging.base_url (which ends in /v1) and the model's name, {self._model!r}."
+            )
+        checks = f"Check the model's name, {self._model!r}, and its maximum context length."
         if self._greedy:
-            return f'{others} Set judging.sampling="default" if it takes no temperature.'
-        return others
+            return f'{checks} If it accepts no temperature, set judging.sampling="default".'
+        return checks
 
     def _clean(self, words: str) -> str:
         """Shorten a server's message, and mask the key, which some servers repeat in messages."""

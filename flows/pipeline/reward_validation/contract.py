@@ -109,14 +109,22 @@ def _texts(pair: LabelledPair) -> tuple[str, str]:
     return pair.chosen, pair.rejected
 
 
-WAYS = {
-    "batch": "alone and in a batch: PPO's reward would depend on the batch size. Score in fp32",
-    "right_filler": "with more padding after it: PPO's reward would depend on its neighbours. "
-    "Fix the model's attention mask",
-    "left_filler": "with padding before it: servers that pad on the left would give "
-    "another reward. Fix the model's attention mask and positions",
+CONDITIONS = {
+    "batch": (
+        "alone and in a batch",
+        "PPO's reward would depend on the batch size. Score in fp32",
+    ),
+    "right_filler": (
+        "with and without padding after it",
+        "PPO's reward would depend on the other texts of the batch. Fix the model's attention mask",
+    ),
+    "left_filler": (
+        "with and without padding before it",
+        "servers that pad on the left would give another reward. Fix the model's attention mask "
+        "and positions",
+    ),
 }
-"""Last part of the message about each difference: the condition, the consequence, the remedy."""
+"""The two conditions under which scores are compared, and the consequence with the remedy."""
 
 
 def _difference_reasons(
@@ -129,11 +137,15 @@ def _difference_reasons(
         for name, difference in differences.items()
         if difference is not None and (difference.largest is None or difference.largest > limit)
     }
-    return [
-        f"A text's score differs {size}, above tolerance={tolerance} "
-        f"of the deviation of real texts' scores ({limit:.2g}), {WAYS[name]}, or raise tolerance."
-        for name, size in found.items()
-    ]
+    reasons = []
+    for name, size in found.items():
+        condition, consequence = CONDITIONS[name]
+        reasons.append(
+            f"A text's scores {condition} differ {size}; the limit is {limit:.2g} "
+            f"(tolerance={tolerance} times the standard deviation of the scores): "
+            f"{consequence}, or raise tolerance."
+        )
+    return reasons
 
 
 def _odd_reasons(odd_scores: dict[str, float]) -> list[str]:
@@ -141,8 +153,8 @@ def _odd_reasons(odd_scores: dict[str, float]) -> list[str]:
     if not broken:
         return []
     return [
-        f"Its score of odd texts is not finite ({', '.join(broken)}). PPO would stop as soon as "
-        "the policy writes such a text. Load the reward model in fp32, or train it again."
+        f"Scores of these unusual texts are not finite: {', '.join(broken)}. PPO would stop as "
+        "soon as the policy writes such a text. Load the reward model in fp32, or train it again."
     ]
 
 
@@ -151,8 +163,9 @@ def _end_reasons(ends: EndOfText | None) -> list[str]:
         return []
     trained, setting = ("without", "false") if ends.as_set else ("with", "true")
     return [
-        f"It is right in {ends.accuracy:.1%} of {ends.n} pairs as it is set, and in "
-        f"{ends.other_accuracy:.1%} {trained} an end-of-sequence token after each response; the "
-        f"gain's 95 % interval begins at {ends.gain_low:.1%}, above {CLEARLY_BETTER:.0%}: it was "
-        f"trained {trained}. Set end_of_text = {setting} in [reward_model_training]."
+        f"The accuracy on {ends.n} pairs is {ends.accuracy:.1%} with the current setting, and "
+        f"{ends.other_accuracy:.1%} {trained} an end-of-sequence token after each response. The "
+        f"95 % interval of the gain begins at {ends.gain_low:.1%}, above {CLEARLY_BETTER:.0%}, so "
+        f"the model was probably trained {trained} the token. "
+        f"Set end_of_text = {setting} in [reward_model_training]."
     ]

@@ -32,7 +32,7 @@ def _chance(accuracy: Accuracy, limits: RewardGateConfig) -> str:
     if accuracy.low >= limits.min_accuracy:
         return ""
     return (
-        f"It is right in {accuracy.accuracy:.1%} of {accuracy.n} held-out pairs, 95 % interval "
+        f"Its accuracy on {accuracy.n} held-out pairs is {accuracy.accuracy:.1%}, 95 % interval "
         f"{accuracy.low:.1%} .. {accuracy.high:.1%}. The lower end must be at least "
         f"min_accuracy={limits.min_accuracy:.1%}: the model does not predict people's "
         "preferences, or there are too few pairs to show that it does."

@@ -258,7 +258,7 @@ def test_a_slow_drip_is_cut_at_the_deadline_of_each_attempt():
 
     with fault_server([drip]) as server:
         (reply,) = ask(make_chat(server.url, deadline_seconds=0.2))
-    assert reply.error == "no whole reply within judging.deadline_seconds=0.2"
+    assert reply.error == "no complete reply within judging.deadline_seconds=0.2"
 
 
 def test_one_question_given_up_leaves_the_others_alone():

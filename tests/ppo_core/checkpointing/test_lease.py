@@ -42,7 +42,7 @@ def test_the_last_claim_is_valid_and_the_previous_one_names_the_new_holder(tmp_p
 def test_a_lease_that_was_removed_is_no_lease(tmp_path):
     lease = Lease.claim(tmp_path)
     (tmp_path / LEASE).unlink()
-    with pytest.raises(TrainingError, match=r"unknown, because .*lease\.json"):
+    with pytest.raises(TrainingError, match=r"an unknown process, because .*lease\.json"):
         lease.check()
 
 

@@ -85,7 +85,7 @@ def test_after_synchronising_greedy_tokens_are_the_policys_and_before_they_are_n
     with vllm_server(make_policy(family, seed=5)) as server:
         sampler = make_sampler(server, tmp_path, policy)
         before = sampler.sample(PROMPTS, uniforms(), GREEDY, "weights-none")
-        after = sampler.sample(PROMPTS, uniforms(), GREEDY, sampler.synchronise())
+        after = sampler.sample(PROMPTS, uniforms(), GREEDY, sampler.synchronize())
     for name in ("prompt_ids", "response_ids", "response_lengths", "response_mask", "has_stop"):
         assert torch.equal(getattr(after, name), getattr(own, name)), name
     assert not torch.equal(before.response_ids, own.response_ids)
@@ -95,12 +95,12 @@ def test_after_synchronising_greedy_tokens_are_the_policys_and_before_they_are_n
 def test_a_prompt_that_is_asked_again_is_not_answered_from_what_old_weights_left(server, tmp_path):
     policy = LanguageModel(make_policy())
     sampler = make_sampler(server, tmp_path, policy)
-    first = sampler.sample(PROMPTS, uniforms(), GREEDY, sampler.synchronise())
+    first = sampler.sample(PROMPTS, uniforms(), GREEDY, sampler.synchronize())
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.copy_(
             make_policy(seed=3).get_output_embeddings().weight
         )
-    second = sampler.sample(PROMPTS, uniforms(), GREEDY, sampler.synchronise())
+    second = sampler.sample(PROMPTS, uniforms(), GREEDY, sampler.synchronize())
     own = sample_responses(policy, PROMPTS, uniforms(), GREEDY, batch_size=8)
     assert torch.equal(second.response_ids, own.response_ids)
     assert not torch.equal(first.response_ids[:, 0], own.response_ids[:, 0])
@@ -114,7 +114,7 @@ def test_an_adapter_is_sent_merged(server, tmp_path):
                 parameter.normal_(std=0.5)
     trainer = make_trainer(settings(server, tmp_path), model=adapted, ref_model=None)
     sampler = make_sampler(server, tmp_path, trainer.policy, trainer.model)
-    rollout = sampler.sample(PROMPTS, uniforms(), WARM, sampler.synchronise())
+    rollout = sampler.sample(PROMPTS, uniforms(), WARM, sampler.synchronize())
     own, theirs = scored(trainer.policy, rollout)
     assert_close(theirs, own, rtol=0, atol=1e-5)
     base, _ = scored(trainer.reference, rollout)
@@ -129,7 +129,7 @@ def test_the_servers_logprobs_are_those_of_what_it_drew_from(cut, server, tmp_pa
     policy = LanguageModel(make_policy())
     sampler = make_sampler(server, tmp_path, policy)
     sampling = dataclasses.replace(WARM, **cut)
-    rollout = sampler.sample(PROMPTS, uniforms(), sampling, sampler.synchronise())
+    rollout = sampler.sample(PROMPTS, uniforms(), sampling, sampler.synchronize())
     own, theirs = scored(policy, rollout)
     if not cut:
         assert_close(theirs, own, rtol=0, atol=1e-5)
@@ -141,7 +141,7 @@ def test_the_servers_logprobs_are_those_of_what_it_drew_from(cut, server, tmp_pa
 
 def test_a_response_follows_from_its_own_row_of_randomness_alone(server, tmp_path):
     sampler = make_sampler(server, tmp_path, LanguageModel(make_policy()))
-    version = sampler.synchronise()
+    version = sampler.synchronize()
     rows = [5, 2, 2]
     whole = sampler.sample(PROMPTS, uniforms(), WARM, version)
     some = sampler.sample([PROMPTS[row] for row in rows], uniforms()[rows], WARM, version)
@@ -182,7 +182,7 @@ def test_the_loss_weighs_a_token_by_the_cap_at_most():
 def test_a_server_with_old_weights_shows_in_the_metrics(server, tmp_path):
     policy = LanguageModel(make_policy())
     sampler = make_sampler(server, tmp_path, policy)
-    version = sampler.synchronise()
+    version = sampler.synchronize()
     fresh = sampler.sample(PROMPTS, uniforms(), WARM, version)
     assert sampler_metrics(*scored(policy, fresh), cap=2.0)["vllm/kl"] < 1e-8
     with torch.no_grad():
@@ -315,7 +315,7 @@ def refusal(server: VLLMServerOfTests, folder: Path, kind: type[PPOError], **cha
 
 def test_a_server_that_is_still_starting_is_waited_for(server, tmp_path):
     server.busy_answers = 2
-    make_sampler(server, tmp_path, LanguageModel(make_policy())).synchronise()
+    make_sampler(server, tmp_path, LanguageModel(make_policy())).synchronize()
     assert len(server.loaded) == 1
 
 
