@@ -97,6 +97,7 @@ def _deepspeed_accelerator(
     plugin = deepspeed_engine.make_plugin(settings_path, sharding, offload=offload)
     group.backend = "nccl" if has_gpu else "gloo"
     _init_single_process_group(group.backend)
+    deepspeed_engine.disable_compiled_collectives()
     accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[group])
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         raise ConfigError(

@@ -134,6 +134,17 @@ def _drop_automatic(settings: Settings) -> None:
             _drop_automatic(value)
 
 
+def disable_compiled_collectives() -> None:
+    """Let processes on the CPU communicate by gloo, not by collectives that DeepSpeed compiles.
+
+    The compilation needs a C++ compiler and up to two minutes, and later runs wait forever if it
+    is killed. DeepSpeed has no setting for this.
+    """
+    from deepspeed import ops
+
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def build_models_unsharded() -> None:
     """Let transformers build models unsharded under ZeRO-3; `partition` shards them later."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config

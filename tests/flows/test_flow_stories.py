@@ -13,6 +13,7 @@ STEPS = "load_policy load_reward_model validate_reward_model train_policy evalua
 DATA = ROOT.parent / "shared" / "data"
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is missing"),
 ]

@@ -122,7 +122,7 @@ COVERED = {
         "tests/ppo_core/training/test_evaluation.py",
         "test_the_same_seed_gives_the_same_texts_in_batches_of_any_size",
     ),
-    43: ("tests/test_docs.py", "test_the_published_python_examples_run"),
+    43: ("tests/docs/test_docs.py", "test_the_published_python_examples_run"),
     44: ("tests/flows/evaluation/test_win_rate.py", "test_a_failed_verdict_counts_for_nobody"),
     45: ("tests/flows/evaluation/test_win_rate.py", "test_a_failed_verdict_counts_for_nobody"),
     46: (
