@@ -1,5 +1,6 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
-# The others: lint, types, soak, tldr and stories (both for three seeds), bench, bench-gpu, clean.
+# The others: lint, types, soak, hostile, tldr and stories (both for three seeds), bench, bench-gpu,
+# clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +17,7 @@ TRL_FOLDER := $(TRL_VENV)/wheel
 GPU_PYTHON ?= $(BIN)/python
 TRL_WHEEL ?= trl==1.12.0
 
-.PHONY: run test soak lint types tldr stories bench bench-gpu clean
+.PHONY: run test soak hostile lint types tldr stories bench bench-gpu clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -27,6 +28,9 @@ test: $(VENV)/installed-dev ## Run the tests, two files at a time with one threa
 
 soak: $(VENV)/installed-dev ## The tests that take minutes.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -n 2 --dist loadfile
+
+hostile: $(VENV)/installed-dev ## Hostile and broken inputs, with a table of the cases of each part.
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/hostile -m "slow or not slow" -n 2 --dist loadfile
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

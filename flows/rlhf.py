@@ -36,7 +36,7 @@ from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 ppo_core.METAFLOW_PACKAGE_POLICY = "include"
 
 
-RECORDS = 2
+RECORDS = 3
 """Format version of the records passed between steps; increased when older records are
 unreadable."""
 

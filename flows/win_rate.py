@@ -19,6 +19,7 @@ from pipeline.evaluation.win_rate import describe
 from pipeline.inputs import data_sets
 from pipeline.inputs.rows import write_jsonl
 from pipeline.judges.spec import check_judge, make_judge
+from pipeline.promotion.champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
 from pipeline.reports.document import as_number, as_percent
 from pipeline.settings.environment import prepare_environment
@@ -157,7 +158,8 @@ def render(evaluation: Evaluation) -> str:
 def _answer(
     arguments: WinRateArguments, config: EvaluationConfig, prompts: Sequence[str]
 ) -> list[str]:
-    model, tokenizer_path = find_policy(arguments.model)
+    cache = Path(arguments.output_dir) / "cache" / CHAMPIONS
+    model, tokenizer_path = find_policy(arguments.model, cache)
     context = context_length(load_config(model))
     tokenizer = load_tokenizer(tokenizer_path)
     check_prompt_lengths(

@@ -17,7 +17,13 @@ from ppo_core.data.prompts import (
     encode_response,
 )
 from ppo_core.errors import ConfigError, DataError, ModelError
-from ppo_core.models.loading import check_reward_config, load_config, load_tokenizer
+from ppo_core.models.files.model_folder import check_model_folder
+from ppo_core.models.loading import (
+    check_reward_config,
+    check_vocabulary,
+    load_config,
+    load_tokenizer,
+)
 from ppo_core.rollout.sampler import stop_token
 
 
@@ -31,7 +37,7 @@ def check_inputs(settings: Settings) -> None:
     """
     output = Path(settings.output_dir)
     check_outputs(settings.output_dir, settings.summary_json)
-    _check_reward_model(settings)
+    _check_models(settings)
     data_sets.human_labels(settings.evaluation)
     _check_prompts(settings)
     _check_pairs(settings)
@@ -72,8 +78,14 @@ def require_writable(folder: Path, name: str) -> None:
         ) from error
 
 
-def _check_reward_model(settings: Settings) -> None:
-    """Raise unless the reward model has one score, and an end-of-sequence token if needed."""
+def _check_models(settings: Settings) -> None:
+    """Raise if the files of a model are refused, or the reward model cannot score texts.
+
+    The reward model must have one score, and an end-of-sequence token if needed.
+    """
+    for path in filter(None, (settings.policy, settings.reward_model)):
+        check_model_folder(path)
+        check_vocabulary(load_config(path), load_tokenizer(path), path)
     path = settings.reward_model or settings.policy
     if settings.reward_model:
         check_reward_config(path)

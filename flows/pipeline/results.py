@@ -90,6 +90,9 @@ class TrainedPolicy:
     path: str
     """Folder of the policy."""
 
+    digest: str
+    """Digest of the folder's files when training ended."""
+
     objective: dict[str, Change]
     """First and last values of PPO's metrics, by metric name."""
 

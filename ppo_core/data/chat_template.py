@@ -1,12 +1,21 @@
 """Rendering and encoding of chat messages with the tokenizer's chat template."""
 
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from types import FrameType
 from typing import TypeGuard
 
-from jinja2 import TemplateError
+from jinja2 import Environment
+from jinja2.exceptions import SecurityError
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.errors import DataError
+
+MAX_RENDER_SECONDS = 10
+"""Time limit for rendering one conversation; a template takes about a millisecond."""
 
 Messages = Sequence[Mapping[str, str]]
 """Conversation: messages with the keys "role" and "content", oldest first."""
@@ -42,15 +51,25 @@ def render_chat(
                 f"{message!r:.120}. Fix or remove its row."
             )
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                list(map(dict, messages)), add_generation_prompt=answer_follows, tokenize=False
+        with _time_limit(MAX_RENDER_SECONDS):
+            _refuse_powers(tokenizer.get_chat_template())
+            return str(
+                tokenizer.apply_chat_template(
+                    list(map(dict, messages)), add_generation_prompt=answer_follows, tokenize=False
+                )
             )
-        )
-    except TemplateError as error:
+    except TimeoutError as error:
+        raise DataError(
+            f"The chat template of '{tokenizer.name_or_path}' needs more than "
+            f"{MAX_RENDER_SECONDS} s for a conversation of {len(messages)} messages, so it "
+            "probably never ends. Set another chat_template."
+        ) from error
+    # A template is code of its author, which can raise errors of any type.
+    except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(
-            f"The chat template rejects messages with the roles {roles}: {error}. Reorder the "
+            f"The chat template rejects messages with the roles {roles}: "
+            f"{str(error) or type(error).__name__}. Reorder the "
             "messages of each row as the template requires, or set another chat_template."
         ) from error
 
@@ -82,3 +101,33 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, end: 
     text = render_chat(tokenizer, messages, answer_follows=False)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return [*ids, *missing_end(tokenizer, text)] if end else ids
+
+
+@lru_cache
+def _refuse_powers(template: str) -> None:
+    """Raise for the operator `**`, because no time limit interrupts one large power."""
+    tokens = Environment(autoescape=False).lex(template)
+    if any(kind == "operator" and value == "**" for _, kind, value in tokens):
+        raise SecurityError("the operator ** is not allowed")
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError inside the context after some seconds.
+
+    Only the main thread can be interrupted; other threads have no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signal_number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"More than {seconds} s")
+
+    earlier_handler = signal.signal(signal.SIGALRM, stop)
+    earlier_timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *earlier_timer)
+        signal.signal(signal.SIGALRM, earlier_handler)

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_core.distributed.engine import Engine
-from ppo_core.models.adapter_weights import merged_copy
+from ppo_core.models.files.adapter_weights import merged_copy
 
 if TYPE_CHECKING:
     from peft import PeftModel

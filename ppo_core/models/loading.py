@@ -1,56 +1,76 @@
 """Load and check policies, reward models and tokenizers from a folder or the hub.
 
-Classes that load weights are imported only where they are used: checking a configuration or a
-tokenizer does not need them.
+All loads go through this module: no code of a checkpoint is run, no pickle is read, and a
+checkpoint whose tensors do not fit its configuration is refused. Classes that load weights are
+imported only where they are used: checking a configuration or a tokenizer does not need them.
 """
 
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from ppo_core.errors import ModelError
+from ppo_core.errors import ModelError, PPOError
+from ppo_core.models.files.model_folder import (
+    check_config_keys,
+    check_model_folder,
+    check_plain_files,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ppo_core.models.reward_model import RewardModel
 
+NAMED_TENSORS = 3
+"""Number of tensors that an error message names."""
+
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or hub id.
 
     Raises:
-        ModelError: the tokenizer cannot be loaded.
+        ModelError: the tokenizer cannot be loaded, or a file is refused.
     """
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"No tokenizer can be loaded from '{path}': {error}") from error
+    check_plain_files(path)
+    with reading("tokenizer", path):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
-def load_config(path: str | Path) -> Any:
+def load_config(path: str | Path, revision: str = "main") -> Any:
     """Return the transformers configuration of a folder or hub id, without loading weights.
 
     Raises:
-        ModelError: there is no configuration, or it requires code outside transformers.
+        ModelError: there is no configuration, it is invalid, or it requires code outside
+            transformers.
     """
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"No model can be loaded from '{path}': {error}") from error
+    check_plain_files(path)
+    with reading("model", path):
+        written, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
+        check_config_keys(written, path)
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
 
 
-def load_policy(path: str | Path) -> "PreTrainedModel":
-    """Return a causal language model in fp32 and evaluation mode.
+def load_policy(
+    path: str | Path, *, dtype: Any = "float32", revision: str = "main", **options: Any
+) -> "PreTrainedModel":
+    """Return a causal language model in evaluation mode.
+
+    Args:
+        path: folder or hub id.
+        dtype: precision of the weights; "auto" keeps that of the files.
+        revision: branch, tag or commit of a hub id.
+        options: `attn_implementation` and `quantization_config` of transformers.
 
     Raises:
-        ModelError: the folder or hub id has no causal language model, or it is not decoder-only.
+        ModelError: the folder or hub id has no causal language model, it is not decoder-only, or
+            a file is refused.
     """
     from transformers import AutoModelForCausalLM
 
-    config = load_config(path)
+    config = load_config(path, revision)
     if config.is_encoder_decoder:
         raise ModelError(f"'{path}' has an encoder. Give a decoder-only model as the policy.")
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
@@ -58,13 +78,41 @@ def load_policy(path: str | Path) -> "PreTrainedModel":
             f"'{path}' is {', '.join(config.architectures)}, a model that scores, so it has no LM "
             "head and would get a random one. Give a language model as the policy."
         )
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(
-            f"No causal language model can be loaded from '{path}': {error}"
-        ) from error
-    return model.eval()
+    options = {"dtype": dtype, "revision": revision, **options}
+    with reading("causal language model", path):
+        return load_weights(AutoModelForCausalLM, path, options).eval()
+
+
+def load_weights(
+    auto_class: Any, path: str | Path, options: Mapping[str, Any], *, unused: Iterable[str] = ()
+) -> "PreTrainedModel":
+    """Return the model of a folder or hub id, with every tensor from its safetensors.
+
+    Args:
+        auto_class: class of transformers whose `from_pretrained` loads the model.
+        path: folder or hub id.
+        options: other arguments of `from_pretrained`.
+        unused: prefixes of tensors that the file may have beside the model's.
+
+    Raises:
+        ModelError: a file is refused, or tensors are missing or left over.
+    """
+    check_model_folder(path)
+    model, found = auto_class.from_pretrained(
+        path, **options, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+    )
+    left_over = {name for name in found["unexpected_keys"] if not name.startswith(tuple(unused))}
+    for names, state in ((found["missing_keys"], "missing"), (left_over, "left over")):
+        if names:
+            listed = ", ".join(sorted(names)[:NAMED_TENSORS])
+            raise ModelError(
+                f"The weights of '{path}' do not fit its config.json: of the tensors of "
+                f"{type(model).__name__}, {len(names)} are {state}, for example {listed}. A model "
+                "with random or unused weights would be trained. Save the model again with "
+                "save_pretrained, or correct config.json."
+            )
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def check_reward_config(path: str | Path) -> None:
@@ -100,16 +148,51 @@ def load_reward_model(
     """Return a `RewardModel` of a sequence classifier with one label and of its tokenizer.
 
     Raises:
-        ModelError: the folder or hub id has no supported sequence classifier with one label.
+        ModelError: the folder or hub id has no supported sequence classifier with one label, a
+            file is refused, or the vocabulary is smaller than the tokenizer's.
     """
     from transformers import AutoModelForSequenceClassification
 
     from ppo_core.models.reward_model import RewardModel
 
     check_reward_config(path)
-    try:
-        model = AutoModelForSequenceClassification.from_pretrained(path, dtype="float32")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(f"No reward model can be loaded from '{path}': {error}") from error
+    with reading("reward model", path):
+        model = load_weights(AutoModelForSequenceClassification, path, {"dtype": "float32"})
     tokenizer = load_tokenizer(path)
+    check_vocabulary(model.config, tokenizer, path)
     return RewardModel(model.eval(), tokenizer, bias=bias, gain=gain, end_of_text=end_of_text)
+
+
+def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
+    """Raise if the tokenizer can return ids for which the model has no embedding.
+
+    Raises:
+        ModelError: the model's vocabulary is smaller than the tokenizer's.
+    """
+    size = config.get_text_config().vocab_size
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= size:
+        raise ModelError(
+            f"The tokenizer has ids up to {largest}, but the model '{path}' has embeddings only "
+            f"for ids below {size} (vocab_size), so some texts could not be read. Call "
+            "model.resize_token_embeddings(len(tokenizer)) and save the model, or use the "
+            "tokenizer that the model was trained with."
+        )
+
+
+@contextmanager
+def reading(what: str, path: str | Path) -> Iterator[None]:
+    """Turn every error inside the context into a ModelError that names the folder or hub id.
+
+    Raises:
+        ModelError: the code inside the context raised an error.
+    """
+    try:
+        yield
+    except PPOError:
+        raise
+    # Files of an unexpected form make transformers raise errors of any type, which have no common
+    # base class.
+    except Exception as error:
+        reason = str(error).strip() or type(error).__name__
+        raise ModelError(f"No {what} can be loaded from '{path}': {reason}") from error

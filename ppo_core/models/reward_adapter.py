@@ -16,9 +16,9 @@ from ppo_core.errors import ModelError
 
 if TYPE_CHECKING:
     from peft import PeftModel
-from ppo_core.models.adapter_weights import fill_adapter
 from ppo_core.models.adapters import add_beside, load_peft, plain_model, using_adapter
 from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.files.adapter_weights import fill_adapter
 
 _CLASSIFIER_HEADS = ("score", "classifier")
 

@@ -11,7 +11,7 @@ from transformers.utils.hub import PushToHubMixin
 from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import add_adapter, checkpoint_activations, is_peft, plain_model
-from ppo_core.models.value_head_files import PREFIX, SavedHead, load_with_head, save_head
+from ppo_core.models.files.value_head_files import PREFIX, SavedHead, load_with_head, save_head
 
 _POLICY_PREFIX = "pretrained_model."
 _HEAD_SETTINGS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initializer_range")

@@ -6,21 +6,16 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
-from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.adapter_weights import save_adapter
+from ppo_core.errors import ConfigError
 from ppo_core.models.adapters import add_adapter
+from ppo_core.models.files.adapter_weights import save_adapter
+from ppo_core.models.files.model_folder import adapter_refusal
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 ADAPTER_FOLDER = "adapter"
 """Subfolder of the output folder for the adapter, in PEFT's format."""
-
-
-def refuse_adapter_folder(path: str | Path) -> None:
-    """Raise ModelError if a folder holds an adapter; check this without loading the folder."""
-    if (Path(path) / "adapter_config.json").exists():
-        raise _not_plain(path)
 
 
 def require_plain(model: PreTrainedModel, path: str | Path) -> None:
@@ -30,15 +25,7 @@ def require_plain(model: PreTrainedModel, path: str | Path) -> None:
     additional adapter could not be loaded again (TRL #4713).
     """
     if getattr(model, "peft_config", None):
-        raise _not_plain(path)
-
-
-def _not_plain(path: str | Path) -> ModelError:
-    return ModelError(
-        f"'{path}' is a PEFT model, which cannot be trained further. Merge the adapter into its "
-        "base with peft.AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()"
-        ".save_pretrained(FOLDER), and start from that folder."
-    )
+        raise adapter_refusal(path)
 
 
 def add_task_adapter(

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel, set_seed
 
 from ppo_core.data.prompts import context_length
 from ppo_core.errors import ConfigError, DataError
+from ppo_core.models.files.model_folder import refuse_adapter
 from ppo_core.models.loading import load_policy, load_tokenizer
-from ppo_core.supervised.lora import add_task_adapter, refuse_adapter_folder, require_plain
+from ppo_core.supervised.lora import add_task_adapter, require_plain
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.supervised.reward_pairs import collate_pairs, encode_pair
 from ppo_core.supervised.sft_examples import collate_examples, encode_example
@@ -59,7 +60,7 @@ def train_sft(
             f"centre_rewards_coefficient={config.centre_rewards_coefficient} is for reward models, "
             "because SFT has no scores. Remove centre_rewards_coefficient."
         )
-    refuse_adapter_folder(model)
+    refuse_adapter(model)
     tokenizer = load_tokenizer(model)
     rows = [encode_example(tokenizer, row, number, config) for number, row in enumerate(examples)]
     lengths = [len(row["input_ids"]) for row in rows]
@@ -108,7 +109,7 @@ def train_reward_model(
             "completion_only_loss=False is for SFT, because a reward model is trained on the "
             "scores of full texts. Remove completion_only_loss."
         )
-    refuse_adapter_folder(model)
+    refuse_adapter(model)
     tokenizer = load_tokenizer(model)
     rows = [encode_pair(tokenizer, row, number, config) for number, row in enumerate(pairs)]
     lengths = [max(len(row["chosen"]), len(row["rejected"])) for row in rows]

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.data.dataset_files import load_rows
-from ppo_core.errors import ConfigError, ModelError
+from ppo_core.errors import ConfigError
 from ppo_core.models.adapters import lora_config
 from ppo_core.models.loading import load_config, load_policy, load_reward_model, load_tokenizer
 from ppo_core.models.quantization import bitsandbytes_config
@@ -102,11 +102,7 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
             use_bnb_nested_quant=model.use_bnb_nested_quant,
         ),
     }
-    try:
-        policy = AutoModelForCausalLM.from_pretrained(path, **options)
-    except (ImportError, OSError, ValueError) as error:
-        raise ModelError(f"No policy can be loaded from '{path}': {error}") from error
-    return policy.eval()
+    return load_policy(path, **options)
 
 
 def load_reward(path: str | None, start: str, seed: int, **reading: Any) -> RewardModel:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ppo_core.distributed.saving import gather_weights, save_plain
-from ppo_core.models.adapter_weights import save_adapter
+from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.quantization import is_quantized
 from ppo_core.ppo.run_state import RunContext
 from ppo_core.training.model_card import push_folder, write_model_card

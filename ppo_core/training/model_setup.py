@@ -13,7 +13,6 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.actor_critic import ActorCritic, Critic
-from ppo_core.models.adapter_weights import merged_copy
 from ppo_core.models.adapters import (
     adapter_settings,
     add_adapter,
@@ -24,6 +23,7 @@ from ppo_core.models.adapters import (
     recompute_activations,
     using_adapter,
 )
+from ppo_core.models.files.adapter_weights import merged_copy
 from ppo_core.models.policy import LanguageModel, require_causal_lm
 from ppo_core.models.quantization import check_quantized_trainable
 from ppo_core.models.reference import make_reference

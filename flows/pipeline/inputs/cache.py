@@ -11,8 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ppo_core.errors import ModelError
+
 MADE_FILE = "made.json"
-"""File in a cached folder: the metrics that `make` returned."""
+"""File in a cached folder: the digest of its other files, and the metrics that `make` returned."""
 
 LIBRARIES = ("torch", "transformers")
 """Libraries whose versions are part of the digest."""
@@ -41,7 +43,7 @@ def make_once(
     """Return the cached folder for `inputs`; call `make` to fill the folder if it is missing.
 
     `make` fills a temporary folder, which is then renamed. So a folder with the final name is
-    complete even if a process was killed.
+    complete even if a process was killed. A folder whose files were changed since is made again.
 
     Args:
         root: folder of the cache.
@@ -52,19 +54,23 @@ def make_once(
     everything = {**inputs, "libraries": {library: version(library) for library in LIBRARIES}}
     folder = root / f"{name}-{digest_of(everything)}"
     if folder.is_dir():
-        print(f"{name}: reused {folder}", flush=True)
-        return Cached(folder, True, _read_metrics(folder))
+        if _is_unchanged(folder):
+            print(f"{name}: reused {folder}", flush=True)
+            return Cached(folder, True, _read_made(folder)["metrics"])
+        print(f"{name}: {folder} was changed after it was made, so it is made again", flush=True)
+        shutil.rmtree(folder)
     unfinished = root / f".{folder.name}.{os.getpid()}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
         metrics = make(unfinished) or {}
-        (unfinished / MADE_FILE).write_text(json.dumps(metrics), encoding="utf-8")
+        made = {"digest": digest_of_folder(unfinished), "metrics": metrics}
+        (unfinished / MADE_FILE).write_text(json.dumps(made), encoding="utf-8")
         _publish(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     print(f"{name}: made {folder}", flush=True)
-    return Cached(folder, False, _read_metrics(folder))
+    return Cached(folder, False, _read_made(folder)["metrics"])
 
 
 def digest_of(value: Any) -> str:
@@ -87,6 +93,20 @@ def digest_of_folder(folder: Path) -> str:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
+
+
+def require_unchanged(folder: str, digest: str, what: str) -> None:
+    """Raise if the files of a folder are not those of its digest; `what` names the folder.
+
+    Raises:
+        ModelError: a file was changed, added or removed.
+    """
+    if (found := digest_of_folder(Path(folder))) != digest:
+        raise ModelError(
+            f"{what} in '{folder}' was changed after it was written: its digest is {found}, not "
+            f"{digest}. Answers and version would be those of another model. Find out which "
+            "program writes there, and start the run again."
+        )
 
 
 def digest_of_model(path: str) -> str:
@@ -116,6 +136,14 @@ def _publish(unfinished: Path, folder: Path) -> None:
             raise
 
 
-def _read_metrics(folder: Path) -> dict[str, float]:
-    metrics: dict[str, float] = json.loads((folder / MADE_FILE).read_text(encoding="utf-8"))
-    return metrics
+def _is_unchanged(folder: Path) -> bool:
+    try:
+        return bool(_read_made(folder)["digest"] == digest_of_folder(folder))
+    # An unreadable file, another form of JSON, or the form of earlier versions.
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _read_made(folder: Path) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads((folder / MADE_FILE).read_text(encoding="utf-8"))
+    return made

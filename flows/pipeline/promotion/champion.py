@@ -4,15 +4,16 @@ from pathlib import Path
 
 from pipeline.inputs import data_sets
 from pipeline.registry.alias_sync import settle
-from pipeline.registry.aliases import read_version
-from pipeline.registry.versions import find_policy
+from pipeline.registry.versions import policy_folders
 from pipeline.results import FetchedChampion
 from pipeline.settings.settings import Settings
 from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config, load_tokenizer
 from serving.champion import fetch_champion
-from serving.manifest import MANIFEST_TAG
+
+CHAMPIONS = "champions"
+"""Folder of downloaded versions, in the cache."""
 
 
 def find_champion(settings: Settings) -> FetchedChampion | None:
@@ -33,16 +34,9 @@ def fetch_version(settings: Settings, version: int) -> FetchedChampion:
         DataError: see `find_champion`.
         ModelError: see `find_champion`.
     """
-    name = settings.registered_model
-    model: Path | str
-    tokenizer: Path | str
-    if MANIFEST_TAG in read_version(name, version).tags:
-        cache = Path(settings.output_dir) / "cache" / "champions"
-        folder = fetch_champion(name, version=version, cache=cache).folder
-        model, tokenizer = folder / "model", folder / "components" / "tokenizer"
-    else:
-        # The flow did not register this version, so it has no manifest to verify.
-        model, tokenizer = find_policy(f"models:/{name}/{version}")
+    cache = Path(settings.output_dir) / "cache" / CHAMPIONS
+    fetched = fetch_champion(settings.registered_model, version=version, cache=cache)
+    model, tokenizer = policy_folders(fetched.folder)
     champion = FetchedChampion(version=version, model=str(model), tokenizer=str(tokenizer))
     _check_champion(settings, champion)
     return champion

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.inputs.cache import digest_of_model
+from pipeline.inputs.cache import digest_of_model, require_unchanged
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.rows import read_jsonl
 from pipeline.promotion.decide import decide_promotion
@@ -46,9 +46,9 @@ class Candidate:
             "base": self.settings.policy,
             "sft": self.sft.path,
             "reward_model": self.reward_model.path,
-            "policy": self.trained.path,
         }
-        return {part: (path, digest_of_model(path)) for part, path in paths.items()}
+        digests = {part: (path, digest_of_model(path)) for part, path in paths.items()}
+        return digests | {"policy": (self.trained.path, self.trained.digest)}
 
     @property
     def kl(self) -> float:
@@ -68,7 +68,8 @@ def register(candidate: Candidate) -> RegisteredPolicy:
     Repeated calls change nothing, because a run of the flow has one version and one decision.
 
     Raises:
-        ModelError: MLflow refuses a request, or does not answer.
+        ModelError: MLflow refuses a request or does not answer, or the files of the policy were
+            changed after training.
     """
     settings, run = candidate.settings, candidate.run
     decoding = _decoding(settings)
@@ -85,13 +86,7 @@ def register(candidate: Candidate) -> RegisteredPolicy:
         settings.registered_model,
         run_id=run.tracking["parent"],
         flow_run=run.id,
-        write=lambda folder, model_id: write_artifact(
-            Path(candidate.trained.path),
-            folder,
-            contents,
-            run_id=run.tracking["parent"],
-            model_id=model_id,
-        ),
+        write=partial(_write_judged, candidate, contents),
         tags=_tags(candidate, report["judge"]),
         card=card,
         scratch=run.folder,
@@ -110,6 +105,20 @@ def register(candidate: Candidate) -> RegisteredPolicy:
     facts = _card_facts(candidate, evaluation.report(), decoding, number, decision)
     write_card(settings.registered_model, number, version_card(facts))
     return RegisteredPolicy(model=model, promotion=decision, evaluation=evaluation, kl=candidate.kl)
+
+
+def _write_judged(
+    candidate: Candidate, contents: VersionContents, folder: Path, model_id: str
+) -> str:
+    """Write the policy as a version; raise if its files are not those whose answers were judged."""
+    trained = candidate.trained
+    run_id = candidate.run.tracking["parent"]
+    manifest = write_artifact(
+        Path(trained.path), folder, contents, run_id=run_id, model_id=model_id
+    )
+    # Checked last, so that no change before or during the writing goes unnoticed.
+    require_unchanged(trained.path, trained.digest, "The judged policy")
+    return manifest
 
 
 def _decoding(settings: Settings) -> Decoding:

@@ -10,10 +10,7 @@ import mlflow.transformers
 import transformers
 from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
-from safetensors import SafetensorError
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerBase,
     TextGenerationPipeline,
@@ -22,6 +19,7 @@ from transformers import (
 from pipeline.settings.decoding import Decoding
 from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError
+from ppo_core.models.loading import load_policy, load_tokenizer
 from ppo_core.rollout.sampler import NO_STOP_TOKEN, stop_token
 from serving.manifest import CARD, write_manifest
 
@@ -106,18 +104,18 @@ def write_artifact(
 def _load(policy: Path, name: str) -> tuple[TextGenerationPipeline, PreTrainedTokenizerBase]:
     folder = policy.resolve()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(
-            f"The policy in {policy} cannot be loaded, so it cannot be registered: {error}. Train "
-            "it again."
-        ) from error
+        model, tokenizer = load_policy(folder, dtype="auto"), load_tokenizer(folder)
+    except ModelError as error:
+        raise ModelError(f"The policy cannot be registered. {error} Train it again.") from error
     # Keep local paths out of the version. Because of the colon, MLflow does not take the name for a
     # hub id and does not search the hub for a model card.
     model.name_or_path = tokenizer.name_or_path = f"models:/{name}"
     pipeline = transformers.pipeline(
-        "text-generation", model=model, tokenizer=tokenizer, device="cpu"
+        "text-generation",
+        model=model,
+        tokenizer=tokenizer,
+        device="cpu",
+        trust_remote_code=False,
     )
     return pipeline, tokenizer
 

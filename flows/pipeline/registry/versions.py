@@ -1,11 +1,11 @@
 """Register a policy as a version of a registered model: one version per run of the flow."""
 
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlflow
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
@@ -14,10 +14,10 @@ from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.registry.aliases import unless_deleted
 from pipeline.registry.decisions import shortened
 from pipeline.registry.logged_models import LoggedModels, logged_model_id, uploading
-from pipeline.tracking.mlflow_client import connect, explained, registry_address
+from pipeline.tracking.mlflow_client import connect, explained
 from ppo_core.errors import ModelError
+from serving.champion import fetch_champion
 from serving.manifest import CARD, MANIFEST_TAG
-from serving.redaction import without_credentials
 
 DESCRIPTION = (
     "Policies registered by flows/rlhf.py. The alias champion names the one in use; who became "
@@ -28,32 +28,48 @@ DESCRIPTION = (
 MAX_DESCRIPTION_CHARACTERS = 5000
 """Maximum length of a version's description in MLflow's database."""
 
+VERSION_ADDRESS = re.compile(r"models:/([^/@]+)(?:/(\d+)|@([^/@]+))")
+"""Address of a registered version: name, then version number or alias."""
+
 CUT_DESCRIPTION = "\n\n... cut here: README.md among the version's artifacts has all of it."
 
 
-def find_policy(address: str) -> tuple[Path | str, Path | str]:
+def find_policy(address: str, cache: Path) -> tuple[Path | str, Path | str]:
     """Return the paths or hub ids of a policy's model and tokenizer.
 
-    `address` is a folder, a hub id or an MLflow URI.
+    Args:
+        address: a folder, a hub id, or a registered version: models:/NAME/VERSION or
+            models:/NAME@ALIAS. The files of a version are verified.
+        cache: folder for downloaded versions.
 
     Raises:
-        ModelError: the registry has no such version, or the version is no transformers model.
+        ModelError: the address names no version, the registry has no such version, or a file of
+            the version is refused.
     """
-    if not address.startswith(("models:/", "runs:/")):
+    if "://" not in address and not address.startswith(("models:/", "runs:/")):
         return address, address
-    connect()
-    try:
-        folder = Path(mlflow.artifacts.download_artifacts(address))
-    except (MlflowException, OSError) as error:
+    found = VERSION_ADDRESS.fullmatch(address)
+    if found is None:
         raise ModelError(
-            f"{address} cannot be read from the registry at {registry_address()}: "
-            f"{without_credentials(error)}. Check the name and the version, or set "
-            "MLFLOW_TRACKING_URI."
-        ) from error
-    model, tokenizer = folder / "model", folder / "components" / "tokenizer"
+            f"{address!r} is not the address of a model. Give a folder, a hub id, "
+            "models:/NAME/VERSION or models:/NAME@ALIAS."
+        )
+    connect()
+    name, version, alias = found.groups()
+    folder = fetch_champion(name, version=version, alias=alias or "", cache=cache).folder
+    return policy_folders(folder)
+
+
+def policy_folders(version: Path) -> tuple[Path, Path]:
+    """Return the folders of the model and of the tokenizer in the folder of a version.
+
+    Raises:
+        ModelError: a folder is missing.
+    """
+    model, tokenizer = version / "model", version / "components" / "tokenizer"
     if not (model.is_dir() and tokenizer.is_dir()):
         raise ModelError(
-            f"{address} holds no model and tokenizer of transformers as mlflow.transformers writes "
+            f"{version} holds no model and tokenizer of transformers as mlflow.transformers writes "
             "them. Name another version, or the folder of a model."
         )
     return model, tokenizer

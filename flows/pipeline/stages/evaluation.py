@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from pipeline.evaluation.evaluate_policies import evaluate_policies
+from pipeline.inputs.cache import require_unchanged
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.reports.log_reports import log_evaluation
 from pipeline.results import EvaluatedPolicy, FetchedChampion, PreparedModel, TrainedPolicy
@@ -18,9 +19,14 @@ def evaluate_win_rate(
     champion: FetchedChampion | None,
     run: FlowRun,
 ) -> EvaluatedPolicy:
-    """Judge the policy's answers, and log the report."""
+    """Judge the policy's answers, and log the report.
+
+    Raises:
+        ModelError: the files of the policy were changed after training.
+    """
     with track(run, "evaluate_win_rate", patient=True) as tracker:
         champion = fetch_again(settings, champion)
+        require_unchanged(policy.path, policy.digest, "The trained policy")
         evaluation = evaluate_policies(settings, sft.path, policy.path, champion, run.folder)
         log_evaluation(tracker, evaluation.report())
     return evaluation

@@ -3,8 +3,10 @@
 import resource
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from pipeline.inputs.cache import digest_of_folder
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.job import write_job
@@ -111,6 +113,7 @@ def _trained_policy(path: str, updates: list[dict[str, Any]]) -> TrainedPolicy:
     first, last = updates[0], updates[-1]
     return TrainedPolicy(
         path=path,
+        digest=digest_of_folder(Path(path)),
         objective={
             name: Change(first=first[name], last=last[name])
             for name in first

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ppo_core.errors import ModelError
 from ppo_core.models.actor_critic import Critic
-from ppo_core.models.adapter_weights import merged_copy, save_adapter
 from ppo_core.models.adapters import (
     add_adapter,
     add_critic_adapter,
@@ -23,6 +22,7 @@ from ppo_core.models.adapters import (
     plain_model,
     using_adapter,
 )
+from ppo_core.models.files.adapter_weights import merged_copy, save_adapter
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_adapter import AdapterClassifier, load_reward_adapter
 from ppo_core.models.reward_model import RewardModel
@@ -457,7 +457,7 @@ def test_a_saved_adapter_is_the_same_file_in_every_process(tmp_path):
     # PEFT keeps names in a set, whose order is another one for another hash seed.
     code = (
         "import sys; from peft import LoraConfig; from tests.helpers.tiny import make_policy; "
-        "from ppo_core.models.adapter_weights import save_adapter; "
+        "from ppo_core.models.files.adapter_weights import save_adapter; "
         "from ppo_core.models.adapters import add_adapter; "
         "names = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'up_proj', 'down_proj']; "
         "config = LoraConfig(task_type='CAUSAL_LM', target_modules=names); "

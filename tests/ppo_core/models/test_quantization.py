@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.adapter_weights import merged_copy
 from ppo_core.models.adapters import add_adapter
+from ppo_core.models.files.adapter_weights import merged_copy
 from ppo_core.models.quantization import bitsandbytes_config, check_quantized_trainable
 from tests.helpers.tiny import make_policy
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from ppo_core.errors import ConfigError, ModelError
+from ppo_core.models.files.model_folder import ADAPTER_CONFIG, INDEX, PICKLES, WEIGHTS, pickled
+from ppo_core.models.loading import load_weights, reading
 from ppo_core.models.quantization import bitsandbytes_config
 
 HEAD_FILE = "value_head.safetensors"
 PREFIX = "v_head."
 
-_WEIGHTS = "model.safetensors"
-_WEIGHTS_INDEX = "model.safetensors.index.json"
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _HUB_ARGUMENTS = (
     "cache_dir",
     "force_download",
@@ -53,17 +53,13 @@ def load_with_head(
         ConfigError: arguments contradict each other.
     """
     _refuse_code(arguments)
-    arguments = {"use_safetensors": True, **_with_quantization(arguments)}
+    arguments = _with_quantization(arguments)
     hub = {name: arguments[name] for name in _HUB_ARGUMENTS if name in arguments}
-    try:
+    with reading("model", path):
         head = read_head(path, **hub)
-        if _find(path, "adapter_config.json", **hub) is not None:
+        if _find(path, ADAPTER_CONFIG, **hub) is not None:
             return _load_adapter(auto_class, path, arguments, hub, is_trainable), head
-        return auto_class.from_pretrained(path, **arguments), head
-    except ModelError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ModelError(f"No model can be loaded from '{path}': {error}") from error
+        return load_weights(auto_class, path, arguments, unused=[PREFIX]), head
 
 
 def save_head(tensors: Mapping[str, Tensor], folder: str | Path) -> None:
@@ -80,9 +76,9 @@ def read_head(path: str | Path, **hub: Any) -> SavedHead | None:
     """
     if (own := _find(path, HEAD_FILE, **hub)) is not None:
         return SavedHead(_tensors_of_head(own), of_trl=False)
-    if (weights := _find(path, _WEIGHTS, **hub)) is not None:
+    if (weights := _find(path, WEIGHTS, **hub)) is not None:
         tensors = _tensors_of_head(weights)
-    elif (index := _find(path, _WEIGHTS_INDEX, **hub)) is not None:
+    elif (index := _find(path, INDEX, **hub)) is not None:
         tensors = _tensors_of_shards(path, index, **hub)
     else:
         _refuse_pickle(path, **hub)
@@ -104,8 +100,10 @@ def _refuse_code(arguments: Mapping[str, Any]) -> None:
 
 
 def _with_quantization(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with `load_in_4bit` and `load_in_8bit` replaced by a quantization_config."""
-    others = dict(arguments)
+    """Return arguments for `load_weights`, with `load_in_4bit` and `load_in_8bit` replaced."""
+    # `load_weights` sets the arguments that refuse code and pickles.
+    refused = ("trust_remote_code", "use_safetensors")
+    others = {name: value for name, value in arguments.items() if name not in refused}
     config = bitsandbytes_config(
         load_in_4bit=others.pop("load_in_4bit", False),
         load_in_8bit=others.pop("load_in_8bit", False),
@@ -141,8 +139,13 @@ def _load_adapter(
         )
     # The arguments revision and subfolder locate the adapter, not the base.
     of_base = {k: v for k, v in arguments.items() if k not in ("revision", "subfolder")}
-    base = auto_class.from_pretrained(
-        config.base_model_name_or_path, revision=config.revision, **of_base
+    if _find(path, _ADAPTER_WEIGHTS, **hub) is None:
+        raise ModelError(
+            f"The adapter '{path}' has no {_ADAPTER_WEIGHTS}. Other files are pickles, which can "
+            "run code and are not read. Save the adapter with save_pretrained."
+        )
+    base = load_weights(
+        auto_class, config.base_model_name_or_path, {"revision": config.revision, **of_base}
     )
     return PeftModel.from_pretrained(
         base, str(path), config=config, is_trainable=is_trainable, **hub
@@ -173,15 +176,6 @@ def _tensors_of_shards(path: str | Path, index: Path, **hub: Any) -> dict[str, T
 
 
 def _refuse_pickle(path: str | Path, **hub: Any) -> None:
-    for name in _PICKLES:
+    for name in PICKLES:
         if _find(path, name, **hub) is not None:
-            raise ModelError(
-                f"'{path}' has {name}, whose weights are pickled, and no {_WEIGHTS}. Pickles can "
-                "run code, so they are not read, and a value head in them would be lost. If you "
-                "trust their author, convert each file once, and save the result beside it:\n"
-                "    tensors = torch.load('pytorch_model.bin', weights_only=True)\n"
-                "    tensors = {name: tensor.clone() for name, tensor in tensors.items()}\n"
-                "    safetensors.torch.save_file(\n"
-                "        tensors, 'model.safetensors', metadata={'format': 'pt'}\n"
-                "    )"
-            )
+            raise pickled(path, name)

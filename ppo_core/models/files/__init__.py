@@ -1,0 +1,1 @@
+"""Checks, readers and writers of model files."""

@@ -1,0 +1,198 @@
+"""Check the files of a local model folder before transformers reads them.
+
+transformers follows links, opens the files that a weights index names, downloads an adapter's base
+model, and runs kernels from the hub if a configuration names them. These checks refuse such
+folders. The files of a hub id are checked by the hub's client; their configuration is checked by
+`check_config_keys`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ppo_core.errors import ModelError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+QUANTIZATION_METHODS = frozenset({"bitsandbytes"})
+"""Methods of a configuration's quantization_config that transformers runs without downloading code.
+"""
+
+
+def check_plain_files(path: str | Path) -> None:
+    """Raise if a local folder has files that lead out of the folder, or JSON that cannot be read.
+
+    Nothing is checked for a hub id.
+
+    Raises:
+        ModelError: a file is refused; the message names the file.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return
+    for file in sorted(folder.iterdir()):
+        _check_link(file, folder)
+        if not (file.is_file() or file.is_dir()):
+            raise _refused(file, "it is a broken link, a pipe or a device")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            read_object(folder / name)
+
+
+def check_model_folder(path: str | Path) -> None:
+    """Raise if a local folder is no plain model with whole weights in safetensors.
+
+    Nothing is checked for a hub id.
+
+    Raises:
+        ModelError: a file is refused; the message names the file.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return
+    check_plain_files(folder)
+    refuse_adapter(folder)
+    _check_weights_are_safe(folder)
+    for file in sorted(folder.glob("*.safetensors")):
+        _check_whole(file)
+
+
+def refuse_adapter(path: str | Path) -> None:
+    """Raise if a folder holds an adapter, because transformers would load its base from elsewhere.
+
+    Raises:
+        ModelError: the folder has an adapter's configuration.
+    """
+    if (Path(path) / ADAPTER_CONFIG).exists():
+        raise adapter_refusal(path)
+
+
+def adapter_refusal(path: str | Path) -> ModelError:
+    """Return the error for a PEFT model where a whole model is needed."""
+    return ModelError(
+        f"'{path}' is a PEFT model, which cannot be trained further. Merge the adapter into its "
+        "base with peft.AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()"
+        ".save_pretrained(FOLDER), and start from that folder."
+    )
+
+
+def pickled(path: str | Path, name: str) -> ModelError:
+    """Return the error for a folder or hub id whose only weights are in the pickle `name`."""
+    return ModelError(
+        f"'{path}' has {name}, whose weights are pickled, and no {WEIGHTS}. Pickles can run code, "
+        "so they are not read. If you trust their author, convert each file once, and save the "
+        "result beside it:\n"
+        "    tensors = torch.load('pytorch_model.bin', weights_only=True)\n"
+        "    tensors = {name: tensor.clone() for name, tensor in tensors.items()}\n"
+        "    safetensors.torch.save_file(\n"
+        "        tensors, 'model.safetensors', metadata={'format': 'pt'}\n"
+        "    )"
+    )
+
+
+def check_config_keys(config: Mapping[str, Any], path: str | Path) -> None:
+    """Raise if a model's configuration makes transformers download and run code.
+
+    Args:
+        config: content of config.json.
+        path: folder or hub id of the model, for the message.
+
+    Raises:
+        ModelError: a key names a kernel on the hub, or a quantization method that needs one.
+    """
+    for key, value in _entries(config):
+        if key.endswith("attn_implementation") or key.endswith("experts_implementation"):
+            names = value.values() if isinstance(value, Mapping) else [value]
+            if any("/" in str(name) for name in names):
+                raise _refused(
+                    Path(path) / "config.json",
+                    f"its key {key!r} is {value!r:.80}, a kernel that would be downloaded and run",
+                )
+        elif key == "quantization_config":
+            method = value.get("quant_method") if isinstance(value, Mapping) else value
+            if method not in (None, *QUANTIZATION_METHODS):
+                raise _refused(
+                    Path(path) / "config.json",
+                    f"its weights are quantized with {method!r:.80}, whose code would be "
+                    "downloaded; weights that are not quantized are needed",
+                )
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ModelError: the file is not UTF-8, not JSON, nested too deeply, or not an object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _refused(file, f"it cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise _refused(file, f"it holds {type(content).__name__}, not a JSON object")
+    return content
+
+
+def _check_link(file: Path, folder: Path) -> None:
+    """Raise if a link leads out of the folder; the hub's cache may link to its own blobs."""
+    if not file.is_symlink():
+        return
+    root = folder.resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    target = file.resolve()
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise _refused(file, f"it is a link out of its folder, to '{target}'")
+
+
+def _check_weights_are_safe(folder: Path) -> None:
+    """Raise if the weights are pickled, or if their index names a file outside the folder."""
+    if (folder / INDEX).is_file():
+        shards = read_object(folder / INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise _refused(folder / INDEX, "it has no weight_map")
+        for shard in sorted(map(str, shards.values())):
+            if Path(shard).name != shard or not shard.endswith(".safetensors"):
+                raise _refused(
+                    folder / INDEX, f"it names {shard!r:.120}, which is no file of its folder"
+                )
+            if not (folder / shard).is_file():
+                raise _refused(folder / INDEX, f"it names {shard!r}, which is missing")
+    elif not (folder / WEIGHTS).is_file():
+        for name in PICKLES:
+            if (folder / name).is_file():
+                raise pickled(folder, name)
+
+
+def _check_whole(file: Path) -> None:
+    """Raise if a safetensors file is cut off or damaged; only its header is read."""
+    try:
+        with safe_open(file, "pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise _refused(
+            file, f"it is not a whole safetensors file ({error}); copy it again"
+        ) from error
+
+
+def _entries(document: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all keys with their values, at any depth."""
+    left = [document]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping):
+            yield from value.items()
+            left.extend(value.values())
+        elif isinstance(value, list):
+            left.extend(value)
+
+
+def _refused(file: Path, reason: str) -> ModelError:
+    return ModelError(f"'{file}' is refused: {reason}. Nothing was loaded.")
