@@ -16,6 +16,7 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModelStatus
 
 from pipeline.evaluation.evaluate_policies import evaluate_policies
+from pipeline.inputs.cache import digest_of_folder
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.promotion.register import Candidate
 from pipeline.registry.artifact import VersionContents, write_artifact
@@ -146,6 +147,7 @@ class World:
     def trained(self, policy: str) -> TrainedPolicy:
         return TrainedPolicy(
             path=self.policies[policy],
+            digest=digest_of_folder(Path(self.policies[policy])),
             objective={"objective/kl": Change(first=0.0, last=1.0)},
             episodes_per_second=1.0,
             peak_rss_bytes=2**20,

@@ -43,7 +43,7 @@ def test_another_run_may_finish_first(tmp_path: Path):
     def make_both(folder: Path) -> dict[str, float]:
         final = tmp_path / folder.name[1:].rpartition(".")[0]
         final.mkdir()
-        (final / cache.MADE_FILE).write_text(json.dumps({"who": 1.0}))
+        (final / cache.MADE_FILE).write_text(json.dumps({"digest": "", "metrics": {"who": 1.0}}))
         return {"who": 2.0}
 
     made = make_once(tmp_path, "sft", {}, make_both)

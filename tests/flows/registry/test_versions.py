@@ -122,12 +122,14 @@ def test_a_version_has_its_lineage_its_card_and_its_place(
     assert mlflow.pyfunc.load_model(made["uri"]).predict(["w1 w2"])
 
 
-def test_the_default_of_no_server_does_as_well(mlflow_client: MlflowClient, policy: Path):
+def test_the_default_of_no_server_does_as_well(
+    mlflow_client: MlflowClient, policy: Path, tmp_path: Path
+):
     run_id = start_run(mlflow_client)
     first = register(policy, "rlhf-policy", run_id)
     assert register(policy, "rlhf-policy", run_id) == first
     require_one_version(mlflow_client, "rlhf-policy", run_id)
-    model, _ = find_policy(first["uri"])
+    model, _ = find_policy(first["uri"], tmp_path)
     assert_same_weights(model)
 
 
@@ -224,8 +226,8 @@ def test_a_card_needs_a_version_that_has_one(client: MlflowClient, name: str):
         write_card(name, 1, CARD)
 
 
-def test_versions_of_the_flow_and_of_plain_mlflow_are_found(
-    client: MlflowClient, name: str, policy: Path
+def test_a_version_of_the_flow_is_found_and_one_without_a_manifest_is_refused(
+    client: MlflowClient, name: str, policy: Path, tmp_path: Path
 ):
     ours = register(policy, name, start_run(client))["uri"]
     mlflow.set_experiment("rlhf")
@@ -237,10 +239,13 @@ def test_versions_of_the_flow_and_of_plain_mlflow_are_found(
             pip_requirements=["transformers"],
             registered_model_name=name,
         )
-    for uri in (ours, f"models:/{name}/2"):
-        model, tokenizer = find_policy(uri)
+    client.set_registered_model_alias(name, "mine", "1")
+    for uri in (ours, f"models:/{name}@mine"):
+        model, tokenizer = find_policy(uri, tmp_path)
         assert_same_weights(model)
         assert (Path(tokenizer) / "tokenizer.json").exists()
+    with pytest.raises(ModelError, match="the flow did not register it"):
+        find_policy(f"models:/{name}/2", tmp_path)
 
 
 def assert_same_weights(folder: Path | str) -> None:
