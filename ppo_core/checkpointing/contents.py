@@ -21,7 +21,7 @@ from ppo_core.checkpointing.optimizer_options import (
 )
 from ppo_core.errors import TrainingError
 from ppo_core.models.files.adapter_weights import adapter_parameters, save_adapter
-from ppo_core.models.loading import load_weights
+from ppo_core.models.loading import load_model
 from ppo_core.ppo.optimizer import critic_parameters
 from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state
 from ppo_core.ppo.run_state import RunContext
@@ -212,7 +212,7 @@ class CheckpointContents(RunContext):
             saved = load_file(checkpoint.folder / "adapter_model.safetensors")
         else:
             ours = dict(model.named_parameters())
-            loaded = load_weights(type(model), checkpoint.folder, {"dtype": model.dtype})
+            loaded = load_model(type(model), checkpoint.folder, {"dtype": model.dtype})
             saved = loaded.state_dict()
         strange = (ours.keys() - saved.keys()) | (self._critic().keys() ^ critic.keys())
         if strange:

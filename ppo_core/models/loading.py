@@ -80,10 +80,10 @@ def load_policy(
         )
     options = {"dtype": dtype, "revision": revision, **options}
     with reading("causal language model", path):
-        return load_weights(AutoModelForCausalLM, path, options).eval()
+        return load_model(AutoModelForCausalLM, path, options).eval()
 
 
-def load_weights(
+def load_model(
     auto_class: Any, path: str | Path, options: Mapping[str, Any], *, unused: Iterable[str] = ()
 ) -> "PreTrainedModel":
     """Return the model of a folder or hub id, with every tensor from its safetensors.
@@ -157,7 +157,7 @@ def load_reward_model(
 
     check_reward_config(path)
     with reading("reward model", path):
-        model = load_weights(AutoModelForSequenceClassification, path, {"dtype": "float32"})
+        model = load_model(AutoModelForSequenceClassification, path, {"dtype": "float32"})
     tokenizer = load_tokenizer(path)
     check_vocabulary(model.config, tokenizer, path)
     return RewardModel(model.eval(), tokenizer, bias=bias, gain=gain, end_of_text=end_of_text)

@@ -310,8 +310,8 @@ def spoilt(models: Path, kind: str, spoil: Spoil, tmp_path: Path) -> Path:
 
 def load_served(folder: Path) -> None:
     """Load what a run loads of a policy."""
-    load_tokenizer(folder)
     load_policy(folder)
+    load_tokenizer(folder)
 
 
 def refused(load: Callable[[Path], object], folder: Path, named: str) -> str:

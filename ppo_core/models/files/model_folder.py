@@ -7,6 +7,7 @@ folders. The files of a hub id are checked by the hub's client; their configurat
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def _check_link(file: Path, folder: Path) -> None:
     allowed = [root]
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")
-    target = file.resolve()
+    target = Path(os.path.realpath(file))  # unlike `resolve`, raises no error for a loop
     if not any(target.is_relative_to(place) for place in allowed):
         raise _refused(file, f"it is a link out of its folder, to '{target}'")
 

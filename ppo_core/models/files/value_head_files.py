@@ -11,8 +11,16 @@ from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.files.model_folder import ADAPTER_CONFIG, INDEX, PICKLES, WEIGHTS, pickled
-from ppo_core.models.loading import load_weights, reading
+from ppo_core.models.files.model_folder import (
+    ADAPTER_CONFIG,
+    INDEX,
+    PICKLES,
+    WEIGHTS,
+    check_config_keys,
+    pickled,
+    read_object,
+)
+from ppo_core.models.loading import load_model, reading
 from ppo_core.models.quantization import bitsandbytes_config
 
 HEAD_FILE = "value_head.safetensors"
@@ -56,10 +64,12 @@ def load_with_head(
     arguments = _with_quantization(arguments)
     hub = {name: arguments[name] for name in _HUB_ARGUMENTS if name in arguments}
     with reading("model", path):
+        if (config := _find(path, "config.json", **hub)) is not None:
+            check_config_keys(read_object(config), path)
         head = read_head(path, **hub)
         if _find(path, ADAPTER_CONFIG, **hub) is not None:
             return _load_adapter(auto_class, path, arguments, hub, is_trainable), head
-        return load_weights(auto_class, path, arguments, unused=[PREFIX]), head
+        return load_model(auto_class, path, arguments, unused=[PREFIX]), head
 
 
 def save_head(tensors: Mapping[str, Tensor], folder: str | Path) -> None:
@@ -100,8 +110,8 @@ def _refuse_code(arguments: Mapping[str, Any]) -> None:
 
 
 def _with_quantization(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments for `load_weights`, with `load_in_4bit` and `load_in_8bit` replaced."""
-    # `load_weights` sets the arguments that refuse code and pickles.
+    """Return arguments for `load_model`, with `load_in_4bit` and `load_in_8bit` replaced."""
+    # `load_model` sets the arguments that refuse code and pickles.
     refused = ("trust_remote_code", "use_safetensors")
     others = {name: value for name, value in arguments.items() if name not in refused}
     config = bitsandbytes_config(
@@ -144,7 +154,7 @@ def _load_adapter(
             f"The adapter '{path}' has no {_ADAPTER_WEIGHTS}. Other files are pickles, which can "
             "run code and are not read. Save the adapter with save_pretrained."
         )
-    base = load_weights(
+    base = load_model(
         auto_class, config.base_model_name_or_path, {"revision": config.revision, **of_base}
     )
     return PeftModel.from_pretrained(
