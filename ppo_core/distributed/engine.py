@@ -21,7 +21,6 @@ from ppo_core.distributed.optimizer_shards import check_shape, read_state, write
 from ppo_core.distributed.process import let_gloo_finish_at_exit
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.distributed.strategy import Sharding, choose_sharding, fsdp_offloads
-from ppo_core.models.kernels.sparse_embedding_grads import sparse_embedding_grads
 
 Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item")
@@ -187,15 +186,6 @@ class Engine:
         elif accumulate and isinstance(module, DistributedDataParallel):
             return module.no_sync()
         return nullcontext()
-
-    def learning(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Return a context for the microbatches of a step, in which gradients may be sparse.
-
-        Gradients stay dense in several processes, because DDP and the sharded engines need dense
-        gradients. They also stay dense on a GPU, because sparse sums there vary from run to run.
-        """
-        can = self.is_plain and self.device.type == "cpu"
-        return sparse_embedding_grads(module) if can else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss; training minimizes its sum over processes and microbatches.

@@ -174,10 +174,9 @@ def update_policy(
             before_step()
             minibatch = minibatches[progress.steps_done].to(state.engine.device)
             sums = torch.zeros(len(SUMS), dtype=torch.float64, device=state.engine.device)
-            with state.engine.learning(state.module):
-                _add_pretraining_gradients(update, num_texts=len(minibatch))
-                for microbatch in _own_microbatches(update, minibatch):
-                    sums += _add_gradients(update, microbatch)
+            _add_pretraining_gradients(update, num_texts=len(minibatch))
+            for microbatch in _own_microbatches(update, minibatch):
+                sums += _add_gradients(update, microbatch)
             totals = _optimizer_step(state, sums, config)
             progress.add_step(totals)
             is_hopeless = state.skipped_in_a_row >= config.max_skipped_steps

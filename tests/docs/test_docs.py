@@ -107,6 +107,7 @@ def test_the_published_commands_train_a_policy_from_demonstrations_and_pairs(tmp
     assert ["kl=" in log for log in logs[2:]] == [True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is missing")
 def test_a_story_model_learns_to_be_cheerful_in_thirty_lines(tmp_path):
     script = ROOT / "docs" / "cheerful_stories.py"

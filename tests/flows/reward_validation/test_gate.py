@@ -69,6 +69,7 @@ def good(tmp_path_factory) -> RewardModel:
     return train(tmp_path_factory.mktemp("good"), texts(4000))
 
 
+@pytest.mark.slow
 class TestStories:
     """Film reviews rated by people, and a real story model."""
 

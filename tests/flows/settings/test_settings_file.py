@@ -113,7 +113,7 @@ def valid(kind: Any, **values: Any) -> Any:
 
 
 @given(all_settings())
-@profile(suppress_health_check=list(HealthCheck), deadline=None, max_examples=60)
+@profile(suppress_health_check=list(HealthCheck), deadline=None, max_examples=30)
 def test_any_settings_are_read_again_as_they_were(settings: Settings):
     assert read_again(settings) == settings
 
