@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ppo_core.data.atomic_files import write_atomically
+
 MADE_FILE = "made.json"
 """File in a cached folder: the metrics that `make` returned."""
 
@@ -59,7 +61,7 @@ def make_once(
     unfinished.mkdir(parents=True)
     try:
         metrics = make(unfinished) or {}
-        (unfinished / MADE_FILE).write_text(json.dumps(metrics), encoding="utf-8")
+        write_atomically(unfinished / MADE_FILE, json.dumps(metrics))
         _publish(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
