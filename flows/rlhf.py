@@ -30,6 +30,7 @@ from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
 import ppo_core
 from pipeline import stages
 from pipeline.settings.environment import prepare_environment
+from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 
 # Metaflow sends only the folder of this file to remote machines; this line adds ppo_core.
@@ -62,7 +63,8 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
         )
     started = time.perf_counter()
     try:
-        yield
+        with explained_full_disk():
+            yield
     except PPOError as error:
         permanent = not isinstance(error, (ProcessError, RunInterruptedError))
         retried = any(one.name == "retry" for one in getattr(flow, step_name).decorators)

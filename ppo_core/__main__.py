@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ppo_core.config.argument_parser import parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.distributed.interruption import EXIT_CODE
 from ppo_core.distributed.process import end_with_parent, large_imports, reported_errors
 from ppo_core.errors import PPOError, RunInterruptedError
@@ -19,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     the run can resume from its checkpoint.
     """
     try:
-        with reported_errors():
+        with reported_errors(), explained_full_disk():
             config, script, model = parse_arguments(
                 [PPOConfig, ScriptArguments, ModelArguments], argv
             )

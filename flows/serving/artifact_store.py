@@ -16,6 +16,7 @@ from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 
 from ppo_core.errors import ModelError
 
+from .deadline import answer_within
 from .manifest import (
     MANIFEST,
     check_file,
@@ -28,22 +29,32 @@ from .manifest import (
 )
 from .redaction import without_credentials
 
+SLOWEST_BYTES_PER_SECOND = 1_000_000
+"""Rate below which a download is abandoned."""
 
-def open_store(found: ModelVersion, what: str) -> ArtifactRepository:
+
+def open_store(found: ModelVersion, what: str, timeout: float) -> ArtifactRepository:
     """Return the artifact store of a version; `what` names the version in error messages.
 
     Raises:
-        ModelError: MLflow does not name the store, or the store cannot be opened.
+        ModelError: MLflow does not name the store in `timeout` seconds, or the store cannot be
+            opened.
     """
-    with _asking_the_store(what):
+
+    def find() -> ArtifactRepository:
         address = MlflowClient().get_model_version_download_uri(found.name, found.version)
         store = get_artifact_repository(address)
         while isinstance(store, ModelsArtifactRepository | RunsArtifactRepository):
             store = store.repo  # the store that a models:/ or runs:/ address resolves to
         return store
 
+    with _asking_the_store(what):
+        return answer_within(timeout, find)
 
-def download(store: ArtifactRepository, folder: Path, digest: str, what: str) -> Mapping[str, str]:
+
+def download(
+    store: ArtifactRepository, folder: Path, digest: str, what: str, timeout: float
+) -> Mapping[str, str]:
     """Download the files of the manifest into `folder`, and check each file after its download.
 
     JSON files come before the weights.
@@ -53,6 +64,8 @@ def download(store: ArtifactRepository, folder: Path, digest: str, what: str) ->
         folder: an empty folder.
         digest: SHA-256 of the manifest.
         what: name of the version in error messages.
+        timeout: maximum seconds for each answer of the store; a file may take one more second per
+            SLOWEST_BYTES_PER_SECOND.
 
     Returns:
         The SHA-256 of each file, by path.
@@ -60,25 +73,30 @@ def download(store: ArtifactRepository, folder: Path, digest: str, what: str) ->
     Raises:
         ModelError: the store cannot be read, or a file is refused.
     """
-    listed = set(_walk(store, what))
-    if MANIFEST not in listed:
+    sizes = dict(_walk(store, what, timeout))
+
+    def fetch(path: str) -> None:
+        seconds = timeout + sizes[path] / SLOWEST_BYTES_PER_SECOND
+        _fetch(store, path, folder, what, seconds)
+
+    if MANIFEST not in sizes:
         raise refusal(what, f"its artifacts hold no {MANIFEST}")
-    _fetch(store, MANIFEST, folder, what)
+    fetch(MANIFEST)
     files = read_manifest(folder, digest, what)
-    check_list(listed, files, what)
+    check_list(sizes, files, what)
     for path in sorted(files, key=lambda path: (not path.endswith(".json"), path)):
-        _fetch(store, path, folder, what)
+        fetch(path)
         check_file(folder, path, files[path], what)
     return files
 
 
-def _walk(store: ArtifactRepository, what: str) -> Iterator[str]:
-    """Yield the paths of all files in the store; raise at the first unsafe path."""
+def _walk(store: ArtifactRepository, what: str, timeout: float) -> Iterator[tuple[str, int]]:
+    """Yield path and size of all files in the store; raise at the first unsafe path."""
     folders = [""]
     while folders:
         folder = folders.pop()
         with _asking_the_store(what):
-            entries = store.list_artifacts(folder or None)
+            entries = answer_within(timeout, store.list_artifacts, folder or None)
         for entry in entries:
             check_path(entry.path, what)
             if posixpath.dirname(entry.path) != folder:
@@ -89,14 +107,14 @@ def _walk(store: ArtifactRepository, what: str) -> Iterator[str]:
                 folders.append(entry.path)
             else:
                 check_name(entry.path, what)
-                yield entry.path
+                yield entry.path, entry.file_size or 0
 
 
-def _fetch(store: ArtifactRepository, path: str, folder: Path, what: str) -> None:
+def _fetch(store: ArtifactRepository, path: str, folder: Path, what: str, seconds: float) -> None:
     # A progress bar for each file would clutter the log of a service.
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     with _asking_the_store(what):
-        store.download_artifacts(path, str(folder))
+        answer_within(seconds, store.download_artifacts, path, str(folder))
 
 
 @contextmanager

@@ -22,10 +22,13 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_core.errors import ModelError
 
 from .artifact_store import download, open_store
+from .database import check_database
+from .deadline import ANSWER_SECONDS, answer_within
 from .manifest import MANIFEST, MANIFEST_TAG, check_folder, is_digest, refusal
 from .redaction import without_credentials
 
@@ -75,13 +78,14 @@ class Champion:
     """Tokenizer of the model."""
 
 
-def champion_version(name: str, alias: str = "champion") -> str:
+def champion_version(name: str, alias: str = "champion", *, timeout: float = ANSWER_SECONDS) -> str:
     """Return the version that the alias points at, with a single request to the registry.
 
     Raises:
-        ModelError: the registry does not answer, or has no such model or alias.
+        ModelError: the registry does not answer in `timeout` seconds, or has no such model or
+            alias.
     """
-    return str(_find_version(name, alias, None).version)
+    return str(_find_version(name, alias, None, timeout).version)
 
 
 def load_champion(
@@ -90,6 +94,7 @@ def load_champion(
     alias: str = "champion",
     version: str | int | None = None,
     cache: Path | str | None = None,
+    timeout: float = ANSWER_SECONDS,
 ) -> Champion:
     """Download a version, verify all its files, and load it with transformers.
 
@@ -98,6 +103,8 @@ def load_champion(
         alias: alias of the version to load; ignored if `version` is given.
         version: version number.
         cache: folder for downloaded versions; None for `CACHE`.
+        timeout: maximum seconds for each answer of the registry and of the store; a file may take
+            one more second per megabyte.
 
     Raises:
         ModelError: `fetch_champion` failed, or transformers cannot load the verified files.
@@ -105,7 +112,7 @@ def load_champion(
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    fetched = fetch_champion(name, alias=alias, version=version, cache=cache)
+    fetched = fetch_champion(name, alias=alias, version=version, cache=cache, timeout=timeout)
     what = f"Version {fetched.version} of '{name}'"
     model, tokenizer = fetched.folder / "model", fetched.folder / "components" / "tokenizer"
     # Without config.json, transformers would load an adapter's base model, which is not verified.
@@ -133,6 +140,7 @@ def fetch_champion(
     alias: str = "champion",
     version: str | int | None = None,
     cache: Path | str | None = None,
+    timeout: float = ANSWER_SECONDS,
 ) -> Fetched:
     """Download a version and verify each file against the manifest.
 
@@ -146,18 +154,20 @@ def fetch_champion(
         alias: alias of the version to download; ignored if `version` is given.
         version: version number.
         cache: folder for downloaded versions; None for `CACHE`.
+        timeout: maximum seconds for each answer of the registry and of the store; a file may take
+            one more second per megabyte.
 
     Raises:
         ModelError: the registry or the store does not answer, the version does not exist, or a
             file is refused; the message names the file and the reason.
     """
-    found = _find_version(name, alias, version)
+    found = _find_version(name, alias, version, timeout)
     what = f"Version {found.version} of '{name}'"
     digest = _manifest_digest(found, what)
     folder = Path(cache or CACHE) / digest
     try:
         if not _is_intact(folder, digest):
-            _fetch_into(folder, found, digest, what)
+            _fetch_into(folder, found, digest, what, timeout)
     except OSError as error:
         raise ModelError(
             f"{what} cannot be stored in {folder.parent}: {error}. Free disk space, or pass "
@@ -166,12 +176,18 @@ def fetch_champion(
     return Fetched(name, str(found.version), folder, digest)
 
 
-def _find_version(name: str, alias: str, version: str | int | None) -> ModelVersion:
-    try:
+def _find_version(name: str, alias: str, version: str | int | None, timeout: float) -> ModelVersion:
+    def ask() -> ModelVersion:
+        client = MlflowClient()
         if version is None:
-            return MlflowClient().get_model_version_by_alias(name, alias)
-        return MlflowClient().get_model_version(name, str(version))
-    except (MlflowException, OSError) as error:
+            return client.get_model_version_by_alias(name, alias)
+        return client.get_model_version(name, str(version))
+
+    for uri in {mlflow.get_tracking_uri(), mlflow.get_registry_uri()}:
+        check_database(uri, must_exist=True)
+    try:
+        return answer_within(timeout, ask)
+    except (MlflowException, SQLAlchemyError, OSError) as error:
         registry, reply = map(without_credentials, (mlflow.get_registry_uri(), error))
         code = error.error_code if isinstance(error, MlflowException) else ""
         if version is None and code == "INVALID_PARAMETER_VALUE":
@@ -216,12 +232,12 @@ def _is_intact(folder: Path, digest: str) -> bool:
     return True
 
 
-def _fetch_into(folder: Path, found: ModelVersion, digest: str, what: str) -> None:
+def _fetch_into(folder: Path, found: ModelVersion, digest: str, what: str, timeout: float) -> None:
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_abandoned(folder.parent)
     unfinished = Path(tempfile.mkdtemp(prefix=".fetching-", dir=folder.parent))
     try:
-        files = download(open_store(found, what), unfinished, digest, what)
+        files = download(open_store(found, what, timeout), unfinished, digest, what, timeout)
         _publish(unfinished, folder, files, digest)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,5 +1,6 @@
 """The fraction of repeated n-grams in a response."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,18 @@ def repeated_share(ids: Tensor, lengths: Tensor, n: int = 3) -> Tensor:
     """
     shares = [
         repeated_ngrams(response[:length], n)
+        for response, length in zip(ids.tolist(), lengths.tolist(), strict=True)
+    ]
+    return torch.tensor(shares, device=ids.device)
+
+
+def most_frequent_share(ids: Tensor, lengths: Tensor) -> Tensor:
+    """Return the share (B,) of each response's tokens that are its most frequent token.
+
+    ids are (B, T) token ids. lengths is (B,): response b is the first lengths[b] tokens of row b.
+    """
+    shares = [
+        max(Counter(response[:length]).values(), default=0) / max(1, length)
         for response, length in zip(ids.tolist(), lengths.tolist(), strict=True)
     ]
     return torch.tensor(shares, device=ids.device)

@@ -7,12 +7,13 @@ from typing import Any
 from ppo_core.checkpointing.async_writer import AsyncWriter
 from ppo_core.checkpointing.contents import CheckpointContents
 from ppo_core.checkpointing.files import (
-    latest_checkpoint,
+    checkpoint_folders,
     read_checkpoint,
     read_newest,
     save_checkpoint,
 )
 from ppo_core.checkpointing.lease import Lease
+from ppo_core.checkpointing.state_form import FORMS
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import ConfigError
 
@@ -56,9 +57,9 @@ class Checkpointer:
             self._lease = self._claim()
         checkpoint = None
         if resume is True:
-            checkpoint = read_newest(self._config.output_dir, self._peers)
+            checkpoint = read_newest(self._config.output_dir, self._peers, FORMS)
         elif resume:
-            checkpoint = read_checkpoint(Path(resume), self._peers)
+            checkpoint = read_checkpoint(Path(resume), self._peers, FORMS)
         if checkpoint is not None:
             self._contents.restore(checkpoint, anyway=anyway)
 
@@ -104,11 +105,11 @@ class Checkpointer:
         self._saver.wait()
 
     def _refuse_earlier(self) -> None:
-        earlier = latest_checkpoint(self._config.output_dir)
-        if earlier is not None and self._config.save_strategy != "no":
+        earlier = checkpoint_folders(self._config.output_dir)
+        if earlier and self._config.save_strategy != "no":
             raise ConfigError(
-                f"'{earlier}' belongs to an earlier run. The checkpoints of both runs would mix, "
-                "and a later resume could take the wrong checkpoint. Resume with "
+                f"'{earlier[0]}' belongs to an earlier run. The checkpoints of both runs would "
+                "mix, and a later resume could take the wrong checkpoint. Resume with "
                 "resume_from_checkpoint, choose another output_dir, or remove the old checkpoints."
             )
 

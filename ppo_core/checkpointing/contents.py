@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -19,7 +20,8 @@ from ppo_core.checkpointing.optimizer_options import (
     restore_options,
     set_schedule_step,
 )
-from ppo_core.errors import TrainingError
+from ppo_core.data.model_files import save_tokenizer
+from ppo_core.errors import PPOError, TrainingError
 from ppo_core.models.files.adapter_weights import adapter_parameters, save_adapter
 from ppo_core.models.loading import load_model
 from ppo_core.ppo.optimizer import critic_parameters
@@ -108,7 +110,7 @@ class CheckpointContents(RunContext):
                 model.save_pretrained(folder, state_dict=weights)
             else:
                 save_adapter(adapted, folder, weights=weights)
-            self.tokenizer.save_pretrained(folder)
+            save_tokenizer(self.tokenizer, folder)
 
         return write
 
@@ -149,8 +151,21 @@ class CheckpointContents(RunContext):
         With `anyway`, accept a checkpoint of another run and log the differences as a warning.
 
         Raises:
-            TrainingError: the checkpoint belongs to another run or has other models.
+            TrainingError: the checkpoint belongs to another run, has other models, or a file of it
+                has another form.
         """
+        try:
+            self._restore(checkpoint, anyway=anyway)
+        except PPOError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, OSError, SafetensorError) as e:
+            raise TrainingError(
+                f"The checkpoint '{checkpoint.folder}' cannot be restored, because a file of it "
+                f"has another form than this version writes: {type(e).__name__}: {e}. Resume from "
+                "an earlier checkpoint, or with the version that wrote this one."
+            ) from e
+
+    def _restore(self, checkpoint: Checkpoint, *, anyway: bool) -> None:
         state, train_state = checkpoint.state, self.train_state
         is_same = self._check_same_run(checkpoint, anyway=anyway)
         check_optimizer_fits(train_state.optimizer, state["optimizer"])

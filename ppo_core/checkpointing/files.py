@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ppo_core.data.atomic_files import sync_to_disk
+from ppo_core.data.json_files import Form, check_form, is_object, parse_json
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 
@@ -40,6 +41,13 @@ STATE = "trainer_state.json"
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
 SUPERSEDED = ".superseded"
 """Suffix of abandoned checkpoints: a run was resumed from a checkpoint of an earlier step."""
+
+MANIFEST_FORM = {"files": {STATE: is_object}}
+
+Forms = Mapping[str, Form]
+"""Form of each JSON file whose name matches a regular expression."""
+
+ANY_FORM: Forms = {}
 
 ALONE = ProcessGroup()
 
@@ -277,27 +285,35 @@ class Checkpoint:
 
     def document(self, name: str) -> JSON:
         """Return the content of a JSON file."""
-        return json.loads((self.folder / name).read_text())
+        return parse_json((self.folder / name).read_bytes())
 
 
-def read_checkpoint(folder: Path, peers: ProcessGroup = ALONE) -> Checkpoint:
+def read_checkpoint(
+    folder: Path, peers: ProcessGroup = ALONE, forms: Forms = ANY_FORM
+) -> Checkpoint:
     """Verify every file of a checkpoint against its manifest; each process verifies some files.
 
+    A JSON file must also have the form in `forms`, because somebody may have changed both the file
+    and the manifest.
+
     Raises:
-        TrainingError: the checkpoint is unfinished, or a file is missing, truncated or changed.
-            Raised in all processes.
+        TrainingError: the checkpoint is unfinished, a file is missing, truncated or changed, or a
+            JSON file has another form. Raised in all processes.
     """
-    for damage in peers.exchange(_find_damage(folder, slice(peers.rank, None, peers.number))):
+    share = slice(peers.rank, None, peers.number)
+    for damage in peers.exchange(_find_damage(folder, share, forms)):
         if damage is not None:
             raise TrainingError(
                 f"{damage}. A run that continued from a damaged checkpoint would give other "
                 "results. Resume from an earlier checkpoint, or restore this one from a copy."
             )
-    state = json.loads((folder / STATE).read_text(), object_pairs_hook=_with_current_names)
+    state = parse_json((folder / STATE).read_bytes(), object_pairs_hook=_with_current_names)
     return Checkpoint(folder, state)
 
 
-def read_newest(output_dir: str | Path, peers: ProcessGroup = ALONE) -> Checkpoint | None:
+def read_newest(
+    output_dir: str | Path, peers: ProcessGroup = ALONE, forms: Forms = ANY_FORM
+) -> Checkpoint | None:
     """Return the newest undamaged checkpoint; None if there is no checkpoint.
 
     Log a warning for each newer checkpoint, which is damaged.
@@ -306,9 +322,9 @@ def read_newest(output_dir: str | Path, peers: ProcessGroup = ALONE) -> Checkpoi
         TrainingError: all checkpoints are damaged; the message describes each damage.
     """
     damaged = []
-    for folder in peers.of_main(_newest_first(output_dir)):
+    for folder in peers.of_main(checkpoint_folders(output_dir)):
         try:
-            return read_checkpoint(folder, peers)
+            return read_checkpoint(folder, peers, forms)
         except TrainingError as error:
             damaged.append(str(error))
             if peers.is_main:
@@ -322,12 +338,6 @@ def read_newest(output_dir: str | Path, peers: ProcessGroup = ALONE) -> Checkpoi
     return None
 
 
-def latest_checkpoint(output_dir: str | Path) -> Path | None:
-    """Return the finished checkpoint of the highest step; None if there is no checkpoint."""
-    found = _finished(output_dir)
-    return found[max(found)] if found else None
-
-
 def _finished(output_dir: str | Path) -> dict[int, Path]:
     """Return finished checkpoints by step; take `.old` only if the step has no other."""
     found: dict[int, Path] = {}
@@ -338,7 +348,7 @@ def _finished(output_dir: str | Path) -> dict[int, Path]:
     return found
 
 
-def _newest_first(output_dir: str | Path) -> list[Path]:
+def checkpoint_folders(output_dir: str | Path) -> list[Path]:
     """Return all folders with a checkpoint's name, finished or not, by descending step."""
     found = _finished(output_dir)
     unfinished = {
@@ -350,20 +360,21 @@ def _newest_first(output_dir: str | Path) -> list[Path]:
     return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
-def _find_damage(folder: Path, share: slice) -> str | None:
+def _find_damage(folder: Path, share: slice, forms: Forms) -> str | None:
     """Describe the damage in a slice of a checkpoint's files; None if there is no damage."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return f"'{folder}' has no {MANIFEST}, so it is not a checkpoint or was never finished"
     try:
-        files: dict[str, JSON] = json.loads(manifest.read_text())["files"]
-        if STATE not in files:
-            return f"'{manifest}' is damaged: it does not list {STATE}"
+        content = parse_json(manifest.read_bytes())
+        check_form(content, MANIFEST_FORM)
+        files: dict[str, JSON] = content["files"]
         for name in sorted(files)[share]:
-            if damage := _find_change(folder / name, files[name]):
+            path = folder / name
+            if damage := _find_change(path, files[name]) or _find_other_form(path, forms):
                 return damage
-    except (ValueError, KeyError, TypeError) as error:
-        return f"'{manifest}' is damaged: {error!r}"
+    except ValueError as error:
+        return f"'{manifest}' is damaged: {error}"
     except OSError as error:
         return f"'{folder}' cannot be read: {error}"
     return None
@@ -376,6 +387,17 @@ def _find_change(path: Path, expected: JSON) -> str | None:
         return (
             f"'{path}' has changed since it was written: {actual}, but {MANIFEST} lists {expected}"
         )
+    return None
+
+
+def _find_other_form(path: Path, forms: Forms) -> str | None:
+    """Describe how the form of a JSON file differs; None if it does not differ."""
+    for pattern, form in forms.items():
+        if re.fullmatch(pattern, path.name):
+            try:
+                check_form(parse_json(path.read_bytes()), form)
+            except ValueError as error:
+                return f"'{path}' is damaged: {error}"
     return None
 
 

@@ -18,10 +18,19 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ppo_core.data.atomic_files import write_atomically
+from ppo_core.data.json_files import check_form, is_count, is_text, parse_json
 from ppo_core.errors import TrainingError
 
 LEASE = "lease.json"
 """Name of the file that records the last claim to the folder."""
+
+LEASE_FORM = {
+    "token": is_count,
+    "host": is_text,
+    "pid": is_count,
+    "started": is_text,
+}
+"""Form of the file."""
 
 LOCK = ".lease.lock"
 
@@ -103,10 +112,12 @@ class Lease:
 def _read(folder: Path) -> Lease | None:
     path = folder / LEASE
     try:
-        return Lease(folder=folder, **json.loads(path.read_text()))
+        entries = parse_json(path.read_bytes())
+        check_form(entries, LEASE_FORM)
+        return Lease(folder=folder, **{name: entries[name] for name in LEASE_FORM})
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, OSError) as error:
         raise TrainingError(
             f"'{path}' cannot be read: {error}. The file records which process writes checkpoints "
             "in this folder, so that two runs do not mix their checkpoints. Make sure that no "

@@ -1,8 +1,16 @@
 """Atomic writes of files: after a crash, a file has its full old or its full new content."""
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
+
+from ppo_core.errors import TrainingError
+
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of a full disk, a disk quota and a limit on the size of files."""
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
@@ -17,8 +25,8 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
             survives a power failure, and not only a crash of the process.
 
     Raises:
-        OSError: the file cannot be written. An existing file is unchanged, and the temporary file
-            is removed.
+        OSError: the file cannot be written; the error names `path`. An existing file is unchanged,
+            and the temporary file is removed.
     """
     unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
@@ -28,6 +36,9 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
                 file.flush()
                 os.fsync(file.fileno())
         unfinished.replace(path)
+    except OSError as error:
+        # The error of a full disk names no file.
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)
     if durable:
@@ -41,3 +52,37 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def explained_writes(path: Path) -> Iterator[None]:
+    """Turn an error of writing the file or folder `path` into a TrainingError that names it.
+
+    Raises:
+        TrainingError: the disk is full, or `path` cannot be written for another reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"'{path}' cannot be written: {error}. Files that are not complete are ignored later. "
+            "Free disk space, or choose another folder, and start again; a run with checkpoints "
+            "can resume."
+        ) from error
+
+
+@contextmanager
+def explained_full_disk() -> Iterator[None]:
+    """Turn the error of a full disk, wherever it was raised, into a TrainingError.
+
+    Raises:
+        TrainingError: the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        raise TrainingError(
+            f"A file cannot be written: {error}. Free disk space, and start or resume the run."
+        ) from error

@@ -121,7 +121,10 @@ def _write_report(path: Path, error: Exception) -> None:
             },
         }
     }
-    write_atomically(path, json.dumps(report))
+    try:
+        write_atomically(path, json.dumps(report))
+    except OSError as write_error:  # the disk may be full, which may be the error to report
+        print(f"There is no error report: {write_error}", file=sys.stderr)
 
 
 def let_gloo_finish_at_exit() -> None:

@@ -149,7 +149,7 @@ class Reporter:
     def begin(self) -> None:
         """Call on_train_begin; a resumed run calls `load_state_dict` before this method."""
         if self._metrics_file is not None:
-            self._metrics_file.cut_back(self.state.global_step)
+            self._metrics_file.cut_back(self.state.global_step, self._logged_updates())
         self._call("on_train_begin")
 
     def step_begin(self) -> None:
@@ -227,6 +227,14 @@ class Reporter:
         self.state.log_history = list(state["log_history"])
         for name, stored in state["stateful_callbacks"].items():
             self._restore(name, stored if isinstance(stored, list) else [stored])
+
+    def _logged_updates(self) -> dict[int, Metrics]:
+        """Return the metrics of each update in the log history, which also has evaluations."""
+        return {
+            entry["step"]: {name: entry[name] for name in entry.keys() - {"step", "epoch"}}
+            for entry in self.state.log_history
+            if "objective/kl" in entry
+        }
 
     def _restore(self, name: str, states: Sequence[dict[str, Any]]) -> None:
         places = [i for i, each in enumerate(self.callbacks) if type(each).__name__ == name]

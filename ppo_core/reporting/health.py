@@ -108,6 +108,27 @@ GUARDS = {
         words="Responses repeat themselves, and the reward model does not penalize repetition. "
         "Read some responses. Raise kl_coef, lower learning_rate, or retrain the reward model.",
     ),
+    "reward for repetition": Guard(
+        metric="val/repetition_reward",
+        side="above",
+        limit=lambda config, _: 0.5,
+        rule="correlation of score and repetition among responses of equal length, lower end of "
+        "its 99 % interval",
+        updates=2,
+        words="The reward pays for repetition, so the policy will learn to repeat itself. "
+        "Read the responses with the highest scores. Correct the reward, or stop the run; a "
+        "higher kl_coef only delays the repetition.",
+    ),
+    "skipped steps": Guard(
+        metric="val/skipped_steps",
+        side="above",
+        limit=lambda config, _: 0.0,
+        rule="number of optimizer steps that were skipped",
+        words="A score, a loss or a gradient was not finite, or the mean ratio was above "
+        "ratio_threshold, so nothing was learned in these steps. Check the last scores and the "
+        "models for values that are not finite. Lower learning_rate or set bf16=False. The run "
+        "ends after max_skipped_steps such steps in a row.",
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """Metrics of the batch of all processes; means over tokens use counted tokens only."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,16 @@ from torch import Tensor
 from ppo_core.algorithm.kl import kl_per_token
 from ppo_core.algorithm.losses import importance_weights
 from ppo_core.algorithm.masking import masked_sum
-from ppo_core.algorithm.repetition import repeated_share
+from ppo_core.algorithm.repetition import most_frequent_share, repeated_share
 from ppo_core.data.types import Experience, Rollout, Scores, TokenSums
 
 Metrics = dict[str, float]
+
+LARGEST = 1 - 1e-6
+"""Largest correlation whose Fisher transformation is taken."""
+
+SMALLEST_NORM = 1e-9
+"""Smaller deviations from a trend are rounding errors."""
 
 
 class PhaseTimer:
@@ -52,9 +59,50 @@ def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: 
     totals = torch.stack([value.to(kl) for value in sums.values()]).tolist()
     means = {name: total / len(rollout) for name, total in zip(sums, totals, strict=True)}
     means["val/num_eos_tokens"] *= len(rollout)
+    means["val/repetition_reward"] = repetition_reward(rollout, scores.scores)
     means["objective/kl_coef"] = kl_coef
     means["objective/rlhf_reward"] = means["objective/non_score_reward"] + means["objective/scores"]
     return means
+
+
+def repetition_reward(rollout: Rollout, scores: Tensor) -> float:
+    """Return how far scores (B,) follow the repetition in responses of equal length.
+
+        r = partial correlation of score and repetition, given the length
+        tanh(atanh(r) - 2.33 / sqrt(B - 4))
+
+    This is the lower end of a one-sided 99 % interval (Fisher's transformation with one variable
+    held fixed), so that a small batch does not give a large value by chance. Repetition is measured
+    as the share of repeated tokens, of repeated 3-grams, and of the most frequent token; the
+    largest value is returned. It is 0 for fewer than 8 responses, or without any difference
+    between the responses.
+    """
+    if len(rollout) < 8:
+        return 0.0
+    ids, lengths = rollout.response_ids, rollout.response_lengths
+    measures = (
+        repeated_share(ids, lengths, n=1),
+        repeated_share(ids, lengths, n=3),
+        most_frequent_share(ids, lengths),
+    )
+    score = _without_trend(scores, lengths)
+    correlations = [_correlation(score, _without_trend(each, lengths)) for each in measures]
+    bounded = min(max(*correlations, -LARGEST), LARGEST)
+    return math.tanh(math.atanh(bounded) - 2.33 / math.sqrt(len(rollout) - 4))
+
+
+def _correlation(first: Tensor, second: Tensor) -> float:
+    """Return the correlation of two series whose means are 0; 0 if one of them is constant."""
+    norm = (first.norm() * second.norm()).item()
+    return 0.0 if norm < SMALLEST_NORM else (first @ second).item() / norm
+
+
+def _without_trend(values: Tensor, lengths: Tensor) -> Tensor:
+    """Return what a least-squares line over `lengths` leaves of `values`."""
+    values, lengths = values.cpu().double(), lengths.cpu().double()
+    values, lengths = values - values.mean(), lengths - lengths.mean()
+    variance = lengths @ lengths
+    return values - lengths * (values @ lengths) / variance if variance > 0 else values
 
 
 def sampler_metrics(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Metrics:

@@ -1,15 +1,22 @@
 """The metrics of a run on disk, as one line of JSON per update."""
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_core.data.atomic_files import write_atomically
+from ppo_core.data.atomic_files import explained_writes, write_atomically
+from ppo_core.data.json_files import check_form, is_count, is_number, object_of, parse_json
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the file in `output_dir`."""
+
+UPDATE = "update"
+"""Key of the update's number in a line."""
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
@@ -23,19 +30,48 @@ class MetricsFile:
         """Use `metrics.jsonl` in `folder`; `cut_back` creates the folder."""
         self.path = folder / METRICS_FILE
 
-    def cut_back(self, updates: int) -> None:
+    def cut_back(
+        self, updates: int, history: Mapping[int, Mapping[str, float]] | None = None
+    ) -> None:
         """Keep only the lines of the first `updates` updates; call when the run starts or resumes.
 
-        The file is replaced, so a reader with the open file can notice the new inode.
+        A damaged or missing line is replaced by the metrics in `history`, by update, if there are
+        any; a warning says which lines were dropped and restored. The file is replaced, so a reader
+        with the open file can notice the new inode.
+
+        Raises:
+            TrainingError: the file cannot be read or written.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_metrics(self.path) if line["update"] <= updates]
-        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        with explained_writes(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            content = self.path.read_bytes() if self.path.exists() else b""
+            found = _lines_by_update(content)
+            history = history or {}
+            lines = [
+                found.get(update) or {UPDATE: update, **history[update]}
+                for update in range(1, updates + 1)
+                if update in found or update in history
+            ]
+            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+        kept = {line[UPDATE] for line in lines}
+        repairs = {
+            "dropped damaged lines": len(content.splitlines()) - len(_complete_lines(content)),
+            "dropped later updates": _ranges(found.keys() - kept),
+            "restored updates": _ranges(kept - found.keys()),
+            "updates without metrics": _ranges(set(range(1, updates + 1)) - kept),
+        }
+        if any(repairs.values()):
+            made = "; ".join(f"{what}: {which}" for what, which in repairs.items() if which)
+            logger.warning("'%s' was cut back to update %d. %s.", self.path, updates, made)
 
     def append(self, update: int, metrics: Mapping[str, float]) -> None:
-        """Append the line of an update, and sync the file to disk before a checkpoint is saved."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"update": update, **metrics}) + "\n")
+        """Append the line of an update, and sync the file to disk before a checkpoint is saved.
+
+        Raises:
+            TrainingError: the line cannot be written. A partial line is ignored by readers.
+        """
+        with explained_writes(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({UPDATE: update, **metrics}) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -43,9 +79,39 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a metrics file as dicts, or [] if there is no file.
 
-    The last line is incomplete during a write, or after an interrupted write.
+    The last line is incomplete during a write, or after an interrupted write. Damaged lines are
+    left out; a run that resumes repairs the file.
     """
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return _complete_lines(path.read_bytes()) if path.exists() else []
+
+
+def read_line(line: bytes) -> dict[str, Any] | None:
+    """Return the number and the metrics of an update; None if the line is damaged or incomplete."""
+    try:
+        values = parse_json(line)
+        check_form(values, {UPDATE: is_count})
+        check_form(values, object_of(is_number))
+    except ValueError:
+        return None
+    is_complete = values[UPDATE] > 0 and len(values) > 1 and line.endswith(b"\n")
+    return values if is_complete else None
+
+
+def _complete_lines(content: bytes) -> list[dict[str, Any]]:
+    lines = (read_line(line) for line in content.splitlines(keepends=True))
+    return [line for line in lines if line is not None]
+
+
+def _lines_by_update(content: bytes) -> dict[int, dict[str, Any]]:
+    """Return the first line of each update; a second line would be of another run."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in _complete_lines(content):
+        found.setdefault(line[UPDATE], line)
+    return found
+
+
+def _ranges(numbers: set[int]) -> str:
+    """Return numbers as text such as "1-3, 7"."""
+    starts = sorted(number for number in numbers if number - 1 not in numbers)
+    ends = sorted(number for number in numbers if number + 1 not in numbers)
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

@@ -17,6 +17,7 @@ from transformers.integrations.integration_utils import (
     WandbCallback,
 )
 
+from ppo_core.data.atomic_files import explained_writes, write_atomically
 from ppo_core.errors import DataError
 
 COLUMNS = ("query", "response", "score")
@@ -132,11 +133,12 @@ def _cell(value: Any) -> str:
 
 
 def _write_lines(completions: Completions, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     names = completions.by_column()
     lines = (dict(zip(names, row, strict=True)) for row in completions.rows())
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    path.write_text(text, encoding="utf-8")
+    with explained_writes(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text, durable=False)
 
 
 def _log_to_wandb(completions: Completions, step: int, callback: WandbCallback) -> None:

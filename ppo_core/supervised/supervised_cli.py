@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ppo_core.config.argument_parser import DocumentedParser
 from ppo_core.config.script_arguments import LoraArguments
+from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.data.dataset_files import load_rows
 from ppo_core.errors import ConfigError, PPOError
 from ppo_core.models.adapters import lora_config
@@ -47,7 +48,8 @@ class SupervisedLoraArguments(LoraArguments):
 def main(argv: Sequence[str]) -> int:
     """Train and print the metrics; on an error print one line to stderr. Return the exit code."""
     try:
-        print(json.dumps(train_supervised(argv)))
+        with explained_full_disk():
+            print(json.dumps(train_supervised(argv)))
     except PPOError as error:
         print(f"ppo_core.supervised: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.reporting.progress_bar import progress
 from ppo_core.supervised.lora import save_and_merge
@@ -82,14 +83,19 @@ def run_training(
 def save_model(trained: Any, tokenizer: PreTrainedTokenizerBase, output_dir: str | Path) -> None:
     """Write the trained model and its tokenizer, in the main process only.
 
-    An adapter is saved separately, and also merged into the written model.
+    The files are written completely or not at all. An adapter is saved separately, and also merged
+    into the written model.
+
+    Raises:
+        TrainingError: a file cannot be written, for example because the disk is full.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     plain = isinstance(trained, PreTrainedModel)
-    model = trained if plain else save_and_merge(trained, output_dir)
-    model.save_pretrained(output_dir)
-    tokenizer.save_pretrained(output_dir)
+    with replaced_together(Path(output_dir)) as unfinished:
+        model = trained if plain else save_and_merge(trained, unfinished)
+        model.save_pretrained(unfinished)
+        save_tokenizer(tokenizer, unfinished)
 
 
 def _training_arguments(config: SupervisedConfig, output_dir: str | Path) -> TrainingArguments:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.quantization import is_quantized
@@ -28,7 +29,13 @@ class PolicyExporter(RunContext):
         return self.models.adapted or self.models.policy.model
 
     def save_policy(self, folder: Path) -> None:
-        """Save policy and tokenizer; with `ema_decay`, save the averaged weights."""
+        """Save policy and tokenizer completely or not at all.
+
+        With `ema_decay`, save the averaged weights.
+
+        Raises:
+            TrainingError: a file cannot be written, for example because the disk is full.
+        """
         averaged = self.average.swapped_in() if self.average else nullcontext()
         with averaged:
             self._write_policy(folder)
@@ -38,17 +45,18 @@ class PolicyExporter(RunContext):
         weights = gather_weights(self.engine, model, adapted)
         if not self.engine.is_main:
             return
-        if adapted is not None:
-            save_adapter(adapted, folder / ADAPTER, weights=weights)
-        if adapted is not None and is_quantized(adapted):
-            # Merging would quantize the adapter, too.
-            logger.warning(
-                "The base model is quantized, so only the adapter is saved, in '%s'.",
-                folder / ADAPTER,
-            )
-        else:
-            save_plain(model, adapted, folder, weights)
-        self.tokenizer.save_pretrained(folder)
+        with replaced_together(folder) as unfinished:
+            if adapted is not None:
+                save_adapter(adapted, unfinished / ADAPTER, weights=weights)
+            if adapted is not None and is_quantized(adapted):
+                # Merging would quantize the adapter, too.
+                logger.warning(
+                    "The base model is quantized, so only the adapter is saved, in '%s'.",
+                    folder / ADAPTER,
+                )
+            else:
+                save_plain(model, adapted, unfinished, weights)
+            save_tokenizer(self.tokenizer, unfinished)
 
     def write_card(self, *, model_name: str | None = None, **details: Any) -> None:
         """Write README.md with the settings and the last metrics."""

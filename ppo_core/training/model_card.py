@@ -14,6 +14,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ppo_core.checkpointing.lease import LEASE, LOCK
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.atomic_files import explained_writes, write_atomically
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.reporting.metrics import Metrics
 from ppo_core.reporting.sample_table import Completions, as_markdown, printable
@@ -51,10 +52,11 @@ def write_model_card(
         "## Settings\n\n" + _table("setting", _public_settings(config)),
         "## Versions\n\n" + _table("package", _versions()),
     ]
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "README.md"
     text = "\n\n".join(section for section in sections if section) + "\n"
-    path.write_text(text, encoding="utf-8")
+    with explained_writes(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text, durable=False)
     return path
 
 

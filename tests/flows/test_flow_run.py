@@ -140,7 +140,8 @@ def test_the_report_on_a_refused_reward_model_is_there_to_be_read(journey: Journ
     assert runs["parent"].data.tags["reward_model"] == "refused"
     assert runs["parent"].info.status == runs["train_policy"].info.status == "FAILED"
     assert runs["validate_reward_model"].info.status == "FINISHED"
-    assert runs["register"].info.status == "SCHEDULED"
+    assert runs["register"].info.status == "KILLED"
+    assert "train_policy failed: The reward model" in runs["register"].data.tags["ended_early"]
     kept = artifacts_of(journey.folder, runs["validate_reward_model"], "reward-model")
     assert {"reward-model/report.json", "reward-model/report.html"} < kept
     assert "reward-model/reliability.png" in kept

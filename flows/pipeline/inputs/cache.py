@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ppo_core.data.atomic_files import write_atomically
 from ppo_core.errors import ModelError
 
 MADE_FILE = "made.json"
@@ -65,7 +66,7 @@ def make_once(
     try:
         metrics = make(unfinished) or {}
         made = {"digest": digest_of_folder(unfinished), "metrics": metrics}
-        (unfinished / MADE_FILE).write_text(json.dumps(made), encoding="utf-8")
+        write_atomically(unfinished / MADE_FILE, json.dumps(made))
         _publish(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

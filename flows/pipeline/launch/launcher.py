@@ -1,12 +1,10 @@
 """Start and monitor the processes of a training, and raise if a process fails."""
 
-import json
 import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -30,7 +28,7 @@ from pipeline.launch.process_tree import (
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.distributed.process import PARENT, end_with_parent
 from ppo_core.errors import ProcessError
-from ppo_core.reporting.metrics_file import METRICS_FILE
+from ppo_core.reporting.metrics_file import METRICS_FILE, UPDATE, read_line
 
 METRICS_POLL_SECONDS = 0.2
 """Seconds between two reads of the metrics file."""
@@ -156,5 +154,6 @@ class _MetricsFollower:
                 if not line.endswith(b"\n"):
                     break
                 self._position += len(line)
-                metrics: dict[str, Any] = json.loads(line)
-                self._on_metrics(metrics.pop("update"), metrics)
+                # The training that resumes repairs a damaged line, and replaces the file.
+                if (metrics := read_line(line)) is not None:
+                    self._on_metrics(metrics.pop(UPDATE), metrics)

@@ -6,8 +6,18 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from ppo_core.data.atomic_files import explained_writes, write_atomically
+from ppo_core.data.json_files import (
+    check_form,
+    is_count,
+    is_finite_number,
+    is_text,
+    parse_json,
+)
 
 FROZEN_LOOKS = 20
 """Number of consecutive checks, one per second, after which a stopped process counts as frozen."""
@@ -72,11 +82,43 @@ def take_over(record: Path) -> None:
         for each in below:
             _signal(each, kill=True)
         psutil.wait_procs(below, timeout=TIME_TO_SAVE)
-    me = psutil.Process()
-    record.write_text(
-        json.dumps({"host": socket.gethostname(), "pid": me.pid, "started": me.create_time()}),
-        encoding="utf-8",
-    )
+    with explained_writes(record):
+        write_atomically(record, json.dumps(identity_of(psutil.Process())))
+
+
+def identity_of(process: psutil.Process) -> dict[str, Any]:
+    """Return host, id and start time of a process on this machine, for `find_process`."""
+    return {
+        "host": socket.gethostname(),
+        "pid": process.pid,
+        "started": process.create_time(),
+    }
+
+
+def is_local(identity: Any) -> bool:
+    """Return whether the process of an identity runs or ran on this machine.
+
+    Raises:
+        ValueError: the value is not what `identity_of` returned.
+    """
+    check_form(identity, {"host": is_text, "pid": is_count, "started": is_finite_number})
+    return bool(identity["host"] == socket.gethostname())
+
+
+def find_process(identity: Any) -> psutil.Process | None:
+    """Return the process of an identity; None if it has ended or is on another machine.
+
+    Raises:
+        ValueError: the value is not what `identity_of` returned.
+    """
+    if not is_local(identity):
+        return None
+    try:
+        process = psutil.Process(identity["pid"])
+        is_same = abs(process.create_time() - identity["started"]) < SAME_START
+        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
 
 
 def rank_of(process: psutil.Process) -> str | None:
@@ -90,15 +132,13 @@ def rank_of(process: psutil.Process) -> str | None:
 def _still_running(record: Path) -> Iterator[psutil.Process]:
     if not record.is_file():
         return
-    earlier = json.loads(record.read_text(encoding="utf-8"))
-    if earlier["host"] != socket.gethostname() or earlier["pid"] == os.getpid():
-        return
     try:
-        process = psutil.Process(earlier["pid"])
-        if abs(process.create_time() - earlier["started"]) < SAME_START:
-            yield process
-    except psutil.NoSuchProcess:
+        process = find_process(parse_json(record.read_bytes()))
+    except ValueError as error:
+        print(f"'{record}' is damaged, so no earlier attempt is ended: {error}.", flush=True)
         return
+    if process is not None and process.pid != os.getpid():
+        yield process
 
 
 def _is_stopped(process: psutil.Process) -> bool:

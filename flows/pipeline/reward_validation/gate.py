@@ -31,11 +31,19 @@ def reasons_against(
 def _chance(accuracy: Accuracy, limits: RewardGateConfig) -> str:
     if accuracy.low >= limits.min_accuracy:
         return ""
+    cause = (
+        "the model does not predict people's preferences, or there are too few pairs to show that "
+        "it does."
+    )
+    if accuracy.high < accuracy.random:
+        cause = (
+            "the model prefers what people reject. Probably chosen and rejected are swapped in the "
+            "training data or in the held-out pairs."
+        )
     return (
         f"Its accuracy on {accuracy.n} held-out pairs is {accuracy.accuracy:.1%}, 95 % interval "
         f"{accuracy.low:.1%} .. {accuracy.high:.1%}. The lower end must be at least "
-        f"min_accuracy={limits.min_accuracy:.1%}: the model does not predict people's "
-        "preferences, or there are too few pairs to show that it does."
+        f"min_accuracy={limits.min_accuracy:.1%}: {cause}"
     )
 
 

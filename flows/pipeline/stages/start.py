@@ -14,10 +14,12 @@ from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.settings.settings_file import settings_text
 from pipeline.stages.tracked import cache_folder
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.mlflow_client import check_registry
+from pipeline.tracking.killed_runs import end_killed_runs
+from pipeline.tracking.mlflow_client import check_databases, check_registry
 from pipeline.tracking.mlflow_inputs import log_data
 from pipeline.tracking.mlflow_runs import start_runs
 from pipeline.tracking.run_log import RunLog
+from pipeline.tracking.run_record import record_processes
 from pipeline.tracking.tracker import PARENT
 
 __all__ = ["find_champion", "prepare_inputs", "start_run"]
@@ -34,6 +36,7 @@ def prepare_inputs(given: Settings) -> Settings:
         DataError: a data set cannot be used.
         ModelError: a model cannot be used, or MLflow does not answer.
     """
+    check_databases(is_written=True)
     require_writable(Path(given.output_dir), "output_dir")
     settings = _make_demo_task(given) if given.task else given
     check_inputs(settings)
@@ -56,8 +59,10 @@ def start_run(
     name = f"{flow}/{number}"
     folder = Path(settings.output_dir).absolute() / "runs" / number
     folder.mkdir(parents=True, exist_ok=True)
+    record_processes(folder)
     origin = trace(flow_run=name, settings=as_plain_dict(given), data=data_sets.data_sets(settings))
     runs = start_runs(settings.registered_model, name, as_plain_dict(given), origin.tags, steps)
+    end_killed_runs(folder.parent, flow)
     log_data(runs[PARENT], origin.data)
     (folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
     parent = RunLog(Journal(folder), runs[PARENT])

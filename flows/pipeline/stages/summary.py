@@ -12,6 +12,7 @@ from pipeline.results import RegisteredPolicy, TrainedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.stages.tracked import track
 from pipeline.tracking.tracker import PARENT
+from ppo_core.data.atomic_files import explained_writes, write_atomically
 
 
 def summarize(
@@ -40,6 +41,14 @@ def summarize(
         tracker.parent.log_json(summary, "summary.json")
         tracker.require_all_sent()
     if settings.summary_json:
-        Path(settings.summary_json).write_text(json.dumps(summary, indent=2), encoding="utf-8")
+        _write(Path(settings.summary_json), json.dumps(summary, indent=2))
     print(render_summary(summary), flush=True)
     return summary
+
+
+def _write(path: Path, text: str) -> None:
+    with explained_writes(path):
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")  # a device, such as /dev/stdout
+        else:
+            write_atomically(path, text)

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from ppo_core.data.atomic_files import write_atomically
+from ppo_core.data.atomic_files import explained_writes, write_atomically
 
 Entry = dict[str, Any]
 """A line of the journal: `kind` (metrics, tag, file, status), `run`, `time` in ms since 1970, and
@@ -32,7 +32,8 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         """Open or create the journal in `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
+        with explained_writes(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.resolve()
         self.path = self.folder / "journal.jsonl"
         self.refused = self.folder / "journal.refused"
@@ -72,9 +73,13 @@ class Journal:
         return self._latest.get((run, "tag", key))
 
     def set_status(self, run: str, status: str) -> None:
-        """Add the status of a run: RUNNING, FINISHED or FAILED."""
+        """Add the status of a run: RUNNING, FINISHED, FAILED or KILLED."""
         with self._writing() as file:
             self._append(file, kind="status", run=run, status=status)
+
+    def status(self, run: str) -> str | None:
+        """Return the last status of a run; None if the journal has no status."""
+        return self._latest.get((run, "status", ""))
 
     def add_file(self, run: str, path: Path, folder: str = "") -> None:
         """Add a file or a folder, which must exist until it is sent.
@@ -90,8 +95,9 @@ class Journal:
     def write_file(self, run: str, artifact: str, content: bytes) -> None:
         """Store an artifact in `files` and add it; `artifact` is the path among the artifacts."""
         path = self.folder / "files" / run / artifact
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content, durable=False)
+        with explained_writes(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, content, durable=False)
         self.add_file(run, path, artifact.rpartition("/")[0])
 
     def next_step(self, run: str, prefix: str) -> int:
@@ -116,7 +122,8 @@ class Journal:
 
     def mark_sent(self, position: int) -> None:
         """Record that all entries before a position were sent."""
-        write_atomically(self._sent, f"{position}\n", durable=False)
+        with explained_writes(self._sent):
+            write_atomically(self._sent, f"{position}\n", durable=False)
 
     def unsent(self, limit: int | None = None) -> list[tuple[Entry, int]]:
         """Return the next entries to send, each with the position for `mark_sent`."""
@@ -133,7 +140,7 @@ class Journal:
 
     def refuse(self, entry: Entry, reason: str) -> None:
         """Move an entry that can never be sent to `journal.refused`."""
-        with self.refused.open("a", encoding="utf-8") as file:
+        with explained_writes(self.refused), self.refused.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**entry, "refused": reason}) + "\n")
 
     @contextmanager
@@ -152,8 +159,16 @@ class Journal:
 
     @contextmanager
     def _writing(self) -> Iterator[FileIO]:
-        """Lock the journal for this thread, read the new entries of others, and yield the file."""
-        with self._lock, self.path.open("a+b", buffering=0) as file:
+        """Lock the journal for this thread, read the new entries of others, and yield the file.
+
+        Raises:
+            TrainingError: the journal cannot be written, for example because the disk is full.
+        """
+        with (
+            explained_writes(self.path),
+            self._lock,
+            self.path.open("a+b", buffering=0) as file,
+        ):
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 self._catch_up(file)
@@ -194,6 +209,8 @@ class Journal:
                 self._names.setdefault((run, step), set()).update(values)
             case {"kind": "tag", "run": run, "key": key, "value": value}:
                 self._latest[run, "tag", key] = value
+            case {"kind": "status", "run": run, "status": status}:
+                self._latest[run, "status", ""] = status
 
 
 def _entry(line: bytes) -> Entry:

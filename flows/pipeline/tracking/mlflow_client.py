@@ -8,24 +8,47 @@ from contextlib import contextmanager
 import mlflow
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_core.errors import ConfigError, ModelError
+from serving.database import check_database
+from serving.deadline import answer_within
 from serving.redaction import without_credentials
 
 EXPERIMENT = "rlhf"
 """Name of the MLflow experiment for the runs of the flow."""
 
+CHECK_SECONDS = 60.0
+"""Limit for the first answer of the registry; the first run creates a database in some seconds."""
+
 DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
 
 
 def connect() -> MlflowClient:
-    """Return a client of the tracking server and the registry, without sending a request."""
+    """Return a client of the tracking server and the registry, without sending a request.
+
+    Raises:
+        ModelError: the address is that of a file that is no database of MLflow.
+    """
+    check_databases()
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
+    # It logs the traceback of every error of a database, which is raised as well.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    return MlflowClient()
+
+
+def check_databases(*, must_exist: bool = False, is_written: bool = False) -> None:
+    """Raise if the address of MLflow is that of a file that MLflow cannot use.
+
+    Raises:
+        ModelError: see `serving.database.check_database`.
+    """
     if "MLFLOW_TRACKING_URI" not in os.environ:
         mlflow.set_tracking_uri(DEFAULT_TRACKING_URI)
-    return MlflowClient()
+    for uri in {mlflow.get_tracking_uri(), mlflow.get_registry_uri()}:
+        check_database(uri, must_exist=must_exist, is_written=is_written)
 
 
 def create_experiment(client: MlflowClient, title: str) -> str:
@@ -43,7 +66,7 @@ def create_experiment(client: MlflowClient, title: str) -> str:
 
 
 def check_registry(name: str) -> None:
-    """Raise if the registry cannot be reached, or the model name is invalid.
+    """Raise if the registry does not answer within CHECK_SECONDS, or the model name is invalid.
 
     Raises:
         ConfigError: the name is empty or has a character that the URI of a version cannot contain.
@@ -55,9 +78,9 @@ def check_registry(name: str) -> None:
             "of a version is models:/NAME/VERSION."
         )
     try:
-        connect().search_registered_models(max_results=1)
+        answer_within(CHECK_SECONDS, lambda: connect().search_registered_models(max_results=1))
     # ImportError: the driver of the database is not installed.
-    except (MlflowException, OSError, ImportError) as error:
+    except (MlflowException, SQLAlchemyError, OSError, ImportError) as error:
         raise ModelError(
             f"The MLflow registry at {registry_address()} gives no answer: "
             f"{without_credentials(error)}. Set MLFLOW_TRACKING_URI to a running registry."
@@ -78,7 +101,7 @@ def explained() -> Iterator[None]:
     """
     try:
         yield
-    except (MlflowException, OSError) as error:
+    except (MlflowException, SQLAlchemyError, OSError) as error:
         raise ModelError(
             f"MLflow at {registry_address()} did not carry out a request: "
             f"{without_credentials(error)}. Fix the cause and try again. To continue a run of the "

@@ -10,12 +10,14 @@ from mlflow.entities import Param, Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking.context.registry import resolve_tags
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+from sqlalchemy.exc import SQLAlchemyError
 
 from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.settings.settings import flatten
 from pipeline.tracking.limits import MAX_PARAM_CHARACTERS
 from pipeline.tracking.mlflow_client import (
     EXPERIMENT,
+    check_databases,
     connect,
     create_experiment,
 )
@@ -51,16 +53,17 @@ def start_runs(
     Raises:
         ModelError: MLflow does not answer, or refuses a request.
     """
-    client = connect()
+    check_databases()
     server = without_credentials(mlflow.get_tracking_uri())
     try:
+        client = connect()
         experiment = _experiment(client)
         # The title starts with the time, because lists show only the beginning of a title.
         title = f"{datetime.now(UTC):%Y-%m-%d %H:%M} {name}"
         parent = _parent(client, experiment, title, flow_run, tags)
         _log_settings(client, parent, settings)
         runs = {PARENT: parent, **_children(client, experiment, flow_run, parent, steps)}
-    except MlflowException as error:
+    except (MlflowException, SQLAlchemyError) as error:
         raise ModelError(
             f"MLflow at {server} starts no run: {without_credentials(error)} Nothing would be "
             "tracked and no policy registered. Repair this server, or set MLFLOW_TRACKING_URI to "
@@ -69,6 +72,19 @@ def start_runs(
     if server.startswith("http"):
         print(f"MLflow: {server}/#/experiments/{experiment}/runs/{parent}", flush=True)
     return runs
+
+
+def find_runs(flow_run: str) -> dict[str, str]:
+    """Return the ids of the MLflow runs of a run of the flow, as `start_runs` returned them.
+
+    The result is empty if MLflow has no such run.
+
+    Raises:
+        MlflowException: MLflow does not answer.
+    """
+    client = connect()
+    found = client.get_experiment_by_name(EXPERIMENT)
+    return _runs(client, found.experiment_id, flow_run) if found else {}
 
 
 def _experiment(client: MlflowClient) -> str:

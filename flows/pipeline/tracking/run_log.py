@@ -29,8 +29,8 @@ class RunLog:
         for key, value in tags.items():
             self.journal.set_tag(self.run, key, value)
 
-    def set_status(self, status: Literal["RUNNING", "FINISHED", "FAILED"]) -> None:
-        """Set the status of the run; FINISHED and FAILED end the run."""
+    def set_status(self, status: Literal["RUNNING", "FINISHED"]) -> None:
+        """Set the status of the run; FINISHED ends the run."""
         self.journal.set_status(self.run, status)
 
     def log_artifact(self, path: Path, folder: str = "") -> None:

@@ -12,6 +12,7 @@ from tenacity.stop import stop_when_event_set
 from tenacity.wait import wait_exponential
 
 from pipeline.tracking.journal import Entry, Journal
+from ppo_core.errors import PPOError
 from serving.redaction import without_credentials
 
 JOURNAL_POLL_SECONDS = 1.0
@@ -83,12 +84,16 @@ class Sender:
         # urllib3 would log every attempt; this class prints only when failures begin and end.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         client = self._try_until_it_answers(connect)
-        while not self._stopping.is_set():
-            with self._journal.sending() as alone:
-                while alone and not self._stopping.is_set() and self._send_some(client):
-                    pass
-            self._awake.wait(JOURNAL_POLL_SECONDS)
-            self._awake.clear()
+        try:
+            while not self._stopping.is_set():
+                with self._journal.sending() as alone:
+                    while alone and not self._stopping.is_set() and self._send_some(client):
+                        pass
+                self._awake.wait(JOURNAL_POLL_SECONDS)
+                self._awake.clear()
+        except PPOError as error:  # the disk of the journal is full
+            self.trouble = str(error)
+            print(f"Nothing more is sent to MLflow. {error}", flush=True)
 
     def _send_some(self, client: Any) -> bool:
         """Send the next entries; return False if no entries are left or the thread is stopped."""

@@ -6,6 +6,7 @@ from typing import Any
 import psutil
 
 from pipeline.tracking.run_log import RunLog
+from ppo_core.errors import PPOError
 
 SECONDS = 10.0
 """Default sampling interval; MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL overrides the default."""
@@ -58,7 +59,11 @@ class SystemMetrics:
                     PREFIX + key: value for key, value in monitor.aggregate_metrics().items()
                 }
                 monitor.clear_metrics()
-            self._log.log_metrics(sample, step=step)
+            try:
+                self._log.log_metrics(sample, step=step)
+            except PPOError as error:  # the disk of the journal is full
+                print(f"The load of the machine is not sampled any more. {error}", flush=True)
+                return
             step += 1
 
 

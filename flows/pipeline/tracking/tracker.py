@@ -8,9 +8,17 @@ from typing import Self
 
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog
+from pipeline.tracking.run_record import (
+    ENDED_EARLY,
+    RESUMED,
+    end_runs,
+    record_processes,
+    remove_record,
+)
 from pipeline.tracking.sender import Sender
 from pipeline.tracking.system_metrics import SystemMetrics
-from ppo_core.errors import ModelError
+from ppo_core.errors import ModelError, PPOError
+from serving.redaction import without_credentials
 
 PARENT = "parent"
 """Name of the parent run, whose children are the runs of the steps."""
@@ -24,6 +32,9 @@ FAILED_SECONDS = 60.0
 SHORT_SECONDS = 30.0
 """Duration in seconds below which a step may leave its entries to the next step, because importing
 MLflow would dominate the duration."""
+
+MAX_REASON_CHARACTERS = 500
+"""Maximum length of the reason in the tag of a run that ended early."""
 
 REQUIRED_SECONDS = 180.0
 """Maximum wait in seconds if a step cannot continue without MLflow."""
@@ -47,7 +58,7 @@ class Tracker:
 
         Args:
             folder: folder of the journal of all steps of the run.
-            runs: ids of the MLflow runs, from `start_runs`.
+            runs: ids of the MLflow runs, from `start_runs`, in the order of the steps.
             step: name of the step, or PARENT for the last step, whose end ends the full run.
             patience: seconds before MLflow is imported. A step that ends earlier samples no load;
                 it sends nothing if it succeeds, and all entries if it fails.
@@ -60,13 +71,17 @@ class Tracker:
         self._sender = Sender(self.journal, patience=patience)
         # Only the runs of steps have system metrics; the parent run has none.
         self._system = SystemMetrics(self.step, patience=patience) if step != PARENT else None
+        self._runs, self._name = runs, step
         self._started = 0.0
 
     def __enter__(self) -> Self:
         """Start tracking the step."""
         self._started = time.perf_counter()
-        self.parent.set_status("RUNNING")
-        self.step.set_status("RUNNING")
+        record_processes(self.journal.folder)
+        for log in (self.parent, self.step):
+            log.set_status("RUNNING")
+            if self.journal.tag(log.run, ENDED_EARLY) is not None:
+                log.set_tags({ENDED_EARLY: RESUMED})
         self._sender.start()
         if self._system:
             self._system.start()
@@ -78,20 +93,44 @@ class Tracker:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the step, and wait a limited time until the remaining entries are sent."""
+        """End the step, and wait a limited time until the remaining entries are sent.
+
+        If the step failed, all runs that are not finished end.
+        """
         if self._system:
             self._system.stop()
+        try:
+            self._end_step(value)
+        except PPOError as also:
+            if value is None:
+                raise
+            # The first error is the cause; this error follows from it, or from a full disk.
+            print(f"The end of the step is not tracked: {also}", flush=True)
+        finally:
+            self._sender.stop()
+
+    def _end_step(self, error: BaseException | None) -> None:
         if self.step.run != self.parent.run:
             # MLflow's own duration starts when the run is created, at the start of the flow.
             self.step.log_metrics({"seconds": time.perf_counter() - self._started})
-        self.step.set_status("FINISHED" if error is None else "FAILED")
-        if error is not None:
-            self.parent.set_status("FAILED")
+        if error is None:
+            self.step.set_status("FINISHED")
+        else:
+            reason = f"{self._name} failed: {error}"
+            failed = {PARENT, self._name}
+            end_runs(self.journal, self._not_finished(), _one_line(reason), failed=failed)
         left_to_the_next = error is None and not self._sender.sends
         seconds = FLUSH_SECONDS if error is None else FAILED_SECONDS
         if not left_to_the_next and not self._sender.flush(seconds):
             print(f"{self._kept()} The next step, or a resumed run, sends them.", flush=True)
-        self._sender.stop()
+        elif error is not None or self._name == PARENT:
+            remove_record(self.journal.folder)
+
+    def _not_finished(self) -> dict[str, str]:
+        """Return the ids of the parent, of this step, and of the steps after it."""
+        names = [name for name in self._runs if name != PARENT]
+        later = [] if self._name == PARENT else names[names.index(self._name) :]
+        return {name: self._runs[name] for name in [PARENT, *later]}
 
     def require_all_sent(self, seconds: float = REQUIRED_SECONDS) -> None:
         """Wait until all entries written before this call are sent.
@@ -111,3 +150,8 @@ class Tracker:
             f"MLflow has not accepted {len(self.journal.unsent())} tracked entries "
             f"({trouble}). They are stored in {self.journal.folder}."
         )
+
+
+def _one_line(reason: str) -> str:
+    """Return a reason without credentials, in one line that is short enough for a tag."""
+    return " ".join(without_credentials(reason).split())[:MAX_REASON_CHARACTERS]

@@ -230,13 +230,15 @@ def test_a_line_for_which_there_is_no_room_is_said_and_goes(tmp_path: Path):
     code = (
         "import resource, sys; from pathlib import Path\n"
         "from pipeline.tracking.journal import Journal\n"
+        "from ppo_core.errors import TrainingError\n"
         "journal = Journal(Path(sys.argv[1])); journal.log_metrics('r', {'loss': 1}, 1)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (journal.end() + 20, -1))\n"
         "try: journal.log_metrics('r', {'loss': 2}, 2)\n"
-        "except OSError as error: print(error)\n"
+        "except TrainingError as error: print(error)\n"
     )
     process = run(code, tmp_path)
-    assert "No space left for a line of the journal" in process.communicate()[0]
+    said = process.communicate()[0]
+    assert "No space left for a line of the journal" in said and "journal.jsonl" in said
     journal = Journal(tmp_path)
     journal.log_metrics("r", {"loss": 3.0}, 3)
     assert metrics(entries(journal)) == [("r", 1, "loss", 1.0), ("r", 3, "loss", 3.0)]

@@ -20,7 +20,6 @@ from torch import nn, tensor
 from ppo_core.checkpointing.files import (
     STATE,
     Part,
-    latest_checkpoint,
     read_checkpoint,
     read_newest,
     save_checkpoint,
@@ -327,9 +326,9 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
 def test_a_run_killed_between_the_two_renames_still_has_the_earlier_one(tmp_path):
     save(tmp_path, 9)
     save(tmp_path, 10, value=1.0).rename(tmp_path / "checkpoint-10.old")
-    latest = latest_checkpoint(tmp_path)
-    assert latest == tmp_path / "checkpoint-10.old"
-    assert read_checkpoint(latest).state["step"] == 10
+    latest = read_newest(tmp_path)
+    assert latest.folder == tmp_path / "checkpoint-10.old"
+    assert latest.state["step"] == 10
     save(tmp_path, 10, value=2.0)
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-9"]
 
@@ -338,7 +337,7 @@ def test_a_replaced_checkpoint_that_was_not_removed_yet_is_never_read_again(tmp_
     save(tmp_path, 9).rename(tmp_path / "checkpoint-9.old")
     shutil.copytree(save(tmp_path, 10), tmp_path / "checkpoint-10.old")
     (tmp_path / "checkpoint-best.old").mkdir()
-    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    assert read_newest(tmp_path).folder == tmp_path / "checkpoint-10"
     save(tmp_path, 11)
     # That of step 9 is the only one of its step.
     assert names(tmp_path) == [
@@ -372,19 +371,19 @@ def test_a_folder_that_would_not_be_found_again_is_refused(tmp_path, name):
 def test_the_latest_is_the_highest_number_not_the_last_name(tmp_path):
     for step in (9, 10, 100):
         save(tmp_path, step)
-    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-100"
+    assert read_newest(tmp_path).folder == tmp_path / "checkpoint-100"
 
 
 def test_an_unfinished_folder_is_skipped(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-final").mkdir()
-    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+    assert read_newest(tmp_path).folder == tmp_path / "checkpoint-1"
 
 
 def test_a_folder_without_checkpoints_has_no_latest(tmp_path):
-    assert latest_checkpoint(tmp_path) is None
-    assert latest_checkpoint(tmp_path / "not there") is None
+    assert read_newest(tmp_path) is None
+    assert read_newest(tmp_path / "not there") is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from ppo_core.checkpointing.files import latest_checkpoint
+from ppo_core.checkpointing.files import read_newest
 from ppo_core.errors import RunInterruptedError
 from tests.ppo_core.distributed.test_interruption import MOMENTS, trainer_in
 
@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory) -> Path:
     MOMENTS["between two steps of an update"](trainer)
     with pytest.raises(RunInterruptedError):
         trainer.train()
-    return latest_checkpoint(folder)
+    return read_newest(folder).folder
 
 
 def test_the_names_in_the_state(checkpoint):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from ppo_core.checkpointing.files import latest_checkpoint
+from ppo_core.checkpointing.files import read_newest
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import RunInterruptedError
 from ppo_core.models.policy import LanguageModel
@@ -203,7 +203,7 @@ def test_without_checkpoints_the_run_just_stops(tmp_path):
         RunInterruptedError, match="No checkpoint was saved, because save_strategy='no'"
     ):
         trainer.train()
-    assert latest_checkpoint(tmp_path) is None
+    assert read_newest(tmp_path) is None
 
 
 def test_sigterm_is_what_it_was_before_and_after():

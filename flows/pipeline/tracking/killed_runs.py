@@ -1,0 +1,49 @@
+"""End the MLflow runs that killed runs of the flow left behind."""
+
+from pathlib import Path
+
+from mlflow.exceptions import MlflowException
+
+from pipeline.tracking.journal import Journal
+from pipeline.tracking.mlflow_runs import find_runs
+from pipeline.tracking.run_record import end_runs, remove_record, was_killed
+from pipeline.tracking.sender import Sender
+from ppo_core.errors import PPOError
+from serving.redaction import without_credentials
+
+SECONDS = 20.0
+"""Maximum wait in seconds until MLflow has the entries of a killed run."""
+
+REASON = "The run of the flow was killed, and ended by the next run."
+
+
+def end_killed_runs(folder: Path, flow: str) -> None:
+    """End the MLflow runs of all killed runs of a flow, and send the entries that they left.
+
+    An error is printed and leaves the remaining runs to the next run.
+
+    Args:
+        folder: folder of the runs of the flow, each in a subfolder with its number as name.
+        flow: name of the flow.
+    """
+    try:
+        for killed in sorted(path for path in folder.iterdir() if was_killed(path)):
+            _end(killed, f"{flow}/{killed.name}")
+    except (PPOError, MlflowException, OSError) as error:
+        print(f"An earlier run was not ended in MLflow: {without_credentials(error)}", flush=True)
+
+
+def _end(folder: Path, flow_run: str) -> None:
+    runs = find_runs(flow_run)
+    if not runs:
+        return  # it was tracked by another server
+    journal = Journal(folder)
+    end_runs(journal, runs, REASON)
+    sender = Sender(journal)
+    sender.start()
+    if sender.flush(SECONDS):
+        remove_record(folder)
+        print(
+            f"{flow_run} was killed. Its runs in MLflow are ended; it can be resumed.", flush=True
+        )
+    sender.stop()

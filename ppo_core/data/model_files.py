@@ -1,0 +1,65 @@
+"""Write the files of a model and its tokenizer completely, or not at all."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
+
+from ppo_core.data.atomic_files import explained_writes, sync_to_disk
+
+UNFINISHED = ".unfinished"
+"""Subfolder for the files of `replaced_together`, until all of them are written."""
+
+
+@contextmanager
+def replaced_together(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder; when the block succeeds, move its files to the same paths in `folder`.
+
+    If the block fails, the files in `folder` are unchanged.
+
+    Raises:
+        TrainingError: a file cannot be written, for example because the disk is full.
+    """
+    unfinished = folder / UNFINISHED
+    with explained_writes(folder), _safetensors_as_os_errors():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        try:
+            yield unfinished
+            files = [path for path in unfinished.rglob("*") if path.is_file()]
+            for path in files:
+                sync_to_disk(path)
+            for path in files:
+                target = folder / path.relative_to(unfinished)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def _safetensors_as_os_errors() -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer in transformers' format.
+
+    Raises:
+        OSError: a file cannot be written, for example because the disk is full.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(folder)) from error
+    except Exception as error:
+        # The library tokenizers has no error class of its own, and raises Exception itself.
+        if type(error) is not Exception:
+            raise
+        raise OSError(f"The tokenizer was not written to '{folder}': {error}") from error

@@ -1,0 +1,246 @@
+"""Wrong rewards, labels and numbers: said in words within three updates, or refused."""
+
+import dataclasses
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+from pipeline.reward_validation.accuracy import measure_accuracy
+from pipeline.reward_validation.gate import _chance
+from pipeline.settings.reward_validation_config import RewardGateConfig
+from ppo_core.data.types import Rollout
+from ppo_core.reporting.metrics import repetition_reward
+from tests.helpers.paths import ROOT
+from tests.ppo_core.training.test_trainer import CONFIG, make_trainer
+
+THREE_UPDATES = dataclasses.replace(
+    CONFIG,
+    total_episodes=72,
+    batch_size=24,
+    num_ppo_epochs=1,
+    response_length=12,
+    stop_token_id=None,
+    missing_eos_penalty=None,
+    num_mini_batches=1,
+)
+
+# --- A reward that pays for repetition -----------------------------------------
+
+
+def repeated_words(text: str) -> float:
+    words = text.split()
+    return len(words) - len(set(words))
+
+
+def most_frequent(text: str) -> float:
+    counts = Counter(text.split())
+    return max(counts.values(), default=0)
+
+
+def share_of_repeats(text: str) -> float:
+    return repeated_words(text) / max(1, len(text.split()))
+
+
+def few_words(text: str) -> float:
+    return -len(set(text.split())) / max(1, len(text.split()))
+
+
+def repeats_and_length(text: str) -> float:
+    return repeated_words(text) + len(text) / 20
+
+
+def repeats_with_noise(text: str) -> float:
+    return repeated_words(text) + random.gauss(0, 0.3)
+
+
+PAYS = [
+    repeated_words,
+    most_frequent,
+    share_of_repeats,
+    few_words,
+    repeats_and_length,
+    repeats_with_noise,
+]
+
+
+def length(text: str) -> float:
+    return len(text) / 10
+
+
+def brevity(text: str) -> float:
+    return -len(text) / 10
+
+
+def noise(text: str) -> float:
+    return random.random()
+
+
+def nothing(text: str) -> float:
+    return 1.0
+
+
+def variety(text: str) -> float:
+    return -repeated_words(text)
+
+
+def large_numbers(text: str) -> float:
+    return sum(int(word[1:]) for word in text.split() if word[1:].isdigit()) / 100
+
+
+HONEST = [length, brevity, noise, nothing, variety, large_numbers]
+
+
+def warnings_of(function, caplog) -> list[str]:
+    def reward(prompts: list[str], responses: list[str]) -> list[float]:
+        return [function(response) for response in responses]
+
+    make_trainer(THREE_UPDATES, reward_model=reward).train()
+    return [text for text in caplog.messages if "Reward for repetition" in text]
+
+
+def test_a_reward_that_pays_for_repetition_is_said_within_three_updates(caplog):
+    (message,) = warnings_of(repeated_words, caplog)
+    assert message.startswith(("Update 2. ", "Update 3. "))
+    assert "The reward pays for repetition" in message
+
+
+def random_responses(rng: random.Random, count: int) -> list[list[int]]:
+    """Responses as an untrained policy gives them, some of them short."""
+    return [[rng.randrange(3, 40) for _ in range(rng.randrange(6, 20))] for _ in range(count)]
+
+
+def measured(function, seed: int, count: int = 64) -> float:
+    responses = random_responses(random.Random(seed), count)
+    texts = [" ".join(f"w{token}" for token in response) for response in responses]
+    scores = torch.tensor([float(function(text)) for text in texts])
+    return repetition_reward(rollout_of(responses), scores)
+
+
+@pytest.mark.parametrize("function", PAYS)
+def test_whatever_pays_for_repetition_is_measured(function):
+    random.seed(0)
+    assert all(measured(function, seed) > 0.5 for seed in range(20))
+
+
+@pytest.mark.parametrize("function", HONEST)
+def test_nothing_else_is_measured_as_repetition(function):
+    random.seed(0)
+    assert all(measured(function, seed) < 0.5 for seed in range(50))
+
+
+def rollout_of(responses: list[list[int]]) -> Rollout:
+    longest = max(map(len, responses))
+    ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in responses])
+    lengths = torch.tensor(list(map(len, responses)))
+    empty = torch.zeros(len(ids), longest)
+    return Rollout(
+        prompt_ids=ids,
+        prompt_lengths=lengths,
+        response_ids=ids,
+        response_lengths=lengths,
+        response_mask=torch.arange(longest) < lengths[:, None],
+        has_stop=lengths > 0,
+        logprobs=empty,
+        behaviour_logprobs=None,
+        temperature=1.0,
+    )
+
+
+def test_the_metric_is_high_only_for_repetition_at_equal_length():
+    rng = random.Random(0)
+    lengths = [rng.randrange(4, 30) for _ in range(64)]
+    responses = [[rng.randrange(3, 12) for _ in range(n)] for n in lengths]
+    rollout = rollout_of(responses)
+    repeats = torch.tensor([1 - len(set(ids)) / len(ids) for ids in responses])
+    assert repetition_reward(rollout, repeats) > 0.99
+    assert repetition_reward(rollout, -repeats) < 0
+    # Longer texts repeat more words. A reward for length is no reward for repetition.
+    assert torch.corrcoef(torch.stack([repeats, torch.tensor(lengths)]))[0, 1] > 0.8
+    assert repetition_reward(rollout, torch.tensor(lengths, dtype=torch.float32)) < 0.2
+    assert repetition_reward(rollout, torch.ones(64)) == 0
+    assert repetition_reward(rollout_of(responses[:7]), repeats[:7]) == 0
+    noise = [
+        repetition_reward(rollout_of(responses[:8]), torch.rand(8, generator=generator))
+        for generator in (torch.Generator().manual_seed(n) for n in range(500))
+    ]
+    assert sum(value > 0.5 for value in noise) <= 3
+
+
+# --- Reversed preferences ------------------------------------------------------
+
+
+def pairs(count: int):
+    from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
+
+    rows = [{"prompt": "w1", "chosen": f"w2 w{n}", "rejected": "w3"} for n in range(count)]
+    found: list[LabelledPair] = label_pairs(rows)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("right", "words"),
+    [
+        (0, "chosen and rejected are swapped"),
+        (10, "chosen and rejected are swapped"),
+        (50, "does not predict people's preferences"),
+        (100, ""),
+    ],
+)
+def test_the_gate_names_swapped_labels(right, words):
+    chosen = [1.0] * right + [-1.0] * (100 - right)
+    accuracy = measure_accuracy(chosen, [0.0] * 100, pairs(100))
+    reason = _chance(accuracy, RewardGateConfig())
+    assert words in reason and bool(reason) == bool(words)
+
+
+# --- NaN in one of two processes -----------------------------------------------
+
+LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node=2 -m tests.helpers.nan_job"
+NOT_FINITE = {
+    "score": "1 of 16 scores are not finite",
+    "everywhere": "16 of 16 scores are not finite",
+    "critic": "steps in a row had a score, a loss or a gradient that is not finite",
+    "policy": "steps in a row had a score, a loss or a gradient that is not finite",
+    "reference": "steps in a row had a score, a loss or a gradient that is not finite",
+    "error": "ZeroDivisionError",
+    "shape": "Return one float for each response",
+}
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "score",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in NOT_FINITE if name != "score"),
+    ],
+)
+def test_numbers_that_are_not_finite_in_one_process_are_said_by_both(where):
+    started = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, *LAUNCH.split(), where],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert time.monotonic() - started < 60
+    assert ran.returncode != 0, ran.stderr[-3000:]
+    assert NOT_FINITE[where] in ran.stderr, ran.stderr[-3000:]
+
+
+def test_skipped_steps_are_said_in_the_first_update(caplog):
+    config = dataclasses.replace(THREE_UPDATES, max_skipped_steps=100)
+    trainer = make_trainer(config, reward_model=lambda prompts, texts: [1.0] * len(texts))
+    with torch.no_grad():
+        next(trainer.critic.parameters()).fill_(float("nan"))
+    trainer.train()
+    (message,) = [text for text in caplog.messages if "Skipped steps" in text]
+    assert message.startswith("Update 1. Skipped steps: val/skipped_steps is ")
+    assert "not finite" in message and "max_skipped_steps" in message
