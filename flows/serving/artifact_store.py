@@ -26,7 +26,14 @@ from .manifest import (
     read_manifest,
     refusal,
 )
-from .redaction import without_credentials
+
+
+def prepare_mlflow() -> None:
+    """Set environment variables of MLflow's client, unless the service has set them."""
+    # The answer must come from the registry that the service names.
+    os.environ.setdefault("MLFLOW_ALLOW_HTTP_REDIRECTS", "false")
+    # A progress bar for each file would clutter the log of a service.
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 
 def open_store(found: ModelVersion, what: str) -> ArtifactRepository:
@@ -93,8 +100,6 @@ def _walk(store: ArtifactRepository, what: str) -> Iterator[str]:
 
 
 def _fetch(store: ArtifactRepository, path: str, folder: Path, what: str) -> None:
-    # A progress bar for each file would clutter the log of a service.
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     with _asking_the_store(what):
         store.download_artifacts(path, str(folder))
 
@@ -107,6 +112,6 @@ def _asking_the_store(what: str) -> Iterator[None]:
     # Each store raises its client library's errors, which have no common base class.
     except Exception as error:
         raise ModelError(
-            f"The artifacts of {what} cannot be read: {without_credentials(error)}. No file "
-            "was loaded. Check the store's address, the credentials and the free disk space."
-        ) from error
+            f"The artifacts of {what} cannot be read: {error}. No file was "
+            "loaded. Check the store's address, the credentials and the free disk space."
+        ) from None  # a traceback would show the address with its password

@@ -14,10 +14,9 @@ from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.registry.aliases import unless_deleted
 from pipeline.registry.decisions import shortened
 from pipeline.registry.logged_models import LoggedModels, logged_model_id, uploading
-from pipeline.tracking.mlflow_client import connect, explained, registry_address
+from pipeline.tracking.mlflow_client import connect, explained
 from ppo_core.errors import ModelError
 from serving.manifest import CARD, MANIFEST_TAG
-from serving.redaction import without_credentials
 
 DESCRIPTION = (
     "Policies registered by flows/rlhf.py. The alias champion names the one in use; who became "
@@ -46,9 +45,8 @@ def find_policy(address: str) -> tuple[Path | str, Path | str]:
         folder = Path(mlflow.artifacts.download_artifacts(address))
     except (MlflowException, OSError) as error:
         raise ModelError(
-            f"{address} cannot be read from the registry at {registry_address()}: "
-            f"{without_credentials(error)}. Check the name and the version, or set "
-            "MLFLOW_TRACKING_URI."
+            f"{address} cannot be read from the registry at {mlflow.get_registry_uri()}: {error}. "
+            "Check the name and the version, or set MLFLOW_TRACKING_URI."
         ) from error
     model, tokenizer = folder / "model", folder / "components" / "tokenizer"
     if not (model.is_dir() and tokenizer.is_dir()):

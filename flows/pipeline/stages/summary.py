@@ -12,6 +12,7 @@ from pipeline.results import RegisteredPolicy, TrainedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.stages.tracked import track
 from pipeline.tracking.tracker import PARENT
+from ppo_core.redaction import mask_secrets
 
 
 def summarize(
@@ -40,6 +41,7 @@ def summarize(
         tracker.parent.log_json(summary, "summary.json")
         tracker.require_all_sent()
     if settings.summary_json:
-        Path(settings.summary_json).write_text(json.dumps(summary, indent=2), encoding="utf-8")
+        text = mask_secrets(json.dumps(summary, indent=2))
+        Path(settings.summary_json).write_text(text, encoding="utf-8")
     print(render_summary(summary), flush=True)
     return summary
