@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from pipeline.settings.environment import prepare_environment
+from ppo_core.config.checks import refuse_secrets
 from ppo_core.errors import PPOError
 
 
@@ -22,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return 0, or 1 after an error."""
     arguments = _parser().parse_args(argv)
     try:
+        refuse_secrets(vars(arguments))
         _run(arguments)
     except PPOError as error:
         print(f"registry: {error}", file=sys.stderr)

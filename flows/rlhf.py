@@ -30,8 +30,10 @@ from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
 import ppo_core
 from pipeline import stages
 from pipeline.settings.environment import prepare_environment
+from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
+from ppo_core.config.checks import refuse_secrets
 from ppo_core.data.atomic_files import explained_full_disk
-from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
+from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedError
 
 # Metaflow sends only the folder of this file to remote machines; this line adds ppo_core.
 ppo_core.METAFLOW_PACKAGE_POLICY = "include"
@@ -76,11 +78,15 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the tables of a settings file."""
+    """Return the tables of a settings file, which Metaflow will store."""
     try:
-        return tomllib.loads(text)
+        tables = tomllib.loads(text)
+        refuse_secrets(tables)
     except tomllib.TOMLDecodeError as error:
         raise RunStoppedError(f"The settings file is not valid TOML: {error}.") from error
+    except ConfigError as error:
+        raise RunStoppedError(str(error)) from error
+    return tables
 
 
 class RLHF(FlowSpec):
@@ -259,4 +265,8 @@ class RLHF(FlowSpec):
 
 if __name__ == "__main__":
     prepare_environment()
+    try:
+        keep_secrets_from_metaflow(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"{RunStoppedError.headline}:\n{error}")
     RLHF()

@@ -30,6 +30,7 @@ from ppo_core.config.checks import require, require_count
 from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
 from ppo_core.errors import PPOError
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
+from ppo_core.redaction import mask_secrets
 from ppo_core.training.evaluation import answer_prompts
 
 
@@ -98,7 +99,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.summary_json:
         settings = {**asdict(arguments), **asdict(config), "judging": asdict(judging)}
         summary = {**evaluation.result, "settings": settings}
-        Path(arguments.summary_json).write_text(json.dumps(summary, indent=2), encoding="utf-8")
+        text = mask_secrets(json.dumps(summary, indent=2))
+        Path(arguments.summary_json).write_text(text, encoding="utf-8")
     return 0 if evaluation.result["conclusive"] else 1
 
 

@@ -11,6 +11,7 @@ from ppo_core.distributed.interruption import EXIT_CODE
 from ppo_core.distributed.process import end_with_parent, large_imports, reported_errors
 from ppo_core.errors import PPOError, RunInterruptedError
 from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
+from ppo_core.redaction import install_redaction
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,5 +44,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    install_redaction()
     end_with_parent()
     sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,14 @@
 """Exceptions of this project."""
 
+from ppo_core.redaction import redact
+
 
 class PPOError(Exception):
-    """Base of the exceptions of this project."""
+    """Base of the exceptions of this project, whose messages hold no password, key or token."""
+
+    def __init__(self, *args: object) -> None:
+        """Take the message, which may quote addresses and the messages of libraries."""
+        super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(PPOError, ValueError):

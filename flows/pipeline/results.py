@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_core.data.atomic_files import write_atomically
+from ppo_core.redaction import mask_secrets
 
 if TYPE_CHECKING:
     from pipeline.registry.decisions import Decision
@@ -150,8 +151,8 @@ class RegisteredPolicy:
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write a report as JSON."""
-    write_atomically(path, json.dumps(report))
+    """Write a report as JSON, with secrets masked."""
+    write_atomically(path, mask_secrets(json.dumps(report)))
 
 
 def _read(path: Path) -> dict[str, Any]:

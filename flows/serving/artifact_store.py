@@ -27,10 +27,18 @@ from .manifest import (
     read_manifest,
     refusal,
 )
-from .redaction import without_credentials
+
 
 SLOWEST_BYTES_PER_SECOND = 1_000_000
 """Rate below which a download is abandoned."""
+
+
+def prepare_mlflow() -> None:
+    """Set environment variables of MLflow's client, unless the service has set them."""
+    # The answer must come from the registry that the service names.
+    os.environ.setdefault("MLFLOW_ALLOW_HTTP_REDIRECTS", "false")
+    # A progress bar for each file would clutter the log of a service.
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 
 def open_store(found: ModelVersion, what: str, timeout: float) -> ArtifactRepository:
@@ -111,8 +119,6 @@ def _walk(store: ArtifactRepository, what: str, timeout: float) -> Iterator[tupl
 
 
 def _fetch(store: ArtifactRepository, path: str, folder: Path, what: str, seconds: float) -> None:
-    # A progress bar for each file would clutter the log of a service.
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     with _asking_the_store(what):
         answer_within(seconds, store.download_artifacts, path, str(folder))
 
@@ -125,6 +131,6 @@ def _asking_the_store(what: str) -> Iterator[None]:
     # Each store raises its client library's errors, which have no common base class.
     except Exception as error:
         raise ModelError(
-            f"The artifacts of {what} cannot be read: {without_credentials(error)}. No file "
-            "was loaded. Check the store's address, the credentials and the free disk space."
-        ) from error
+            f"The artifacts of {what} cannot be read: {error}. No file was "
+            "loaded. Check the store's address, the credentials and the free disk space."
+        ) from None  # a traceback would show the address with its password

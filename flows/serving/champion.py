@@ -5,7 +5,8 @@
     champion = load_champion("rlhf-policy")
     champion.model.generate(**champion.tokenizer("Hello", return_tensors="pt"))
 
-Apart from `ppo_core.errors`, this package imports nothing from the rest of the project.
+Apart from `ppo_core.errors` and `ppo_core.redaction`, this package imports nothing from the rest of
+the project.
 """
 
 import logging
@@ -26,11 +27,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_core.errors import ModelError
 
-from .artifact_store import download, open_store
+from .artifact_store import download, open_store, prepare_mlflow
 from .database import check_database
 from .deadline import ANSWER_SECONDS, answer_within
 from .manifest import MANIFEST, MANIFEST_TAG, check_folder, is_digest, refusal
-from .redaction import without_credentials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -177,6 +177,8 @@ def fetch_champion(
 
 
 def _find_version(name: str, alias: str, version: str | int | None, timeout: float) -> ModelVersion:
+    prepare_mlflow()
+
     def ask() -> ModelVersion:
         client = MlflowClient()
         if version is None:
@@ -188,23 +190,23 @@ def _find_version(name: str, alias: str, version: str | int | None, timeout: flo
     try:
         return answer_within(timeout, ask)
     except (MlflowException, SQLAlchemyError, OSError) as error:
-        registry, reply = map(without_credentials, (mlflow.get_registry_uri(), error))
+        registry = mlflow.get_registry_uri()
         code = error.error_code if isinstance(error, MlflowException) else ""
         if version is None and code == "INVALID_PARAMETER_VALUE":
             raise ModelError(
-                f"'{name}' has no version with the alias '{alias}' in {registry}: {reply} Promote "
+                f"'{name}' has no version with the alias '{alias}' in {registry}: {error} Promote "
                 "a version with flows/registry.py, or set the alias in MLflow."
-            ) from error
+            ) from None  # a traceback would show the address with its password
         if code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise ModelError(
                 f"{registry} does not have {f'version {version} of ' * (version is not None)}"
-                f"'{name}': {reply}. Check the name, or set MLFLOW_TRACKING_URI to the registry "
+                f"'{name}': {error}. Check the name, or set MLFLOW_TRACKING_URI to the registry "
                 "that holds the model."
-            ) from error
+            ) from None
         raise ModelError(
-            f"The MLflow registry at {registry} gives no answer: {reply}. Set MLFLOW_TRACKING_URI "
+            f"The MLflow registry at {registry} gives no answer: {error}. Set MLFLOW_TRACKING_URI "
             "to a running registry."
-        ) from error
+        ) from None
 
 
 def _manifest_digest(found: ModelVersion, what: str) -> str:

@@ -11,8 +11,12 @@ from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
 
+from ppo_core.config.checks import refuse_secrets
 from ppo_core.config.unsupported_settings import refuse_unsupported
 from ppo_core.errors import ConfigError
+
+MAY_BE_SECRET = ("hub_token",)
+"""Settings that are never stored or logged."""
 
 
 def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
@@ -22,7 +26,8 @@ def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
     lines. A JSON file must be the only argument; its values may be null, unlike those of flags.
 
     Raises:
-        ConfigError: a flag, a value or the file is invalid.
+        ConfigError: a flag, a value or the file is invalid, or a value other than hub_token holds
+            a secret.
         SystemExit: --help was given; the help has been printed.
     """
     if len(argv) == 1 and argv[0].endswith(".json"):
@@ -35,8 +40,10 @@ def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
     *parsed, rest = parser.parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False
     )
-    refuse_unsupported(_read_flags(rest), [name for kind in kinds for name in field_docs(kind)])
-    return parsed
+    unknown = _read_flags(rest)
+    refuse_secrets(unknown)
+    refuse_unsupported(unknown, [name for kind in kinds for name in field_docs(kind)])
+    return _without_secrets(parsed)
 
 
 class DocumentedParser(HfArgumentParser):
@@ -59,15 +66,17 @@ class DocumentedParser(HfArgumentParser):
         """Return one instance of each dataclass, read from flags only.
 
         Raises:
-            ConfigError: a flag is unknown, or a value is invalid.
+            ConfigError: a flag is unknown, or a value is invalid or holds a secret.
             SystemExit: --help was given; the help has been printed.
         """
         *parsed, rest = self.parse_args_into_dataclasses(
             list(argv), return_remaining_strings=True, look_for_args_file=False
         )
         if rest:
+            if rest[0].startswith("--"):
+                refuse_secrets(_read_flags(rest))
             raise ConfigError(f"Unknown: {' '.join(rest)}. For all flags, run {self.prog} --help.")
-        return parsed
+        return _without_secrets(parsed)
 
     def add_argument(self, *flags: str, **options: Any) -> Any:
         """Add a flag as argparse does, with the docstring of its field as help."""
@@ -116,11 +125,19 @@ def _read_json(kinds: Sequence[type], path: Path) -> list[Any]:
             'an object of names and values: {"name": value}.'
         )
     known = [name for kind in kinds for name in field_docs(kind)]
+    refuse_secrets(settings, allowed=MAY_BE_SECRET)
     refuse_unsupported({n: value for n, value in settings.items() if n not in known}, known)
     return [
         kind(**{name: settings[name] for name in field_docs(kind) if name in settings})
         for kind in kinds
     ]
+
+
+def _without_secrets(parsed: Sequence[Any]) -> list[Any]:
+    """Return the settings; raise if one holds a secret, except hub_token, which is not stored."""
+    for settings in parsed:
+        refuse_secrets(vars(settings), allowed=MAY_BE_SECRET)
+    return list(parsed)
 
 
 def _flags_of_file(path: Path) -> list[str]:

@@ -1,6 +1,12 @@
-"""Checks of settings; the errors name the setting and its value."""
+"""Checks of settings; the errors name the setting, and its value unless it is a secret."""
+
+from collections.abc import Collection, Mapping
 
 from ppo_core.errors import ConfigError
+from ppo_core.redaction import describe_secret, names_secret
+
+NO_SECRETS = ("stop_token",)
+"""Settings with the name of a secret whose values are none."""
 
 
 def require(config: object, name: str, holds: bool, what: str) -> None:
@@ -27,3 +33,40 @@ def require_count(config: object, name: str) -> None:
     """
     value = getattr(config, name)
     require(config, name, isinstance(value, int) and value >= 1, "a whole number, at least 1")
+
+
+def refuse_secrets(values: Mapping[str, object], *, allowed: Collection[str] = ()) -> None:
+    """Raise if a value, also in nested tables and lists, holds a password, key or token.
+
+    A value also counts as secret if its name says so, for example api_key. Settings are stored with
+    models, checkpoints and runs, and shown to everyone who reads these.
+
+    Args:
+        values: values by the names under which the user gave them.
+        allowed: names whose values may hold a secret.
+
+    Raises:
+        ConfigError: a value holds a secret; the message names it without showing the secret.
+    """
+    for name, value in values.items():
+        if name in allowed:
+            continue
+        if isinstance(value, Mapping):
+            refuse_secrets({f"{name}.{key}": inner for key, inner in value.items()})
+        elif isinstance(value, (list, tuple)):
+            for inner in value:
+                refuse_secrets({name: inner})
+        elif isinstance(value, str) and (found := _secret_in(name, value)):
+            raise ConfigError(
+                f"{name} holds {found}, which is not shown here. It would be stored with the run "
+                f"and its models. Remove it from {name}, and set it as an environment variable: "
+                "HF_TOKEN for models and data of the hub, OPENAI_API_KEY for the judge, "
+                "VLLM_API_KEY for vLLM, MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD "
+                "for MLflow."
+            )
+
+
+def _secret_in(name: str, value: str) -> str | None:
+    if value and names_secret(name) and name.rpartition(".")[2] not in NO_SECRETS:
+        return "a secret, by its name"
+    return describe_secret(value)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_core.data.atomic_files import write_atomically
+from ppo_core.redaction import redact
 
 PARENT = "PPO_CORE_PARENT"
 """Environment variable: id of the parent process; this process ends when the parent ends."""
@@ -111,12 +112,12 @@ def _write_report(path: Path, error: Exception) -> None:
     # The format that torchrun reads, with additional entries in extraInfo.
     report = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": redact(f"{type(error).__name__}: {error}"),
             "extraInfo": {
-                "py_callstack": "".join(traceback.format_exception(error)),
+                "py_callstack": redact("".join(traceback.format_exception(error))),
                 "timestamp": str(int(now)),
                 "kind": type(error).__name__,
-                "text": str(error),
+                "text": redact(error),
                 "time": now,
             },
         }

@@ -23,6 +23,7 @@ from ppo_core.distributed.process import (
     end_with_parent,
     read_report,
 )
+from ppo_core.redaction import install_redaction
 
 NOTICED_AFTER = 2.0
 """Upper estimate, in seconds, of the delay until torchrun notices that a process was killed."""
@@ -90,5 +91,6 @@ def _failure(rank: int, process: ProcessFailure) -> tuple[Failure, float]:
 
 
 if __name__ == "__main__":
+    install_redaction()
     end_with_parent()
     sys.exit(main(sys.argv[1:]))

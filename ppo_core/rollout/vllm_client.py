@@ -28,6 +28,8 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_expone
 
 from ppo_core.data.prompts import Tokens
 from ppo_core.errors import ConfigError, ModelError, TrainingError
+from ppo_core.redaction import redact
+from ppo_core.rollout.http_client import make_client
 from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
 
 # At level INFO the HTTP client would log a line for every request.
@@ -87,6 +89,7 @@ class VLLMServer:
             base_url=f"{self._url}/v1",
             max_retries=0,
             timeout=openai.Timeout(timeout, connect=CONNECT_SECONDS),
+            http_client=make_client(TrainingError, seconds=timeout),
         )
 
     @cached_property
@@ -223,7 +226,7 @@ class VLLMServer:
             raise TrainingError(
                 f"The vLLM server at {self._url} did not {action}: status "
                 f"{error.status_code}: {_short(error.response.text)}. "
-                f"{_NEXT_MOVES.get(error.status_code, _ANOTHER_MODEL)}"
+                f"{_next_move(error.status_code)}"
             ) from None
 
 
@@ -237,10 +240,20 @@ _ANOTHER_MODEL = (
 )
 
 
+def _next_move(status: int) -> str:
+    if 300 <= status < 400:
+        return (
+            "It redirects to another address, and a redirect is not followed. Set "
+            "vllm_server_base_url to the address of the server itself."
+        )
+    return _NEXT_MOVES.get(status, _ANOTHER_MODEL)
+
+
 def _is_transient(error: BaseException) -> bool:
     status: Any = getattr(error, "status_code", None)
     return isinstance(error, openai.APIConnectionError) or status in TRANSIENT_STATUSES
 
 
 def _short(message: str) -> str:
-    return " ".join(message.split())[:MAX_MESSAGE_LENGTH] or "no message"
+    # Redacted first: a part of a key would not be found.
+    return " ".join(redact(message).split())[:MAX_MESSAGE_LENGTH] or "no message"

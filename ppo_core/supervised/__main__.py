@@ -3,8 +3,10 @@
 import sys
 
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
+from ppo_core.redaction import install_redaction
 from ppo_core.supervised.supervised_cli import main
 
 if __name__ == "__main__":
+    install_redaction()
     keep_few_compiled_matmuls()
     sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.inputs.cache import digest_of
-from serving.redaction import without_credentials
+from ppo_core.redaction import redact
 
 if TYPE_CHECKING:
     # Every step imports this module, but not every step needs the `datasets` library.
@@ -95,7 +95,7 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Row
         data=[
             DataSet(
                 name=name,
-                source=without_credentials(rows.source),
+                source=redact(rows.source),
                 digest=rows.digest,
                 rows=len(rows.usable),
             )

@@ -14,6 +14,7 @@ from datasets.exceptions import DatasetNotFoundError
 
 from ppo_core.data.dataset_files import FORMATS
 from ppo_core.errors import DataError
+from ppo_core.redaction import mask_secrets
 
 MAX_BAD_SHARE = 0.01
 """Maximum fraction of unusable rows; a larger fraction is an error."""
@@ -129,9 +130,10 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write one JSON object per line."""
+    """Write one JSON object per line, with secrets masked."""
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+        file.writelines(mask_secrets(line) + "\n" for line in lines)
 
 
 def _rows_of(data: datasets.Dataset, source: str) -> list[dict[str, Any]]:

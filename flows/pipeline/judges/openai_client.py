@@ -16,6 +16,8 @@ from pydantic import BaseModel, Field, HttpUrl, ValidationError
 from pipeline.judges.chat_model import Question
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import ConfigError, JudgeError
+from ppo_core.redaction import mask_secrets, redact
+from ppo_core.rollout.http_client import make_async_client
 
 # The client logs a line per call at level INFO.
 logging.getLogger("httpx2").setLevel(logging.WARNING)
@@ -93,6 +95,7 @@ class OpenAIClient:
             base_url=self.url,
             max_retries=0,
             timeout=openai.Timeout(None, connect=CONNECT_SECONDS),
+            http_client=make_async_client(JudgeError),
         )
 
     async def complete(self, client: openai.AsyncOpenAI, question: Question) -> Completion:
@@ -102,7 +105,7 @@ class OpenAIClient:
             CallError: the failure may be temporary: status 408, 409, 429 or 5xx, a lost
                 connection, the deadline, or a body that is not a chat completion.
             RefusedError: the server rejects this call, but may accept other questions.
-            JudgeError: the server rejects every call.
+            JudgeError: the server rejects or redirects every call, or its reply is too large.
         """
         request = {**self._request, "messages": question}
         try:
@@ -113,18 +116,19 @@ class OpenAIClient:
             limit = f"judging.deadline_seconds={self._deadline:g}"
             raise CallError(f"no complete reply within {limit}") from None
         except openai.APIConnectionError as error:
-            raise CallError(self._clean(f"{error.message} {error.__cause__ or ''}")) from None
+            raise CallError(_clean(f"{error.message} {error.__cause__ or ''}")) from None
         except openai.APIStatusError as error:
             raise self._as_judge_error(error) from None
         try:
-            return _read(response.text)
+            # A server may repeat the key in its reply, which is cached and shown in reports.
+            return _read(mask_secrets(response.text))
         except ValidationError:
-            words = self._clean(response.text) or "nothing"
+            words = _clean(response.text) or "nothing"
             raise CallError(f"the reply is not a chat completion: {words}") from None
 
     def _as_judge_error(self, error: openai.APIStatusError) -> CallError | JudgeError:
         status = error.status_code
-        words = f"status {status}: {self._clean(_message(error)) or 'no message'}"
+        words = f"status {status}: {_clean(_message(error)) or 'no message'}"
         if status in (408, 409, 429) or status >= 500:
             return CallError(words, _retry_after(error.response.headers))
         refused = RefusedError if status in QUESTION_STATUSES else JudgeError
@@ -136,6 +140,11 @@ class OpenAIClient:
     def _next_move(self, status: int) -> str:
         if status in (401, 403):
             return "Set OPENAI_API_KEY to a key that may use this model, and run again."
+        if 300 <= status < 400:
+            return (
+                "It redirects to another address, and a redirect is not followed. Set "
+                "judging.base_url to the address of the server itself."
+            )
         if status == 404:
             return (
                 f"Check judging.base_url (which ends in /v1) and the model's name, {self._model!r}."
@@ -145,10 +154,11 @@ class OpenAIClient:
             return f'{checks} If it accepts no temperature, set judging.sampling="default".'
         return checks
 
-    def _clean(self, words: str) -> str:
-        """Shorten a server's message, and mask the key, which some servers repeat in messages."""
-        hidden = words.replace(self._key, "***") if self._key else words
-        return " ".join(hidden.split())[:MAX_MESSAGE_CHARACTERS]
+
+def _clean(words: str) -> str:
+    """Redact and shorten a server's message: some servers repeat the key in messages."""
+    # Redacted first: a part of the key would not be found.
+    return " ".join(redact(words).split())[:MAX_MESSAGE_CHARACTERS]
 
 
 def _host(url: str) -> str | None:

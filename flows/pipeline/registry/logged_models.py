@@ -14,7 +14,6 @@ from mlflow.exceptions import MlflowException
 from pipeline.inputs.lineage import FLOW_RUN
 from ppo_core.errors import ModelError
 from serving.manifest import MANIFEST_TAG
-from serving.redaction import without_credentials
 
 LOGGED_MODEL = "policy"
 """Name of the logged model behind a version."""
@@ -97,7 +96,7 @@ def uploading(model_id: str) -> Iterator[None]:
     # Each store raises its own client's errors; for example boto's share no class with MLflow's.
     except Exception as error:
         raise ModelError(
-            f"The artifact store did not accept the files of {model_id}: "
-            f"{without_credentials(error)}. Check the address, the credentials and the free space "
-            "there, and continue with `python flows/rlhf.py resume`: nothing is registered twice."
+            f"The artifact store did not accept the files of {model_id}: {error}. Check the "
+            "address, the credentials and the free space there, and continue with "
+            "`python flows/rlhf.py resume`: nothing is registered twice."
         ) from error

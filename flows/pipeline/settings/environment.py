@@ -9,6 +9,7 @@ from pathlib import Path
 from metaflow.util import get_username
 
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
+from ppo_core.redaction import install_redaction
 
 DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -17,6 +18,8 @@ DEFAULTS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     # MLflow gives up after 14 seconds with 3 retries, but only after minutes with its default of 7.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    # Settings and texts would be sent to an address that nobody chose.
+    "MLFLOW_ALLOW_HTTP_REDIRECTS": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -25,10 +28,11 @@ DEFAULTS = {
 
 
 def prepare_environment() -> None:
-    """Set default environment variables, which the processes of the steps inherit.
+    """Redact the output, and set default environment variables, which all processes inherit.
 
     Metaflow refuses to run as root or without a user name, so USERNAME is set in these cases.
     """
+    install_redaction()
     # Metaflow starts the tasks of further machines as `python`, which must be this interpreter.
     folder, search = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     if search.split(os.pathsep)[0] != folder:

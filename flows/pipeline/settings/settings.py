@@ -16,6 +16,7 @@ from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.lora_config import LoraConfig
 from pipeline.settings.promotion_config import PromotionConfig
 from pipeline.settings.reward_validation_config import RewardGateConfig
+from ppo_core.config.checks import refuse_secrets
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.supervised.supervised_config import SupervisedConfig
@@ -149,7 +150,6 @@ class Settings:
         if self.num_nodes < 1:
             raise ConfigError(f"num_nodes={self.num_nodes} must be at least 1.")
         self._refuse_what_the_flow_decides()
-        self._refuse_a_token()
         self._refuse_a_reference_without_weights()
         if self.task:
             self._refuse_inputs_of_a_task()
@@ -161,15 +161,6 @@ class Settings:
             value = getattr(self.ppo, name)
             if value != getattr(PPOConfig, name):
                 raise ConfigError(f"ppo.{name}={value!r} would be ignored: {instead}.")
-
-    def _refuse_a_token(self) -> None:
-        if self.ppo.hub_token is not None:
-            # The message must not quote the token.
-            raise ConfigError(
-                "ppo.hub_token is set, but the flow uploads nothing to the hub, and MLflow would "
-                "show the token to everyone among the settings. Remove ppo.hub_token. To download "
-                "private models or data, set the environment variable HF_TOKEN."
-            )
 
     def _refuse_a_reference_without_weights(self) -> None:
         if self.lora.r and self.ppo.reference_refresh_updates:
@@ -222,8 +213,10 @@ def make_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, 
         from_command_line: values by parameter name; None for parameters that were not given.
 
     Raises:
-        ConfigError: a setting is unknown, has the wrong type, is out of range or is missing.
+        ConfigError: a setting is unknown, has the wrong type, is out of range, is missing, or
+            holds a secret.
     """
+    refuse_secrets({**from_file, **from_command_line})
     given = {name: value for name, value in from_command_line.items() if value is not None}
     if not from_file and not any(name in given for name in INPUTS):
         from_file = read_preset("tldr")

@@ -13,6 +13,7 @@ from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.stages.tracked import track
 from pipeline.tracking.tracker import PARENT
 from ppo_core.data.atomic_files import explained_writes, write_atomically
+from ppo_core.redaction import mask_secrets
 
 
 def summarize(
@@ -41,7 +42,7 @@ def summarize(
         tracker.parent.log_json(summary, "summary.json")
         tracker.require_all_sent()
     if settings.summary_json:
-        _write(Path(settings.summary_json), json.dumps(summary, indent=2))
+        _write(Path(settings.summary_json), mask_secrets(json.dumps(summary, indent=2)))
     print(render_summary(summary), flush=True)
     return summary
 

@@ -13,7 +13,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from ppo_core.errors import ConfigError, ModelError
 from serving.database import check_database
 from serving.deadline import answer_within
-from serving.redaction import without_credentials
 
 EXPERIMENT = "rlhf"
 """Name of the MLflow experiment for the runs of the flow."""
@@ -82,14 +81,9 @@ def check_registry(name: str) -> None:
     # ImportError: the driver of the database is not installed.
     except (MlflowException, SQLAlchemyError, OSError, ImportError) as error:
         raise ModelError(
-            f"The MLflow registry at {registry_address()} gives no answer: "
-            f"{without_credentials(error)}. Set MLFLOW_TRACKING_URI to a running registry."
+            f"The MLflow registry at {mlflow.get_registry_uri()} gives no answer: {error}. "
+            "Set MLFLOW_TRACKING_URI to a running registry."
         ) from error
-
-
-def registry_address() -> str:
-    """Return the address of the registry without credentials."""
-    return without_credentials(mlflow.get_registry_uri())
 
 
 @contextmanager
@@ -103,7 +97,7 @@ def explained() -> Iterator[None]:
         yield
     except (MlflowException, SQLAlchemyError, OSError) as error:
         raise ModelError(
-            f"MLflow at {registry_address()} did not carry out a request: "
-            f"{without_credentials(error)}. Fix the cause and try again. To continue a run of the "
-            "flow, use `python flows/rlhf.py resume`; completed work is not repeated."
+            f"MLflow at {mlflow.get_registry_uri()} did not carry out a request: {error}. "
+            "Fix the cause and try again. To continue a run of the flow, use "
+            "`python flows/rlhf.py resume`; completed work is not repeated."
         ) from error

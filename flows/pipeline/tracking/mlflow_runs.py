@@ -23,7 +23,7 @@ from pipeline.tracking.mlflow_client import (
 )
 from pipeline.tracking.tracker import PARENT
 from ppo_core.errors import ModelError
-from serving.redaction import without_credentials
+from ppo_core.redaction import mask_secrets, redact
 
 STEP = "step"
 """MLflow tag with the name of the step, or PARENT for the parent run."""
@@ -54,7 +54,7 @@ def start_runs(
         ModelError: MLflow does not answer, or refuses a request.
     """
     check_databases()
-    server = without_credentials(mlflow.get_tracking_uri())
+    server = mlflow.get_tracking_uri()
     try:
         client = connect()
         experiment = _experiment(client)
@@ -65,7 +65,7 @@ def start_runs(
         runs = {PARENT: parent, **_children(client, experiment, flow_run, parent, steps)}
     except (MlflowException, SQLAlchemyError) as error:
         raise ModelError(
-            f"MLflow at {server} starts no run: {without_credentials(error)} Nothing would be "
+            f"MLflow at {server} starts no run: {error} Nothing would be "
             "tracked and no policy registered. Repair this server, or set MLFLOW_TRACKING_URI to "
             "another server, and run again."
         ) from error
@@ -98,7 +98,7 @@ def _parent(
 ) -> str:
     own = {FLOW_RUN: flow_run, STEP: PARENT}
     if PARENT not in _runs(client, experiment, flow_run):
-        client.create_run(experiment, run_name=name, tags=resolve_tags({**tags, **own}))
+        client.create_run(experiment, run_name=name, tags=_all_tags({**tags, **own}))
     return _runs(client, experiment, flow_run)[PARENT]
 
 
@@ -109,10 +109,15 @@ def _children(
     for step in steps:
         if step not in found:
             tags = {FLOW_RUN: flow_run, STEP: step, MLFLOW_PARENT_RUN_ID: parent}
-            run = client.create_run(experiment, run_name=step, tags=resolve_tags(tags))
+            run = client.create_run(experiment, run_name=step, tags=_all_tags(tags))
             client.update_run(run.info.run_id, status="SCHEDULED")
     runs = _runs(client, experiment, flow_run)
     return {step: runs[step] for step in steps}
+
+
+def _all_tags(own: Mapping[str, str]) -> dict[str, str]:
+    """Return our tags and MLflow's, which name the git remote and may come from the environment."""
+    return {name: redact(value) for name, value in resolve_tags(own).items()}
 
 
 def _runs(client: MlflowClient, experiment: str, flow_run: str) -> dict[str, str]:
@@ -133,7 +138,8 @@ def _runs(client: MlflowClient, experiment: str, flow_run: str) -> dict[str, str
 
 def _log_settings(client: MlflowClient, run_id: str, settings: Mapping[str, Any]) -> None:
     params = [
-        Param(key, str(value)[:MAX_PARAM_CHARACTERS]) for key, value in flatten(settings).items()
+        Param(key, mask_secrets(str(value))[:MAX_PARAM_CHARACTERS])
+        for key, value in flatten(settings).items()
     ]
     for start in range(0, len(params), MAX_PARAMS_PER_CALL):
         client.log_batch(run_id, params=params[start : start + MAX_PARAMS_PER_CALL])

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.tracking.journal import Journal
+from ppo_core.redaction import mask_secrets
 
 LOGGED_ARTIFACTS = "mlflow.loggedArtifacts"
 """Tag that lists the artifacts that MLflow shows as tables."""
 
 
 class RunLog:
-    """Logs to one run of MLflow; logging equal values again changes nothing."""
+    """Logs to one run of MLflow; logging equal values again changes nothing.
+
+    Secrets in tags and texts are masked, because models and judges wrote some of these.
+    """
 
     def __init__(self, journal: Journal, run: str) -> None:
         """Log to the MLflow run with the id `run` through `journal`."""
@@ -27,7 +31,7 @@ class RunLog:
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags."""
         for key, value in tags.items():
-            self.journal.set_tag(self.run, key, value)
+            self.journal.set_tag(self.run, key, mask_secrets(value))
 
     def set_status(self, status: Literal["RUNNING", "FINISHED"]) -> None:
         """Set the status of the run; FINISHED ends the run."""
@@ -39,7 +43,7 @@ class RunLog:
 
     def log_text(self, text: str, artifact: str) -> None:
         """Log text or HTML; `artifact` is the path among the artifacts."""
-        self.journal.write_file(self.run, artifact, text.encode())
+        self.journal.write_file(self.run, artifact, mask_secrets(text).encode())
 
     def log_figure(self, png: bytes, artifact: str) -> None:
         """Log a PNG image."""

@@ -13,7 +13,7 @@ from tenacity.wait import wait_exponential
 
 from pipeline.tracking.journal import Entry, Journal
 from ppo_core.errors import PPOError
-from serving.redaction import without_credentials
+from ppo_core.redaction import redact
 
 JOURNAL_POLL_SECONDS = 1.0
 """Seconds between two reads of the journal, so that a call sends several entries."""
@@ -134,7 +134,7 @@ class Sender:
             error = cause
         first = not self.trouble
         # Errors of MLflow contain addresses with credentials, and multi-line web pages of gateways.
-        message = without_credentials(f"{type(error).__name__}: {error}")
+        message = redact(f"{type(error).__name__}: {error}")
         self.trouble = " ".join(message.split())[:MAX_TROUBLE_CHARACTERS]
         if first:
             print(
@@ -144,7 +144,7 @@ class Sender:
             )
 
     def _set_aside(self, entry: Entry, reason: str) -> None:
-        reason = without_credentials(reason)
+        reason = redact(reason)
         self._journal.refuse(entry, reason)
         what = [str(entry[key]) for key in ("key", "path", "status", "line") if key in entry]
         names = what or list(entry.get("values", ()))

@@ -143,7 +143,7 @@ def test_a_setting_that_cannot_work_is_refused_by_name(table: dict[str, Any], me
 
 
 def test_a_token_is_refused_and_never_printed():
-    with pytest.raises(ConfigError, match=r"ppo\.hub_token is set") as refused:
+    with pytest.raises(ConfigError, match=r"^ppo\.hub_token holds a secret") as refused:
         settings({"ppo": {"hub_token": "hf_secret"}})
     assert "hf_secret" not in str(refused.value)
 

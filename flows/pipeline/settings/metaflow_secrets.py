@@ -1,0 +1,68 @@
+"""Keep secrets out of what Metaflow stores of a run: parameters, settings, metadata, exceptions."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from metaflow import metaflow_git, task
+from metaflow.exception import MetaflowExceptionWrapper
+
+from ppo_core.config.checks import refuse_secrets
+from ppo_core.redaction import redact
+
+PARAMETER_VARIABLE = "METAFLOW_RUN_"
+"""Beginning of the environment variables from which Metaflow reads parameters."""
+
+
+def keep_secrets_from_metaflow(argv: Sequence[str]) -> None:
+    """Refuse secrets on the command line, and redact what Metaflow stores by itself.
+
+    Metaflow stores the address of the git remote, in which clones of CI jobs have a token, and the
+    traceback of a failed step. It has no setting for either, so two of its names are replaced.
+
+    Args:
+        argv: arguments of the command, without the name of the file.
+
+    Raises:
+        ConfigError: an argument, or a parameter in the environment, holds a secret.
+    """
+    from_environment = {
+        name: value for name, value in os.environ.items() if name.startswith(PARAMETER_VARIABLE)
+    }
+    refuse_secrets({**_named(argv), **from_environment})
+    metaflow_git.get_repository_info = _redacted(metaflow_git.get_repository_info)
+    task.MetaflowExceptionWrapper = redacted_exception
+
+
+def redacted_exception(error: BaseException) -> Any:
+    """Return the exception that is being handled as Metaflow stores it, without secrets."""
+    stored = MetaflowExceptionWrapper(error)
+    stored.exception = redact(stored.exception)
+    stored.stacktrace = stored.stacktrace and redact(stored.stacktrace)
+    return stored
+
+
+def _redacted(read: Any) -> Any:
+    def read_redacted(path: str) -> Mapping[str, Any]:
+        return {
+            name: redact(value) if isinstance(value, str) else value
+            for name, value in read(path).items()
+        }
+
+    return read_redacted
+
+
+def _named(argv: Sequence[str]) -> dict[str, str]:
+    """Return the arguments by the name of their flag, or else by their position."""
+    values: dict[str, str] = {}
+    flag = ""
+    for place, word in enumerate(argv, start=1):
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            values[flag] = value if equals else ""
+        elif flag:
+            # `--config NAME FILE` has two values, and `--tag` may be repeated.
+            values[flag] = f"{values[flag]} {word}".strip()
+        else:
+            values[f"argument {place}"] = word
+    return values
