@@ -30,6 +30,7 @@ from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
 import ppo_core
 from pipeline import stages
 from pipeline.settings.environment import prepare_environment
+from pipeline.settings.settings_file import check_settings_file
 from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 
 # Metaflow sends only the folder of this file to remote machines; this line adds ppo_core.
@@ -76,8 +77,9 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the tables of a settings file."""
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(text.removeprefix("\ufeff"))
+    # ValueError: an error of syntax, or an integer of thousands of digits.
+    except (ValueError, RecursionError) as error:
         raise RunStoppedError(f"The settings file is not valid TOML: {error}.") from error
 
 
@@ -257,4 +259,8 @@ class RLHF(FlowSpec):
 
 if __name__ == "__main__":
     prepare_environment()
+    try:
+        check_settings_file(sys.argv)
+    except PPOError as wrong:
+        sys.exit(f"rlhf: {wrong}")
     RLHF()
