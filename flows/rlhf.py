@@ -31,6 +31,7 @@ import ppo_core
 from pipeline import stages
 from pipeline.settings.environment import prepare_environment
 from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
+from pipeline.settings.settings_file import check_settings_file
 from ppo_core.config.checks import refuse_secrets
 from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedError
@@ -80,12 +81,13 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the tables of a settings file, which Metaflow will store."""
     try:
-        tables = tomllib.loads(text)
+        tables = tomllib.loads(text.removeprefix("\ufeff"))
         refuse_secrets(tables)
-    except tomllib.TOMLDecodeError as error:
-        raise RunStoppedError(f"The settings file is not valid TOML: {error}.") from error
     except ConfigError as error:
         raise RunStoppedError(str(error)) from error
+    # ValueError: an error of syntax, or an integer of thousands of digits.
+    except (ValueError, RecursionError) as error:
+        raise RunStoppedError(f"The settings file is not valid TOML: {error}.") from error
     return tables
 
 
@@ -267,6 +269,7 @@ if __name__ == "__main__":
     prepare_environment()
     try:
         keep_secrets_from_metaflow(sys.argv[1:])
-    except ConfigError as error:
-        sys.exit(f"{RunStoppedError.headline}:\n{error}")
+        check_settings_file(sys.argv)
+    except PPOError as wrong:
+        sys.exit(f"{RunStoppedError.headline}:\n{wrong}")
     RLHF()

@@ -26,7 +26,7 @@ from pipeline.settings.environment import prepare_environment
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.config.argument_parser import DocumentedParser
-from ppo_core.config.checks import require, require_count
+from ppo_core.config.checks import require, require_count, require_finite
 from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
 from ppo_core.errors import PPOError
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
@@ -53,6 +53,9 @@ class WinRateArguments:
     eval_prompts: str = ""
     """File or hub data set with prompt and reference; empty uses the built-in task's prompts."""
 
+    allow_data_urls: bool = False
+    """Whether `eval_prompts` and `human_labels` may be addresses such as https:// or s3://."""
+
     response_length: int = 53
     """Maximum number of tokens of an answer."""
 
@@ -76,6 +79,7 @@ class WinRateArguments:
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
+        require_finite(self)
         require_count(self, "response_length")
         require_count(self, "batch_size")
         require(self, "seed", 0 <= self.seed < 2**32, "at least 0 and below 2 ** 32")
@@ -118,11 +122,11 @@ def run(
     output = Path(arguments.output_dir)
     preflight.check_outputs(arguments.output_dir, arguments.summary_json)
     check_judge(arguments.judge, "", judging)
-    people = data_sets.human_labels(config)
+    people = data_sets.human_labels(config, allow_urls=arguments.allow_data_urls)
     source = arguments.eval_prompts or str(
         task.find_demo_task(output / "cache", arguments.seed) / "prompts-eval.jsonl"
     )
-    rows = data_sets.examples(source, config)
+    rows = data_sets.examples(source, config, allow_urls=arguments.allow_data_urls)
     prompts, references = ([row[name] for row in rows] for name in ("prompt", "reference"))
     require_references(references)
     texts = {"model": _answer(arguments, config, prompts), "reference": references}

@@ -1,6 +1,24 @@
-"""Exceptions of this project."""
+"""Exceptions of this project, and the conversion of errors of libraries and of users' code."""
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from ppo_core.redaction import redact
+
+MAX_REASON_CHARACTERS = 300
+"""Maximum length of another error's text within an error of the project."""
+
+_NOT_THE_USERS = (
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    str(Path(__file__).parent),
+    str(Path(__file__).parents[1] / "flows"),
+    "<",
+)
+"""Starts of the file names of Python, of packages and of this project."""
 
 
 class PPOError(Exception):
@@ -37,3 +55,62 @@ class ProcessError(PPOError, RuntimeError):
 
 class JudgeError(PPOError, RuntimeError):
     """An LLM judge cannot be called, or its budget is spent."""
+
+
+@contextmanager
+def library_errors(kind: type[PPOError], failure: str, next_move: str) -> Iterator[None]:
+    """Raise every error of the block as `kind`, with the message "FAILURE: REASON. NEXT_MOVE".
+
+    For calls of libraries that parse what others wrote. An error of the project passes unchanged.
+    """
+    try:
+        yield
+    except PPOError:
+        raise
+    # The parsers raise DatasetsError, ArrowException, HfHubHTTPError, and KeyError, TypeError or
+    # RecursionError for damaged input. These have no other base class.
+    except Exception as error:
+        raise kind(f"{failure}: {reason_of(error)}. {next_move}") from error
+
+
+@contextmanager
+def user_code_errors(kind: type[PPOError], code: str) -> Iterator[None]:
+    """Raise every error of the block, which calls a user's code, as `kind`.
+
+    The message names the code, the error, and the line of the user's file that raised it. An error
+    of the project passes unchanged.
+    """
+    try:
+        yield
+    except PPOError:
+        raise
+    # A user's code may raise anything, and `sys.exit` in it must not end our process as a success.
+    except (Exception, SystemExit) as error:
+        raise kind(
+            f"{code} raised {type(error).__name__} in {_place_of(error)}: {reason_of(error)}. "
+            "Correct it, and run again."
+        ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the text of an error as one line, or that of its cause if the error has one."""
+    error = error.__cause__ or error
+    try:
+        text = " ".join(str(error).split()).rstrip(".")
+    # The text is computed by the class of the error, which may be a user's.
+    except Exception:
+        text = ""
+    if isinstance(error, KeyError):
+        text = f"there is no {text}"
+    return text[:MAX_REASON_CHARACTERS] or type(error).__name__
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the place where the user's code raised an error: "FILE:LINE (FUNCTION)"."""
+    calls = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    of_user = [call for call in calls if not call[0].startswith(_NOT_THE_USERS)]
+    file, line, function = (of_user or calls)[-1]
+    return f"{file}:{line} ({function})"

@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.evaluation.canaries import require_references
 from pipeline.inputs import data_sets
 from pipeline.inputs.preference_pairs import label_pairs
-from pipeline.inputs.rows import Rows, read_rows, write_jsonl
+from pipeline.inputs.rows import Rows, write_jsonl
 from pipeline.judges.spec import check_judge
 from pipeline.settings.settings import Settings
 from ppo_core.data.prompts import (
@@ -16,7 +16,7 @@ from ppo_core.data.prompts import (
     encode_prompt,
     encode_response,
 )
-from ppo_core.errors import ConfigError, DataError, ModelError
+from ppo_core.errors import ConfigError, DataError, ModelError, reason_of
 from ppo_core.models.files.model_folder import check_model_folder
 from ppo_core.models.loading import (
     check_reward_config,
@@ -38,7 +38,7 @@ def check_inputs(settings: Settings) -> None:
     output = Path(settings.output_dir)
     check_outputs(settings.output_dir, settings.summary_json)
     _check_models(settings)
-    data_sets.human_labels(settings.evaluation)
+    data_sets.human_labels(settings.evaluation, allow_urls=settings.allow_data_urls)
     _check_prompts(settings)
     _check_pairs(settings)
     if settings.sft_data:
@@ -57,6 +57,8 @@ def check_outputs(output_dir: str, summary_json: str) -> None:
     if summary_json:
         if Path(summary_json).is_dir():
             raise ConfigError(f"summary_json={summary_json!r} is a folder. Set it to a file.")
+        if Path(summary_json).is_fifo():
+            raise ConfigError(f"summary_json={summary_json!r} is a pipe. Set it to a file.")
         require_writable(Path(summary_json).parent, "summary_json")
 
 
@@ -71,9 +73,10 @@ def require_writable(folder: Path, name: str) -> None:
         probe = folder / f".writable-{os.getpid()}"
         probe.touch()
         probe.unlink()
-    except OSError as error:
+    # ValueError: the path contains a null character.
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{name}: nothing can be written into {folder.absolute()} ({error.strerror}). "
+            f"{name}: nothing can be written into {str(folder)!r} ({reason_of(error)}). "
             "Choose a writable folder."
         ) from error
 
@@ -101,11 +104,13 @@ def _check_prompts(settings: Settings) -> None:
     tokenizer = load_tokenizer(settings.policy)
     stop_token(tokenizer, settings.ppo.stop_token, settings.ppo.stop_token_id)
     context = context_length(load_config(settings.policy))
-    answered = data_sets.examples(settings.eval_prompts, settings.evaluation)
+    answered = data_sets.examples(
+        settings.eval_prompts, settings.evaluation, allow_urls=settings.allow_data_urls
+    )
     require_references([row["reference"] for row in answered])
     for rows, name in (
         (data_sets.training_prompts(settings), "prompts"),
-        (read_rows(settings.eval_prompts, ["prompt", "reference"]), "eval_prompts"),
+        (data_sets.evaluation_rows(settings), "eval_prompts"),
     ):
         _report(rows, name, Path(settings.output_dir))
         encoded = [encode_prompt(tokenizer, prompt) for prompt in rows.column("prompt")]

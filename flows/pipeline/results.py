@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppo_core.config.text_files import read_json_file
 from ppo_core.data.atomic_files import write_atomically
+from ppo_core.errors import DataError
 from ppo_core.redaction import mask_secrets
 
 if TYPE_CHECKING:
@@ -156,5 +158,5 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    report: dict[str, Any] = read_json_file(path, DataError)
     return report

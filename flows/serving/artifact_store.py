@@ -28,7 +28,6 @@ from .manifest import (
     refusal,
 )
 
-
 SLOWEST_BYTES_PER_SECOND = 1_000_000
 """Rate below which a download is abandoned."""
 

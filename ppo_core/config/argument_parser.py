@@ -2,16 +2,15 @@
 
 import ast
 import inspect
-import json
-import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 from transformers import HfArgumentParser
 
-from ppo_core.config.checks import refuse_secrets
+from ppo_core.config.checks import check_type, refuse_secrets
+from ppo_core.config.text_files import parse_strict_json, read_json_file, read_toml_file
 from ppo_core.config.unsupported_settings import refuse_unsupported
 from ppo_core.errors import ConfigError
 
@@ -115,10 +114,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 
 def _read_json(kinds: Sequence[type], path: Path) -> list[Any]:
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"The settings in '{path}' cannot be read: {error}.") from error
+    settings = read_json_file(path, ConfigError)
     if not isinstance(settings, dict):
         raise ConfigError(
             f"'{path}' holds a {type(settings).__name__}, not a JSON object. Write the settings as "
@@ -127,10 +123,16 @@ def _read_json(kinds: Sequence[type], path: Path) -> list[Any]:
     known = [name for kind in kinds for name in field_docs(kind)]
     refuse_secrets(settings, allowed=MAY_BE_SECRET)
     refuse_unsupported({n: value for n, value in settings.items() if n not in known}, known)
-    return [
-        kind(**{name: settings[name] for name in field_docs(kind) if name in settings})
-        for kind in kinds
-    ]
+    return [_read_object(kind, settings) for kind in kinds]
+
+
+def _read_object(kind: type, settings: Mapping[str, Any]) -> Any:
+    """Return an instance of a dataclass with those of the settings that are its fields."""
+    types = get_type_hints(kind)
+    values = {name: settings[name] for name in field_docs(kind) if name in settings}
+    for name, value in values.items():
+        check_type(types[name], value, name)
+    return kind(**values)
 
 
 def _without_secrets(parsed: Sequence[Any]) -> list[Any]:
@@ -141,10 +143,7 @@ def _without_secrets(parsed: Sequence[Any]) -> list[Any]:
 
 
 def _flags_of_file(path: Path) -> list[str]:
-    try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"The settings in '{path}' cannot be read: {error}.") from error
+    settings = read_toml_file(path, ConfigError)
     flags = []
     for name, value in settings.items():
         if isinstance(value, dict):
@@ -152,6 +151,8 @@ def _flags_of_file(path: Path) -> list[str]:
                 f"'{path}' has a table [{name}], and settings have no tables. Write one line "
                 "name = value for each setting."
             )
+        if "\0" in str(value):
+            raise ConfigError(f"{name}={value!r:.80} in '{path}' has a null character. Remove it.")
         several = isinstance(value, list)
         flags += [f"--{name}", *map(str, value)] if several else [f"--{name}={value}"]
     return flags
@@ -177,6 +178,6 @@ def _read_value(words: Sequence[str]) -> object:
     if len(words) != 1:
         return list(words) or True
     try:
-        return json.loads(words[0].lower())
-    except json.JSONDecodeError:
+        return parse_strict_json(words[0].lower())
+    except ValueError:
         return words[0]

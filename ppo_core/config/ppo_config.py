@@ -1,11 +1,11 @@
 """Settings of PPO, immutable and validated on construction."""
 
 from dataclasses import dataclass, fields
-from math import isfinite
+from math import inf
 from types import NoneType
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from ppo_core.config.checks import require, require_count
+from ppo_core.config.checks import is_finite, require, require_count, require_seed
 from ppo_core.config.run_config import RunConfig
 from ppo_core.config.unsupported_settings import refusing_unsupported
 from ppo_core.errors import ConfigError
@@ -263,13 +263,14 @@ def _check_types(config: PPOConfig) -> None:
             wanted = (int, float) if float in kinds else int
             is_number = isinstance(value, wanted) and not isinstance(value, bool)
             unbounded = name == "max_grad_norm"
-            holds = is_number and (isfinite(value) or unbounded)
+            holds = is_number and (is_finite(value) or (unbounded and value == inf))
             require(config, name, holds, "a number" if float in kinds else "a whole number")
         elif kinds - {NoneType} == {bool}:
             require(config, name, isinstance(value, bool), "True or False")
 
 
 def _check_ranges(config: PPOConfig) -> None:
+    require_seed(config)
     for name in (
         "num_ppo_epochs num_mini_batches per_device_train_batch_size per_device_eval_batch_size "
         "gradient_accumulation_steps local_rollout_forward_batch_size response_length kl_horizon "

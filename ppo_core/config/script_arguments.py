@@ -16,6 +16,9 @@ class ScriptArguments:
     dataset_config: str | None = None
     """Configuration name, for a hub data set with several configurations."""
 
+    allow_data_urls: bool = False
+    """Allow dataset_name to be an address of such a file, as https:// or s3://."""
+
     dataset_train_split: str = "train"
     """Split to train on."""
 

@@ -57,6 +57,11 @@ def _prompt_of_row(columns: Mapping[str, Any], row: int) -> Prompt:
             f"value in any of {', '.join(PROMPT_COLUMNS)}. Rename a column or remove the row."
         )
     prompt: Prompt = columns[name]
+    if isinstance(prompt, str) and not prompt.strip():
+        raise DataError(
+            f"Row {row} has an empty prompt: {name}={prompt!r:.80}. Remove the row, or write a "
+            "prompt."
+        )
     if name == "input_ids" and columns.get("attention_mask") is not None:
         return _without_padding(_plain(prompt), _plain(columns["attention_mask"]), row)
     if name == "messages" and is_messages(prompt) and prompt[-1].get("role") == "assistant":
@@ -110,7 +115,9 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tokens:
 
 
 def _checked_ids(tokenizer: PreTrainedTokenizerBase, ids: object) -> Tokens:
-    if not isinstance(ids, Sequence) or not all(isinstance(token, Integral) for token in ids):
+    # The items of bytes are integers too.
+    is_sequence = isinstance(ids, Sequence) and not isinstance(ids, bytes | bytearray)
+    if not is_sequence or not all(isinstance(token, Integral) for token in ids):
         raise DataError(
             f"A prompt is text, chat messages or token ids, not {type(ids).__name__}: "
             f"{ids!r:.80}. Convert or remove the prompt."

@@ -5,14 +5,14 @@ checkpoint whose tensors do not fit its configuration is refused. Classes that l
 imported only where they are used: checking a configuration or a tokenizer does not need them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from ppo_core.errors import ModelError, PPOError
+from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.files.model_folder import (
     check_config_keys,
     check_model_folder,
@@ -180,19 +180,10 @@ def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase, path: str 
         )
 
 
-@contextmanager
-def reading(what: str, path: str | Path) -> Iterator[None]:
-    """Turn every error inside the context into a ModelError that names the folder or hub id.
-
-    Raises:
-        ModelError: the code inside the context raised an error.
-    """
-    try:
-        yield
-    except PPOError:
-        raise
-    # Files of an unexpected form make transformers raise errors of any type, which have no common
-    # base class.
-    except Exception as error:
-        reason = str(error).strip() or type(error).__name__
-        raise ModelError(f"No {what} can be loaded from '{path}': {reason}") from error
+def reading(what: str, path: str | Path) -> AbstractContextManager[None]:
+    """Return a context that turns every error into a ModelError with the folder or hub id."""
+    return library_errors(
+        ModelError,
+        f"No {what} can be loaded from '{path}'",
+        "Check the path or hub id, and that the files were written by save_pretrained.",
+    )

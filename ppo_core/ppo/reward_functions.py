@@ -14,7 +14,7 @@ from ppo_core.data.batching import token_batches
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.prompts import Prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
-from ppo_core.errors import ConfigError, ModelError
+from ppo_core.errors import ConfigError, ModelError, user_code_errors
 from ppo_core.models.reward_model import RewardModel
 
 RewardFunction = Callable[[list[str], list[str]], Sequence[float]]
@@ -91,15 +91,19 @@ class FunctionReward:
         """Return scores (B,) of the texts of prompts and responses.
 
         Raises:
-            ModelError: the function does not return one number for each response.
+            ModelError: the function raises an error, or does not return one number for each
+                response.
         """
         texts = [prompt_text(self.tokenizer, prompt) for prompt in prompts]
-        device = rollout.logprobs.device.type
-        with torch.autocast(device, enabled=False):  # a function chooses its own precision
-            given = self.function(texts, response_texts(self.tokenizer, rollout))
+        responses = response_texts(self.tokenizer, rollout)
+        # A function chooses its own precision.
+        autocast = torch.autocast(rollout.logprobs.device.type, enabled=False)
+        with user_code_errors(ModelError, f"The reward function {self.name}"), autocast:
+            given = self.function(texts, responses)
         try:
             scores = torch.as_tensor(given, dtype=torch.float32)
-        except (TypeError, ValueError) as error:
+        # RuntimeError and OverflowError: a number is too large for a float, or text is in a list.
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ModelError(
                 f"The reward function {self.name} returned {given!r:.80}, which is not a sequence "
                 f"of numbers: {error}. Return one float for each response."

@@ -1,9 +1,9 @@
 """Read columns of the rows of supervised training by name, and check their types."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from ppo_core.config.checks import is_finite
 from ppo_core.data.chat_template import Messages, is_messages
 from ppo_core.errors import DataError
 
@@ -46,7 +46,8 @@ def read_messages(row: Row, name: str) -> Messages:
 def read_number(row: Row, name: str) -> float:
     """Return a column that holds a finite number."""
     value = _read(row, name)
-    if isinstance(value, int | float) and math.isfinite(value):
+    # bool is a subclass of int, so True would pass as a margin of 1.
+    if isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value):
         return float(value)
     raise DataError(
         f"'{name}' is {value!r:.80}, not a finite number. Correct the number, or drop the row."

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -13,7 +12,7 @@ from transformers.utils import logging
 from ppo_core.config.argument_parser import DocumentedParser
 from ppo_core.config.script_arguments import LoraArguments
 from ppo_core.data.atomic_files import explained_full_disk
-from ppo_core.data.dataset_files import load_rows
+from ppo_core.data.dataset_files import load_named_split, named_data
 from ppo_core.errors import ConfigError, PPOError
 from ppo_core.models.adapters import lora_config
 from ppo_core.supervised.supervised_config import SupervisedConfig
@@ -32,6 +31,9 @@ class SupervisedArguments:
     dataset_name: str
     """A .jsonl, .json or .parquet file, a folder, or a hub id. To select a split other than
     `train`, append the split to the hub id with a colon, as in `org/name:test`."""
+
+    allow_data_urls: bool = False
+    """Allow dataset_name to be an address of such a file, as https:// or s3://."""
 
     output_dir: str
     """Folder for the trained model and its tokenizer."""
@@ -76,13 +78,15 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
         )
     arguments, config, lora = _parse(kind, flags if kind in TRAININGS else ["--help"])
     _hide_library_output()
-    return TRAININGS[kind](
-        arguments.model_name_or_path,
-        _rows(arguments.dataset_name),
-        config,
-        arguments.output_dir,
-        peft_config=_lora_config(lora) if lora.use_peft else None,
-    )
+    rows = load_named_split(arguments.dataset_name, allow_urls=arguments.allow_data_urls)
+    with named_data(arguments.dataset_name):
+        return TRAININGS[kind](
+            arguments.model_name_or_path,
+            rows,
+            config,
+            arguments.output_dir,
+            peft_config=_lora_config(lora) if lora.use_peft else None,
+        )
 
 
 def _parse(
@@ -95,13 +99,6 @@ def _parse(
     )
     arguments, config, lora = parser.parse(flags)
     return arguments, config, lora
-
-
-def _rows(name: str) -> datasets.Dataset:
-    if Path(name).exists():
-        return load_rows(name)
-    name, _, split = name.partition(":")
-    return load_rows(name, split=split or "train")
 
 
 def _lora_config(lora: SupervisedLoraArguments) -> Any:

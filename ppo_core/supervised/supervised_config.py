@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ppo_core.config.checks import require, require_count
+from ppo_core.config.checks import require, require_count, require_finite, require_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,8 @@ class SupervisedConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a value is out of range."""
+        require_finite(self)
+        require_seed(self)
         for name in ("num_epochs", "batch_size", "gradient_accumulation_steps", "max_length"):
             require_count(self, name)
         require(self, "learning_rate", self.learning_rate > 0, "above 0")

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, set_seed
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
-from ppo_core.data.dataset_files import load_rows
+from ppo_core.data.dataset_files import load_rows, named_data
 from ppo_core.errors import ConfigError
 from ppo_core.models.adapters import lora_config
 from ppo_core.models.loading import load_config, load_policy, load_reward_model, load_tokenizer
@@ -37,7 +37,25 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
     if start is None:
         raise ConfigError("There is no policy. Set --model_name_or_path to a folder or hub id.")
     train_rows, eval_rows = load_prompts(config, script)
-    trainer = PPOTrainer(
+    with named_data(script.dataset_name):
+        trainer = _make_trainer(config, script, model, start, train_rows, eval_rows)
+    resume = script.resume_from_checkpoint
+    trainer.train(
+        resume_from_checkpoint=True if resume == "latest" else resume,
+        resume_anyway=script.resume_anyway,
+    )
+    trainer.save_model(script.policy_dir)
+
+
+def _make_trainer(
+    config: PPOConfig,
+    script: ScriptArguments,
+    model: ModelArguments,
+    start: str,
+    train_rows: Dataset,
+    eval_rows: Dataset | None,
+) -> PPOTrainer:
+    return PPOTrainer(
         args=config,
         processing_class=load_tokenizer(model.model_name_or_path or start),
         model=load_start(start, model),
@@ -54,12 +72,6 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
         eval_dataset=eval_rows,
         peft_config=lora_of(model) if model.use_peft else None,
     )
-    resume = script.resume_from_checkpoint
-    trainer.train(
-        resume_from_checkpoint=True if resume == "latest" else resume,
-        resume_anyway=script.resume_anyway,
-    )
-    trainer.save_model(script.policy_dir)
 
 
 def load_prompts(config: PPOConfig, script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
@@ -74,9 +86,10 @@ def load_prompts(config: PPOConfig, script: ScriptArguments) -> tuple[Dataset, D
     name, subset = script.dataset_name, script.dataset_config
     if name is None:
         raise ConfigError("There are no prompts. Set --dataset_name to a folder or hub id.")
-    rows = load_rows(name, split=script.dataset_train_split, config=subset)
+    urls = script.allow_data_urls
+    rows = load_rows(name, script.dataset_train_split, subset, allow_urls=urls)
     if config.eval_strategy == "steps":
-        return rows, load_rows(name, split=script.dataset_test_split, config=subset)
+        return rows, load_rows(name, script.dataset_test_split, subset, allow_urls=urls)
     if len(rows) <= MANY_PROMPTS or config.num_sample_generations == 0:
         return rows, None
     last = len(rows) - HELD_OUT

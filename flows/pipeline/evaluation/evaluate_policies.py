@@ -29,7 +29,9 @@ def evaluate_policies(
         champion: current champion; None if the registered model has no champion.
         folder: existing folder for the report, the samples and the judgements.
     """
-    rows = data_sets.examples(settings.eval_prompts, settings.evaluation)
+    rows = data_sets.examples(
+        settings.eval_prompts, settings.evaluation, allow_urls=settings.allow_data_urls
+    )
     prompts = [row["prompt"] for row in rows]
     answers = {
         "sft": _answer(settings, sft, prompts, sft),
@@ -79,7 +81,7 @@ def _judge(
         prompts,
         texts,
         contests,
-        people=data_sets.human_labels(settings.evaluation),
+        people=data_sets.human_labels(settings.evaluation, allow_urls=settings.allow_data_urls),
         config=settings.evaluation,
         seed=settings.seed,
     )

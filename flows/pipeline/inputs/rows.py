@@ -2,18 +2,17 @@
 
 import hashlib
 import json
-import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
-from datasets.exceptions import DatasetNotFoundError
+from datasets import Dataset
 
-from ppo_core.data.dataset_files import FORMATS
-from ppo_core.errors import DataError
+from ppo_core.config.checks import is_finite
+from ppo_core.data.dataset_files import OpenedRows, open_named_split
+from ppo_core.data.json_rows import read_json_rows
+from ppo_core.errors import DataError, library_errors
 from ppo_core.redaction import mask_secrets
 
 MAX_BAD_SHARE = 0.01
@@ -56,34 +55,37 @@ def read_rows(
     required: Sequence[str],
     optional: Sequence[str] = (),
     labels: Labels | None = None,
+    *,
+    allow_urls: bool = False,
 ) -> Rows:
     """Read the named columns of a data set and set unusable rows aside.
 
     Args:
-        source: a jsonl, json or parquet file, a folder of such files, or a hub id. A hub id may
-            name a split after a colon, as in `org/name:test`; the default is `train`.
+        source: a jsonl, json or parquet file, a folder of such files, an address of such a file,
+            or a hub id. A folder or hub id may name a split after a colon, as in
+            `org/name:test`; the default is `train`.
         required: text columns that must exist. A required `prompt` must not be empty; a response
             may be empty, because a model can answer nothing.
         optional: text columns that are read if they exist.
         labels: other columns that are read if they exist. A missing value is None; a value of
             another type or a number that is not finite makes its row unusable.
+        allow_urls: whether `source` may be an address.
 
     Raises:
         DataError: the data set or a column is missing, there is no row, or more than 1 % of the
             rows are unusable.
     """
-    data = _load(source)
-    if missing := [name for name in required if name not in data.column_names]:
+    data = open_named_split(source, allow_urls=allow_urls)
+    columns = _columns_of(data)
+    if missing := [name for name in required if name not in columns]:
         raise DataError(
             f"{source} has no column {', '.join(missing)}; its columns are "
-            f"{', '.join(data.column_names)}. Rename a column."
+            f"{', '.join(columns)}. Rename a column."
         )
-    if len(data) == 0:
-        raise DataError(f"{source} is empty: it has no row. Name a file with at least one.")
-    texts = [*required, *(name for name in optional if name in data.column_names)]
-    types = {name: kinds for name, kinds in (labels or {}).items() if name in data.column_names}
+    texts = [*required, *(name for name in optional if name in columns)]
+    types = {name: kinds for name, kinds in (labels or {}).items() if name in columns}
     usable, quarantined = [], []
-    for number, row in enumerate(_rows_of(data.select_columns([*texts, *types]), source)):
+    for number, row in enumerate(_rows_of(data, [*texts, *types], source)):
         if _has_texts(row, texts, required) and _has_types(row, types):
             usable.append(row)
         else:
@@ -123,69 +125,36 @@ def digest_rows(rows: Sequence[Row]) -> str:
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file that `write_jsonl` wrote."""
-    # Not `splitlines`, which also splits at U+2028 and U+0085, and answers may contain these.
-    with Path(path).open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    """Return the JSON objects in a file that `write_jsonl` wrote.
+
+    Raises:
+        DataError: the file is missing, or a line was changed.
+    """
+    return read_json_rows(Path(path))
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write one JSON object per line, with secrets masked."""
+    """Write one JSON object per line, with secrets masked.
+
+    A value that JSON lacks, such as a date, becomes its text.
+    """
     with path.open("w", encoding="utf-8") as file:
-        lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+        lines = (json.dumps(row, ensure_ascii=False, default=str) for row in rows)
         file.writelines(mask_secrets(line) + "\n" for line in lines)
 
 
-def _rows_of(data: datasets.Dataset, source: str) -> list[dict[str, Any]]:
-    try:
-        return data.to_list()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{source} holds text that is not UTF-8 ({error.reason}, {error.object[:20]!r}). "
-            "Convert the data to UTF-8."
-        ) from error
+def _columns_of(data: OpenedRows) -> list[str]:
+    if isinstance(data, Dataset):
+        return data.column_names
+    return list(dict.fromkeys(name for row in data for name in row))
 
 
-def _load(source: str) -> datasets.Dataset:
-    path = Path(source)
-    if path.is_file():
-        return _load_file(path)
-    if path.suffix in FORMATS or path.is_absolute():
-        raise DataError(f"There is no file {path.absolute()}. Check the path.")
-    name, _, split = source.partition(":")
-    try:
-        return datasets.load_dataset(name, split=split or "train")
-    except (DatasetNotFoundError, FileNotFoundError, ConnectionError, ValueError) as error:
-        raise DataError(
-            f"{source} is neither a file here ({path.absolute()}) nor a data set that could be "
-            f"loaded from the hub: {_first_line(error)}. Check the path, or the id and its split."
-        ) from error
-
-
-def _load_file(path: Path) -> datasets.Dataset:
-    reader = FORMATS.get(path.suffix)
-    if reader is None:
-        raise DataError(
-            f"{path} ends in '{path.suffix}'; rows are read from {', '.join(FORMATS)} files. "
-            "Convert the file."
-        )
-    if not path.read_bytes()[:1024].strip():
-        raise DataError(f"{path} is empty: it has no row. Name a file with at least one.")
-    with tempfile.TemporaryDirectory() as cache:
-        try:
-            return datasets.load_dataset(
-                reader, data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True
-            )
-        except datasets.exceptions.DatasetGenerationError as error:
-            raise DataError(
-                f"{path} cannot be read as {reader}: {_first_line(error.__cause__ or error)}. "
-                "Correct the file; a jsonl file has one JSON object on each line, with the same "
-                "columns and types."
-            ) from error
-        except ValueError as error:
-            raise DataError(
-                f"{path} is empty: {_first_line(error)}. Name a file with rows."
-            ) from error
+def _rows_of(data: OpenedRows, columns: Sequence[str], source: str) -> list[dict[str, Any]]:
+    """Return these columns of the rows, with None for a missing value."""
+    if not isinstance(data, Dataset):
+        return [{name: row.get(name) for name in columns} for row in data]
+    with library_errors(DataError, f"{source} cannot be read", "Convert the data to UTF-8."):
+        return data.select_columns(list(columns)).to_list()
 
 
 def _has_texts(row: Row, names: Sequence[str], required: Sequence[str]) -> bool:
@@ -201,7 +170,7 @@ def _is_one_of(kinds: tuple[type, ...], value: Any) -> bool:
     # bool is a subclass of int, so True would pass as a margin of 1.
     if isinstance(value, bool):
         return bool in kinds
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, int | float) and not is_finite(value):
         return False
     return value is None or isinstance(value, kinds)
 
@@ -210,10 +179,6 @@ def _named(types: Labels) -> str:
     """Return the label columns and their types as the end of an error message."""
     kinds = {name: " or ".join(kind.__name__ for kind in types[name]) for name in types}
     return "".join(f", or no {kind} in {name}" for name, kind in kinds.items())
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def _shorten(row: Row) -> str:

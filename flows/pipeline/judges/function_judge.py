@@ -4,7 +4,9 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +15,7 @@ from typing import Any
 from pipeline.demo import judge, posts
 from pipeline.inputs.cache import digest_of_code
 from pipeline.judges.verdict import WINNERS, Verdict
-from ppo_core.errors import ConfigError, DataError
+from ppo_core.errors import ConfigError, DataError, user_code_errors
 
 JudgeFunction = Callable[[list[str], list[tuple[str, str]]], Iterable[Any]]
 """Function that maps prompts and pairs of answers to one verdict per pair. A verdict is a word of
@@ -35,18 +37,24 @@ class FunctionJudge:
         """Return one verdict per pair.
 
         Raises:
-            DataError: the function did not return one valid `Verdict` for every pair.
+            DataError: the function raised an error, or did not return one valid `Verdict` for
+                every pair.
         """
-        given = self._function(list(prompts), list(pairs))
-        if not isinstance(given, Iterable):
-            raise DataError(
-                f"The judge {self.name} returned {given!r:.80}. Return a list with one verdict for "
-                "every pair."
-            )
-        verdicts = [self._read(item, number) for number, item in enumerate(given)]
+        # Reading the verdicts also runs the function if it is a generator.
+        with user_code_errors(DataError, f"The judge {self.name}"):
+            given = self._function(list(prompts), list(pairs))
+            if not isinstance(given, Iterable):
+                raise DataError(
+                    f"The judge {self.name} returned {given!r:.80}. Return a list with one verdict "
+                    "for every pair."
+                )
+            # One more than expected, because a generator may never end.
+            some = islice(given, len(pairs) + 1)
+            verdicts = [self._read(item, number) for number, item in enumerate(some)]
         if len(verdicts) != len(pairs):
+            number = f"more than {len(pairs)}" if len(verdicts) > len(pairs) else len(verdicts)
             raise DataError(
-                f"The judge {self.name} gave {len(verdicts)} verdicts for {len(pairs)} pairs. "
+                f"The judge {self.name} gave {number} verdicts for {len(pairs)} pairs. "
                 "Return one verdict for each pair, in the order of the pairs."
             )
         return verdicts
@@ -54,7 +62,7 @@ class FunctionJudge:
     def _read(self, item: Any, number: int) -> Verdict:
         fields = _fields_of(item)
         winner = fields.get("winner")
-        if winner not in WINNERS:
+        if not isinstance(winner, str) or winner not in WINNERS:
             raise DataError(
                 f"The judge {self.name} gave {item!r:.80} for pair {number}; a verdict is one of "
                 f"{', '.join(WINNERS)}, or holds one of them as its winner."
@@ -106,7 +114,7 @@ def _fields_of(item: Any) -> Mapping[str, Any]:
 
 
 def _is_probability(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(0 <= value <= 1)
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -120,18 +128,28 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # `dataclass` looks up the module of the decorated class in `sys.modules`.
     sys.modules[name] = module
-    try:
+    with _import_errors(str(path)):
         spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(f"{path} cannot be imported: {error}.") from error
     return module
 
 
 def _import_module(name: str) -> ModuleType:
-    try:
+    with _import_errors(name):
         return importlib.import_module(name)
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(f"{name} cannot be imported: {error}.") from error
+
+
+@contextmanager
+def _import_errors(name: str) -> Iterator[None]:
+    """Raise the errors of importing a user's module as ConfigError."""
+    try:
+        with user_code_errors(ConfigError, f"Importing {name}"):
+            yield
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, ImportError | SyntaxError):
+            # The text names the missing module, or the wrong line.
+            raise ConfigError(f"{name} cannot be imported: {cause}.") from cause
+        raise
 
 
 def _version_of(module: ModuleType) -> str:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.judges.chat_model import Reply
+from ppo_core.config.text_files import parse_strict_json
 from ppo_core.data.atomic_files import write_atomically
-from ppo_core.errors import JudgeError
+from ppo_core.errors import JudgeError, reason_of
 
 
 def reply_key(model: str, wording: str, prompt: str, first: str, second: str, attempt: int) -> str:
@@ -43,12 +44,17 @@ class ReplyCache:
             written = path.read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise JudgeError(
+                f"{path} cannot be read: {error.strerror}. Delete it; the judge will then be "
+                "asked, and paid, for this reply again."
+            ) from error
         try:
-            return _reply_in(json.loads(written))
+            return _reply_in(parse_strict_json(written.decode()))
         except ValueError as error:
             raise JudgeError(
-                f"{path} does not contain a stored reply: {error}. Delete the file; the judge will "
-                "then be asked, and paid, for this reply again."
+                f"{path} does not contain a stored reply: {reason_of(error)}. Delete the file; "
+                "the judge will then be asked, and paid, for this reply again."
             ) from error
 
     def put(self, key: str, reply: Reply) -> None:
@@ -63,6 +69,6 @@ class ReplyCache:
 
 def _reply_in(fields: Any) -> Reply:
     match fields:
-        case {"text": str(text), "tokens": int(tokens)}:
+        case {"text": str(text), "tokens": int(tokens)} if 0 <= tokens < 2**63:
             return Reply(text, tokens=tokens)
     raise ValueError(f"it holds {fields!r:.80} instead of a text and a number of tokens")

@@ -1,5 +1,6 @@
 """Make the judge that the setting `judge` names: a judge of one of five kinds, or an ensemble."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def _require_independence(part: _Part, reward_model: str) -> None:
 
 
 def _same_source(part: _Part, source: str) -> bool:
-    return Path(part.source).resolve() == Path(source).resolve()
+    return os.path.realpath(part.source) == os.path.realpath(source)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipeline.inputs.rows import read_rows
+from pipeline.inputs.data_sets import training_prompts
 from pipeline.settings.settings import Settings
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.data.atomic_files import write_atomically
@@ -34,7 +34,7 @@ def write_job(
         policy_dir: folder of the final policy.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    prompts = read_rows(settings.prompts, ["prompt"], ["reference"]).column("prompt")
+    prompts = training_prompts(settings).column("prompt")
     rows = "".join(json.dumps({"prompt": text}) + "\n" for text in prompts)
     write_atomically(folder / "prompts.jsonl", rows)
     config = {

@@ -45,7 +45,9 @@ def fetch_version(settings: Settings, version: int) -> FetchedChampion:
 def _check_champion(settings: Settings, champion: FetchedChampion) -> None:
     """Raise before training if the champion could not answer the evaluation prompts."""
     tokenizer = load_tokenizer(champion.tokenizer)
-    rows = data_sets.examples(settings.eval_prompts, settings.evaluation)
+    rows = data_sets.examples(
+        settings.eval_prompts, settings.evaluation, allow_urls=settings.allow_data_urls
+    )
     try:
         check_prompt_lengths(
             [encode_prompt(tokenizer, row["prompt"]) for row in rows],

@@ -5,9 +5,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Literal, get_args
+from typing import Literal, get_type_hints
 
 from pipeline.tracking.limits import MAX_PARAM_CHARACTERS
+from ppo_core.config.checks import check_type
+from ppo_core.config.text_files import parse_strict_json
 from ppo_core.errors import ConfigError, ModelError
 
 Action = Literal["promoted", "refused", "rolled back", "found"]
@@ -80,10 +82,12 @@ def decode(number: int, line: str) -> Decision:
         ModelError: `encode` did not write the line.
     """
     try:
-        fields = json.loads(line)
+        fields = parse_strict_json(line)
         decision = Decision(**{**fields, "reasons": tuple(fields["reasons"])})
-        if decision.number != number or decision.action not in get_args(Action):
-            raise ValueError(f"number {decision.number}, action {decision.action!r}")
+        for name, kind in get_type_hints(Decision).items():
+            check_type(kind, getattr(decision, name), name)
+        if decision.number != number:
+            raise ValueError(f"number {decision.number}")
     except (ValueError, TypeError, KeyError) as error:
         raise ModelError(
             f"Decision {number} of the history cannot be read ({error}): {line[:200]!r}. It was "

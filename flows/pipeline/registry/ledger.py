@@ -67,7 +67,10 @@ class Ledger:
                 f"`mlflow runs restore --run-id {self.run_id}`."
             )
         params: dict[str, str] = run.data.params
-        numbers = sorted(int(key) for key in params if re.fullmatch(r"\d{4,}", key))
+        # `_key` writes numbers of more than four digits without leading zeros.
+        numbers = sorted(
+            int(key) for key in params if re.fullmatch(r"[0-9]{4}|[1-9][0-9]{4,8}", key)
+        )
         applied = [number for number in numbers if f"{_key(number)} applied" in params]
         return History(
             tuple(decode(number, params[_key(number)]) for number in numbers),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ppo_core.config.checks import require, require_count
+from ppo_core.config.checks import require, require_count, require_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
+        require_finite(self)
         require_count(self, "num_examples")
         require(self, "temperature", self.temperature >= 0, "at least 0")
         require(self, "top_k", self.top_k >= 0, "at least 0")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ppo_core.config.checks import require, require_count
+from ppo_core.config.checks import require, require_count, require_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,7 @@ class JudgingConfig:
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
+        require_finite(self)
         for name in ("max_reply_tokens", "attempts", "concurrency"):
             require_count(self, name)
         require(self, "criterion", bool(self.criterion.strip()), "a sentence")

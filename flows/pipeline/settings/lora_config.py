@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ppo_core.config.checks import require, require_count
+from ppo_core.config.checks import require, require_count, require_finite
 from ppo_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
+        require_finite(self)
         require(self, "r", self.r >= 0, "at least 0")
         require_count(self, "alpha")
         names = self.target_modules

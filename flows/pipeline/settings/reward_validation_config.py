@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ppo_core.config.checks import require, require_count
+from ppo_core.config.checks import require, require_count, require_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ class RewardGateConfig:
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
+        require_finite(self)
         for name in (
             "min_accuracy",
             "max_calibration_error",

@@ -9,14 +9,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.lora_config import LoraConfig
 from pipeline.settings.promotion_config import PromotionConfig
 from pipeline.settings.reward_validation_config import RewardGateConfig
-from ppo_core.config.checks import refuse_secrets
+from ppo_core.config.checks import check_type, refuse_secrets, require_finite
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.supervised.supervised_config import SupervisedConfig
@@ -88,6 +86,10 @@ class Settings:
     eval_prompts: str = ""
     """Rows with prompt and reference that the policies are judged on."""
 
+    allow_data_urls: bool = False
+    """Whether data sets may be named by an address such as https:// or s3://, whose owner then
+    decides what is trained on. Redirects of http addresses are not followed."""
+
     judge: str = ""
     """Judge that compares two answers: openai:MODEL, transformers:PATH, reward-model:PATH,
     python:FILE_OR_MODULE:FUNCTION or rule (the built-in task's judge). Several judges, joined by
@@ -140,6 +142,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise if inputs are missing or settings contradict each other."""
+        require_finite(self)
         # The range of seeds that the generators of both numpy and torch accept.
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed} must be at least 0 and below 2**32.")
@@ -222,8 +225,9 @@ def make_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, 
         from_file = read_preset("tldr")
     total_episodes = given.pop("total_episodes", None)
     table = {**from_file, **given}
-    if total_episodes is not None:
-        table["ppo"] = {**table.get("ppo", {}), "total_episodes": total_episodes}
+    ppo = table.get("ppo", {})
+    if total_episodes is not None and isinstance(ppo, Mapping):
+        table["ppo"] = {**ppo, "total_episodes": total_episodes}
     settings: Settings = _read(Settings, _with_sizes(_with_one_seed(table)), "")
     return settings
 
@@ -264,31 +268,23 @@ def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
             raise ConfigError(_describe_unknown(key, list(types), where))
         if dataclasses.is_dataclass(types[key]):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{where}{key}={value!r} must be a section, [{where}{key}].")
+                raise ConfigError(f"{where}{key}={value!r:.80} must be a section, [{where}{key}].")
             values[key] = _read(types[key], value, f"{where}{key}.")
         elif value == NO_VALUE and needs_no_value(types[key], defaults[key]):
             values[key] = None
         else:
-            values[key] = _check_type(types[key], value, where + key)
+            check_type(types[key], value, where + key)
+            values[key] = value
     try:
         return kind(**values)
     except ConfigError as error:
         raise ConfigError(f"[{where.removesuffix('.')}] {error}" if where else str(error)) from None
 
 
-def _check_type(kind: Any, value: Any, name: str) -> Any:
-    try:
-        TypeAdapter(kind).validate_python(value, strict=True)
-    except ValidationError as error:
-        raise ConfigError(f"{name}={value!r}: {error.errors()[0]['msg']}.") from error
-    # Not pydantic's value: 1 must not become 1.0, so that the settings file repeats the run.
-    return value
-
-
 def _describe_unknown(key: str, known: list[str], where: str) -> str:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"Did you mean {where}{near[0]}?" if near else f"Known here: {', '.join(known)}."
-    return f"Unknown setting {where}{key}. {hint}"
+    return f"Unknown setting {where}{key:.80}. {hint}"
 
 
 def _with_one_seed(table: Mapping[str, Any]) -> dict[str, Any]:

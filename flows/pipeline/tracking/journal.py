@@ -4,6 +4,7 @@ import errno
 import fcntl
 import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from ppo_core.config.text_files import parse_strict_json
 from ppo_core.data.atomic_files import explained_writes, write_atomically
 
 Entry = dict[str, Any]
@@ -116,9 +118,9 @@ class Journal:
 
     def sent(self) -> int:
         """Return the number of bytes that were sent."""
-        written = self._sent.read_text().strip() if self._sent.exists() else ""
+        written = self._sent.read_bytes().strip() if self._sent.exists() else b""
         # A power cut may leave the file empty. Then all is sent again, but MLflow stores it once.
-        return int(written) if written.isdigit() else 0
+        return int(written) if re.fullmatch(rb"[0-9]{1,18}", written) else 0
 
     def mark_sent(self, position: int) -> None:
         """Record that all entries before a position were sent."""
@@ -216,7 +218,23 @@ class Journal:
 def _entry(line: bytes) -> Entry:
     """Return the entry of a line; a line damaged by a power cut gets the kind `spoilt`."""
     try:
-        entry = json.loads(line)
+        entry = parse_strict_json(line.decode())
     except ValueError:
         entry = None
-    return entry if isinstance(entry, dict) else {"kind": "spoilt", "line": repr(line)}
+    return entry if _is_entry(entry) else {"kind": "spoilt", "line": repr(line)}
+
+
+def _is_entry(value: Any) -> bool:
+    """Return whether a value has the fields of its kind of entry."""
+    match value:
+        case {"run": str(), "time": int(), "kind": "metrics", "values": dict(values)}:
+            return isinstance(value.get("step"), int | None) and all(
+                isinstance(number, int | float) for number in values.values()
+            )
+        case {"run": str(), "time": int(), "kind": "tag", "key": str(), "value": str()}:
+            return True
+        case {"run": str(), "time": int(), "kind": "status", "status": str()}:
+            return True
+        case {"run": str(), "time": int(), "kind": "file", "path": str(), "folder": str()}:
+            return True
+    return False

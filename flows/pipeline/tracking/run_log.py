@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.tracking.journal import Journal
+from ppo_core.config.text_files import parse_strict_json
 from ppo_core.redaction import mask_secrets
 
 LOGGED_ARTIFACTS = "mlflow.loggedArtifacts"
@@ -62,10 +63,19 @@ class RunLog:
         columns = list(rows[0]) if rows else []
         data = [[_cell(row[column]) for column in columns] for row in rows]
         self.log_text(json.dumps({"columns": columns, "data": data}), artifact)
-        tables = json.loads(self.journal.tag(self.run, LOGGED_ARTIFACTS) or "[]")
+        tables = _logged_tables(self.journal.tag(self.run, LOGGED_ARTIFACTS))
         table = {"path": artifact, "type": "table"}
         if table not in tables:
             self.set_tags({LOGGED_ARTIFACTS: json.dumps([*tables, table])})
+
+
+def _logged_tables(tag: str | None) -> list[Any]:
+    """Return the artifacts in the tag; none if the tag is missing or damaged."""
+    try:
+        tables = parse_strict_json(tag or "[]")
+    except ValueError:
+        return []
+    return tables if isinstance(tables, list) else []
 
 
 def _cell(value: Any) -> Any:

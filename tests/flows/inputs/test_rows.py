@@ -85,11 +85,15 @@ def test_a_response_may_be_empty_but_must_be_a_text(tmp_path: Path):
     ("name", "text", "message"),
     [
         ("absent.jsonl", None, r"There is no file .*absent\.jsonl"),
-        ("empty.jsonl", "", r"empty\.jsonl is empty"),
-        ("blank.jsonl", "\n \n", r"blank\.jsonl is empty"),
-        ("empty.json", "[]", r"empty\.json is empty"),
-        ("rows.csv", "prompt\na\n", r"ends in '\.csv'; rows are read from \.jsonl, \.json"),
-        ("broken.jsonl", '{"prompt": "a"\n', r"broken\.jsonl cannot be read as json"),
+        ("empty.jsonl", "", r"empty\.jsonl' is empty"),
+        ("blank.jsonl", "\n \n", r"blank\.jsonl' is empty"),
+        ("empty.json", "[]", r"empty\.json' is empty"),
+        (
+            "rows.csv",
+            "prompt\na\n",
+            r"ends in '\.csv', but rows are read only from \.jsonl",
+        ),
+        ("broken.jsonl", '{"prompt": "a"\n', r"broken\.jsonl' cannot be read: row 0 \(line 1\)"),
         (
             "other.jsonl",
             '{"text": "a", "label": 1}\n',
@@ -197,7 +201,9 @@ def test_an_error_shows_a_label_behind_long_texts(tmp_path: Path):
 def test_a_file_in_another_encoding_is_refused(tmp_path: Path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes('{"prompt": "café"}\n'.encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin\.jsonl holds text that is not UTF-8"):
+    with pytest.raises(
+        DataError, match=r"latin\.jsonl' cannot be read: row 0 .* not UTF-8 at byte 15"
+    ):
         read_rows(str(path), ["prompt"])
 
 

@@ -1,0 +1,81 @@
+"""Read data sets from addresses such as https:// and s3://, which a setting must allow."""
+
+import re
+import time
+from pathlib import Path
+from typing import IO, Any
+from urllib.request import HTTPRedirectHandler, build_opener
+
+from ppo_core.errors import DataError, library_errors
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_LOGIN = re.compile(r"//[^/@]*@")
+
+MAX_DOWNLOAD_BYTES = 1 << 30
+DOWNLOAD_SECONDS = 600.0
+"""Maximum duration of a download."""
+
+SILENCE_SECONDS = 30.0
+"""Maximum wait for a connection, and for further bytes."""
+
+
+def is_data_address(name: str) -> bool:
+    """Return whether the name of a data set is an address, or a chain of them (`zip::https://`)."""
+    return _ADDRESS.match(name) is not None or "::" in name
+
+
+def require_allowed(address: str, *, allowed: bool) -> None:
+    """Raise unless the setting `allow_data_urls` permits addresses.
+
+    Raises:
+        DataError: it does not.
+    """
+    if not allowed:
+        raise DataError(
+            f"'{shown_address(address)}' is an address, so another machine would decide what is "
+            "trained on, and could change it between two runs. Download the file and name the "
+            "copy, or set allow_data_urls to true."
+        )
+
+
+def shown_address(address: str) -> str:
+    """Return an address for messages, without its login and its query."""
+    return _LOGIN.sub("//", address).partition("?")[0]
+
+
+def download(address: str, folder: Path) -> Path:
+    """Return the downloaded file of an http or https address. Redirects are not followed.
+
+    Raises:
+        DataError: the server refuses, redirects or is silent, or the file is too large or slow.
+    """
+    name = Path(address.partition("?")[0]).name
+    path = folder / f"download{Path(name).suffix}"
+    shown = shown_address(address)
+    move = "Download the file yourself, and name the copy."
+    with (
+        library_errors(DataError, f"'{shown}' cannot be downloaded", move),
+        build_opener(_NoRedirects).open(address, timeout=SILENCE_SECONDS) as reply,
+        path.open("wb") as file,
+    ):
+        _copy(reply, file)
+    return path
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """Makes a redirect an error, because its target was not named by the user."""
+
+    def redirect_request(self, *request: Any) -> None:
+        return None
+
+
+def _copy(reply: IO[bytes], file: IO[bytes]) -> None:
+    ends = time.monotonic() + DOWNLOAD_SECONDS
+    size = 0
+    while part := reply.read(1 << 16):
+        size += len(part)
+        if size > MAX_DOWNLOAD_BYTES:
+            raise ValueError(f"it is larger than {MAX_DOWNLOAD_BYTES >> 30} GiB")
+        if time.monotonic() > ends:
+            raise ValueError(f"it took more than {DOWNLOAD_SECONDS:.0f} seconds")
+        file.write(part)

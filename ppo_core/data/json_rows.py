@@ -1,0 +1,121 @@
+"""Read rows from JSON files: one object on each line, or one list of objects."""
+
+import codecs
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ppo_core.config.text_files import open_regular_file, parse_strict_json
+from ppo_core.errors import DataError, library_errors, reason_of
+
+JSONRow = dict[str, Any]
+
+MAX_LINE_BYTES = 1 << 26
+"""Maximum length of a line, which is one row."""
+
+MAX_LIST_BYTES = 1 << 30
+"""Maximum size of a file that is one list of rows, because it is read as a whole."""
+
+MAX_COLUMNS = 1000
+"""Maximum number of different keys of all rows, each of which becomes a column."""
+
+_OTHER_FORMATS = {
+    b"\x1f\x8b": "is compressed by gzip. Decompress the file.",
+    b"PK\x03\x04": "is a zip archive. Extract its file.",
+    b"PAR1": "is a Parquet file. Rename the file to end in .parquet.",
+    b"\xff\xfe": "is UTF-16. Convert the file to UTF-8.",
+    b"\xfe\xff": "is UTF-16. Convert the file to UTF-8.",
+}
+"""First bytes of files that are often named like a JSON file."""
+
+
+def read_json_rows(path: Path) -> list[JSONRow]:
+    """Return the rows of a JSON file; an empty file has none.
+
+    A byte-order mark and empty lines are ignored. Rows may have different keys.
+
+    Raises:
+        DataError: the file cannot be read, is not UTF-8, or a row is not a JSON object; the message
+            names the row, counted from 0, and the line, counted from 1.
+    """
+    failure, move = f"'{path}' cannot be read", "Name a file of rows that you may read."
+    with library_errors(DataError, failure, move), open_regular_file(path) as file:
+        start = file.read(4)
+        for magic, advice in _OTHER_FORMATS.items():
+            if start.startswith(magic):
+                raise DataError(f"'{path}' cannot be read: it {advice}")
+        file.seek(len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0)
+        rows = _read_rows(file, path)
+    columns = {name for row in rows for name in row}
+    if len(columns) > MAX_COLUMNS:
+        raise DataError(
+            f"'{path}' has {len(columns)} different keys, but at most {MAX_COLUMNS} can be "
+            "columns. Give all rows the same keys."
+        )
+    return rows
+
+
+def _read_rows(file: BinaryIO, path: Path) -> list[JSONRow]:
+    begin = file.tell()
+    rows: list[JSONRow] = []
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES):
+        number += 1
+        if not line.strip():
+            continue
+        if not rows and line.lstrip().startswith(b"["):
+            file.seek(begin)
+            return _read_list(file, path)
+        try:
+            if len(line) == MAX_LINE_BYTES:
+                raise ValueError(f"it has {MAX_LINE_BYTES >> 20} MiB or more")
+            rows.append(_as_row(_parse(line)))
+        except ValueError as error:
+            raise DataError(
+                f"'{path}' cannot be read: row {len(rows)} (line {number}): {_fault(error)}. "
+                "Correct the line. Each line must be one JSON object in UTF-8."
+            ) from error
+    return rows
+
+
+def _read_list(file: BinaryIO, path: Path) -> list[JSONRow]:
+    try:
+        text = file.read(MAX_LIST_BYTES + 1)
+        if len(text) > MAX_LIST_BYTES:
+            raise ValueError("it is one list of more than 1 GiB; write one object on each line")
+        items = _parse(text)
+        if not isinstance(items, list):
+            raise ValueError(f"it holds {type(items).__name__}, not a list")
+    except ValueError as error:
+        raise DataError(
+            f"'{path}' cannot be read as a list of rows: {reason_of(error)}. Correct the file."
+        ) from error
+    rows = []
+    for item in items:
+        try:
+            rows.append(_as_row(item))
+        except ValueError as error:
+            raise DataError(
+                f"'{path}' cannot be read: row {len(rows)}: {error}. Correct the row."
+            ) from error
+    return rows
+
+
+def _parse(text: bytes) -> Any:
+    try:
+        return parse_strict_json(text.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 at byte {error.start} ({error.reason})") from None
+
+
+def _fault(error: ValueError) -> str:
+    # The decoder would count the lines of this one line.
+    if isinstance(error, JSONDecodeError):
+        return f"{error.msg} (character {error.pos + 1})"
+    return reason_of(error)
+
+
+def _as_row(value: Any) -> JSONRow:
+    if not isinstance(value, dict):
+        raise ValueError(f"it is {value!r:.80}, not an object of columns")
+    return value
