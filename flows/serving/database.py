@@ -9,8 +9,7 @@ import sqlite3
 from pathlib import Path
 
 from ppo_core.errors import ModelError
-
-from .redaction import without_credentials
+from ppo_core.redaction import redact
 
 SQLITE_HEADER = b"SQLite format 3\0"
 """First bytes of a database that is not empty."""
@@ -36,7 +35,7 @@ def check_database(uri: str, *, must_exist: bool = False, is_written: bool = Fal
     fault = _fault(path, must_exist=must_exist, is_written=is_written)
     if fault is not None:
         raise ModelError(
-            f"MLflow cannot use the database {without_credentials(uri)}: {fault}. Correct "
+            f"MLflow cannot use the database {redact(uri)}: {fault}. Correct "
             "MLFLOW_TRACKING_URI (or MLFLOW_REGISTRY_URI, if it is set), for example to "
             "sqlite:////absolute/path/mlflow.db or to the address of an MLflow server."
         )

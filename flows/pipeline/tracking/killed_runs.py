@@ -9,7 +9,7 @@ from pipeline.tracking.mlflow_runs import find_runs
 from pipeline.tracking.run_record import end_runs, remove_record, was_killed
 from pipeline.tracking.sender import Sender
 from ppo_core.errors import PPOError
-from serving.redaction import without_credentials
+from ppo_core.redaction import redact
 
 SECONDS = 20.0
 """Maximum wait in seconds until MLflow has the entries of a killed run."""
@@ -30,7 +30,7 @@ def end_killed_runs(folder: Path, flow: str) -> None:
         for killed in sorted(path for path in folder.iterdir() if was_killed(path)):
             _end(killed, f"{flow}/{killed.name}")
     except (PPOError, MlflowException, OSError) as error:
-        print(f"An earlier run was not ended in MLflow: {without_credentials(error)}", flush=True)
+        print(f"An earlier run was not ended in MLflow: {redact(error)}", flush=True)
 
 
 def _end(folder: Path, flow_run: str) -> None:

@@ -18,7 +18,7 @@ from pipeline.tracking.run_record import (
 from pipeline.tracking.sender import Sender
 from pipeline.tracking.system_metrics import SystemMetrics
 from ppo_core.errors import ModelError, PPOError
-from serving.redaction import without_credentials
+from ppo_core.redaction import redact
 
 PARENT = "parent"
 """Name of the parent run, whose children are the runs of the steps."""
@@ -154,4 +154,4 @@ class Tracker:
 
 def _one_line(reason: str) -> str:
     """Return a reason without credentials, in one line that is short enough for a tag."""
-    return " ".join(without_credentials(reason).split())[:MAX_REASON_CHARACTERS]
+    return " ".join(redact(reason).split())[:MAX_REASON_CHARACTERS]
