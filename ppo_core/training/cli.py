@@ -104,7 +104,7 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
         ModelError: the folder or hub id has no causal language model, or a package for
             quantization is missing.
     """
-    options = {
+    options: dict[str, Any] = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype if model.dtype == "auto" else getattr(torch, model.dtype),

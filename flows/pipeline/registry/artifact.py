@@ -104,7 +104,8 @@ def write_artifact(
 def _load(policy: Path, name: str) -> tuple[TextGenerationPipeline, PreTrainedTokenizerBase]:
     folder = policy.resolve()
     try:
-        model, tokenizer = load_policy(folder, dtype="auto"), load_tokenizer(folder)
+        model: Any = load_policy(folder, dtype="auto")
+        tokenizer: Any = load_tokenizer(folder)
     except ModelError as error:
         raise ModelError(f"The policy cannot be registered. {error} Train it again.") from error
     # Keep local paths out of the version. Because of the colon, MLflow does not take the name for a
