@@ -22,8 +22,8 @@ from functools import lru_cache
 from typing import Any, TextIO, cast
 from urllib.parse import quote, quote_plus, unquote
 
-MASK = "***"
-"""Text in the place of a secret."""
+MASK = "(hidden)"
+"""Text in the place of a secret; Metaflow would take asterisks for its marks of bold text."""
 
 MIN_SECRET_CHARACTERS = 8
 """Shorter values of environment variables are not masked, because they are often common words."""

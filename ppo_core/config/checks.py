@@ -101,6 +101,8 @@ def refuse_secrets(values: Mapping[str, object], *, allowed: Collection[str] = (
     for name, value in values.items():
         if name in allowed:
             continue
+        if describe_secret(name):
+            raise ConfigError("The name of a setting holds a secret. Rename or remove the setting.")
         if isinstance(value, Mapping):
             refuse_secrets({f"{name}.{key}": inner for key, inner in value.items()})
         elif isinstance(value, (list, tuple)):

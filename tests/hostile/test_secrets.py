@@ -100,7 +100,7 @@ def test_a_secret_is_masked_in_every_form(form: str, monkeypatch: pytest.MonkeyP
 def test_a_secret_of_a_variable_is_masked(case: str, monkeypatch: pytest.MonkeyPatch):
     name, value, secret = VARIABLES[case]
     monkeypatch.setenv(name, value)
-    assert redact(f"It failed with {secret}.") == "It failed with ***."
+    assert redact(f"It failed with {secret}.") == "It failed with (hidden)."
 
 
 @pytest.mark.parametrize("kind", TOKENS)
@@ -166,6 +166,12 @@ def test_a_secret_on_the_command_line_is_refused_by_its_flag(line: str, secret_v
     assert is_clean(refused.value)
 
 
+def test_a_secret_as_the_name_of_a_setting_is_refused(secret_variable: None):
+    with pytest.raises(ConfigError, match="name of a setting") as refused:
+        make_settings({"judging": {ODD: 1}}, {})
+    assert is_clean(refused.value)
+
+
 def test_a_secret_in_a_parameter_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("METAFLOW_RUN_POLICY", f"https://me:{CANARY}@host/x")
     with pytest.raises(ConfigError, match=r"^METAFLOW_RUN_POLICY holds") as refused:
@@ -219,7 +225,7 @@ def test_a_key_that_a_server_repeats_is_shown_and_stored_nowhere(monkeypatch: py
         model.ask([[{"role": "user", "content": "?"}]], replies.__setitem__)
         with pytest.raises(JudgeError) as error:
             model.probe()
-    assert replies[0].text == "A, by ***"
+    assert replies[0].text == "A, by (hidden)"
     assert "canary" not in str(error.value)
 
 
@@ -232,7 +238,7 @@ def test_the_texts_of_reports_are_masked(tmp_path: Path, monkeypatch: pytest.Mon
     write_jsonl(tmp_path / "judgements.jsonl", [{"reason": CANARY}])
     write_report(tmp_path / "report.json", {"reason": CANARY})
     files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
-    assert len([text for text in files if "***" in text]) == 5
+    assert len([text for text in files if "(hidden)" in text]) == 5
     assert not [text for text in files if CANARY in text]
 
 
@@ -244,7 +250,7 @@ def test_the_report_of_a_failed_process_is_redacted(
     with pytest.raises(RuntimeError), reported_errors():
         raise RuntimeError(f"no model at http://me:it@host: {CANARY}")
     report = (tmp_path / "error.json").read_text()
-    assert "http://host: ***" in report
+    assert "http://host: (hidden)" in report
     assert CANARY not in report and "me:it" not in report
 
 
@@ -254,7 +260,7 @@ def test_metaflow_stores_exceptions_without_secrets(monkeypatch: pytest.MonkeyPa
         raise RuntimeError(f"{CANARY} http://me:it@host")
     except RuntimeError as error:
         stored = redacted_exception(error)
-    assert "RuntimeError: *** http://host" in str(stored)
+    assert "RuntimeError: (hidden) http://host" in str(stored)
     assert "canary7Qx" not in str(vars(stored)) and "me:it" not in str(vars(stored))
 
 

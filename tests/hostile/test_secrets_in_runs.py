@@ -48,11 +48,6 @@ class Case:
 FAST = {
     "--policy": Case("--policy holds an address", (*RUN, "--policy", ADDRESS)),
     "MLflow away": Case("gives no answer", environment={"MLFLOW_TRACKING_URI": TRACKING_URI}),
-    "registry.py": Case(
-        "registry: The MLflow registry",
-        ("flows/registry.py", "show", "policy"),
-        {"MLFLOW_TRACKING_URI": TRACKING_URI},
-    ),
 }
 
 SLOW = {
@@ -90,20 +85,22 @@ SLOW = {
         environment={"OPENAI_BASE_URL": f"http://me:{CANARY}judge@127.0.0.1:1/v1"},
         table={"judge": "openai:model"},
     ),
-    "judge repeats the key": Case("status 401: wrong key ***", table={"judge": "openai:model"}),
+    "judge repeats the key": Case(
+        "status 401: wrong key (hidden)", table={"judge": "openai:model"}
+    ),
     "judge redirects": Case("status 307", table={"judge": "openai:model"}),
     "judge cannot be imported": Case(
-        "cannot be imported: ***", judge=f"{SECRET_IN_JUDGE}raise ImportError(secret)"
+        "cannot be imported: (hidden)", judge=f"{SECRET_IN_JUDGE}raise ImportError(secret)"
     ),
     "judge fails when imported": Case(
-        "RuntimeError: ***", judge=f"{SECRET_IN_JUDGE}raise RuntimeError(secret)"
+        "RuntimeError: (hidden)", judge=f"{SECRET_IN_JUDGE}raise RuntimeError(secret)"
     ),
     "judge fails when asked": Case(
-        "***",
+        "(hidden)",
         judge=f"{SECRET_IN_JUDGE}def judge(prompts, pairs):\n    raise RuntimeError(secret)",
     ),
     "judge says the secret": Case(
-        "***", judge=f"{SECRET_IN_JUDGE}def judge(prompts, pairs):\n    return [secret]"
+        "(hidden)", judge=f"{SECRET_IN_JUDGE}def judge(prompts, pairs):\n    return [secret]"
     ),
     "training's flag": Case(
         "ppo_core: model_name_or_path holds",
@@ -125,6 +122,11 @@ SLOW = {
     "win_rate.py": Case(
         "win_rate: ",
         ("flows/win_rate.py", "--model", "models:/x/1", "--judge", "rule"),
+        {"MLFLOW_TRACKING_URI": TRACKING_URI},
+    ),
+    "registry.py": Case(
+        "registry: The MLflow registry",
+        ("flows/registry.py", "show", "policy"),
         {"MLFLOW_TRACKING_URI": TRACKING_URI},
     ),
     "registry.py --reason": Case(

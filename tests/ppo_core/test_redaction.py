@@ -45,7 +45,9 @@ def test_an_address_is_shown_without_credentials(text: str, shown: str):
 
 
 def test_a_document_keeps_the_queries_of_its_texts():
-    assert mask_secrets(f"see http://host/?page=2, {PASSWORD}") == "see http://host/?page=2, ***"
+    assert (
+        mask_secrets(f"see http://host/?page=2, {PASSWORD}") == "see http://host/?page=2, (hidden)"
+    )
 
 
 def test_a_short_value_of_a_variable_is_kept():
@@ -54,7 +56,7 @@ def test_a_short_value_of_a_variable_is_kept():
 
 def test_a_message_of_an_error_is_clean_wherever_it_is_shown():
     error = ModelError(f"no model at http://me:it@host/x: {KEY}")
-    assert str(error) == "no model at http://host/x: ***"
+    assert str(error) == "no model at http://host/x: (hidden)"
     assert KEY not in repr(error)
 
 
@@ -97,12 +99,12 @@ def written(*texts: str, flush: bool = False) -> str:
 
 @pytest.mark.parametrize("cut", range(1, len(KEY)))
 def test_a_secret_split_between_two_writes_is_masked(cut: int):
-    assert written("key ", KEY[:cut], KEY[cut:], ".\n") == "key ***.\n"
+    assert written("key ", KEY[:cut], KEY[cut:], ".\n") == "key (hidden).\n"
 
 
 @pytest.mark.parametrize("cut", range(4, len(KEY)))
 def test_a_secret_split_by_a_flush_is_masked(cut: int):
-    assert written("key ", KEY[:cut], KEY[cut:], ".\n", flush=True) == "key ***.\n"
+    assert written("key ", KEY[:cut], KEY[cut:], ".\n", flush=True) == "key (hidden).\n"
 
 
 def test_an_address_split_between_two_writes_is_redacted():
@@ -127,7 +129,7 @@ def test_a_flush_shows_an_unfinished_address():
 
 def test_a_long_line_is_data_whose_addresses_are_kept():
     page = "http://host/?page=2 " * 1000
-    assert written(f"{page}{KEY}\n") == f"{page}***\n"
+    assert written(f"{page}{KEY}\n") == f"{page}(hidden)\n"
 
 
 PROGRAM = """
@@ -166,6 +168,12 @@ def test_no_output_of_a_process_has_the_secret():
     output = ran.stdout + ran.stderr
     assert KEY not in output
     assert ran.returncode == 1
-    assert ran.stdout == f"print ***\nno newline ***\nbytes ***\n{KEY[:7]}"
-    for line in ("early ***", "late ***", "UserWarning: ***", "RuntimeError: ***", "***: 100%"):
+    assert ran.stdout == f"print (hidden)\nno newline (hidden)\nbytes (hidden)\n{KEY[:7]}"
+    for line in (
+        "early (hidden)",
+        "late (hidden)",
+        "UserWarning: (hidden)",
+        "RuntimeError: (hidden)",
+        "(hidden): 100%",
+    ):
         assert line in ran.stderr
