@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import (
     Dataset,
@@ -32,7 +32,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.A
 
 _KINDS = {str: "text", bool: "true or false", int: "number", float: "number", list: "list"}
 
-OpenedRows = Dataset | list[JSONRow]
+OpenedRows: TypeAlias = Dataset | list[JSONRow]
 """Rows as `datasets` holds them, or as a JSON file holds them: with different keys and types."""
 
 

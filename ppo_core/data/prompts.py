@@ -116,8 +116,11 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tokens:
 
 def _checked_ids(tokenizer: PreTrainedTokenizerBase, ids: object) -> Tokens:
     # The items of bytes are integers too.
-    is_sequence = isinstance(ids, Sequence) and not isinstance(ids, bytes | bytearray)
-    if not is_sequence or not all(isinstance(token, Integral) for token in ids):
+    if (
+        not isinstance(ids, Sequence)
+        or isinstance(ids, bytes | bytearray)
+        or not all(isinstance(token, Integral) for token in ids)
+    ):
         raise DataError(
             f"A prompt is text, chat messages or token ids, not {type(ids).__name__}: "
             f"{ids!r:.80}. Convert or remove the prompt."

@@ -114,7 +114,9 @@ def _fields_of(item: Any) -> Mapping[str, Any]:
 
 
 def _is_probability(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(0 <= value <= 1)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    # Before `float`, which a large integer overflows.
+    return is_number and bool(0 <= value <= 1)
 
 
 def _import_file(path: Path) -> ModuleType:
