@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.judges.chat_model import Reply
-from ppo_core.config.text_files import parse_strict_json
 from ppo_core.data.atomic_files import write_atomically
 from ppo_core.errors import JudgeError, reason_of
 
@@ -50,8 +49,9 @@ class ReplyCache:
                 "asked, and paid, for this reply again."
             ) from error
         try:
-            return _reply_in(parse_strict_json(written.decode()))
-        except ValueError as error:
+            # Not `parse_strict_json`: a model's reply may have half of a surrogate pair.
+            return _reply_in(json.loads(written))
+        except (ValueError, RecursionError) as error:
             raise JudgeError(
                 f"{path} does not contain a stored reply: {reason_of(error)}. Delete the file; "
                 "the judge will then be asked, and paid, for this reply again."

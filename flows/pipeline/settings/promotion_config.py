@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ppo_core.config.checks import require, require_finite
+from ppo_core.config.checks import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,6 @@ class PromotionConfig:
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
-        require_finite(self)
         for name in ("min_win_rate", "min_reference_win_rate"):
             require(self, name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         require(self, "max_kl", self.max_kl > 0, "above 0")

@@ -325,7 +325,7 @@ def test_an_example_of_messages_is_kept_and_needs_a_chat_template(
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match=r"The policy cannot be registered. No model can be loaded"):
+    with pytest.raises(ModelError, match=r"cannot be registered. No model can be loaded"):
         write(tmp_path / "empty", tmp_path / "version")
 
 
