@@ -230,8 +230,8 @@ def test_what_is_no_completion_is_asked_again():
 @pytest.mark.parametrize(
     "fault, words",
     [
-        ("html", "no chat completion, but <html>Sign in</html>"),
-        ("empty", "no chat completion, but nothing"),
+        ("html", "not a chat completion: <html>Sign in</html>"),
+        ("empty", "not a chat completion: nothing"),
         ("no text", "finish_reason='length'; if it is 'length', raise judging.max_reply_tokens"),
         ("hung up", "disconnected"),
     ],
