@@ -231,7 +231,7 @@ class Reporter:
     def _logged_updates(self) -> dict[int, Metrics]:
         """Return the metrics of each update in the log history, which also has evaluations."""
         return {
-            entry["step"]: {name: entry[name] for name in entry.keys() - {"step", "epoch"}}
+            int(entry["step"]): {name: entry[name] for name in entry.keys() - {"step", "epoch"}}
             for entry in self.state.log_history
             if "objective/kl" in entry
         }

@@ -69,13 +69,12 @@ def repetition_reward(rollout: Rollout, scores: Tensor) -> float:
     """Return how far scores (B,) follow the repetition in responses of equal length.
 
         r = partial correlation of score and repetition, given the length
-        tanh(atanh(r) - 2.33 / sqrt(B - 4))
+        max(0, tanh(atanh(r) - 2.33 / sqrt(B - 4)))
 
     This is the lower end of a one-sided 99 % interval (Fisher's transformation with one variable
     held fixed), so that a small batch does not give a large value by chance. Repetition is measured
     as the share of repeated tokens, of repeated 3-grams, and of the most frequent token; the
-    largest value is returned. It is 0 for fewer than 8 responses, or without any difference
-    between the responses.
+    largest value is returned. It is 0 for fewer than 8 responses, and at least 0.
     """
     if len(rollout) < 8:
         return 0.0
@@ -88,7 +87,7 @@ def repetition_reward(rollout: Rollout, scores: Tensor) -> float:
     score = _without_trend(scores, lengths)
     correlations = [_correlation(score, _without_trend(each, lengths)) for each in measures]
     bounded = min(max(*correlations, -LARGEST), LARGEST)
-    return math.tanh(math.atanh(bounded) - 2.33 / math.sqrt(len(rollout) - 4))
+    return max(0.0, math.tanh(math.atanh(bounded) - 2.33 / math.sqrt(len(rollout) - 4)))
 
 
 def _correlation(first: Tensor, second: Tensor) -> float:

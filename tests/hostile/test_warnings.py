@@ -159,7 +159,7 @@ def test_the_metric_is_high_only_for_repetition_at_equal_length():
     rollout = rollout_of(responses)
     repeats = torch.tensor([1 - len(set(ids)) / len(ids) for ids in responses])
     assert repetition_reward(rollout, repeats) > 0.99
-    assert repetition_reward(rollout, -repeats) < 0
+    assert repetition_reward(rollout, -repeats) == 0
     # Longer texts repeat more words. A reward for length is no reward for repetition.
     assert torch.corrcoef(torch.stack([repeats, torch.tensor(lengths)]))[0, 1] > 0.8
     assert repetition_reward(rollout, torch.tensor(lengths, dtype=torch.float32)) < 0.2
@@ -213,13 +213,8 @@ NOT_FINITE = {
 }
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "score",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in NOT_FINITE if name != "score"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", NOT_FINITE)
 def test_numbers_that_are_not_finite_in_one_process_are_said_by_both(where):
     started = time.monotonic()
     ran = subprocess.run(
