@@ -1,7 +1,10 @@
 """Checks of settings; the errors name the setting and its value."""
 
 import math
+from functools import cache
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from ppo_core.errors import ConfigError
 
@@ -44,15 +47,17 @@ def check_type(kind: Any, value: object, name: str) -> None:
         ConfigError: the value has another type, or is a text with a null character, which no path
             may contain.
     """
-    # Imported here: only files are checked so, and the import takes a tenth of a second.
-    from pydantic import TypeAdapter, ValidationError
-
     try:
-        TypeAdapter(kind).validate_python(value, strict=True)
+        _adapter_of(kind).validate_python(value, strict=True)
     except ValidationError as error:
         raise ConfigError(f"{name}={value!r:.80}: {error.errors()[0]['msg']}.") from error
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{name}={value!r:.80} has a null character. Remove it.")
+
+
+@cache
+def _adapter_of(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def require_finite(config: object) -> None:
