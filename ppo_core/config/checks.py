@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from ppo_core.errors import ConfigError
 from ppo_core.redaction import describe_secret, names_secret
@@ -49,15 +52,17 @@ def check_type(kind: Any, value: object, name: str) -> None:
         ConfigError: the value has another type, or is a text with a null character, which no path
             may contain.
     """
-    # Imported here: only files are checked so, and the import takes a tenth of a second.
-    from pydantic import TypeAdapter, ValidationError
-
     try:
-        TypeAdapter(kind).validate_python(value, strict=True)
+        _adapter_of(kind).validate_python(value, strict=True)
     except ValidationError as error:
         raise ConfigError(f"{name}={value!r:.80}: {error.errors()[0]['msg']}.") from error
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{name}={value!r:.80} has a null character. Remove it.")
+
+
+@cache
+def _adapter_of(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def require_finite(config: object) -> None:
