@@ -68,10 +68,15 @@ def history(name: str) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     # Imported here: MLflow reads the prepared environment when it is imported.
     from pipeline.registry.champions import promote_by_hand, roll_back
-    from pipeline.tracking.mlflow_client import check_databases, check_registry
+    from pipeline.tracking.mlflow_client import (
+        check_databases,
+        check_model_name,
+        check_registry,
+    )
 
-    check_databases(must_exist=True)
     name = arguments.name
+    check_model_name(name)
+    check_databases(must_exist=True)
     check_registry(name)
     if arguments.command == "show":
         show(name)

@@ -303,12 +303,19 @@ def read_checkpoint(
     share = slice(peers.rank, None, peers.number)
     for damage in peers.exchange(_find_damage(folder, share, forms)):
         if damage is not None:
-            raise TrainingError(
-                f"{damage}. A run that continued from a damaged checkpoint would give other "
-                "results. Resume from an earlier checkpoint, or restore this one from a copy."
-            )
-    state = parse_json((folder / STATE).read_bytes(), object_pairs_hook=_with_current_names)
+            raise _damaged(damage)
+    try:
+        state = parse_json((folder / STATE).read_bytes(), object_pairs_hook=_with_current_names)
+    except ValueError as error:
+        raise _damaged(f"'{folder / STATE}' is damaged: {error}") from error
     return Checkpoint(folder, state)
+
+
+def _damaged(damage: str) -> TrainingError:
+    return TrainingError(
+        f"{damage}. A run that continued from a damaged checkpoint would give other results. "
+        "Resume from an earlier checkpoint, or restore this one from a copy."
+    )
 
 
 def read_newest(

@@ -79,7 +79,7 @@ def test_greedy_answers_depend_on_no_seed_and_sampled_ones_do(tmp_path: Path):
     assert answers() != answers("--seed", "2")
 
 
-def test_a_registered_version_is_judged_by_its_uri(tmp_path: Path, mlflow_client, capsys):
+def test_a_version_that_the_flow_did_not_register_is_refused(tmp_path: Path, mlflow_client, capsys):
     components = {
         "model": transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy"),
         "tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path / "policy"),
@@ -92,12 +92,10 @@ def test_a_registered_version_is_judged_by_its_uri(tmp_path: Path, mlflow_client
             pip_requirements=["transformers"],
             registered_model_name="words",
         )
-    assert run(model="models:/words/1") == 0
-    by_uri = capsys.readouterr().out
-    assert run() == 0
-    assert by_uri == capsys.readouterr().out
+    assert run(model="models:/words/1") == 1
+    assert "the flow did not register it" in capsys.readouterr().err
     assert run(model="models:/words/7") == 1
-    assert "models:/words/7 cannot be read from the registry" in capsys.readouterr().err
+    assert "does not have version 7 of 'words'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def check_mlflow(url: str) -> None:
 def download_from_mlflow(url: str) -> None:
     with tracking_to(url), pytest.MonkeyPatch.context() as patch:
         as_a_command(patch)
-        find_policy("models:/policy/1")
+        find_policy("models:/policy/1", Path("unused"))
 
 
 def serve_champion(url: str) -> None:

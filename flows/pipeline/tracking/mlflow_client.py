@@ -64,18 +64,27 @@ def create_experiment(client: MlflowClient, title: str) -> str:
         return made.experiment_id
 
 
-def check_registry(name: str) -> None:
-    """Raise if the registry does not answer within CHECK_SECONDS, or the model name is invalid.
+def check_model_name(name: str) -> None:
+    """Raise if the URI of a version cannot contain the name of a registered model.
 
     Raises:
-        ConfigError: the name is empty or has a character that the URI of a version cannot contain.
-        ModelError: the registry does not answer.
+        ConfigError: the name is empty or has an invalid character.
     """
     if not name or any(character in name for character in "/:"):
         raise ConfigError(
             f"registered_model={name!r} must not be empty or contain '/' or ':', because the URI "
             "of a version is models:/NAME/VERSION."
         )
+
+
+def check_registry(name: str) -> None:
+    """Raise if the registry does not answer within CHECK_SECONDS, or the model name is invalid.
+
+    Raises:
+        ConfigError: see `check_model_name`.
+        ModelError: the registry does not answer.
+    """
+    check_model_name(name)
     try:
         answer_within(CHECK_SECONDS, lambda: connect().search_registered_models(max_results=1))
     # ImportError: the driver of the database is not installed.
