@@ -223,7 +223,7 @@ def test_a_training_resumes_where_its_server_was_lost_and_ends_as_one_that_kept_
         assert metrics["time/synchronising"] < metrics["time/sampling"]
 
     lost = make_trainer(
-        dataclasses.replace(config, output_dir=str(tmp_path / "lost"), vllm_server_timeout=0.3)
+        dataclasses.replace(config, output_dir=str(tmp_path / "lost"), vllm_server_timeout=1.5)
     )
     after_one = lost._after_update
 
