@@ -19,7 +19,7 @@ from tests.helpers.pipeline_inputs import JUDGE, as_toml, tiny_table
 
 FLOW = ROOT / "flows" / "rlhf.py"
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass(frozen=True)
