@@ -86,7 +86,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         bool: st.booleans(),
         int: st.integers(1, 10**20),
         float: st.floats(0, 1, exclude_min=True, exclude_max=True) | st.just(inf),
-        str: st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
+        str: st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=9),
     }[kind]
 
 
