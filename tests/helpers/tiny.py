@@ -1,5 +1,7 @@
 """Tiny real models and a tokenizer for tests."""
 
+from copy import deepcopy
+
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -62,7 +64,8 @@ def make_tokenizer(*, words: int = VOCABULARY - 3, prefix: str = "w") -> PreTrai
 def make_policy(family: str = "llama", *, seed: int = 0) -> PreTrainedModel:
     """Return a random causal model with noise on all weights, so that its logits differ."""
     torch.manual_seed(seed)
-    return _spread(AutoModelForCausalLM.from_config(CONFIGS[family]))
+    # A copy, because a model keeps its configuration, and tests change it.
+    return _spread(AutoModelForCausalLM.from_config(deepcopy(CONFIGS[family])))
 
 
 def make_classifier(family: str = "llama", *, seed: int = 1, labels: int = 1) -> PreTrainedModel:
