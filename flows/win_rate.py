@@ -29,8 +29,8 @@ from ppo_core.config.argument_parser import DocumentedParser
 from ppo_core.config.checks import require, require_count, require_finite
 from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
 from ppo_core.errors import PPOError
+from ppo_core.errors.redaction import mask_secrets
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
-from ppo_core.redaction import mask_secrets
 from ppo_core.training.evaluation import answer_prompts
 
 

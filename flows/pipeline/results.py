@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_core.config.text_files import read_json_file
 from ppo_core.data.atomic_files import write_atomically
 from ppo_core.errors import DataError
-from ppo_core.redaction import mask_secrets
+from ppo_core.errors.redaction import mask_secrets
 
 if TYPE_CHECKING:
     from pipeline.registry.decisions import Decision

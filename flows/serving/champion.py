@@ -5,8 +5,7 @@
     champion = load_champion("rlhf-policy")
     champion.model.generate(**champion.tokenizer("Hello", return_tensors="pt"))
 
-Apart from `ppo_core.errors` and `ppo_core.redaction`, this package imports nothing from the rest of
-the project.
+Apart from `ppo_core.errors`, this package imports nothing from the rest of the project.
 """
 
 import logging
@@ -118,13 +117,16 @@ def load_champion(
     # Without config.json, transformers would load an adapter's base model, which is not verified.
     if not ((model / "config.json").is_file() and tokenizer.is_dir()):
         raise refusal(what, "it has no model/config.json or no components/tokenizer")
-    safe = {"trust_remote_code": False, "local_files_only": True}
     try:
         return Champion(
             name,
             fetched.version,
-            AutoModelForCausalLM.from_pretrained(model, use_safetensors=True, **safe).eval(),
-            AutoTokenizer.from_pretrained(tokenizer, **safe),
+            AutoModelForCausalLM.from_pretrained(
+                model, use_safetensors=True, trust_remote_code=False, local_files_only=True
+            ).eval(),
+            AutoTokenizer.from_pretrained(
+                tokenizer, trust_remote_code=False, local_files_only=True
+            ),
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(

@@ -9,7 +9,7 @@ import sqlite3
 from pathlib import Path
 
 from ppo_core.errors import ModelError
-from ppo_core.redaction import redact
+from ppo_core.errors.redaction import redact
 
 SQLITE_HEADER = b"SQLite format 3\0"
 """First bytes of a database that is not empty."""

@@ -26,8 +26,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ppo_core.config.text_files import parse_json
 from ppo_core.data.atomic_files import sync_to_disk
-from ppo_core.data.json_files import Form, check_form, is_object, parse_json
+from ppo_core.data.json_form import Form, check_form, is_object
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from ppo_core.config.text_files import parse_json
 from ppo_core.data.atomic_files import write_atomically
-from ppo_core.data.json_files import check_form, is_count, is_text, parse_json
+from ppo_core.data.json_form import check_form, is_count, is_text
 from ppo_core.errors import TrainingError
 
 LEASE = "lease.json"

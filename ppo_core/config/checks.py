@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ppo_core.errors import ConfigError
-from ppo_core.redaction import describe_secret, names_secret
+from ppo_core.errors.redaction import describe_secret, names_secret
 
 NO_SECRETS = ("stop_token",)
 """Settings with the name of a secret whose values are none."""

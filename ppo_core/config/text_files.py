@@ -66,19 +66,29 @@ def read_json_file(path: Path, kind: type[PPOError]) -> Any:
         return parse_strict_json(text)
 
 
-def parse_strict_json(text: str) -> Any:
-    """Return the value of a JSON text.
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Return the value of a JSON document; `options` are those of `json.loads`.
 
     Raises:
-        ValueError: the text is not JSON, has a key twice in an object, is nested more than
-            `MAX_DEPTH` levels deep, or has half of a surrogate pair, which cannot be written again.
+        ValueError: the text is not UTF-8, not JSON, or nested more than `MAX_DEPTH` levels deep.
     """
     try:
-        value = _DECODER.decode(text)
+        value = json.loads(text, **options)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+    if _depth(value) > MAX_DEPTH:
         raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+    return value
+
+
+def parse_strict_json(text: str) -> Any:
+    """Return the value of a JSON text that others wrote.
+
+    Raises:
+        ValueError: see `parse_json`; or the text has a key twice in an object, or half of a
+            surrogate pair, which cannot be written again.
+    """
+    value = parse_json(text, object_pairs_hook=_without_repeated_keys)
     if _HALF_CHARACTER.search(text):
         _require_whole_characters(value)
     return value
@@ -97,9 +107,6 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice!r:.80} is given twice")
     return value
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeated_keys)
 
 
 def _depth(value: Any) -> int:

@@ -9,7 +9,6 @@ from urllib.request import HTTPRedirectHandler, build_opener
 from ppo_core.errors import DataError, library_errors
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_LOGIN = re.compile(r"//[^/@]*@")
 
 MAX_DOWNLOAD_BYTES = 1 << 30
 DOWNLOAD_SECONDS = 600.0
@@ -32,15 +31,10 @@ def require_allowed(address: str, *, allowed: bool) -> None:
     """
     if not allowed:
         raise DataError(
-            f"'{shown_address(address)}' is an address, so another machine would decide what is "
+            f"'{address}' is an address, so another machine would decide what is "
             "trained on, and could change it between two runs. Download the file and name the "
             "copy, or set allow_data_urls to true."
         )
-
-
-def shown_address(address: str) -> str:
-    """Return an address for messages, without its login and its query."""
-    return _LOGIN.sub("//", address).partition("?")[0]
 
 
 def download(address: str, folder: Path) -> Path:
@@ -51,10 +45,9 @@ def download(address: str, folder: Path) -> Path:
     """
     name = Path(address.partition("?")[0]).name
     path = folder / f"download{Path(name).suffix}"
-    shown = shown_address(address)
     move = "Download the file yourself, and name the copy."
     with (
-        library_errors(DataError, f"'{shown}' cannot be downloaded", move),
+        library_errors(DataError, f"'{address}' cannot be downloaded", move),
         build_opener(_NoRedirects).open(address, timeout=SILENCE_SECONDS) as reply,
         path.open("wb") as file,
     ):

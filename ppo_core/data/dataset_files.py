@@ -19,11 +19,12 @@ from datasets import (
 )
 
 from ppo_core.config.checks import is_finite
-from ppo_core.data.data_addresses import download, is_data_address, require_allowed, shown_address
+from ppo_core.data.data_addresses import download, is_data_address, require_allowed
 from ppo_core.data.data_folders import files_by_split
 from ppo_core.data.json_rows import JSONRow, read_json_rows
 from ppo_core.data.parquet_rows import read_parquet_rows
 from ppo_core.errors import ConfigError, DataError, library_errors
+from ppo_core.errors.redaction import redact
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 """File suffix -> name of the builder in the `datasets` library."""
@@ -189,7 +190,7 @@ def _read_saved(path: Path, split: str) -> Dataset:
 
 
 def _read_address(address: str, split: str) -> OpenedRows:
-    shown = shown_address(address)
+    shown = redact(address)
     suffix = Path(shown).suffix
     if suffix not in FORMATS:
         raise DataError(

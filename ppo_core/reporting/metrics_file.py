@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ppo_core.config.text_files import parse_json
 from ppo_core.data.atomic_files import explained_writes, write_atomically
-from ppo_core.data.json_files import check_form, is_count, is_number, object_of, parse_json
+from ppo_core.data.json_form import check_form, is_count, is_number, object_of
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the file in `output_dir`."""

@@ -26,8 +26,8 @@ _OPTIONS: dict[str, Any] = {
 def make_client(error: type[PPOError], *, seconds: float) -> httpx2.Client:
     """Return a client that raises `error` for a reply that is too large or takes too long.
 
-    `seconds` limits the time from the headers to the last byte, which a timeout of the client does
-    not: it restarts whenever bytes arrive.
+    `seconds` limits the time from the headers to the last byte. A timeout of the client does not
+    limit this time, because it restarts whenever bytes arrive.
     """
 
     def limit(response: httpx2.Response) -> None:

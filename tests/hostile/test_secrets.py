@@ -27,7 +27,7 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.distributed.process import ERROR_FILE, reported_errors
 from ppo_core.errors import ConfigError, JudgeError, ModelError
-from ppo_core.redaction import redact
+from ppo_core.errors.redaction import redact
 from serving.champion import champion_version
 from tests.helpers.fault_server import fault_server, refuse, say
 from tests.helpers.mlflow_store import tracking_to

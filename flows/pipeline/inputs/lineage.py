@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.inputs.cache import digest_of
-from ppo_core.redaction import redact
+from ppo_core.errors.redaction import redact
 
 if TYPE_CHECKING:
     # Every step imports this module, but not every step needs the `datasets` library.

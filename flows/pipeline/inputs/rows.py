@@ -13,7 +13,7 @@ from ppo_core.config.checks import is_finite
 from ppo_core.data.dataset_files import OpenedRows, open_named_split
 from ppo_core.data.json_rows import read_json_rows
 from ppo_core.errors import DataError, library_errors
-from ppo_core.redaction import mask_secrets
+from ppo_core.errors.redaction import mask_secrets
 
 MAX_BAD_SHARE = 0.01
 """Maximum fraction of unusable rows; a larger fraction is an error."""

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, HttpUrl, ValidationError
 from pipeline.judges.chat_model import Question
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import ConfigError, JudgeError
-from ppo_core.redaction import mask_secrets, redact
+from ppo_core.errors.redaction import mask_secrets, redact
 from ppo_core.rollout.http_client import make_async_client
 
 # The client logs a line per call at level INFO.

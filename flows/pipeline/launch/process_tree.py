@@ -10,13 +10,13 @@ from typing import Any
 
 import psutil
 
+from ppo_core.config.text_files import parse_json
 from ppo_core.data.atomic_files import explained_writes, write_atomically
-from ppo_core.data.json_files import (
+from ppo_core.data.json_form import (
     check_form,
     is_count,
     is_finite_number,
     is_text,
-    parse_json,
 )
 
 FROZEN_LOOKS = 20

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from metaflow.util import get_username
 
+from ppo_core.errors.redaction import install_redaction
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
-from ppo_core.redaction import install_redaction
 
 DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",

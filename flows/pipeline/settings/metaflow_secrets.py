@@ -8,7 +8,7 @@ from metaflow import metaflow_git, task
 from metaflow.exception import MetaflowExceptionWrapper
 
 from ppo_core.config.checks import refuse_secrets
-from ppo_core.redaction import redact
+from ppo_core.errors.redaction import redact
 
 PARAMETER_VARIABLE = "METAFLOW_RUN_"
 """Beginning of the environment variables from which Metaflow reads parameters."""

@@ -13,7 +13,7 @@ from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.stages.tracked import track
 from pipeline.tracking.tracker import PARENT
 from ppo_core.data.atomic_files import explained_writes, write_atomically
-from ppo_core.redaction import mask_secrets
+from ppo_core.errors.redaction import mask_secrets
 
 
 def summarize(

@@ -9,7 +9,7 @@ from pipeline.tracking.mlflow_runs import find_runs
 from pipeline.tracking.run_record import end_runs, remove_record, was_killed
 from pipeline.tracking.sender import Sender
 from ppo_core.errors import PPOError
-from ppo_core.redaction import redact
+from ppo_core.errors.redaction import redact
 
 SECONDS = 20.0
 """Maximum wait in seconds until MLflow has the entries of a killed run."""

@@ -23,7 +23,7 @@ from pipeline.tracking.mlflow_client import (
 )
 from pipeline.tracking.tracker import PARENT
 from ppo_core.errors import ModelError
-from ppo_core.redaction import mask_secrets, redact
+from ppo_core.errors.redaction import mask_secrets, redact
 
 STEP = "step"
 """MLflow tag with the name of the step, or PARENT for the parent run."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pipeline.tracking.journal import Journal
 from ppo_core.config.text_files import parse_strict_json
-from ppo_core.redaction import mask_secrets
+from ppo_core.errors.redaction import mask_secrets
 
 LOGGED_ARTIFACTS = "mlflow.loggedArtifacts"
 """Tag that lists the artifacts that MLflow shows as tables."""

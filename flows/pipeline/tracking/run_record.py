@@ -12,8 +12,9 @@ import psutil
 
 from pipeline.launch.process_tree import find_process, identity_of, is_local
 from pipeline.tracking.journal import Journal
+from ppo_core.config.text_files import parse_json
 from ppo_core.data.atomic_files import explained_writes, write_atomically
-from ppo_core.data.json_files import check_form, is_object, parse_json
+from ppo_core.data.json_form import check_form, is_object
 
 RECORD = "processes.json"
 """Name of the record in the folder of a run of the flow."""

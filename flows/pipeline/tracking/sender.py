@@ -13,7 +13,7 @@ from tenacity.wait import wait_exponential
 
 from pipeline.tracking.journal import Entry, Journal
 from ppo_core.errors import PPOError
-from ppo_core.redaction import redact
+from ppo_core.errors.redaction import redact
 
 JOURNAL_POLL_SECONDS = 1.0
 """Seconds between two reads of the journal, so that a call sends several entries."""

@@ -18,7 +18,7 @@ from pipeline.tracking.run_record import (
 from pipeline.tracking.sender import Sender
 from pipeline.tracking.system_metrics import SystemMetrics
 from ppo_core.errors import ModelError, PPOError
-from ppo_core.redaction import redact
+from ppo_core.errors.redaction import redact
 
 PARENT = "parent"
 """Name of the parent run, whose children are the runs of the steps."""

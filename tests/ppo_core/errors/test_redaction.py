@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ppo_core.errors import ModelError
-from ppo_core.redaction import RedactedStream, describe_secret, mask_secrets, redact
+from ppo_core.errors.redaction import RedactedStream, describe_secret, mask_secrets, redact
 from tests.helpers.paths import ROOT
 
 KEY = "canary/Key+0123 45"
@@ -136,7 +136,7 @@ PROGRAM = """
 import logging, os, sys, threading, warnings
 early = logging.StreamHandler()
 logging.getLogger("early").addHandler(early)
-from ppo_core.redaction import install_redaction
+from ppo_core.errors.redaction import install_redaction
 install_redaction()
 install_redaction()
 key = os.environ["SOME_API_KEY"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ppo_core.redaction import redact
+from ppo_core.errors.redaction import redact
 
 MAX_REASON_CHARACTERS = 300
 """Maximum length of another error's text within an error of the project."""
@@ -14,8 +14,8 @@ MAX_REASON_CHARACTERS = 300
 _NOT_THE_USERS = (
     sysconfig.get_path("stdlib"),
     sysconfig.get_path("purelib"),
-    str(Path(__file__).parent),
-    str(Path(__file__).parents[1] / "flows"),
+    str(Path(__file__).parents[1]),
+    str(Path(__file__).parents[2] / "flows"),
     "<",
 )
 """Starts of the file names of Python, of packages and of this project."""

@@ -1,45 +1,12 @@
-"""Read JSON that may be damaged, and check its form."""
+"""Check the form of JSON that may be damaged."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MAX_DEPTH = 100
-"""Maximum number of lists and objects around a value; the project's own files need 10."""
-
 Form = Any
 """The form of a JSON value: a function that returns whether a value is valid, a list with the form
 of every item, or a dict with the form of each key; other keys may have any value."""
-
-
-def parse_json(text: str | bytes, **options: Any) -> Any:
-    """Return the value of a JSON document; `options` are those of `json.loads`.
-
-    Raises:
-        ValueError: the text is not UTF-8, not JSON, or nested too deeply.
-    """
-    try:
-        value = json.loads(text, **options)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    _check_depth(value)
-    return value
-
-
-def _check_depth(value: Any) -> None:
-    """Raise ValueError if a value is nested so deeply that recursive functions could fail."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-    raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
 def check_form(value: Any, form: Form, place: str = "the document") -> None:

@@ -68,7 +68,7 @@ def redact(text: object) -> str:
 def mask_secrets(text: str) -> str:
     """Return `text` with secrets masked; URLs without a secret keep user and query.
 
-    For documents that quote texts of models and data sets, in which a query is no secret.
+    Use it for documents that quote texts of models and data sets: a query there is no secret.
     """
     for secret in _secrets():
         text = text.replace(secret, MASK)
@@ -112,11 +112,11 @@ def install_redaction() -> None:
 
 
 class RedactedStream:
-    """A text stream that redacts what is written to it; all else is that of the stream below.
+    """A text stream that redacts text and writes it to another stream.
 
-    Writes reach the stream below at once, except the end of a line that may be the beginning of a
-    secret: it waits for the next write, or for `flush`. So a secret that is split between writes
-    is found, and progress bars are drawn as ever.
+    Text is written at once. Only the last characters of a line are held until the next write or
+    `flush` if they may begin a secret. So a secret that is split between two writes is found, and
+    progress bars work as usual.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -128,12 +128,12 @@ class RedactedStream:
         os.register_at_fork(after_in_child=self._renew_lock)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the stream below, such as `encoding` or `isatty`."""
+        """Return an attribute of the other stream, such as `encoding` or `isatty`."""
         return getattr(self._stream, name)
 
     @property
     def buffer(self) -> "_RedactedBuffer":
-        """The stream of bytes below, redacted too."""
+        """The other stream's bytes, redacted too."""
         return _RedactedBuffer(self)
 
     def write(self, text: str) -> int:
@@ -154,7 +154,7 @@ class RedactedStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Write what waits, except the first characters of a known secret, and flush."""
+        """Write the held text, except the beginning of a known secret, and flush."""
         with self._lock:
             cut = _end_before_secret(self._held, least=4)
             ready, self._held = self._held[:cut], self._held[cut:]
@@ -163,7 +163,7 @@ class RedactedStream:
             self._stream.flush()
 
     def release(self) -> None:
-        """Write everything that waits, because nothing follows."""
+        """Write all held text, because no more text follows."""
         with self._lock:
             if self._held:
                 self._stream.write(_redact_lines(self._held))
@@ -175,7 +175,7 @@ class RedactedStream:
 
 
 class _RedactedBuffer:
-    """The stream of bytes below a RedactedStream."""
+    """The bytes of a RedactedStream."""
 
     def __init__(self, text: RedactedStream) -> None:
         self._text = text
@@ -203,7 +203,7 @@ def _redact_lines(text: str) -> str:
 
 
 def _end_of_finished(text: str) -> int:
-    """Return where the end of `text` begins that may be the beginning of a secret."""
+    """Return the length of `text` without its last characters that may begin a secret."""
     line = max(text.rfind("\n"), text.rfind("\r")) + 1
     if not line < len(text) <= line + MAX_LINE_CHARACTERS:
         return len(text)
@@ -213,9 +213,9 @@ def _end_of_finished(text: str) -> int:
 
 
 def _end_before_secret(text: str, *, least: int) -> int:
-    """Return where the end of `text` begins that is the beginning of a known secret.
+    """Return the length of `text` without its last characters that begin a known secret.
 
-    The beginning of a secret has at least `least` characters.
+    Fewer than `least` such characters are not counted.
     """
     longest = 0
     for secret in _secrets():
