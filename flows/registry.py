@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from pipeline.settings.environment import prepare_environment
 from ppo_core.config.checks import refuse_secrets
+from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import PPOError
 
 
@@ -24,7 +25,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     try:
         refuse_secrets(vars(arguments))
-        _run(arguments)
+        with explained_full_disk():
+            _run(arguments)
     except PPOError as error:
         print(f"registry: {error}", file=sys.stderr)
         return 1

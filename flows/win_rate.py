@@ -5,7 +5,6 @@
 No run of the flow is needed: any model and judge work, on rows with prompt and reference.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,14 +21,15 @@ from pipeline.judges.spec import check_judge, make_judge
 from pipeline.promotion.champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
 from pipeline.reports.document import as_number, as_percent
+from pipeline.results import JUDGEMENTS, write_report
 from pipeline.settings.environment import prepare_environment
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.config.argument_parser import DocumentedParser
 from ppo_core.config.checks import require, require_count, require_finite
+from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
 from ppo_core.errors import PPOError
-from ppo_core.errors.redaction import mask_secrets
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
 from ppo_core.training.evaluation import answer_prompts
 
@@ -88,23 +88,23 @@ class WinRateArguments:
 def main(argv: Sequence[str]) -> int:
     """Print the win rate; return 0, or 1 after an error or an inconclusive result."""
     try:
-        arguments, config, judging = DocumentedParser(
-            [WinRateArguments, EvaluationConfig, JudgingConfig],
-            prog="python flows/win_rate.py",
-            usage="%(prog)s --model PATH_OR_URI --judge JUDGE [--name value ...]",
-        ).parse(argv)
-        evaluation = run(arguments, config, judging)
+        with explained_full_disk():
+            arguments, config, judging = DocumentedParser(
+                [WinRateArguments, EvaluationConfig, JudgingConfig],
+                prog="python flows/win_rate.py",
+                usage="%(prog)s --model PATH_OR_URI --judge JUDGE [--name value ...]",
+            ).parse(argv)
+            evaluation = run(arguments, config, judging)
+            written = Path(arguments.output_dir) / JUDGEMENTS
+            write_jsonl(written, judgements(evaluation))
+            print(f"{render(evaluation)}\nEvery judgement is in {written}.")
+            if arguments.summary_json:
+                settings = {**asdict(arguments), **asdict(config), "judging": asdict(judging)}
+                summary = {**evaluation.result, "settings": settings}
+                write_report(Path(arguments.summary_json), summary, indent=2)
     except PPOError as error:
         print(f"win_rate: {error}", file=sys.stderr)
         return 1
-    written = Path(arguments.output_dir) / "judgements.jsonl"
-    write_jsonl(written, judgements(evaluation))
-    print(f"{render(evaluation)}\nEvery judgement is in {written}.")
-    if arguments.summary_json:
-        settings = {**asdict(arguments), **asdict(config), "judging": asdict(judging)}
-        summary = {**evaluation.result, "settings": settings}
-        text = mask_secrets(json.dumps(summary, indent=2))
-        Path(arguments.summary_json).write_text(text, encoding="utf-8")
     return 0 if evaluation.result["conclusive"] else 1
 
 

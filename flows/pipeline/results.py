@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_core.config.text_files import read_json_file
-from ppo_core.data.atomic_files import write_atomically
+from ppo_core.data.atomic_files import explained_writes, write_atomically
 from ppo_core.errors import DataError
 from ppo_core.errors.redaction import mask_secrets
 
@@ -152,9 +152,18 @@ class RegisteredPolicy:
     """KL divergence from the SFT policy in nats per answer, as used for the decision."""
 
 
-def write_report(path: Path, report: Report) -> None:
-    """Write a report as JSON, with secrets masked."""
-    write_atomically(path, mask_secrets(json.dumps(report)))
+def write_report(path: Path, report: Report, *, indent: int | None = None) -> None:
+    """Write a report as JSON, with secrets masked, to a file or a device such as /dev/stdout.
+
+    Raises:
+        TrainingError: the file cannot be written.
+    """
+    text = mask_secrets(json.dumps(report, indent=indent))
+    with explained_writes(path):
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_atomically(path, text)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -74,7 +74,8 @@ def sample_responses(
     a training forward pass to about 1e-6.
 
     Raises:
-        ModelError: the policy has an encoder, or its cache cannot drop sequences.
+        ModelError: the policy has an encoder, its cache cannot drop sequences, or a log-probability
+            is not finite.
     """
     backbone = decoder_of(policy)
     device = policy.device
@@ -94,17 +95,31 @@ def sample_responses(
             callbacks=callbacks,
         )
         buffer.put(batch.to(device), part)
+    response_mask = length_mask(buffer.lengths, uniforms.shape[1])
+    _require_finite(buffer.logprobs, response_mask)
     return Rollout(
         prompt_ids=prompt_ids.to(device),
         prompt_lengths=prompt_lengths.to(device),
         response_ids=buffer.ids,
         response_lengths=buffer.lengths,
-        response_mask=length_mask(buffer.lengths, uniforms.shape[1]),
+        response_mask=response_mask,
         has_stop=buffer.has_stop,
         logprobs=buffer.logprobs,
         behaviour_logprobs=buffer.behaviour_logprobs if settings.is_restricted else None,
         temperature=settings.temperature,
     )
+
+
+def _require_finite(logprobs: Tensor, response_mask: Tensor) -> None:
+    """Refuse log-probabilities (B, T) that are not finite: their tokens are not the policy's."""
+    broken = int((~logprobs.isfinite() & response_mask).any(dim=1).sum())
+    if broken:
+        raise ModelError(
+            f"{broken} of {len(logprobs)} sampled responses have a log-probability that is not "
+            "finite, so their tokens are arbitrary. The policy's weights contain NaN, or its "
+            "activations overflow. Check the checkpoint of the policy for values that are not "
+            "finite, or set bf16=False."
+        )
 
 
 def _sample_sorted(

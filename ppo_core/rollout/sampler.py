@@ -64,7 +64,8 @@ def sample_tokens(
 
     For each sequence `uniforms` (B,) has a number in [0, 1). The sequence's token is the first
     whose cumulative probability exceeds the number, so it does not depend on other sequences, the
-    batch size or the number of processes. The logits (B, V) may be overwritten.
+    batch size or the number of processes. The logits (B, V) may be overwritten. If a logit is NaN,
+    the log-probabilities of its sequence are NaN.
 
     Returns token ids (B,), their log-probabilities (B,) under the full policy, and their
     log-probabilities (B,) under the truncated distribution. Both log-probabilities
@@ -102,7 +103,8 @@ def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     block, before = _first_above(cumulative, uniforms * total)
     inside = blocks[torch.arange(batch, device=block.device), block].cumsum(dim=-1)
     token, _ = _first_above(inside, uniforms * total - before)
-    chosen = block * BLOCK + token
+    # If a logit is NaN, the token is arbitrary and its log-probability is NaN.
+    chosen = (block * BLOCK + token).clamp(max=tokens - 1)
     return chosen, _at(weights, chosen).log() - total.log()
 
 
@@ -112,7 +114,9 @@ def _first_above(cumulative: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor
     # If rounding makes a threshold equal to the total, no sum would exceed it.
     below = torch.nextafter(total, torch.zeros_like(total))
     thresholds = torch.minimum(thresholds[:, None], below)
+    # No sum exceeds a threshold that is NaN.
     index = torch.searchsorted(cumulative, thresholds, right=True)
+    index = index.clamp(max=cumulative.shape[1] - 1)
     before = torch.where(index > 0, cumulative.gather(1, (index - 1).clamp(min=0)), 0)
     return index[:, 0], before[:, 0]
 

@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 import win_rate
+from tests.helpers.full_disk import full_disk
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import JUDGE, write_model, write_rows
 
@@ -58,6 +59,12 @@ def test_the_figures_and_every_judgement_are_kept(tmp_path: Path):
     assert [row["outcome"] for row in kept] == ["second"] * 10
     assert kept[3]["prompt"] == "w3 w4"
     assert kept[3]["straight"] == kept[3]["swapped"] == {"winner": "second"}
+
+
+def test_a_full_disk_is_named(capsys):
+    with full_disk(1000):
+        assert run("--output-dir", "out") == 1
+    assert "win_rate: 'out/judgements.jsonl' cannot be written" in capsys.readouterr().err
 
 
 def test_a_result_that_is_none_says_why_and_ends_with_1(capsys):

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from pipeline.inputs.rows import write_jsonl
 from pipeline.launch.launcher import _MetricsFollower
-from pipeline.stages.summary import _write
+from pipeline.results import write_report
 from pipeline.tracking.journal import Journal
 from ppo_core.__main__ import main
 from ppo_core.checkpointing.files import read_newest
@@ -414,7 +415,11 @@ def write_artifact(folder: Path) -> None:
 
 
 def write_summary(folder: Path) -> None:
-    _write(folder / "summary.json", "x" * WEIGHTS * 2)
+    write_report(folder / "summary.json", {"text": "x" * WEIGHTS * 2})
+
+
+def write_judgements(folder: Path) -> None:
+    write_jsonl(folder / "judgements.jsonl", [{"reply": "x" * WEIGHTS * 2}])
 
 
 FULL: dict[str, tuple[Callable[[Path], None], str, str]] = {
@@ -427,6 +432,7 @@ FULL: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "journal": (write_journal, "journal.jsonl", "nothing"),
     "artifact of the journal": (write_artifact, "page.html", "journal/files/r/*"),
     "summary": (write_summary, "summary.json", "summary.json"),
+    "judgements": (write_judgements, "judgements.jsonl", "nothing"),
 }
 """By what is written: the work, the path to name, and the files that must not be left."""
 

@@ -206,7 +206,7 @@ NOT_FINITE = {
     "score": "1 of 16 scores are not finite",
     "everywhere": "16 of 16 scores are not finite",
     "critic": "steps in a row had a score, a loss or a gradient that is not finite",
-    "policy": "steps in a row had a score, a loss or a gradient that is not finite",
+    "policy": "8 of 8 sampled responses have a log-probability that is not finite",
     "reference": "steps in a row had a score, a loss or a gradient that is not finite",
     "error": "ZeroDivisionError",
     "shape": "Return one float for each response",

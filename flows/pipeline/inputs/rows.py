@@ -10,6 +10,7 @@ from typing import Any
 from datasets import Dataset
 
 from ppo_core.config.checks import is_finite
+from ppo_core.data.atomic_files import explained_writes
 from ppo_core.data.dataset_files import OpenedRows, open_named_split
 from ppo_core.data.json_rows import read_json_rows
 from ppo_core.errors import DataError, library_errors
@@ -137,8 +138,11 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write one JSON object per line, with secrets masked.
 
     A value that JSON lacks, such as a date, becomes its text.
+
+    Raises:
+        TrainingError: the file cannot be written.
     """
-    with path.open("w", encoding="utf-8") as file:
+    with explained_writes(path), path.open("w", encoding="utf-8") as file:
         lines = (json.dumps(row, ensure_ascii=False, default=str) for row in rows)
         file.writelines(mask_secrets(line) + "\n" for line in lines)
 
