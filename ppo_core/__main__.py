@@ -10,7 +10,7 @@ from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.distributed.interruption import EXIT_CODE
 from ppo_core.distributed.process import end_with_parent, large_imports, reported_errors
 from ppo_core.errors import PPOError, RunInterruptedError
-from ppo_core.errors.redaction import install_redaction
+from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 
 

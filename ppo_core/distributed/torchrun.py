@@ -23,7 +23,7 @@ from ppo_core.distributed.process import (
     end_with_parent,
     read_report,
 )
-from ppo_core.errors.redaction import install_redaction
+from ppo_core.errors.redacted_output import install_redaction
 
 NOTICED_AFTER = 2.0
 """Upper estimate, in seconds, of the delay until torchrun notices that a process was killed."""

@@ -2,7 +2,7 @@
 
 import sys
 
-from ppo_core.errors.redaction import install_redaction
+from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
 from ppo_core.supervised.supervised_cli import main
 

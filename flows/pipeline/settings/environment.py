@@ -8,7 +8,7 @@ from pathlib import Path
 
 from metaflow.util import get_username
 
-from ppo_core.errors.redaction import install_redaction
+from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
 
 DEFAULTS = {

@@ -25,6 +25,12 @@ def one_process() -> None:
     PartialState(cpu=True)
 
 
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics are written to the default output_dir, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 def make_reporter(
     callbacks=(), *, num_updates: int = 4, is_main: bool = True, **settings
 ) -> Reporter:
@@ -306,6 +312,7 @@ def test_a_callback_may_answer_with_a_control_of_its_own():
             return type(control)(should_training_stop=True)
 
     reporter = make_reporter([Replacing], num_updates=9)
+    reporter.begin()
     reporter.step_end({})
     assert reporter.should_stop
 

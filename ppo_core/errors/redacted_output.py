@@ -1,0 +1,158 @@
+"""Redact what a process writes to stdout and stderr, log records and tracebacks included."""
+
+import atexit
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO, cast
+
+from ppo_core.errors.redaction import known_secrets, mask_secrets, redact
+
+MAX_LINE_CHARACTERS = 10_000
+"""In a longer line of output, which is data and no message, URLs keep their query."""
+
+_UNFINISHED = re.compile(
+    r"(?:(?<!\w)\w+://\S*|(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox|A[KS]IA|eyJ)\S*)$"
+)
+
+
+def install_redaction() -> None:
+    """Redact everything that this process writes to stdout and stderr from now on.
+
+    This includes tracebacks, warnings and log records, also of log handlers that exist already. A
+    native library or a child process that writes to the file descriptors itself is not redacted.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or isinstance(stream, RedactedStream):
+            continue
+        redacted = RedactedStream(stream)
+        setattr(sys, name, redacted)
+        # Otherwise the end of the last line could be lost.
+        atexit.register(redacted.release)
+        for handler in _log_handlers():
+            if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
+                handler.setStream(cast(TextIO, redacted))
+
+
+class RedactedStream:
+    """A text stream that redacts text and writes it to another stream.
+
+    Text is written at once. Only the last characters of a line are held until the next write or
+    `flush` if they may begin a secret. So a secret that is split between two writes is found, and
+    progress bars work as usual.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        """Write to `stream`."""
+        self._stream = stream
+        self._held = ""
+        self._renew_lock()
+        # A process forked during a write would wait for the lock forever.
+        os.register_at_fork(after_in_child=self._renew_lock)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the other stream, such as `encoding` or `isatty`."""
+        return getattr(self._stream, name)
+
+    @property
+    def buffer(self) -> "_RedactedBuffer":
+        """The other stream's bytes, redacted too."""
+        return _RedactedBuffer(self)
+
+    def write(self, text: str) -> int:
+        """Write `text` without its secrets; return its length."""
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        with self._lock:
+            text, kept = self._held + text, len(text)
+            cut = _end_of_finished(text)
+            self._held = text[cut:]
+            if cut:
+                self._stream.write(_redact_lines(text[:cut]))
+        return kept
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each of `lines`."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Write the held text, except the beginning of a known secret, and flush."""
+        with self._lock:
+            cut = _end_before_secret(self._held, least=4)
+            ready, self._held = self._held[:cut], self._held[cut:]
+            if ready:
+                self._stream.write(_redact_lines(ready))
+            self._stream.flush()
+
+    def release(self) -> None:
+        """Write all held text, because no more text follows."""
+        with self._lock:
+            if self._held:
+                self._stream.write(_redact_lines(self._held))
+                self._held = ""
+
+    def _renew_lock(self) -> None:
+        # Reentrant, because a signal handler may write during a write.
+        self._lock = threading.RLock()
+
+
+class _RedactedBuffer:
+    """The bytes of a RedactedStream."""
+
+    def __init__(self, text: RedactedStream) -> None:
+        self._text = text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._text._stream.buffer, name)
+
+    def write(self, data: bytes) -> int:
+        self._text.release()
+        self._text._stream.flush()
+        # Latin-1 maps every byte to one character and back.
+        clean = _redact_lines(bytes(data).decode("latin-1"))
+        self._text._stream.buffer.write(clean.encode("latin-1"))
+        return len(data)
+
+
+def _redact_lines(text: str) -> str:
+    if len(text) > MAX_LINE_CHARACTERS:
+        lines = text.splitlines(keepends=True)
+        return "".join(
+            mask_secrets(line) if len(line) > MAX_LINE_CHARACTERS else redact(line)
+            for line in lines
+        )
+    return redact(text)
+
+
+def _end_of_finished(text: str) -> int:
+    """Return the length of `text` without its last characters that may begin a secret."""
+    line = max(text.rfind("\n"), text.rfind("\r")) + 1
+    if not line < len(text) <= line + MAX_LINE_CHARACTERS:
+        return len(text)
+    unfinished = _UNFINISHED.search(text, line)
+    end = _end_before_secret(text, least=1)
+    return min(end, unfinished.start()) if unfinished else end
+
+
+def _end_before_secret(text: str, *, least: int) -> int:
+    """Return the length of `text` without its last characters that begin a known secret.
+
+    Fewer than `least` such characters are not counted.
+    """
+    longest = 0
+    for secret in known_secrets():
+        for length in range(min(len(secret) - 1, len(text)), max(longest, least - 1), -1):
+            if text.endswith(secret[:length]):
+                longest = length
+                break
+    return len(text) - longest
+
+
+def _log_handlers() -> Iterator[logging.Handler]:
+    for logger in (logging.root, *map(logging.getLogger, tuple(logging.root.manager.loggerDict))):
+        yield from logger.handlers
