@@ -2,11 +2,8 @@
 
 import ast
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from dataclasses import fields
 from importlib import import_module
@@ -31,6 +28,7 @@ from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.config.unsupported_settings import INSTEAD
 from ppo_core.supervised.supervised_cli import SupervisedArguments, SupervisedLoraArguments
 from ppo_core.supervised.supervised_config import SupervisedConfig
+from tests.helpers.forked_python import run_python
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import write_inputs, write_model
 from tests.helpers.tiny import make_policy, make_tokenizer
@@ -99,7 +97,7 @@ def test_the_published_commands_train_a_policy_from_demonstrations_and_pairs(tmp
     logs = []
     for command in published:
         _, *words = shlex.split(command.replace("10000", "16"))
-        done = run_python(words, tmp_path)
+        done = run_python(*words, folder=tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
         logs.append(done.stderr)
     assert (tmp_path / "policy" / "model.safetensors").exists()
@@ -113,7 +111,7 @@ def test_a_story_model_learns_to_be_cheerful_in_thirty_lines(tmp_path):
     script = ROOT / "docs" / "cheerful_stories.py"
     assert len(script.read_text().splitlines()) <= 30
     model, stories = DATA / "tinystories-656k", DATA / "stories"
-    done = run_python([script, model, stories / "prompts-train.jsonl"], tmp_path)
+    done = run_python(script, model, stories / "prompts-train.jsonl", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     before = cheerfulness(model, stories / "prompts-eval.jsonl")
     after = cheerfulness(tmp_path / "cheerful-stories", stories / "prompts-eval.jsonl")
@@ -278,17 +276,6 @@ def exists(name: str) -> bool:
 def run_block(text: str, **names: object) -> dict:
     exec(compile(text, "example", "exec"), names)
     return names
-
-
-def run_python(words: list, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def register(policy: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.forked_python import run_python
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 
@@ -60,26 +61,33 @@ class Matrix:
     def run(self, output: Path, moments: Sequence[Moment | None], *flags: str) -> str:
         """Resume the run in `output` up to each moment; None is its end.
 
-        Returns what it said on stderr. torchrun's part is played by `forked_job`.
+        Returns what it said on stderr.
         """
-        plans = json.dumps([plan(output, moment) for moment in moments])
-        job = self._start(["-m", "tests.helpers.forked_job", plans], output, {}, flags)
-        lines = [line for line in job.stdout.splitlines() if line.startswith("ended: ")]
-        ends = [list(map(int, line.split()[1:])) for line in lines]
-        assert len(ends) == len(moments), job.stderr[-4000:]
-        for codes, moment in zip(ends, moments, strict=True):
+        said = ""
+        for moment in moments:
+            words = ["-m", "tests.helpers.dying_process", *self._flags(output), *flags]
+            variables = self._variables(output, moment)
+            job = run_python(*words, folder=self.folder, variables=variables, processes=2)
             if moment is None:
-                assert codes == [0, 0], job.stderr[-4000:]
+                assert job.codes == [0, 0], job.stderr[-4000:]
             else:
-                assert codes[moment.rank] == -9 and all(codes), (moment, job.stderr[-4000:])
-        return job.stderr
+                assert job.codes[moment.rank] == -9, (moment, job.stderr[-4000:])
+                assert all(job.codes), (moment, job.stderr[-4000:])
+            said += job.stderr
+        return said
 
     def run_under_torchrun(self, output: Path, moments: Sequence[Moment | None]) -> str:
         """Run as a user does: each attempt starts new processes, which import everything."""
         said = ""
         for moment in moments:
-            plan_here = {"DYING_PLAN": json.dumps(plan(output, moment))}
-            job = self._start(TORCHRUN, output, plan_here, ())
+            job = subprocess.run(
+                [sys.executable, *TORCHRUN, *self._flags(output)],
+                env=os.environ | self._variables(output, moment),
+                cwd=self.folder,
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
             if moment is None:
                 assert job.returncode == 0, job.stderr[-4000:]
             else:
@@ -87,31 +95,24 @@ class Matrix:
             said += job.stderr
         return said
 
-    def _start(
-        self, program: Sequence[str], output: Path, variables: dict[str, str], flags: Sequence[str]
-    ) -> subprocess.CompletedProcess[str]:
-        counts_folder(output).mkdir(parents=True, exist_ok=True)
-        environment = variables | {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+    def _flags(self, output: Path) -> list[str]:
         models = {
             "model_name_or_path": self.folder / "policy",
             "reward_model_path": self.folder / "reward",
             "dataset_name": self.folder / "prompts.jsonl",
             "output_dir": output,
         }
-        named = [f"--{name}={path}" for name, path in models.items()]
-        return subprocess.run(
-            [sys.executable, *program, *FLAGS, *named, *flags],
-            env=os.environ | environment,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        return [*FLAGS, *(f"--{name}={path}" for name, path in models.items())]
+
+    def _variables(self, output: Path, moment: Moment | None) -> dict[str, str]:
+        counts_folder(output).mkdir(parents=True, exist_ok=True)
+        return {
+            "DYING_PLAN": json.dumps(plan(output, moment)),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
 
 
 def plan(output: Path, moment: Moment | None) -> dict[str, Any]:

@@ -1,10 +1,7 @@
 """Wrong rewards, labels and numbers: said in words within three updates, or refused."""
 
 import dataclasses
-import os
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 
@@ -16,7 +13,7 @@ from pipeline.reward_validation.gate import _chance
 from pipeline.settings.reward_validation_config import RewardGateConfig
 from ppo_core.data.types import Rollout
 from ppo_core.reporting.metrics import repetition_reward
-from tests.helpers.paths import ROOT
+from tests.helpers.forked_python import run_python
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer
 
 THREE_UPDATES = dataclasses.replace(
@@ -201,7 +198,6 @@ def test_the_gate_names_swapped_labels(right, words):
 
 # --- NaN in one of two processes -----------------------------------------------
 
-LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node=2 -m tests.helpers.nan_job"
 NOT_FINITE = {
     "score": "1 of 16 scores are not finite",
     "everywhere": "16 of 16 scores are not finite",
@@ -217,13 +213,8 @@ NOT_FINITE = {
 @pytest.mark.parametrize("where", NOT_FINITE)
 def test_numbers_that_are_not_finite_in_one_process_are_said_by_both(where):
     started = time.monotonic()
-    ran = subprocess.run(
-        [sys.executable, *LAUNCH.split(), where],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
+    ran = run_python(
+        "-m", "tests.helpers.nan_job", where, variables={"CUDA_VISIBLE_DEVICES": ""}, processes=2
     )
     assert time.monotonic() - started < 60
     assert ran.returncode != 0, ran.stderr[-3000:]

@@ -5,11 +5,8 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import random
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +26,7 @@ from ppo_core.checkpointing.lease import Lease
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
-from tests.helpers.paths import ROOT
+from tests.helpers.forked_python import run_python
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.training.test_export import LONG, StopAfter, without_clocks
 from tests.ppo_core.training.test_trainer import make_trainer
@@ -469,15 +466,10 @@ def test_a_run_resumes_with_another_number_of_processes(sharding, tmp_path):
     whole = trainer_of(tmp_path / "whole", "none")
     history = whole.train()
     trainer_of(tmp_path / "begun", "none", callbacks=[StopAfter(1)]).train()
-    launcher = "-m torch.distributed.run --standalone --nproc-per-node=2".split()
-    job = [*launcher, "-m", "tests.helpers.recovery_job", str(tmp_path), sharding]
-    ran = subprocess.run(
-        [sys.executable, *job],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
+    ran = run_python(
+        *("-m", "tests.helpers.recovery_job", tmp_path, sharding),
+        variables={"CUDA_VISIBLE_DEVICES": ""},
+        processes=2,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     left = sorted(path.name for path in (tmp_path / "left" / "checkpoint-3").glob("optimizer*"))

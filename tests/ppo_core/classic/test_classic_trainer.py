@@ -3,9 +3,6 @@
 import copy
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +24,7 @@ from ppo_core.classic.generation import UNRESTRICTED, generate_responses
 from ppo_core.config.ppo_config import PPOConfig as UpdateConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
 from tests.helpers.families import make_model
+from tests.helpers.forked_python import run_python
 from tests.helpers.tiny import EOS, PAD, make_policy, make_prompts, make_tokenizer
 from tests.ppo_core.config.test_unsupported_settings import TRL_0_11
 
@@ -639,14 +637,6 @@ Path(sys.argv[1], f"{rank}.json").write_text(json.dumps({
 """
 
 
-def torchrun(script: Path, *arguments: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *launcher, str(script), *arguments]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 0, ran.stderr
-
-
 TARGET_KL = 0.025
 
 
@@ -655,7 +645,8 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("two")
     script = folder / "train.py"
     script.write_text(TWO_PROCESSES)
-    torchrun(script, str(folder), str(TARGET_KL))
+    ran = run_python(script, folder, TARGET_KL, processes=2)
+    assert ran.codes == [0, 0], ran.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -1,16 +1,13 @@
 """Scripts that were written for TRL run after a change of their import lines."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_core.classic import AutoModelForCausalLMWithValueHead
-from tests.helpers.paths import ROOT
+from tests.helpers.forked_python import run_python
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 
 TRAINER_SCRIPT = """
@@ -262,16 +259,10 @@ def save_prompts(folder: Path) -> Path:
 
 
 def run(script: str, folder: Path, *arguments: object) -> str:
-    """Run the script in a process without TRL and network; return its output."""
+    """Run the script without TRL and network; return its output."""
     assert "trl" not in script
     (folder / "script.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "script.py", *map(str, arguments)],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)},
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("script.py", *arguments, folder=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

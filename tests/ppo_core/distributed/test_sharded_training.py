@@ -17,7 +17,7 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.training.trainer import PPOTrainer
 from tests.helpers.recovery_job import weights_and_moments
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
-from tests.ppo_core.distributed.test_strategy import TORCHRUN, run_python
+from tests.ppo_core.distributed.test_strategy import run_call
 from tests.ppo_core.models.test_adapters import save_classifier
 from tests.ppo_core.training.test_export import without_clocks
 from tests.ppo_core.training.test_trainer import CONFIG, PROMPTS, make_trainer
@@ -102,7 +102,7 @@ def alone(tmp_path_factory) -> Any:
             folders[case].mkdir()
             if case == "reward adapter":
                 save_classifier(make_policy("qwen2"), folders[case].parent)
-            run_python(folders[case], call_of(case, folders[case], {}), [])
+            run_call(folders[case], call_of(case, folders[case], {}), processes=1)
         return folders[case]
 
     return of_case
@@ -137,7 +137,7 @@ def test_a_sharded_training_ends_as_that_of_one_process(alone, case, sharding, g
         "ds3_gather_for_generation": gather,
         "gradient_checkpointing": not gather,
     }
-    run_python(folder, call_of(case, folder, settings), TORCHRUN)
+    run_call(folder, call_of(case, folder, settings))
     (found, texts, scores), (history, texts_alone, scores_alone) = (
         json.loads((one / "said.json").read_text()) for one in (folder, expected)
     )

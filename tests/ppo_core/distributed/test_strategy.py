@@ -24,6 +24,8 @@ from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import critic_values, response_logprobs
 from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
+from tests.helpers.forked_python import run_python
+from tests.helpers.paths import ROOT
 from tests.helpers.rollouts import make_rollout
 from tests.helpers.tiny import EOS, VOCABULARY, make_policy
 
@@ -214,8 +216,14 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def run_python(folder: Path, call: str, launcher: list[str]) -> None:
-    """Run the expression `<module>.<function>(...)` in the processes of a launcher."""
+def run_call(folder: Path, call: str, processes: int = 2) -> None:
+    """Run the expression `<module>.<function>(...)` in one or more processes."""
+    job = run_python(write_script(folder, call), processes=processes, seconds=280)
+    assert job.returncode == 0, job.stderr[-6000:]
+
+
+def write_script(folder: Path, call: str) -> Path:
+    """Write a script that runs a call."""
     script = folder / "job.py"
     module = call.partition("(")[0].rpartition(".")[0]
     script.write_text(
@@ -223,20 +231,10 @@ def run_python(folder: Path, call: str, launcher: list[str]) -> None:
         "end_with_parent()\n"
         f"import {module}\n{call}\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
-    job = subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert job.returncode == 0, job.stderr[-6000:]
+    return script
 
 
 MODULE = "tests.ppo_core.distributed.test_strategy"
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +283,7 @@ SHARD_WISE = {"offload": True, "gather_for_generation": False}
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_two_processes_get_the_results_of_one(tmp_path, one, settings):
-    run_python(tmp_path, f"{MODULE}.run_in_a_process({str(tmp_path)!r}, {settings!r})", TORCHRUN)
+    run_call(tmp_path, f"{MODULE}.run_in_a_process({str(tmp_path)!r}, {settings!r})")
     check_against_one_process(tmp_path, one)
 
 
@@ -301,15 +299,23 @@ LAUNCHES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_accelerate_launch_chooses_the_sharding(tmp_path, one, name):
-    launcher = f"-m accelerate.commands.launch {LAUNCHES[name]} --main_process_port 0"
+    launcher = f"-m accelerate.commands.launch {LAUNCHES[name]} --main_process_port 0".split()
     call = f"{MODULE}.run_in_a_process({str(tmp_path)!r}, {{}}, expected={name.split()[-1]!r})"
-    run_python(tmp_path, call, launcher.split())
+    job = subprocess.run(
+        [sys.executable, *launcher, write_script(tmp_path, call)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert job.returncode == 0, job.stderr[-6000:]
     check_against_one_process(tmp_path, one)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [TORCHRUN, []], ids=["two processes", "one process"])
-def test_deepspeed_settings_from_a_file(tmp_path, one, launcher):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_deepspeed_settings_from_a_file(tmp_path, one, processes):
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"}
     automatic = dict.fromkeys(
         (
@@ -324,9 +330,9 @@ def test_deepspeed_settings_from_a_file(tmp_path, one, launcher):
     path.write_text(
         json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}} | automatic)
     )
-    settings = {"deepspeed": str(path), "gather_for_generation": bool(launcher)}
+    settings = {"deepspeed": str(path), "gather_for_generation": processes > 1}
     call = f"{MODULE}.run_in_a_process({str(tmp_path)!r}, {settings!r}, expected='zero3')"
-    run_python(tmp_path, call, launcher)
+    run_call(tmp_path, call, processes)
     check_against_one_process(tmp_path, one)
 
 

@@ -1,8 +1,6 @@
 """`python -m ppo_core.supervised`: runs from a shell, and refused flags."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ppo_core.supervised.supervised_cli import main
 from tests.helpers.chat import make_chat_tokenizer, say
-from tests.helpers.paths import ROOT
+from tests.helpers.forked_python import Ended, run_python
 from tests.helpers.tiny import make_policy
 
 
@@ -28,9 +26,8 @@ def write_rows(path: Path, rows) -> Path:
     return path
 
 
-def start(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ppo_core.supervised", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def start(*words: object) -> Ended:
+    return run_python("-m", "ppo_core.supervised", *words)
 
 
 def test_sft_on_chat_messages_writes_a_model_that_learnt(base, tmp_path):

@@ -16,6 +16,7 @@ from ppo_core import ConfigError, ModelError, PPOConfig
 from ppo_core.config.argument_parser import field_docs, parse_arguments
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.training.cli import load_prompts, load_reward, load_start, lora_of
+from tests.helpers.forked_python import Ended, run_python
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 
@@ -295,7 +296,15 @@ def command(documented: str, **replaced: object) -> list[str]:
     return words
 
 
-def run(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def run(*words: str, check: bool = True) -> Ended:
+    """Run `python -m ppo_core`."""
+    ran = run_python("-m", "ppo_core", *words, variables={"CUDA_VISIBLE_DEVICES": ""})
+    assert not check or ran.returncode == 0, ran.stderr[-3000:]
+    return ran
+
+
+def run_anew(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a module in a process that has imported nothing."""
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
         [sys.executable, "-m", *words],
@@ -317,7 +326,6 @@ def changed(output: Path, start: Path) -> bool:
 
 def test_the_sentiment_command_runs_and_warns_of_its_random_reward(models, data, tmp_path):
     ran = run(
-        "ppo_core",
         *command(
             SENTIMENT,
             dataset_name=data,
@@ -334,7 +342,6 @@ def test_the_sentiment_command_runs_and_warns_of_its_random_reward(models, data,
 
 def test_the_tldr_command_runs(models, data, tmp_path):
     ran = run(
-        "ppo_core",
         *command(
             TLDR,
             dataset_name=data,
@@ -362,7 +369,7 @@ def test_the_sharded_sentiment_command_runs_under_accelerate_launch(models, data
         "mixed_precision: 'no'\nnum_machines: 1\nnum_processes: 2\nmachine_rank: 0\n"
         "main_process_port: 0\n"
     )
-    run(
+    run_anew(
         *("accelerate.commands.launch", "--config_file", str(launch), "-m", "ppo_core"),
         *command(
             SENTIMENT_SHARDED,
@@ -385,18 +392,18 @@ def test_a_run_goes_on_from_its_latest_checkpoint(models, data, tmp_path):
         f"--reward_model_path {models / 'reward'} --per_device_train_batch_size 4 "
         "--total_episodes 8 --response_length 6 --save_steps 1"
     ).split()
-    run("ppo_core", *flags)
+    run(*flags)
     (whole,) = tmp_path.glob("*.safetensors")
     at_the_end = whole.read_bytes()
     newest = max(tmp_path.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))
     newest.rename(tmp_path / "put_aside")
     whole.unlink()
-    run("ppo_core", *flags, "--resume_from_checkpoint", "latest")
+    run(*flags, "--resume_from_checkpoint", "latest")
     assert whole.read_bytes() == at_the_end
 
 
 def test_prompts_have_to_be_named(models):
-    ran = run("ppo_core", "--model_name_or_path", str(models / "policy"), check=False)
+    ran = run("--model_name_or_path", str(models / "policy"), check=False)
     assert ran.returncode == 1
     assert ran.stderr.endswith(
         "ppo_core: There are no prompts. Set --dataset_name to a folder or hub id.\n"
@@ -404,12 +411,12 @@ def test_prompts_have_to_be_named(models):
 
 
 def test_bad_input_is_one_message_and_exit_code_1():
-    ran = run("ppo_core", "--dataset_name", "x", "--fp16", "true", check=False)
+    ran = run_anew("ppo_core", "--dataset_name", "x", "--fp16", "true", check=False)
     assert ran.returncode == 1
     assert ran.stderr.startswith("ppo_core: fp16=True is not supported: set bf16=True")
     assert len(ran.stderr.splitlines()) == 1
 
 
 def test_help_shows_the_docstrings():
-    ran = run("ppo_core", "--help")
+    ran = run_anew("ppo_core", "--help")
     assert "Maximum tokens of a response, the stop token included." in " ".join(ran.stdout.split())

@@ -2,10 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +13,7 @@ from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
 from ppo_core.models.loading import load_policy
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.training.trainer import PPOTrainer
+from tests.helpers.forked_python import run_python
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 
 PROMPTS = [f"w{i} w{(3 * i) % 50} w{(7 * i) % 50}"[: 3 + 3 * (i % 3)].strip() for i in range(40)]
@@ -326,14 +323,12 @@ UNEVEN = dataclasses.replace(
 def test_two_processes_are_one(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TWO_PROCESSES)
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
     results = []
     for processes in (1, 2):
         folder = tmp_path / str(processes)
         folder.mkdir()
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [sys.executable, *launcher, str(script), str(folder)]
-        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=240)
+        ran = run_python(script, folder, processes=processes)
+        assert ran.returncode == 0, ran.stderr
         results.append((load_policy(folder), json.loads((folder / "metrics.json").read_text())))
     (one, one_metrics), (two, two_metrics) = results
     for name in METRICS - CLOCKS:
