@@ -1,13 +1,14 @@
 """The settings file of a run: read again, it is the same run."""
 
 import tomllib
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from math import inf
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import HealthCheck, assume, given
+from hypothesis import HealthCheck, given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
 
@@ -93,24 +94,26 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 @st.composite
 def all_settings(draw: st.DrawFn) -> Settings:
     """Settings of which any may be set to anything that it can be set to."""
-    table: dict[str, Any] = {**OWN}
+    table: dict[str, Any] = {}
     for name, kind in get_type_hints(Settings).items():
         if name in SECTIONS:
             types = {**get_type_hints(kind)}
             types.pop("hub_token", None)  # refused: the settings are stored
             chosen = draw(st.sets(st.sampled_from(sorted(types)), max_size=4))
-            section = {one: draw(values_of(types[one])) for one in sorted(chosen)}
-            table[name] = valid(kind, **section)
+            values = {one: draw(values_of(types[one])) for one in sorted(chosen)}
+            table[name] = kind(**valid_part(kind, {}, values))
         elif name != "task" and draw(st.booleans()):
             table[name] = draw(values_of(kind))
-    return valid(Settings, **table)
+    return Settings(**valid_part(Settings, OWN, table))
 
 
-def valid(kind: Any, **values: Any) -> Any:
-    try:
-        return kind(**values)
-    except ConfigError:
-        assume(False)
+def valid_part(kind: Any, kept: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return `kept` with those of the values that can be set together."""
+    for name, value in values.items():
+        with suppress(ConfigError):
+            kind(**(changed := {**kept, name: value}))
+            kept = changed
+    return kept
 
 
 @given(all_settings())

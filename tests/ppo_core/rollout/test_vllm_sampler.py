@@ -25,7 +25,7 @@ from ppo_core.rollout.sampler import SamplingSettings
 from ppo_core.rollout.vllm_sampler import VLLMSampler, request_seeds
 from tests.helpers.tiny import make_policy, make_prompts
 from tests.helpers.vllm_server import VLLMServerOfTests, vllm_server
-from tests.ppo_core.distributed.test_strategy import TORCHRUN, run_python
+from tests.ppo_core.distributed.test_strategy import run_call
 from tests.ppo_core.ppo.test_update import make_config, make_experience, weights_after
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer, weights
 
@@ -278,11 +278,11 @@ def train_in_a_process(folder: str, url: str, changes: dict[str, Any]) -> None:
 )
 def test_two_processes_end_as_one_with_weights_in_shards_or_not(name, changes, server, tmp_path):
     policies = []
-    for launcher, settings in ((TORCHRUN, changes), ([], {})):
-        folder = tmp_path / f"{name}-{len(launcher)}"
+    for processes, settings in ((2, changes), (1, {})):
+        folder = tmp_path / f"{name}-{processes}"
         folder.mkdir()
         call = f"{MODULE}.train_in_a_process{(str(folder), server.url, settings)}"
-        run_python(folder, call, launcher)
+        run_call(folder, call, processes)
         policies.append(load_file(folder / "policy" / "model.safetensors"))
     shared, alone = policies
     assert shared.keys() == alone.keys()
@@ -299,7 +299,7 @@ def test_what_one_process_misses_ends_both(tmp_path, server):
     server.dev_mode = False
     call = f"{MODULE}.train_in_a_process{(str(tmp_path), server.url, {})}"
     with pytest.raises(AssertionError, match="Process 0 failed: The vLLM server at") as caught:
-        run_python(tmp_path, call, TORCHRUN)
+        run_call(tmp_path, call)
     assert "VLLM_SERVER_DEV_MODE=1" in str(caught.value)
 
 
