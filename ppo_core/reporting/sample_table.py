@@ -1,7 +1,6 @@
 """Tables of sample responses, for the terminal, a file, MLflow, TensorBoard and W&B."""
 
 import json
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +18,9 @@ from transformers.integrations.integration_utils import (
 
 from ppo_core.data.atomic_files import explained_writes, write_atomically
 from ppo_core.errors import DataError
+from ppo_core.reporting.escaping import as_markdown, printable
 
 COLUMNS = ("query", "response", "score")
-
-_MARKDOWN = str.maketrans(
-    {c: f"\\{c}" for c in "\\`*_[]"} | {c: f"&#{ord(c)};" for c in "<>&|~$"} | {"\n": "<br>"}
-)
 
 
 @dataclass(frozen=True)
@@ -109,16 +105,6 @@ def log_table(
             _log_to_wandb(completions, step, callback)
         elif isinstance(callback, MLflowCallback) and callback._ml_flow.active_run() is not None:
             _log_to_mlflow(completions, step, callback)
-
-
-def printable(text: str) -> str:
-    """Return the text without control characters, some of which move a terminal's cursor."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
-
-
-def as_markdown(text: str) -> str:
-    """Return the text as a single line, escaped for a cell of a markdown table."""
-    return printable(text).translate(_MARKDOWN)
 
 
 def markdown_table(completions: Completions) -> str:

@@ -16,8 +16,9 @@ from ppo_core.checkpointing.lease import LEASE, LOCK
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.atomic_files import explained_writes, write_atomically
 from ppo_core.errors import ConfigError, TrainingError
+from ppo_core.reporting.escaping import as_markdown, printable
 from ppo_core.reporting.metrics import Metrics
-from ppo_core.reporting.sample_table import Completions, as_markdown, printable
+from ppo_core.reporting.sample_table import Completions
 
 SAMPLES = 3
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets")

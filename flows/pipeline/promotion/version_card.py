@@ -4,13 +4,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from huggingface_hub import ModelCardData
-
 from pipeline.reports.document import as_interval, as_percent
 from pipeline.reports.terminal import CONTEST_TITLES
 from pipeline.results import Report
 from pipeline.settings.settings import flatten
-from ppo_core.reporting.sample_table import as_markdown
+from ppo_core.reporting.escaping import as_markdown, as_yaml
 from ppo_core.training.model_card import without_folders
 
 SHOWN_SAMPLES = 5
@@ -69,13 +67,12 @@ def version_card(record: Report) -> str:
 
 
 def _front_matter(record: Report) -> str:
-    return ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        model_name=_title(record),
-        base_model=without_folders(record["models"]["base"]["name"]),
-        tags=["ppo", "rlhf"],
-    ).to_yaml()
+    base = without_folders(record["models"]["base"]["name"])
+    return (
+        f"base_model: {as_yaml(base)}\nlibrary_name: transformers\n"
+        f"model_name: {as_yaml(_title(record))}\npipeline_tag: text-generation\n"
+        "tags:\n- ppo\n- rlhf"
+    )
 
 
 def _title(record: Report) -> str:

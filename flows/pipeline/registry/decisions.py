@@ -1,7 +1,6 @@
 """Decisions on the champion, and their forms as a line of JSON and as a row of a table."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -11,6 +10,7 @@ from pipeline.tracking.limits import MAX_PARAM_CHARACTERS
 from ppo_core.config.checks import check_type
 from ppo_core.config.text_files import parse_strict_json
 from ppo_core.errors import ConfigError, ModelError
+from ppo_core.reporting import escaping
 
 Action = Literal["promoted", "refused", "rolled back", "found"]
 
@@ -18,8 +18,6 @@ MAX_TAG_CHARACTERS = 8000
 MAX_NAME_CHARACTERS = 250
 CUT_MARK = " [cut]"
 """End of a text that was cut to the maximum length in MLflow."""
-
-_MARKDOWN = re.compile(r"[\\`*_{}\[\]<>()#+!|~&]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +135,4 @@ def _row(decision: Decision) -> str:
         decision.by,
         shortened(" ".join(decision.reasons), 300),
     ]
-    return f"| {' | '.join(_escaped(cell) for cell in cells)} |"
-
-
-def _escaped(text: str) -> str:
-    """Replace the markup characters of Markdown and HTML by character references."""
-    return _MARKDOWN.sub(lambda found: f"&#{ord(found[0])};", plain(text))
+    return f"| {' | '.join(escaping.as_markdown(plain(cell)) for cell in cells)} |"

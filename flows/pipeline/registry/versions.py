@@ -12,10 +12,10 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.registry.aliases import unless_deleted
-from pipeline.registry.decisions import shortened
 from pipeline.registry.logged_models import LoggedModels, logged_model_id, uploading
 from pipeline.tracking.mlflow_client import connect, explained
 from ppo_core.errors import ModelError
+from ppo_core.reporting.escaping import as_markdown
 from serving.champion import fetch_champion
 from serving.manifest import CARD, MANIFEST_TAG
 
@@ -23,7 +23,7 @@ DESCRIPTION = (
     "Policies registered by flows/rlhf.py. The alias champion names the one in use; who became "
     "champion, when and why is in the experiment promotions of "
 )
-"""Beginning of a registered model's description; the name of the model follows."""
+"""Beginning of a registered model's description, in Markdown; the name of the model follows."""
 
 MAX_DESCRIPTION_CHARACTERS = 5000
 """Maximum length of a version's description in MLflow's database."""
@@ -238,7 +238,7 @@ class _FlowRunVersions:
 
 def _create_registered_model(client: MlflowClient, name: str) -> None:
     try:
-        client.create_registered_model(name, description=f"{DESCRIPTION}{name}.")
+        client.create_registered_model(name, description=f"{DESCRIPTION}{as_markdown(name)}.")
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
@@ -249,4 +249,16 @@ def _description(card: str) -> str:
     text = card
     if card.startswith("---\n"):
         text = card.partition("\n---\n")[2].strip()
-    return shortened(text, MAX_DESCRIPTION_CHARACTERS, CUT_DESCRIPTION)
+    if len(text) <= MAX_DESCRIPTION_CHARACTERS:
+        return text
+    return _whole_lines(text, MAX_DESCRIPTION_CHARACTERS - len(CUT_DESCRIPTION)) + CUT_DESCRIPTION
+
+
+def _whole_lines(text: str, limit: int) -> str:
+    """Return the lines of a card within `limit` characters, without a code block that was cut.
+
+    Half of an escape sequence or of a code block would be markup.
+    """
+    lines = text[: limit + 1].split("\n")[:-1]
+    fences = [number for number, line in enumerate(lines) if line.startswith("```")]
+    return "\n".join(lines[: fences[-1]] if len(fences) % 2 else lines)

@@ -191,8 +191,8 @@ def test_the_history_is_the_description_of_the_run(server: MlflowServer, name: s
     ledger.describe([FIRST, replace(FIRST, number=2, reasons=("<img src=x> | [a](b)",))])
     note = MlflowClient().get_run(ledger.run_id).data.tags["mlflow.note.content"]
     newest = note.splitlines()[2]
-    assert newest.startswith("| 2 | 2026-11-21T12:00:00&#43;00:00 | promoted | 4 | 4 |")
-    assert "&#60;img src=x&#62; &#124; &#91;a&#93;&#40;b&#41; |" in newest
+    assert newest.startswith("| 2 | 2026-11-21T12:00:00+00:00 | promoted | 4 | 4 |")
+    assert r"&#60;img src=x&#62; &#124; \[a\](b) |" in newest
 
 
 def test_it_works_on_a_database_without_a_server(mlflow_client: MlflowClient):

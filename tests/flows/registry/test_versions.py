@@ -16,7 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.versions import (
+    CUT_DESCRIPTION,
+    DESCRIPTION,
     MAX_DESCRIPTION_CHARACTERS,
+    _description,
     find_policy,
     register_version,
     write_card,
@@ -205,16 +208,38 @@ def test_a_card_is_written_again(client: MlflowClient, name: str, policy: Path):
     assert mlflow.artifacts.load_text(f"{made['uri']}/README.md") == "# Promoted"
 
 
+def test_the_name_in_the_description_of_a_registered_model_is_no_markup(
+    mlflow_client: MlflowClient, policy: Path
+):
+    name = r"<img src=x> ![y](\\192.0.2.1\y) @ada www.example.org"
+    register(policy, name, start_run(mlflow_client))
+    description = mlflow_client.get_registered_model(name).description
+    shown = "&#60;img src=x&#62; !\\[y\\](&#92;&#92;192.0.2.1&#92;y) &#64;ada `www.example.org`."
+    assert description == DESCRIPTION + shown
+
+
 def test_a_long_card_is_whole_in_the_artifacts_and_visibly_cut_in_the_description(
     client: MlflowClient, name: str, policy: Path
 ):
     made = register(policy, name, start_run(client))
-    card = "long " * 2000
+    card = "a long line\n" * 2000
     write_card(name, "1", card)
     description = client.get_model_version(name, "1").description
-    assert len(description) == MAX_DESCRIPTION_CHARACTERS
-    assert description.endswith("README.md among the version's artifacts has all of it.")
+    kept = description.removesuffix(CUT_DESCRIPTION)
+    assert MAX_DESCRIPTION_CHARACTERS - len("a long line\n") <= len(description)
+    assert len(description) <= MAX_DESCRIPTION_CHARACTERS
+    assert set(kept.split("\n")) == {"a long line"} and kept != description
     assert mlflow.artifacts.load_text(f"{made['uri']}/README.md") == card
+
+
+def test_a_card_is_never_cut_within_an_escape_or_a_block_of_code():
+    lines = ["&#60;b&#62; `http://x`", "```python", "load('<b>')", "```", "end"]
+    room = MAX_DESCRIPTION_CHARACTERS - len(CUT_DESCRIPTION)
+    for visible in range(len("\n".join(lines)) + 2):
+        description = _description("\n".join(["x" * (room - visible), *lines, "z" * 200]))
+        kept = description.removesuffix(CUT_DESCRIPTION).split("\n")[1:]
+        fit = sum(len("\n".join(lines[: n + 1])) < visible for n in range(len(lines)))
+        assert kept == lines[: 1 if fit in (2, 3) else fit]
 
 
 def test_a_card_needs_a_version_that_has_one(client: MlflowClient, name: str):
