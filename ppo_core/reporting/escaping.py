@@ -8,15 +8,14 @@ _MARKUP = str.maketrans(
 )
 # A colon before a digit stays as it is: most of those stand in times, such as 10:30:00.
 _EMOJI = re.compile(r":(?=[a-z+-][\w+-]*:)", re.IGNORECASE)
+# A mail address begins at the beginning of a word: no text takes quadratic time.
 _ADDRESS = re.compile(
-    r"((?:(?:https?|ftp|dict)://|www\.)[^\s`|<>&$~\\]*|[\w.+-]+@[\w.-]+)", re.IGNORECASE
+    r"((?:(?:https?|ftp|dict)://|www\.)[^\s`|<>&$~\\]*|(?<![\w.+-])[\w.+-]+@[\w.-]+)",
+    re.IGNORECASE,
 )
 
 # An underscore within a word is no markup.
-_NOT_PLAIN = re.compile(
-    r"[^\w ,./-]|(?<=www)\.|(?<![^\W_])_|_(?![^\W_])",
-    re.IGNORECASE,
-)
+_NOT_PLAIN = re.compile(r"[^\w ,./-]|(?<=www)\.|(?<![^\W_])_|_(?![^\W_])", re.IGNORECASE)
 
 
 def printable(text: str) -> str:

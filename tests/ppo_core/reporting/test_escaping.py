@@ -39,3 +39,11 @@ def test_a_text_in_yaml_is_itself_and_has_no_markup(text: str):
     assert yaml.safe_load(f"name: {written}") == {"name": text}
     assert not re.search(r"[<>*\[\]`@:]|www\.|\b_|_\b", written)
     assert as_yaml("org/rlhf_policy-2.5, version 7") == '"org/rlhf_policy-2.5, version 7"'
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("unit", ["a", "a.", "@", "a@", "http://", "www.", ":a", "_"])
+def test_no_text_takes_long(unit: str):
+    text = unit * (300_000 // len(unit))
+    as_markdown(text)
+    as_yaml(text)
