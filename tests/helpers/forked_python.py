@@ -34,8 +34,7 @@ IMPORTED = [
 ]
 """Modules that the fork server imports; saving a model imports DeepSpeed."""
 
-_HUB = TemporaryDirectory()
-"""Cache of data sets, in the place of the one in the user's home."""
+STREAMS = ("stdout", "stderr")
 
 PATIENCE = 20.0
 """Seconds that the other processes have to end after SIGTERM, once one has failed."""
@@ -86,10 +85,16 @@ def run_python(
             )
             for rank in ranks
         ]
+        files = [Path(output, name) for name in STREAMS]
+        for file in files:
+            file.touch()
         for process in running:
             process.start()
-        _wait(running, seconds)
-        said = [Path(output, name).read_text() for name in ("stdout", "stderr")]
+        try:
+            _wait(running, seconds)
+        finally:
+            _signal(running, signal.SIGKILL)
+        said = [file.read_text() for file in files]
     return Ended([process.exitcode or 0 for process in running], *said)
 
 
@@ -100,11 +105,17 @@ def _context() -> Any:
     variables = {
         # The server does not get sys.path of this process.
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "HF_HOME": _HUB.name,
+        "HF_HOME": _hub().name,
     }
     with patch.dict(os.environ, variables):
         forkserver.ensure_running()
     return context
+
+
+@cache
+def _hub() -> TemporaryDirectory[str]:
+    """Return the cache of data sets, in the place of the one in the user's home."""
+    return TemporaryDirectory()
 
 
 def _ranks(processes: int) -> list[dict[str, str]]:
@@ -144,9 +155,8 @@ def _run(words: list[str], folder: str, environment: dict[str, str], output: str
     if "RANK" in environment:
         os.environ[PARENT] = str(os.getppid())
     os.chdir(folder)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        file = os.open(f"{output}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, number)
+    for number, name in enumerate(STREAMS, start=1):
+        os.dup2(os.open(f"{output}/{name}", os.O_WRONLY | os.O_APPEND), number)
     try:
         _interpret(words)
     finally:
