@@ -9,9 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
+import pyarrow
 from datasets import (
     Dataset,
     DatasetDict,
+    Features,
+    Json,
     ReadInstruction,
     concatenate_datasets,
     load_dataset,
@@ -245,15 +248,31 @@ def _is_media(feature: Any) -> bool:
 
 
 def _as_dataset(rows: list[JSONRow], source: str) -> Dataset:
-    columns = dict.fromkeys(name for row in rows for name in row)
-    if not columns:
+    names = dict.fromkeys(name for row in rows for name in row)
+    if not names:
         raise DataError(f"'{source}' has no column: all its rows are empty. Name other data.")
-    for name in columns:
+    for name in names:
         _require_one_kind(rows, name, source)
-    uniform = [{name: row.get(name) for name in columns} for row in rows]
+    columns = {name: [row.get(name) for row in rows] for name in names}
     move = "Give each column one type."
     with library_errors(DataError, f"The rows of '{source}' cannot be used", move):
-        return Dataset.from_list(uniform, on_mixed_types="use_json")
+        types = Features({name: _type_of(values) for name, values in columns.items()})
+        return Dataset.from_dict(columns, features=types)
+
+
+def _type_of(values: list[Any]) -> Any:
+    """Return the type of a column; JSON if Arrow has no type for its values.
+
+    `on_mixed_types="use_json"` of `datasets` does the same, but loops forever on some values.
+    """
+    try:
+        kind = pyarrow.array(values).type
+    except (ValueError, pyarrow.ArrowTypeError):
+        return Json()
+    # Arrow's files end a key at a null character, after which two keys may be the same.
+    if "\0" in str(kind):
+        return Json()
+    return Features.from_arrow_schema(pyarrow.schema({"column": kind}))["column"]
 
 
 def _require_one_kind(rows: list[JSONRow], name: str, source: str) -> None:

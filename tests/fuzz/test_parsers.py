@@ -75,6 +75,10 @@ WIN_RATE_KINDS = [win_rate.WinRateArguments, EvaluationConfig, JudgingConfig]
 
 Check = Callable[[Any, Path], object]
 
+# By a thread, which ends the process: hypothesis takes the error of the other method for a failing
+# example, tries others, and waits for the next one without a limit.
+pytestmark = pytest.mark.timeout(2 * SOAK_SECONDS + 300, method="thread")
+
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ SLOW = {
         "cannot be imported: (hidden)", judge=f"{SECRET_IN_JUDGE}raise ImportError(secret)"
     ),
     "judge fails when imported": Case(
-        "RuntimeError: (hidden)", judge=f"{SECRET_IN_JUDGE}raise RuntimeError(secret)"
+        "raised RuntimeError in", judge=f"{SECRET_IN_JUDGE}raise RuntimeError(secret)"
     ),
     "judge fails when asked": Case(
         "(hidden)",

@@ -36,6 +36,24 @@ def test_messages_are_read_as_they_were_written(tmp_path):
     assert load_rows(str(tmp_path / "rows.jsonl")).to_list() == rows
 
 
+STRANGE_PARTS = [
+    # `datasets` tries forever to give the first one a type, and Arrow cannot read the second one.
+    {"\x9c": [None, 0.8, False], "../x": [False, 3.5513952e294]},
+    {"": None, "\0": None},
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", STRANGE_PARTS)
+def test_parts_without_an_arrow_type_are_kept(tmp_path, part):
+    rows = [{"prompt": "a", "more": part}, {"prompt": "b"}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    read = load_rows(str(tmp_path / "rows.json"))
+    assert read["prompt"][:] == ["a", "b"]
+    assert list(read[0]["more"]) == list(part)
+    assert read[1]["more"] is None
+
+
 def test_a_slice_of_a_split_is_part_of_it(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl")
     assert load_rows(str(path), split="train[:1]").to_list() == ROWS[:1]
