@@ -269,7 +269,7 @@ def _type_of(values: list[Any]) -> Any:
         kind = pyarrow.array(values).type
     except (ValueError, pyarrow.ArrowTypeError):
         return Json()
-    # Arrow's files end a key at a null character, after which two keys may be the same.
+    # Arrow's files cut a key at a null character, so two keys could become equal.
     if "\0" in str(kind):
         return Json()
     return Features.from_arrow_schema(pyarrow.schema({"column": kind}))["column"]

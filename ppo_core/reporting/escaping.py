@@ -6,14 +6,13 @@ import unicodedata
 _MARKUP = str.maketrans(
     {c: f"\\{c}" for c in "*_[]"} | {c: f"&#{ord(c)};" for c in "\\`<>&|~$@"} | {"\n": "<br>"}
 )
-# A colon before a digit stays as it is: most of those stand in times, such as 10:30:00.
+# A colon before a digit stays as it is: most are in times, such as 10:30:00.
 _EMOJI = re.compile(r":(?=[a-z+-][\w+-]*:)", re.IGNORECASE)
-# A mail address begins at the beginning of a word: no text takes quadratic time.
+# The lookbehind keeps the search for mail addresses from taking quadratic time.
 _ADDRESS = re.compile(
     r"((?:(?:https?|ftp|dict)://|www\.)[^\s`|<>&$~\\]*|(?<![\w.+-])[\w.+-]+@[\w.-]+)",
     re.IGNORECASE,
 )
-
 # An underscore within a word is no markup.
 _NOT_PLAIN = re.compile(r"[^\w ,./-]|(?<=www)\.|(?<![^\W_])_|_(?![^\W_])", re.IGNORECASE)
 
@@ -24,10 +23,10 @@ def printable(text: str) -> str:
 
 
 def as_markdown(text: str) -> str:
-    """Return the text as a single line, escaped for a cell of a markdown table.
+    """Return the text as a single line, escaped for a cell of a Markdown table.
 
-    Addresses become code. Most pages make links of bare addresses, some of them even of escaped
-    ones; MLflow's also make links of `@names` and pictures of `:emojis:`.
+    Addresses become code, because most pages turn bare addresses into links, and some pages escaped
+    addresses too. MLflow's pages also turn `@names` into links and `:emojis:` into pictures.
     """
     parts = _ADDRESS.split(printable(text))
     return "".join(
@@ -36,7 +35,7 @@ def as_markdown(text: str) -> str:
 
 
 def as_yaml(text: str) -> str:
-    """Return the text as a string of YAML that is no markup either if it is shown as Markdown."""
+    """Return the text as a YAML string without markup, for pages that show YAML as Markdown."""
     inert = _NOT_PLAIN.sub(lambda found: f"\\U{ord(found[0]):08x}", text)
     return f'"{inert}"'
 

@@ -75,8 +75,8 @@ WIN_RATE_KINDS = [win_rate.WinRateArguments, EvaluationConfig, JudgingConfig]
 
 Check = Callable[[Any, Path], object]
 
-# By a thread, which ends the process: hypothesis takes the error of the other method for a failing
-# example, tries others, and waits for the next one without a limit.
+# The method "thread" ends the process. The other method raises an error, which hypothesis takes for
+# a failing example: it goes on with further examples, which then have no time limit.
 pytestmark = pytest.mark.timeout(2 * SOAK_SECONDS + 300, method="thread")
 
 

@@ -1,8 +1,8 @@
 """Python programs of tests, in processes forked from one that has imported torch.
 
-`python -m ppo_core` imports torch, transformers and DeepSpeed for several times as long as it
-trains a tiny model. The processes of a fork server have imported them already. Tests of launchers,
-of imports and of the flow start new processes instead.
+Importing torch, transformers and DeepSpeed takes longer than training a tiny model. Here a fork
+server imports them once for all programs. Tests of launchers, of imports and of the flow start new
+processes instead.
 """
 
 import atexit
@@ -160,7 +160,7 @@ def _run(words: list[str], folder: str, environment: dict[str, str], output: str
     try:
         _interpret(words)
     finally:
-        # A process of multiprocessing ends without the functions that it registered.
+        # A process of multiprocessing does not call them at its end.
         atexit._run_exitfuncs()
 
 
