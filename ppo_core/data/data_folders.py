@@ -1,6 +1,7 @@
 """Find the files of each split in a folder of data files."""
 
 import re
+from itertools import islice
 from pathlib import Path
 
 from ppo_core.errors import DataError, library_errors
@@ -19,6 +20,9 @@ SPLIT_WORDS = {
 }
 """Word in a path -> split, as in the `datasets` library."""
 
+MOST_ENTRIES = 20_000
+"""Maximum number of files and folders below a data folder: `/` and home folders have more."""
+
 _SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")
 
 
@@ -30,11 +34,18 @@ def files_by_split(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[Pa
     Hidden files and folders are ignored.
 
     Raises:
-        DataError: the folder cannot be read, has no data file, or a split has several formats.
+        DataError: the folder cannot be read, has no data file or more than `MOST_ENTRIES` entries,
+            or a split has several formats.
     """
     move = "Name a folder that you may read."
     with library_errors(DataError, f"'{folder}' cannot be read", move):
-        found = [path.relative_to(folder) for path in sorted(folder.rglob("*"))]
+        entries = sorted(islice(folder.rglob("*"), MOST_ENTRIES + 1))
+        found = [path.relative_to(folder) for path in entries]
+    if len(found) > MOST_ENTRIES:
+        raise DataError(
+            f"'{folder}' has more than {MOST_ENTRIES} files and folders below it, so it is hardly "
+            "a data set. Name the folder of the data."
+        )
     files = [
         path
         for path in found

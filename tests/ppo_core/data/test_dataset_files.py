@@ -80,6 +80,11 @@ def test_a_folder_of_files_has_the_splits_that_they_are_named_after(tmp_path):
     assert load_rows(str(folder), split="test").to_list() == [{"prompt": "w9"}]
 
 
+def test_the_root_folder_is_refused_before_all_of_it_is_listed():
+    with pytest.raises(DataError, match=r"'/' has more than \d+ files .* Name the folder"):
+        load_rows("/")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
