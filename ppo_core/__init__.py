@@ -7,6 +7,8 @@ machines that launch a flow may not have torch.
 from importlib import import_module
 from typing import Any
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "PPOConfig": "config.ppo_config",
     "PPOTrainer": "training.trainer",
@@ -41,3 +43,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'ppo_core' has no attribute {name!r}")
     return getattr(import_module(f"ppo_core.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """Return the names of the package, with those that are not imported yet."""
+    return sorted({*globals(), *_HOMES})
