@@ -2,8 +2,11 @@
 
 import ast
 import inspect
+import math
+import re
+from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
@@ -11,7 +14,8 @@ from transformers import HfArgumentParser
 
 from ppo_core.config.checks import check_type, refuse_secrets
 from ppo_core.config.text_files import parse_strict_json, read_json_file, read_toml_file
-from ppo_core.config.unsupported_settings import refuse_unsupported
+from ppo_core.config.trl_names import PPO_ALIASES
+from ppo_core.config.unsupported_settings import INSTEAD, Unsupported, refuse_unsupported
 from ppo_core.errors import ConfigError
 
 MAY_BE_SECRET = ("hub_token",)
@@ -32,24 +36,41 @@ def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
     if len(argv) == 1 and argv[0].endswith(".json"):
         return _read_json(kinds, Path(argv[0]))
     parser = DocumentedParser(
-        kinds, prog="python -m ppo_core", usage="%(prog)s [SETTINGS.toml] [--name value ...]"
+        kinds,
+        prog="python -m ppo_core",
+        usage="%(prog)s [SETTINGS.toml] [--name value ...]",
+        aliases=PPO_ALIASES,
+        instead=INSTEAD,
     )
     if argv and not argv[0].startswith("-"):
         argv = [*_flags_of_file(Path(argv[0])), *argv[1:]]
-    *parsed, rest = parser.parse_args_into_dataclasses(
-        argv, return_remaining_strings=True, look_for_args_file=False
-    )
-    unknown = _read_flags(rest)
-    refuse_secrets(unknown)
-    refuse_unsupported(unknown, [name for kind in kinds for name in field_docs(kind)])
-    return _without_secrets(parsed)
+    return parser.parse(argv)
 
 
 class DocumentedParser(HfArgumentParser):
     """`HfArgumentParser` with field docstrings as help, which raises ConfigError on errors."""
 
-    def __init__(self, kinds: Sequence[type], *, prog: str, usage: str) -> None:
-        """Add one flag for each field of the dataclasses; the help prints `prog` and `usage`."""
+    def __init__(
+        self,
+        kinds: Sequence[type],
+        *,
+        prog: str,
+        usage: str,
+        aliases: Mapping[str, str] | None = None,
+        instead: Unsupported | None = None,
+    ) -> None:
+        """Add one flag for each field of the dataclasses.
+
+        Args:
+            kinds: the dataclasses.
+            prog: name of the command, for the help and for errors.
+            usage: usage line of the help.
+            aliases: further name of a flag -> field.
+            instead: flags that are refused with advice, as for `refuse_unsupported`.
+        """
+        self._kinds = kinds
+        self._instead = instead or {}
+        self._aliases = aliases or {}
         self._field_docs = {name: doc for kind in kinds for name, doc in field_docs(kind).items()}
         self._field_defaults = {
             field.name: field.default for kind in kinds for field in fields(kind)
@@ -64,26 +85,39 @@ class DocumentedParser(HfArgumentParser):
     def parse(self, argv: Sequence[str]) -> list[Any]:
         """Return one instance of each dataclass, read from flags only.
 
+        An unknown flag is reported before a required flag that is missing: it may be the same flag,
+        misspelt.
+
         Raises:
-            ConfigError: a flag is unknown, or a value is invalid or holds a secret.
+            ConfigError: a flag is unknown or missing, or a value is invalid or holds a secret.
             SystemExit: --help was given; the help has been printed.
         """
-        *parsed, rest = self.parse_args_into_dataclasses(
-            list(argv), return_remaining_strings=True, look_for_args_file=False
-        )
-        if rest:
-            if rest[0].startswith("--"):
-                refuse_secrets(_read_flags(rest))
-            raise ConfigError(f"Unknown: {' '.join(rest)}. For all flags, run {self.prog} --help.")
+        namespace, rest = self.parse_known_args(list(argv))
+        unknown = _read_flags(rest, self.prog)
+        refuse_secrets(unknown)
+        refuse_unsupported(unknown, [*self._field_docs], self._instead, prefix="--")
+        given = vars(namespace)
+        if missing := [f"--{name}" for name in self._field_docs if name not in given]:
+            self.error(f"the following flags are required: {', '.join(missing)}")
+        parsed = [
+            kind(**{field.name: given[field.name] for field in fields(kind)})
+            for kind in self._kinds
+        ]
         return _without_secrets(parsed)
 
     def add_argument(self, *flags: str, **options: Any) -> Any:
-        """Add a flag as argparse does, with the docstring of its field as help."""
+        """Add a flag as argparse does, with its field's docstring as help, and its aliases."""
         name = flags[0].lstrip("-")
         if name in self._field_docs:
-            options["help"] = self._field_docs[name].replace("%", "%%")
+            aliases = [f"--{alias}" for alias, meant in self._aliases.items() if meant == name]
+            flags = (*flags, *aliases)
+            options["help"] = self._help(name, aliases)
+            # `parse` reports a missing flag.
+            options.pop("required", None)
             # HfArgumentParser drops the default of a field whose value may be a list.
-            options.setdefault("default", self._field_defaults[name])
+            options.setdefault("default", self._default(name))
+            if options.get("type") is int:
+                options["type"] = _whole_number
         elif name.startswith("no_"):
             options["help"] = f"Turn {options['dest']} off."
         return super().add_argument(*flags, **options)
@@ -95,6 +129,16 @@ class DocumentedParser(HfArgumentParser):
             ConfigError: always.
         """
         raise ConfigError(f"{message}. See {self.prog} --help.")
+
+    def _default(self, name: str) -> object:
+        default = self._field_defaults[name]
+        # SUPPRESS: a flag that is not given is no attribute of the namespace.
+        return SUPPRESS if default is MISSING else default
+
+    def _help(self, name: str, aliases: Sequence[str]) -> str:
+        required = " Required." if self._default(name) is SUPPRESS else ""
+        also = f" Also {', '.join(aliases)}." if aliases else ""
+        return self._field_docs[name].replace("%", "%%") + required + also
 
 
 def field_docs(kind: type) -> dict[str, str]:
@@ -158,19 +202,17 @@ def _flags_of_file(path: Path) -> list[str]:
     return flags
 
 
-def _read_flags(words: Sequence[str]) -> dict[str, Any]:
+def _read_flags(words: Sequence[str], prog: str) -> dict[str, Any]:
     """Return name -> value of flags unknown to all dataclasses; a flag without a value is True."""
     given: dict[str, list[str]] = {}
     for word in words:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
+        if re.match("--?[a-zA-Z]", word):
+            name, equals, value = word.lstrip("-").partition("=")
             last = given[name.replace("-", "_")] = [value] if equals else []
         elif given:
             last.append(word)
         else:
-            raise ConfigError(
-                f"'{word}' belongs to no flag. For all flags, run python -m ppo_core --help."
-            )
+            raise ConfigError(f"'{word}' belongs to no flag. For all flags, run {prog} --help.")
     return {name: _read_value(values) for name, values in given.items()}
 
 
@@ -181,3 +223,18 @@ def _read_value(words: Sequence[str]) -> object:
         return parse_strict_json(words[0].lower())
     except ValueError:
         return words[0]
+
+
+def _whole_number(text: str) -> int:
+    """Return the integer that a flag's value is; 3.0 and 1e5 are integers, too."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value.is_integer():
+        raise ArgumentTypeError(f"invalid int value: {text!r}")
+    return int(value)

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from ppo_core.errors import ConfigError
 from ppo_core.errors.redaction import describe_secret, names_secret
 
-NO_SECRETS = ("stop_token",)
+NO_SECRETS = ("stop_token", "truncate_token", "eos_token", "pad_token")
 """Settings with the name of a secret whose values are none."""
 
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from functools import wraps
 from typing import Any, TypeVar
 
+from ppo_core.config.spelling import nearest_name
 from ppo_core.errors import ConfigError
 
 Settings = TypeVar("Settings")
@@ -181,6 +181,13 @@ INSTEAD: Unsupported = {
     "lora_task_type": (("CAUSAL_LM",), "the adapters are the policy's, a causal language model's"),
     "bnb_4bit_quant_storage": ((None,), "4-bit weights are stored in bytes, bitsandbytes' default"),
     "dataset_streaming": ((False,), "the prompts are read into memory"),
+    "gradient_checkpointing_use_reentrant": ((None, False), _CHECKPOINTING),
+    "sanity_check": ((False,), "set total_episodes to a small number"),
+    "non_eos_penalty": ((), "set missing_eos_penalty, which is subtracted from the score"),
+    "penalty_reward_value": ((), "set missing_eos_penalty, which is subtracted from the score"),
+    "truncate_token": ((), "set stop_token"),
+    "truncate_token_id": ((), "set stop_token_id"),
+    "no_cuda": ((False,), "set use_cpu"),
     "ignore_bias_buffers": ((False,), "buffers are not communicated: leave it out"),
     # TRL's settings of a vLLM server
     "vllm_mode": (("server",), _VLLM),
@@ -212,31 +219,38 @@ INSTEAD: Unsupported = {
 
 
 def refuse_unsupported(
-    given: Mapping[str, Any], supported: Collection[str], instead: Unsupported = INSTEAD
+    given: Mapping[str, Any],
+    supported: Collection[str],
+    instead: Unsupported = INSTEAD,
+    *,
+    prefix: str = "",
 ) -> dict[str, Any]:
     """Return the settings of `given` whose names are in `supported`.
 
-    Settings listed in `instead` with an accepted value are dropped.
+    Settings listed in `instead` with an accepted value are dropped. `prefix` precedes the names in
+    messages: `--` for flags.
 
     Raises:
         ConfigError: any other setting is given.
     """
     for name, value in given.items():
         if name not in supported:
-            _check_unsupported(name, value, supported, instead)
+            _check_unsupported(name, value, supported, instead, prefix)
     return {name: value for name, value in given.items() if name in supported}
 
 
 def _check_unsupported(
-    name: str, value: object, supported: Collection[str], unsupported: Unsupported
+    name: str, value: object, supported: Collection[str], unsupported: Unsupported, prefix: str
 ) -> None:
     if name not in unsupported:
-        similar = get_close_matches(name, supported, n=1)
-        hint = f" Did you mean {similar[0]}?" if similar else " Remove it."
-        raise ConfigError(f"There is no setting {name}, so {value!r} would change nothing.{hint}")
+        similar = nearest_name(name, supported)
+        hint = f"Did you mean {prefix}{similar}?" if similar else "Remove it."
+        raise ConfigError(
+            f"There is no setting {prefix}{name}, so {value!r:.80} would change nothing. {hint}"
+        )
     accepted, instead = unsupported[name]
     if value not in accepted:
-        raise ConfigError(f"{name}={value!r} is not supported: {instead}.")
+        raise ConfigError(f"{prefix}{name}={value!r:.80} is not supported: {instead}.")
 
 
 def refusing_unsupported(

@@ -6,19 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import datasets
-from transformers.utils import logging
-
 from ppo_core.config.argument_parser import DocumentedParser
 from ppo_core.config.script_arguments import LoraArguments
+from ppo_core.config.trl_names import SUPERVISED_ALIASES, supervised_instead
 from ppo_core.data.atomic_files import explained_full_disk
-from ppo_core.data.dataset_files import load_named_split, named_data
 from ppo_core.errors import ConfigError, PPOError
-from ppo_core.models.adapters import lora_config
 from ppo_core.supervised.supervised_config import SupervisedConfig
-from ppo_core.supervised.training import train_reward_model, train_sft
 
-TRAININGS = {"sft": train_sft, "reward": train_reward_model}
+TRAININGS = ("sft", "reward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +71,16 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
             f"{kind!r} is not a training. Begin with {' or '.join(TRAININGS)}, followed by flags. "
             f"--help lists the flags."
         )
-    arguments, config, lora = _parse(kind, flags if kind in TRAININGS else ["--help"])
+    arguments, config, lora = parse_supervised(kind, flags if kind in TRAININGS else ["--help"])
+    # Imported here: --help and a wrong flag need no torch.
+    from ppo_core.data.dataset_files import load_named_split, named_data
+    from ppo_core.supervised.training import train_reward_model, train_sft
+
+    train = train_sft if kind == "sft" else train_reward_model
     _hide_library_output()
     rows = load_named_split(arguments.dataset_name, allow_urls=arguments.allow_data_urls)
     with named_data(arguments.dataset_name):
-        return TRAININGS[kind](
+        return train(
             arguments.model_name_or_path,
             rows,
             config,
@@ -89,19 +89,33 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
         )
 
 
-def _parse(
+def parse_supervised(
     kind: str, flags: Sequence[str]
 ) -> tuple[SupervisedArguments, SupervisedConfig, SupervisedLoraArguments]:
+    """Return the settings that the flags of a training give.
+
+    Args:
+        kind: `sft` or `reward`; another text is not a training, and its help names both.
+        flags: arguments after the kind.
+
+    Raises:
+        ConfigError: a flag is unknown, missing or not supported, or a value is not valid.
+        SystemExit: the flag --help was given; the help is printed first.
+    """
     parser = DocumentedParser(
         [SupervisedArguments, SupervisedConfig, SupervisedLoraArguments],
         prog="python -m ppo_core.supervised",
         usage=f"%(prog)s {kind if kind in TRAININGS else '|'.join(TRAININGS)} [--name value]",
+        aliases=SUPERVISED_ALIASES,
+        instead=supervised_instead(kind),
     )
     arguments, config, lora = parser.parse(flags)
     return arguments, config, lora
 
 
 def _lora_config(lora: SupervisedLoraArguments) -> Any:
+    from ppo_core.models.adapters import lora_config
+
     return lora_config(
         r=lora.lora_r,
         lora_alpha=lora.lora_alpha,
@@ -112,6 +126,9 @@ def _lora_config(lora: SupervisedLoraArguments) -> Any:
 
 def _hide_library_output() -> None:
     """Hide the libraries' messages, so that stderr shows only progress and errors."""
+    import datasets
+    from transformers.utils import logging
+
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     logging.disable_progress_bar()

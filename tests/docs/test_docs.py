@@ -25,6 +25,7 @@ from pipeline.settings.reward_validation_config import RewardGateConfig
 from pipeline.settings.settings import make_settings
 from pipeline.tracking.mlflow_runs import start_runs
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.config.trl_names import PPO_ALIASES, SUPERVISED_ALIASES, SUPERVISED_INSTEAD
 from ppo_core.config.unsupported_settings import INSTEAD
 from ppo_core.supervised.supervised_cli import SupervisedArguments, SupervisedLoraArguments
 from ppo_core.supervised.supervised_config import SupervisedConfig
@@ -168,6 +169,7 @@ def test_the_flags_that_a_page_names_exist(page):
         *(WinRateArguments, EvaluationConfig, JudgingConfig),
     )
     flags = {field.name for kind in kinds for field in fields(kind)}
+    flags |= {*PPO_ALIASES, *SUPERVISED_ALIASES}
     flow = re.findall(r'Parameter\(\s*"([\w-]+)"', (ROOT / "flows" / "rlhf.py").read_text())
     scripts = (ROOT / "flows" / "registry.py", ROOT / "docs" / "champion_service.py")
     others = {flag for path in scripts for flag in re.findall(r'"--([\w-]+)"', path.read_text())}
@@ -212,12 +214,14 @@ def test_every_setting_is_in_the_page_about_migrating():
 
 
 def test_every_name_that_is_refused_is_in_the_page_as_the_error_says_it():
-    assert [row for row in map(refusal, INSTEAD) if row not in MIGRATING.read_text()] == []
+    page = MIGRATING.read_text()
+    for table in (INSTEAD, SUPERVISED_INSTEAD):
+        rows = [refusal(name, *entry) for name, entry in table.items()]
+        assert [row for row in rows if row not in page] == []
 
 
-def refusal(name: str) -> str:
+def refusal(name: str, accepted: tuple[object, ...], instead: str) -> str:
     """The row of a name in the table: values that are accepted, and what to use instead."""
-    accepted, instead = INSTEAD[name]
     values = ", ".join(f"`{value!r}`" for value in accepted) or "-"
     return f"| `{name}` | {values} | {instead[0].upper()}{instead[1:]}. |"
 

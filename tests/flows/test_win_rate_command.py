@@ -115,7 +115,10 @@ def test_a_version_that_the_flow_did_not_register_is_refused(tmp_path: Path, mlf
         (["--human-labels", "eval.jsonl"], "has no column first, second, label"),
         (["--model", "nowhere"], "No model can be loaded from 'nowhere'"),
         (["--judge", "oracle"], "judge='oracle' is unknown"),
-        (["--temprature", "1"], "Unknown: --temprature 1"),
+        (
+            ["--temprature", "1"],
+            "no setting --temprature, so 1 would change nothing. Did you mean",
+        ),
         (["--summary-json", "."], "summary_json='.' is a folder"),
     ],
 )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipeline.stages import (  # noqa: F401 - for mypy
         cards,
         evaluation,
+        model_win_rate,
         models,
         registration,
         start,

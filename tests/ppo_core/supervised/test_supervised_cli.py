@@ -1,16 +1,26 @@
 """`python -m ppo_core.supervised`: runs from a shell, and refused flags."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from ppo_core.supervised.supervised_cli import main
+from ppo_core.config.trl_names import SUPERVISED_ALIASES, SUPERVISED_INSTEAD
+from ppo_core.supervised.supervised_cli import (
+    SupervisedArguments,
+    SupervisedLoraArguments,
+    main,
+    parse_supervised,
+)
+from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.chat import make_chat_tokenizer, say
 from tests.helpers.forked_python import Ended, run_python
 from tests.helpers.tiny import make_policy
+
+REQUIRED = "--model_name_or_path m --dataset_name d --output_dir o".split()
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +89,24 @@ def test_bad_input_is_one_line_on_standard_error_and_exit_code_1(base, tmp_path)
     [
         ("", "'' is not a training. Begin with sft or reward"),
         ("dpo", "'dpo' is not a training"),
-        ("sft", "arguments are required: --model_name_or_path"),
+        ("sft", "flags are required: --model_name_or_path, --dataset_name, --output_dir"),
         ("sft MODEL --batch_size 0", "batch_size=0 must be a whole number, at least 1"),
         ("sft MODEL --batch_size many", "invalid int value: 'many'"),
-        ("sft MODEL --max_steps 5", "Unknown: --max_steps 5."),
+        ("sft MODEL --max_steps 5", "--max_steps=5 is not supported: set num_epochs."),
+        ("sft MODEL --packing", "--packing=True is not supported: each row is a sequence"),
+        ("sft MODEL --lora_task_type SEQ_CLS", "the adapters of this training are always CAUSAL_"),
+        ("reward MODEL --disable_dropout", "--disable_dropout=True is not supported: the dropout"),
+        ("reward MODEL --eval_strategy steps", "--eval_strategy='steps' is not supported: nothing"),
+        (
+            "sft MODEL --lr 1e-4",
+            "There is no setting --lr, so 0.0001 would change nothing.",
+        ),
+        ("sft MODEL -lr 1e-4", "Did you mean --learning_rate?"),
+        (
+            "sft --model base",
+            "There is no setting --model, so 'base' would change nothing.",
+        ),
+        ("sft MODEL --num_train_epochs 0.5", "--num_train_epochs: invalid int value: '0.5'"),
         ("sft MODEL --lora_r 8", "lora_r takes effect only with --use_peft"),
         ("sft MODEL --centre_rewards_coefficient 0.1", "is for reward models"),
         ("reward MODEL --no_completion_only_loss", "is for SFT"),
@@ -109,3 +133,49 @@ def test_help_lists_every_flag_with_its_sentence(capsys):
     assert "OUTPUT_DIR Folder for the trained model and its tokenizer." in text
     assert "--use_peft" in text
     assert "--centre_rewards_coefficient" in text
+    assert "a longer example is an error. Also --max_seq_length. (default: 512)" in text
+    assert "its tokenizer. Required." in text
+
+
+SFT = """
+    --learning_rate 2.0e-5 --num_train_epochs 1.0 --per_device_train_batch_size 2
+    --gradient_accumulation_steps 8 --eval_strategy no --assistant_only_loss True
+    --max_seq_length 64 --use_peft --lora_r 32 --lora_alpha 16 --lora_task_type CAUSAL_LM
+    --dataset_train_split train --gradient_checkpointing
+"""
+
+REWARD = """
+    --per_device_train_batch_size 8 --num_train_epochs 1 --gradient_checkpointing True
+    --learning_rate 1.0e-5 --eval_strategy no --max_length 2048 --disable_dropout false
+    --center_rewards_coefficient 0.01 --lora_task_type SEQ_CLS --dtype float32
+"""
+
+
+def test_the_flags_of_trls_sft_script_have_their_meaning_here():
+    _, config, lora = parse_supervised("sft", [*REQUIRED, *SFT.split()])
+    assert config == SupervisedConfig(
+        learning_rate=2e-5,
+        num_epochs=1,
+        batch_size=2,
+        gradient_accumulation_steps=8,
+        max_length=64,
+        gradient_checkpointing=True,
+    )
+    assert (lora.use_peft, lora.lora_r, lora.lora_alpha) == (True, 32, 16)
+    _, config, _ = parse_supervised("sft", [*REQUIRED, "--assistant_only_loss", "False"])
+    assert not config.completion_only_loss
+
+
+def test_the_flags_of_trls_reward_script_have_their_meaning_here():
+    _, config, _ = parse_supervised("reward", [*REQUIRED, *REWARD.split()])
+    assert config == SupervisedConfig(
+        batch_size=8, max_length=2048, gradient_checkpointing=True, centre_rewards_coefficient=0.01
+    )
+
+
+def test_no_refused_flag_of_trl_is_a_flag_or_an_alias_here():
+    kinds = (SupervisedArguments, SupervisedConfig, SupervisedLoraArguments)
+    flags = {field.name for kind in kinds for field in fields(kind)}
+    assert set(SUPERVISED_ALIASES.values()) <= flags
+    assert not flags & {*SUPERVISED_ALIASES, *SUPERVISED_INSTEAD}
+    assert not {*SUPERVISED_ALIASES} & {*SUPERVISED_INSTEAD}

@@ -84,6 +84,18 @@ def test_the_documented_tldr_command_parses():
     assert script.dataset_test_split == "validation"
 
 
+def test_older_names_of_flags_have_their_meaning_here():
+    config, _, model = parse(
+        "--dataset_name x --torch_dtype bfloat16 --use_peft --evaluation_strategy steps "
+        "--total_episodes 1e4 --dataset-config main"
+    )
+    assert (model.dtype, config.eval_strategy, config.total_episodes) == (
+        "bfloat16",
+        "steps",
+        10_000,
+    )
+
+
 def test_a_command_without_settings_gives_their_defaults():
     config, script, model = parse("--dataset_name prompts")
     assert config == PPOConfig()
@@ -117,11 +129,15 @@ def test_what_happens_anyway_is_accepted_as_a_flag():
     ("flags", "words"),
     [
         ("--fp16", "fp16=True is not supported: set bf16=True"),
+        ("--lr 3e-6", "no setting --lr, .* Did you mean --learning_rate"),
+        ("--model gpt2", "Did you mean --model_name_or_path"),
+        ("--truncate_token eos", "--truncate_token='eos' is not supported: set stop_token"),
+        ("--total_episodes 1.5", "argument --total_episodes.*: invalid int value: '1.5'"),
         ("--fp16 true", "fp16=True is not supported"),
         ("--max_steps=100", "max_steps=100 is not supported: set total_episodes"),
         ("--lora_task_type SEQ_CLS", "lora_task_type='SEQ_CLS' is not supported"),
         ("--trust_remote_code True", "code from a model's repository is never run"),
-        ("--learning_rat 3e-6", "no setting learning_rat, .* Did you mean learning_rate"),
+        ("--learning_rat 3e-6", "no setting --learning_rat, .* Did you mean --learning_rate"),
         ("--seed one", "argument --seed: invalid int value: 'one'"),
         ("--seed 1 stray", "'stray' belongs to no flag"),
         ("--kl_estimator k9", "argument --kl_estimator.*invalid choice"),
@@ -413,7 +429,7 @@ def test_prompts_have_to_be_named(models):
 def test_bad_input_is_one_message_and_exit_code_1():
     ran = run_anew("ppo_core", "--dataset_name", "x", "--fp16", "true", check=False)
     assert ran.returncode == 1
-    assert ran.stderr.startswith("ppo_core: fp16=True is not supported: set bf16=True")
+    assert ran.stderr.startswith("ppo_core: --fp16=True is not supported: set bf16=True")
     assert len(ran.stderr.splitlines()) == 1
 
 

@@ -1,0 +1,56 @@
+"""Flags of `flows/win_rate.py` apart from the settings of the evaluation and of chat models."""
+
+from dataclasses import dataclass
+
+from ppo_core.config.checks import require, require_count, require_finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class WinRateArguments:
+    """The model, the judge, the prompts, and how answers are sampled.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    model: str
+    """Folder or hub id of a decoder-only model, or an MLflow URI: models:/NAME/VERSION or
+    models:/NAME@ALIAS."""
+
+    judge: str
+    """openai:MODEL, transformers:PATH, reward-model:PATH, python:FILE_OR_MODULE:FUNCTION or rule
+    (the built-in task's judge). Several judges, joined by commas, vote."""
+
+    eval_prompts: str = ""
+    """File or hub data set with prompt and reference; empty uses the built-in task's prompts."""
+
+    allow_data_urls: bool = False
+    """Whether `eval_prompts` and `human_labels` may be addresses such as https:// or s3://."""
+
+    response_length: int = 53
+    """Maximum number of tokens of an answer."""
+
+    stop_token_id: int | None = None
+    """Id of the token that ends an answer; None for the tokenizer's end-of-sequence token."""
+
+    batch_size: int = 64
+    """Number of prompts in a generation batch."""
+
+    seed: int = 1
+    """Seed of the sampled answers and of the bootstrapped interval."""
+
+    end_of_text: bool = True
+    """Whether a reward model used as judge reads an end-of-sequence token after each answer."""
+
+    output_dir: str = "outputs"
+    """Folder for the judgements and for a cache of judge replies, which avoids paying twice."""
+
+    summary_json: str = ""
+    """JSON file for all results and settings; empty writes no file."""
+
+    def __post_init__(self) -> None:
+        """Raise if a value is out of range."""
+        require_finite(self)
+        require_count(self, "response_length")
+        require_count(self, "batch_size")
+        require(self, "seed", 0 <= self.seed < 2**32, "at least 0 and below 2 ** 32")

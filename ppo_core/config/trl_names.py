@@ -1,0 +1,149 @@
+"""Flags of TRL's scripts that our commands accept under TRL's name, or refuse with advice.
+
+PPO's refused names are settings of the Python class as well: see `unsupported_settings`.
+"""
+
+from ppo_core.config.unsupported_settings import Unsupported
+
+PPO_ALIASES = {"torch_dtype": "dtype", "evaluation_strategy": "eval_strategy"}
+"""Name in older versions of TRL and transformers -> flag of `python -m ppo_core`."""
+
+SUPERVISED_ALIASES = {
+    "num_train_epochs": "num_epochs",
+    "per_device_train_batch_size": "batch_size",
+    "max_seq_length": "max_length",
+    "assistant_only_loss": "completion_only_loss",
+    "center_rewards_coefficient": "centre_rewards_coefficient",
+}
+"""Name in TRL's SFT and reward scripts -> flag of `python -m ppo_core.supervised`."""
+
+_SPLIT = "name the split in dataset_name, as in org/name:test"
+_ONE_DATA_SET = "write the rows into one file, and set dataset_name to the file"
+_NO_EVALUATION = "nothing is evaluated during the training: evaluate the trained model"
+_NO_CHECKPOINTS = "only the trained model is saved, at the end: leave it out"
+_PROGRESS = "the progress bar shows the loss, and the command prints the metrics: leave it out"
+_UPLOAD = "upload the trained model: hf upload ORG/NAME OUTPUT_DIR"
+_TOKENIZER = "it is read from the tokenizer: save the tokenizer with it"
+_ONE_ROW = "each row is a sequence of its own, and batches have rows of similar length"
+_FP32 = "weights are trained in float32: set bf16 for bfloat16 autocast"
+_OPTIMIZER = "AdamW has its usual settings here: leave it out"
+_WARMUP = "set warmup_ratio, a fraction of the optimizer steps"
+_NO_QUANTIZATION = "the base of adapters is loaded in full precision: leave it out"
+_ADAPTERS = "adapters are plain LoRA here: leave it out"
+_ATTENTION = "transformers chooses the attention of the model: leave it out"
+_LOADER = "rows are a list in memory: leave it out"
+_NO_COMPILE = "models are not compiled: leave it out"
+_TOKENIZED = "rows are tokenized in the main process: leave it out"
+_ONE_LOSS = "SFT minimizes the cross entropy, and a reward model the pairwise loss: leave it out"
+_PROCESSES = "start the processes with accelerate launch or torchrun: leave it out"
+
+SUPERVISED_INSTEAD: Unsupported = {
+    # data
+    "dataset_train_split": (("train",), _SPLIT),
+    "dataset_test_split": (("test",), _NO_EVALUATION),
+    "dataset_config": ((None,), _ONE_DATA_SET),
+    "dataset_streaming": ((False,), "the rows are read into memory"),
+    "dataset_text_field": (("text",), "rename the column to text"),
+    "dataset_num_proc": ((None, 1), _TOKENIZED),
+    "dataset_batch_size": ((None,), _TOKENIZED),
+    "dataset_kwargs": ((None,), _TOKENIZED),
+    "datasets": ((), _ONE_DATA_SET),
+    "remove_unused_columns": ((True, False), "only the columns that are needed are read"),
+    "packing": ((False,), _ONE_ROW),
+    "eval_packing": ((None, False), _NO_EVALUATION),
+    "packing_strategy": ((), _ONE_ROW),
+    "padding_free": ((False,), _ONE_ROW),
+    "pad_to_multiple_of": ((None,), _ONE_ROW),
+    "group_by_length": ((True,), "batches always have rows of similar length"),
+    "chat_template_path": ((None,), _TOKENIZER),
+    "eos_token": ((None,), _TOKENIZER),
+    "pad_token": ((None,), _TOKENIZER),
+    "dataloader_num_workers": ((0,), _LOADER),
+    "dataloader_pin_memory": ((False,), _LOADER),
+    "dataloader_drop_last": ((False,), "no row is dropped"),
+    # models
+    "model_revision": (
+        ("main",),
+        "download the revision, and set model_name_or_path to its folder",
+    ),
+    "trust_remote_code": (
+        (False,),
+        "code from a model's repository is never run; use a model that is part of transformers",
+    ),
+    "dtype": (("float32",), _FP32),
+    "torch_dtype": (("float32",), _FP32),
+    "attn_implementation": ((None,), _ATTENTION),
+    "model_init_kwargs": ((None,), "the model is loaded as it was saved: leave it out"),
+    "load_in_4bit": ((False,), _NO_QUANTIZATION),
+    "load_in_8bit": ((False,), _NO_QUANTIZATION),
+    "bnb_4bit_quant_type": (("nf4",), _NO_QUANTIZATION),
+    "use_bnb_nested_quant": ((False,), _NO_QUANTIZATION),
+    "lora_modules_to_save": ((None,), "the score head is always trained: leave it out"),
+    "lora_target_parameters": ((None,), _ADAPTERS),
+    "use_rslora": ((False,), _ADAPTERS),
+    "use_dora": ((False,), _ADAPTERS),
+    # optimizer and precision
+    "max_steps": ((-1,), "set num_epochs"),
+    "warmup_steps": ((), _WARMUP),
+    "lr_scheduler_type": (("linear",), "the rate falls linearly to 0 after the warmup"),
+    "optim": (("adamw_torch", "adamw_torch_fused"), _OPTIMIZER),
+    "adam_beta1": ((0.9,), _OPTIMIZER),
+    "adam_beta2": ((0.999,), _OPTIMIZER),
+    "adam_epsilon": ((1e-8,), _OPTIMIZER),
+    "max_grad_norm": ((1, 1.0), "gradients are always clipped to norm 1"),
+    "fp16": ((False,), "set bf16: fp16 would need loss scaling, which is not implemented"),
+    "tf32": ((None,), "matmuls have the precision that torch is set to: leave it out"),
+    "gradient_checkpointing_kwargs": (
+        (None, {"use_reentrant": False}),
+        "set gradient_checkpointing",
+    ),
+    "activation_offloading": ((False,), "set gradient_checkpointing"),
+    "torch_compile": ((False,), _NO_COMPILE),
+    "use_liger_kernel": ((False,), "the model's own layers are used: leave it out"),
+    "neftune_noise_alpha": ((None,), "no noise is added: leave it out"),
+    "loss_type": (("nll",), _ONE_LOSS),
+    "label_smoothing_factor": ((0, 0.0), _ONE_LOSS),
+    # logs, evaluation and files
+    "logging_steps": ((), _PROGRESS),
+    "logging_strategy": ((), _PROGRESS),
+    "logging_first_step": ((False,), _PROGRESS),
+    "logging_dir": ((None,), _PROGRESS),
+    "report_to": (("none",), _PROGRESS),
+    "run_name": ((None,), _PROGRESS),
+    "disable_tqdm": ((False,), _PROGRESS),
+    "eval_strategy": (("no",), _NO_EVALUATION),
+    "evaluation_strategy": (("no",), _NO_EVALUATION),
+    "eval_steps": ((None,), _NO_EVALUATION),
+    "per_device_eval_batch_size": ((), _NO_EVALUATION),
+    "do_eval": ((False,), _NO_EVALUATION),
+    "do_train": ((True,), "the command trains"),
+    "load_best_model_at_end": ((False,), _NO_EVALUATION),
+    "save_strategy": (("no",), _NO_CHECKPOINTS),
+    "save_steps": ((), _NO_CHECKPOINTS),
+    "save_total_limit": ((None,), _NO_CHECKPOINTS),
+    "save_safetensors": ((True,), "weights are always written as safetensors"),
+    "resume_from_checkpoint": ((None, False), _NO_CHECKPOINTS),
+    "overwrite_output_dir": ((True,), "a model in output_dir is replaced by the trained model"),
+    "push_to_hub": ((False,), _UPLOAD),
+    "hub_model_id": ((None,), _UPLOAD),
+    "config": ((), "write the settings as flags"),
+    # processes
+    "deepspeed": ((None,), _PROCESSES),
+    "fsdp": ((None, ""), _PROCESSES),
+    "use_cpu": ((False,), "hide the GPU: set the environment variable CUDA_VISIBLE_DEVICES to ''"),
+}
+"""Flag of TRL's SFT and reward scripts -> (values that match what `python -m ppo_core.supervised`
+does anyway, advice for other values)."""
+
+LORA_TASKS = {"sft": "CAUSAL_LM", "reward": "SEQ_CLS"}
+"""Training -> value of TRL's flag `lora_task_type` that describes it."""
+
+
+def supervised_instead(kind: str) -> Unsupported:
+    """Return `SUPERVISED_INSTEAD` with the flags whose accepted value depends on the training."""
+    task = LORA_TASKS.get(kind)
+    return {
+        **SUPERVISED_INSTEAD,
+        "lora_task_type": ((task,), f"the adapters of this training are always {task}"),
+        "disable_dropout": ((False,), "the dropout of the model's configuration is used"),
+    }

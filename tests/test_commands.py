@@ -1,0 +1,55 @@
+"""The commands themselves: their help starts fast, and the package has its version and names."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import ppo_core
+from tests.helpers.paths import ROOT
+
+HELP = {
+    "ppo": "-m ppo_core --help",
+    "sft": "-m ppo_core.supervised sft --help",
+    "reward": "-m ppo_core.supervised reward --help",
+    "win_rate": "flows/win_rate.py --help",
+    "registry": "flows/registry.py --help",
+    "rlhf": "flows/rlhf.py run --help",
+}
+
+SLOW = {"torch", "datasets", "mlflow", "deepspeed", "accelerate", "openai", "statsmodels"}
+"""Libraries whose import takes a second and more."""
+
+
+@pytest.mark.parametrize("words", HELP.values(), ids=HELP)
+def test_help_imports_no_slow_library_and_shows_no_placeholder(words: str, tmp_path: Path):
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", *words.split()],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "USERNAME": "someone"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    modules = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
+    assert "ppo_core" in modules
+    assert not modules & SLOW
+    assert "--help" in ran.stdout
+    assert "_MISSING_TYPE" not in ran.stdout
+
+
+def test_the_package_lists_names_that_are_not_imported_yet():
+    assert {*ppo_core.__all__, "__version__"} <= set(dir(ppo_core))
+
+
+def test_the_package_is_typed_and_has_one_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "ppo_core.__version__"
+    assert ppo_core.__version__.count(".") == 2
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["ppo_core"]
+    assert (Path(find_spec("ppo_core").origin).parent / "py.typed").is_file()
