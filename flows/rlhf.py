@@ -5,7 +5,8 @@ Without arguments, the flow runs the built-in task. To use your own data and mod
     python flows/rlhf.py run --policy gpt2 --preferences pairs.jsonl --prompts train.jsonl \
         --eval-prompts test.jsonl --judge python:judge.py:judge
 
-Every other setting is read from a file: `python flows/rlhf.py --config settings FILE.toml run`.
+Every other setting is read from a file, `python flows/rlhf.py --config settings FILE.toml run`, or
+given by name: `run --set ppo.learning_rate=3e-6 --set evaluation.num_examples=500`.
 """
 
 import sys
@@ -29,9 +30,9 @@ from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
 
 import ppo_core
 from pipeline import stages
+from pipeline.settings.command_line import check_settings_file, explain_unknown_options
 from pipeline.settings.environment import prepare_environment
 from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
-from pipeline.settings.settings_file import check_settings_file
 from ppo_core.config.checks import refuse_secrets
 from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedError
@@ -124,6 +125,13 @@ class RLHF(FlowSpec):
     seed = Parameter("seed", type=int, help="Seed of all random numbers.")
     registered_model = Parameter("registered-model", type=str, help="Model name in MLflow.")
     output_dir = Parameter("output-dir", type=str, help="Folder for the cache and the runs.")
+    overrides = Parameter(
+        "set",
+        type=str,
+        multiple=True,
+        show_default=False,
+        help="Any other setting: section.name=value, such as ppo.kl_coef=0.1; may be repeated.",
+    )
     summary_json = Parameter("summary-json", type=str, help="File to write the summary to.")
 
     @phase
@@ -134,7 +142,7 @@ class RLHF(FlowSpec):
         # Imported here: a wrong setting is reported before large libraries are imported.
         from pipeline.settings.settings import make_settings
 
-        given = make_settings(self.file_settings, self._command_line())
+        given = make_settings(self.file_settings, self._command_line(), self.overrides or ())
         self.settings = stages.start.prepare_inputs(given)
         self.champion = stages.start.find_champion(self.settings)
         self.tracked = stages.start.start_run(
@@ -272,4 +280,7 @@ if __name__ == "__main__":
         check_settings_file(sys.argv)
     except PPOError as wrong:
         sys.exit(f"{RunStoppedError.headline}:\n{wrong}")
+    explain_unknown_options(
+        [each.name for each in vars(RLHF).values() if isinstance(each, Parameter)]
+    )
     RLHF()

@@ -2,16 +2,21 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from metaflow import metaflow_git, task
 from metaflow.exception import MetaflowExceptionWrapper
 
+from pipeline.settings.overrides import read_overrides
 from ppo_core.config.checks import refuse_secrets
 from ppo_core.errors.redaction import redact
 
 PARAMETER_VARIABLE = "METAFLOW_RUN_"
 """Beginning of the environment variables from which Metaflow reads parameters."""
+
+SET = f"{PARAMETER_VARIABLE}SET"
+"""Environment variable with the values of `--set`, separated by spaces."""
 
 
 def keep_secrets_from_metaflow(argv: Sequence[str]) -> None:
@@ -30,6 +35,7 @@ def keep_secrets_from_metaflow(argv: Sequence[str]) -> None:
         name: value for name, value in os.environ.items() if name.startswith(PARAMETER_VARIABLE)
     }
     refuse_secrets({**_named(argv), **from_environment})
+    refuse_secrets(read_overrides([*_values_of("--set", argv), *os.environ.get(SET, "").split()]))
     metaflow_git.get_repository_info = _redacted(metaflow_git.get_repository_info)
     task.MetaflowExceptionWrapper = redacted_exception
 
@@ -58,11 +64,18 @@ def _named(argv: Sequence[str]) -> dict[str, str]:
     flag = ""
     for place, word in enumerate(argv, start=1):
         if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            values[flag] = value if equals else ""
+            flag, _, value = word.partition("=")
+            values[flag] = f"{values.get(flag, '')} {value}".strip()
         elif flag:
             # `--config NAME FILE` has two values, and `--tag` may be repeated.
             values[flag] = f"{values[flag]} {word}".strip()
         else:
             values[f"argument {place}"] = word
     return values
+
+
+def _values_of(option: str, argv: Sequence[str]) -> list[str]:
+    """Return the values of a repeatable option."""
+    following = [value for word, value in pairwise(argv) if word == option]
+    joined = [word.removeprefix(f"{option}=") for word in argv if word.startswith(f"{option}=")]
+    return following + joined

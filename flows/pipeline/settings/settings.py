@@ -1,9 +1,8 @@
 """Settings of a run of the flow, read strictly from a TOML file and the command line."""
 
 import dataclasses
-import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -12,8 +11,10 @@ from typing import Any, Literal, get_args, get_type_hints
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.lora_config import LoraConfig
+from pipeline.settings.overrides import merge_tables, read_overrides
 from pipeline.settings.promotion_config import PromotionConfig
 from pipeline.settings.reward_validation_config import RewardGateConfig
+from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.checks import check_type, refuse_secrets, require_finite
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
@@ -205,7 +206,24 @@ INPUTS = (
 )
 
 
-def make_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, Any]) -> Settings:
+def _names_by_section() -> dict[str, list[str]]:
+    types = get_type_hints(Settings)
+    sections = {name: kind for name, kind in types.items() if dataclasses.is_dataclass(kind)}
+    return {"": [*types]} | {
+        f"{name}.": [field.name for field in dataclasses.fields(kind)]
+        for name, kind in sections.items()
+    }
+
+
+SETTING_NAMES = _names_by_section()
+"""Section with a dot -> names of its settings; the top level is the section without a name."""
+
+
+def make_settings(
+    from_file: Mapping[str, Any],
+    from_command_line: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+) -> Settings:
     """Return the settings of a run; the command line overrides the file, and the file the defaults.
 
     Without a file and without inputs, the preset of the built-in task is used as the file. A
@@ -214,20 +232,22 @@ def make_settings(from_file: Mapping[str, Any], from_command_line: Mapping[str, 
     Args:
         from_file: the parsed TOML file; empty if there is none.
         from_command_line: values by parameter name; None for parameters that were not given.
+        overrides: texts of `--set`, as for `read_overrides`; they count as the command line.
 
     Raises:
         ConfigError: a setting is unknown, has the wrong type, is out of range, is missing, or
-            holds a secret.
+            holds a secret, or the command line gives it twice.
     """
+    changes = read_overrides(overrides)
     refuse_secrets({**from_file, **from_command_line})
-    given = {name: value for name, value in from_command_line.items() if value is not None}
+    refuse_secrets(changes)
+    given = _as_tables(from_command_line)
+    if twice := sorted(flatten(given).keys() & flatten(changes).keys()):
+        raise ConfigError(f"{twice[0]} is given by an option and by --set. Give each setting once.")
+    given = merge_tables(given, changes)
     if not from_file and not any(name in given for name in INPUTS):
         from_file = read_preset("tldr")
-    total_episodes = given.pop("total_episodes", None)
-    table = {**from_file, **given}
-    ppo = table.get("ppo", {})
-    if total_episodes is not None and isinstance(ppo, Mapping):
-        table["ppo"] = {**ppo, "total_episodes": total_episodes}
+    table = merge_tables(from_file, given)
     settings: Settings = _read(Settings, _with_sizes(_with_one_seed(table)), "")
     return settings
 
@@ -265,12 +285,12 @@ def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
     values = {}
     for key, value in table.items():
         if key not in types:
-            raise ConfigError(_describe_unknown(key, list(types), where))
+            raise ConfigError(describe_unknown_setting(key, where, SETTING_NAMES))
         if dataclasses.is_dataclass(types[key]):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{where}{key}={value!r:.80} must be a section, [{where}{key}].")
             values[key] = _read(types[key], value, f"{where}{key}.")
-        elif value == NO_VALUE and needs_no_value(types[key], defaults[key]):
+        elif value == NO_VALUE and _may_be_unset(types[key], defaults[key]):
             values[key] = None
         else:
             check_type(types[key], value, where + key)
@@ -281,10 +301,19 @@ def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
         raise ConfigError(f"[{where.removesuffix('.')}] {error}" if where else str(error)) from None
 
 
-def _describe_unknown(key: str, known: list[str], where: str) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"Did you mean {where}{near[0]}?" if near else f"Known here: {', '.join(known)}."
-    return f"Unknown setting {where}{key:.80}. {hint}"
+def _may_be_unset(kind: Any, default: object) -> bool:
+    """Return whether NO_VALUE is None for a setting of this type and default, and not a text."""
+    return needs_no_value(kind, default) or (
+        NoneType in get_args(kind) and str not in get_args(kind)
+    )
+
+
+def _as_tables(from_command_line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that were given as tables of a settings file."""
+    given = {name: value for name, value in from_command_line.items() if value is not None}
+    if "total_episodes" in given:
+        given["ppo"] = {"total_episodes": given.pop("total_episodes")}
+    return given
 
 
 def _with_one_seed(table: Mapping[str, Any]) -> dict[str, Any]:

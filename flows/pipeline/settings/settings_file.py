@@ -1,15 +1,11 @@
 """Write the complete settings of a run as a TOML file that repeats the run."""
 
-from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import tomli_w
 
 from pipeline.settings.settings import NO_VALUE, Settings, needs_no_value
-from ppo_core.config.text_files import read_text_file
-from ppo_core.errors import ConfigError
 
 COMMENT = """\
 # The complete settings of a run of the flow, including defaults. To repeat the run:
@@ -35,19 +31,6 @@ def settings_text(settings: Settings) -> str:
             # Without a seed, the section uses the seed of the run, even if --seed changes it.
             del section["seed"]
     return COMMENT + tomli_w.dumps(table)
-
-
-def check_settings_file(argv: Sequence[str]) -> None:
-    """Raise unless Metaflow can read the file that follows `--config settings` in the arguments.
-
-    Metaflow would wait for the writer of a pipe, and end in a traceback if a file is not UTF-8.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    for option, name, path in zip(argv, argv[1:], argv[2:], strict=False):
-        if (option, name) == ("--config", "settings"):
-            read_text_file(Path(path), ConfigError)
 
 
 def _table(config: Any) -> dict[str, Any]:

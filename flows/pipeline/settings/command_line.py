@@ -1,0 +1,56 @@
+"""Mistakes on the command line of `flows/rlhf.py` that Metaflow's messages do not explain."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from metaflow._vendor.click.exceptions import NoSuchOption
+
+from pipeline.settings.unknown_names import FILE_FORM, describe_unknown_option
+from ppo_core.config.text_files import read_text_file
+from ppo_core.errors import ConfigError
+
+
+def check_settings_file(argv: Sequence[str]) -> None:
+    """Raise unless `--config` names the settings as Metaflow expects it, and the file can be read.
+
+    Metaflow would take the next words for the name and the file, wait for the writer of a pipe, and
+    end in a traceback if a file is not UTF-8.
+
+    Raises:
+        ConfigError: the option is written in another form, or the file cannot be read.
+    """
+    for place, word in enumerate(argv):
+        option, _, value = word.partition("=")
+        if option != "--config" or "run" in argv[:place]:
+            continue
+        name, *rest = [*([value] if value else []), *argv[place + 1 :], ""]
+        if name != "settings" or rest[0] in ("", "run"):
+            raise ConfigError(
+                f"{' '.join([word, *argv[place + 1 : place + 2]])!r:.200} names no settings file. "
+                f"Write: {FILE_FORM}"
+            )
+        read_text_file(Path(rest[0]), ConfigError)
+
+
+def explain_unknown_options(options: Collection[str]) -> None:
+    """Add what to write instead to Metaflow's message about an unknown option.
+
+    Metaflow has no setting for its messages, so a method of its parser is replaced.
+
+    Args:
+        options: the options of `run` for the flow's parameters, without hyphens in front.
+    """
+    describe = NoSuchOption.format_message
+
+    def explained(error: NoSuchOption) -> str:
+        # Imported here: only this message needs the names of all settings.
+        from pipeline.settings.settings import SETTING_NAMES
+
+        if error.possibilities:
+            return describe(error)
+        params = error.ctx.command.params if error.ctx else []
+        metaflow = {option.lstrip("-") for param in params for option in param.opts}
+        hint = describe_unknown_option(error.option_name, {*options, *metaflow}, SETTING_NAMES)
+        return f"{describe(error)}. {hint}"
+
+    NoSuchOption.format_message = explained

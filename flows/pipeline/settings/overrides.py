@@ -1,0 +1,81 @@
+"""Settings on the command line: `--set section.name=value`."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from datetime import date, time
+from typing import Any
+
+from ppo_core.errors import ConfigError
+
+_BOOLEANS = {"True": True, "False": False}
+
+
+def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """Return the settings in texts such as `ppo.learning_rate=3e-6`, as tables of a settings file.
+
+    A value is written as in TOML; a text may have no quotes. True and False are booleans, too.
+
+    Raises:
+        ConfigError: a text has no name or value, its value is no TOML, or a setting is given twice.
+    """
+    tables: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        parts = [part.strip() for part in name.split(".")]
+        if not equals or not all(parts):
+            raise ConfigError(
+                f"--set {text!r:.80} has no name or no '='. Write it as "
+                "--set ppo.learning_rate=3e-6, without spaces around '='."
+            )
+        _insert(tables, parts, _read_value(value.strip(), name.strip()))
+    return tables
+
+
+def merge_tables(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table with the changes; a table in both is merged.
+
+    A value stays where the changes have a table, so that reading the settings reports it.
+    """
+    merged = {**table}
+    for name, value in changes.items():
+        if not isinstance(value, Mapping):
+            merged[name] = value
+        elif isinstance(below := merged.get(name, {}), Mapping):
+            merged[name] = merge_tables(below, value)
+    return merged
+
+
+def _insert(tables: dict[str, Any], parts: Sequence[str], value: object) -> None:
+    *sections, last = parts
+    table: Any = tables
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise _given_twice(parts)
+    if last in table:
+        raise _given_twice(parts)
+    table[last] = value
+
+
+def _given_twice(parts: Sequence[str]) -> ConfigError:
+    return ConfigError(f"--set gives {'.'.join(parts)} twice. Give each setting once.")
+
+
+def _read_value(text: str, name: str) -> object:
+    """Return the TOML value of a text, or the text itself if it is a text without quotes."""
+    if text in _BOOLEANS:
+        return _BOOLEANS[text]
+    try:
+        # In an inline table, a comment or a second line is an error, not a value cut short.
+        parsed = tomllib.loads(f"table = {{ value = {text} }}")
+    # ValueError: an error of syntax, or an integer of thousands of digits.
+    except (ValueError, RecursionError) as error:
+        if text.startswith(('"', "'", "[", "{")):
+            raise ConfigError(
+                f"--set {name}={text!r:.80} is no TOML value: {error}. Put quotes around the "
+                f'argument, as in --set \'{name}=["a", "b"]\'.'
+            ) from error
+        return text
+    value = parsed["table"].get("value")
+    is_one_value = parsed == {"table": {"value": value}} and not isinstance(value, date | time)
+    return value if is_one_value else text
