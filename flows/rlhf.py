@@ -30,7 +30,11 @@ from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
 
 import ppo_core
 from pipeline import stages
-from pipeline.settings.command_line import check_settings_file, explain_unknown_options
+from pipeline.settings.command_line import (
+    check_instead_of_run,
+    check_settings_file,
+    explain_unknown_options,
+)
 from pipeline.settings.environment import prepare_environment
 from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
 from ppo_core.config.checks import refuse_secrets
@@ -125,6 +129,12 @@ class RLHF(FlowSpec):
     seed = Parameter("seed", type=int, help="Seed of all random numbers.")
     registered_model = Parameter("registered-model", type=str, help="Model name in MLflow.")
     output_dir = Parameter("output-dir", type=str, help="Folder for the cache and the runs.")
+    check = Parameter(
+        "check",
+        is_flag=True,
+        callback=check_instead_of_run,
+        help="Check all inputs, print the sizes of the run, and end.",
+    )
     overrides = Parameter(
         "set",
         type=str,
@@ -139,10 +149,12 @@ class RLHF(FlowSpec):
     def start(self) -> None:
         """Read the settings, check every input, and find the champion to beat."""
         self.records = RECORDS
-        # Imported here: a wrong setting is reported before large libraries are imported.
-        from pipeline.settings.settings import make_settings
-
-        given = make_settings(self.file_settings, self._command_line(), self.overrides or ())
+        if self.check:
+            raise ConfigError(
+                "check is a flag of `python flows/rlhf.py run` on this machine. A scheduled run "
+                "would start all steps, so leave it out."
+            )
+        given = self._given_settings()
         self.settings = stages.start.prepare_inputs(given)
         self.champion = stages.start.find_champion(self.settings)
         self.tracked = stages.start.start_run(
@@ -251,6 +263,26 @@ class RLHF(FlowSpec):
         return [
             name for name in graph.sorted_nodes if graph[name].type not in ("start", "join", "end")
         ]
+
+    def check_only(self) -> None:
+        """Check the inputs as the first step does, and print the sizes; start no run."""
+        try:
+            given = self._given_settings()
+            with explained_full_disk():
+                print(stages.check.check_run(given))
+        except PPOError as error:
+            raise RunStoppedError(str(error)) from error
+        print("All checks passed. Nothing was trained or registered; leave --check out to start.")
+
+    def _given_settings(self) -> Any:
+        """Return the settings from the file and the command line.
+
+        Raises:
+            ConfigError: see `read_settings`.
+        """
+        return stages.given_settings.read_settings(
+            self.file_settings, self._command_line(), self.overrides or ()
+        )
 
     def _command_line(self) -> dict[str, Any]:
         """Return the command-line values by setting name; None for parameters not given."""

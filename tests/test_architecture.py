@@ -165,7 +165,12 @@ def test_a_package_has_as_many_entries_as_one_can_oversee(folder: str):
 
 
 @pytest.mark.parametrize(
-    "statement", ["import ppo_core", "import runpy; runpy.run_path('flows/rlhf.py')"]
+    "statement",
+    [
+        "import ppo_core",
+        "import runpy; runpy.run_path('flows/rlhf.py')",
+        "from pipeline import stages; stages.given_settings",
+    ],
 )
 def test_the_library_and_the_flow_are_parsed_without_torch(statement: str):
     code = (

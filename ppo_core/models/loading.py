@@ -53,6 +53,28 @@ def load_config(path: str | Path, revision: str = "main") -> Any:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
 
 
+def count_parameters(path: str | Path, *, scores: bool = False) -> int:
+    """Return the number of parameters of a model, without loading its weights.
+
+    Args:
+        path: folder or hub id.
+        scores: count the model with a score in the place of its LM head.
+
+    Raises:
+        ModelError: there is no configuration, or transformers has no such model.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    config = load_config(path)
+    auto_class: Any = AutoModelForCausalLM
+    if scores:
+        config.num_labels = 1
+        auto_class = AutoModelForSequenceClassification
+    with reading("model", path), torch.device("meta"):
+        return int(auto_class.from_config(config, trust_remote_code=False).num_parameters())
+
+
 def load_policy(
     path: str | Path, *, dtype: Any = "float32", revision: str = "main", **options: Any
 ) -> "PreTrainedModel":

@@ -1,34 +1,17 @@
 """Make the judge that the setting `judge` names: a judge of one of five kinds, or an ensemble."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.judges.budget import Budget
 from pipeline.judges.ensemble import Ensemble
 from pipeline.judges.function_judge import load_function_judge, rule_judge
+from pipeline.judges.judge_names import JudgePart, check_judge_name, read_judges
 from pipeline.judges.verdict import Judge
 from pipeline.settings.judge_config import JudgingConfig
-from ppo_core.errors import ConfigError, PPOError
+from ppo_core.errors import PPOError
 from ppo_core.models.loading import check_reward_config, load_tokenizer
-
-KINDS_WITH_SOURCE = ("python", "reward-model", "openai", "transformers")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One judge of a specification."""
-
-    spec: str
-    """Specification of this judge as the user wrote it."""
-
-    kind: str
-    """One of `KINDS_WITH_SOURCE`, or `rule`."""
-
-    source: str
-    """Text after `kind:`, which is a path, a function or a model's name; empty for `rule`."""
 
 
 def make_judge(spec: str, *, config: JudgingConfig, cache_folder: Path, end_of_text: bool) -> Judge:
@@ -49,7 +32,7 @@ def make_judge(spec: str, *, config: JudgingConfig, cache_folder: Path, end_of_t
     # The judges share one budget, because the limits are per evaluation.
     budget = Budget(config.max_calls, config.max_tokens)
     judges = []
-    for part in _parts_of(spec):
+    for part in read_judges(spec):
         with _named_in_errors(part):
             judges.append(_make_one(part, config, budget, cache_folder, end_of_text))
     return judges[0] if len(judges) == 1 else Ensemble(judges)
@@ -71,40 +54,14 @@ def check_judge(spec: str, reward_model: str, config: JudgingConfig) -> None:
         ModelError: a reward model gives no single score, a chat model has no chat template, or a
             model has no tokenizer.
     """
-    parts = _parts_of(spec)
-    for part in parts:
-        _require_independence(part, reward_model)
-    for part in parts:
+    check_judge_name(spec, reward_model)
+    for part in read_judges(spec):
         with _named_in_errors(part):
             _check_one(part, config)
 
 
-def _parts_of(spec: str) -> list[_Part]:
-    parts: list[_Part] = []
-    for text in spec.split(","):
-        part = _parse(text.strip())
-        if any(part.kind == other.kind and _same_source(part, other.source) for other in parts):
-            raise ConfigError(
-                f"judge={spec!r} names {part.spec} twice, so its vote would count twice. "
-                "Name each judge once."
-            )
-        parts.append(part)
-    return parts
-
-
-def _parse(spec: str) -> _Part:
-    kind, _, source = spec.partition(":")
-    if spec != "rule" and not (kind in KINDS_WITH_SOURCE and source):
-        raise ConfigError(
-            f"judge={spec!r} is unknown. A judge is rule, reward-model:PATH, "
-            "python:FILE_OR_MODULE:FUNCTION, openai:MODEL or transformers:PATH; several are "
-            "joined by commas."
-        )
-    return _Part(spec, kind, source)
-
-
 def _make_one(
-    part: _Part, config: JudgingConfig, budget: Budget, cache_folder: Path, end_of_text: bool
+    part: JudgePart, config: JudgingConfig, budget: Budget, cache_folder: Path, end_of_text: bool
 ) -> Judge:
     if part.kind == "rule":
         return rule_judge()
@@ -126,7 +83,7 @@ def _make_one(
     return ChatJudge(TransformersModel(part.source, config), config, ReplyCache(cache_folder))
 
 
-def _check_one(part: _Part, config: JudgingConfig) -> None:
+def _check_one(part: JudgePart, config: JudgingConfig) -> None:
     if part.kind == "python":
         load_function_judge(part.source)
     elif part.kind == "reward-model":
@@ -142,21 +99,8 @@ def _check_one(part: _Part, config: JudgingConfig) -> None:
         check_chat_model(part.source)
 
 
-def _require_independence(part: _Part, reward_model: str) -> None:
-    is_model = part.kind in ("reward-model", "transformers")
-    if is_model and reward_model and _same_source(part, reward_model):
-        raise ConfigError(
-            f"judge={part.spec!r} is the reward model that PPO trains against. The win rate would "
-            "only measure how well PPO exploits this model. Name another judge."
-        )
-
-
-def _same_source(part: _Part, source: str) -> bool:
-    return os.path.realpath(part.source) == os.path.realpath(source)
-
-
 @contextmanager
-def _named_in_errors(part: _Part) -> Iterator[None]:
+def _named_in_errors(part: JudgePart) -> Iterator[None]:
     """Prefix the message of an error with the user's specification of the judge."""
     try:
         yield

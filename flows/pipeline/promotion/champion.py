@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pipeline.inputs import data_sets
 from pipeline.registry.alias_sync import settle
+from pipeline.registry.aliases import CHAMPION, read_aliases
 from pipeline.registry.versions import policy_folders
 from pipeline.results import FetchedChampion
 from pipeline.settings.settings import Settings
@@ -24,6 +25,17 @@ def find_champion(settings: Settings) -> FetchedChampion | None:
         ModelError: the registry cannot be read, or the files differ from those registered.
     """
     version = settle(settings.registered_model).champion
+    return None if version is None else fetch_version(settings, version)
+
+
+def look_up_champion(settings: Settings) -> FetchedChampion | None:
+    """Download and check the version with the alias `champion`, without changing the registry.
+
+    Raises:
+        DataError: see `find_champion`.
+        ModelError: see `find_champion`.
+    """
+    version = read_aliases(settings.registered_model).get(CHAMPION)
     return None if version is None else fetch_version(settings, version)
 
 

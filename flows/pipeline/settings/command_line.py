@@ -1,8 +1,10 @@
-"""Mistakes on the command line of `flows/rlhf.py` that Metaflow's messages do not explain."""
+"""What the command line of `flows/rlhf.py` does beyond Metaflow: hints, and `run --check`."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
+from metaflow._vendor.click import Context, Option
 from metaflow._vendor.click.exceptions import NoSuchOption
 
 from pipeline.settings.unknown_names import FILE_FORM, describe_unknown_option
@@ -54,3 +56,20 @@ def explain_unknown_options(options: Collection[str]) -> None:
         return f"{describe(error)}. {hint}"
 
     NoSuchOption.format_message = explained
+
+
+def check_instead_of_run(context: Context, _option: Option, is_given: bool) -> bool:
+    """Make Metaflow's `run` call the flow's `check_only` if the option is given; start no run.
+
+    This is the option's callback. Metaflow creates a run before the first step, and a step cannot
+    end a run early. So the function of the command `run` is replaced, once its parameters are read.
+    """
+    if is_given and context.info_name == "run":
+
+        def check(**parameters: Any) -> None:
+            state = context.obj
+            state.flow._set_constants(state.graph, parameters, state.config_options)
+            state.flow.check_only()
+
+        context.command.callback = check
+    return is_given

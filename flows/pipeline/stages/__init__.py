@@ -14,7 +14,9 @@ from ppo_core.distributed.process import large_imports
 if TYPE_CHECKING:
     from pipeline.stages import (  # noqa: F401 - for mypy
         cards,
+        check,
         evaluation,
+        given_settings,
         model_win_rate,
         models,
         registration,

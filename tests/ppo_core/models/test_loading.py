@@ -8,6 +8,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from ppo_core.errors import ModelError
 from ppo_core.models.loading import (
     check_reward_config,
+    count_parameters,
     load_policy,
     load_reward_model,
     load_tokenizer,
@@ -28,6 +29,18 @@ def test_models_survive_the_way_to_a_folder_and_back(tmp_path):
     assert reward_model.reads_tokens_of(tokenizer)
     expected = 2 * (classifier(ids).logits[0].detach() - 1.0)
     assert_close(reward_model.score_encoded([[5, 6]], 1), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_parameters_are_counted_without_weights_as_with_them(tmp_path, family):
+    policy, classifier = make_policy(family), make_classifier(labels=1)
+    for model, name in ((policy, "policy"), (classifier, "reward")):
+        model.save_pretrained(tmp_path / name)
+        (tmp_path / name / "model.safetensors").unlink()
+    assert count_parameters(tmp_path / "policy") == policy.num_parameters()
+    assert count_parameters(tmp_path / "reward", scores=True) == classifier.num_parameters()
+    with pytest.raises(ModelError, match="No model can be loaded"):
+        count_parameters(tmp_path / "nowhere")
 
 
 def test_what_cannot_be_a_policy_or_a_reward_model_is_refused_by_name(tmp_path):

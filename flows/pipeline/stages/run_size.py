@@ -1,0 +1,177 @@
+"""Sizes of a run, for `--check`: rows, tokens, parameters, updates and optimizer steps."""
+
+from collections.abc import Iterable, Sized
+from dataclasses import dataclass
+from math import ceil
+
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.inputs import data_sets
+from pipeline.launch.commands import gpus
+from pipeline.settings.settings import Settings
+from ppo_core.data.prompts import encode_prompt
+from ppo_core.models.loading import count_parameters, load_tokenizer
+from ppo_core.ppo.schedule import Schedule, make_schedule
+from ppo_core.supervised.reward_pairs import encode_pair
+from ppo_core.supervised.sft_examples import encode_example
+from ppo_core.supervised.supervised_config import SupervisedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedSize:
+    """Size of a supervised training."""
+
+    rows: int
+    """Number of examples or pairs."""
+
+    tokens: int
+    """Number of tokens in one pass over the rows."""
+
+    epochs: int
+    """Number of passes over the rows."""
+
+    optimizer_steps: int
+    """Number of optimizer steps of the training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSize:
+    """Size of a run of the flow."""
+
+    policy_parameters: int
+    """Number of parameters of the policy."""
+
+    reward_parameters: int
+    """Number of parameters of the reward model; of the model to train, if none is given."""
+
+    sft: SupervisedSize | None
+    """Fine-tuning of the policy; None without it."""
+
+    reward_model: SupervisedSize | None
+    """Training of the reward model; None if one is given."""
+
+    validation_pairs: int
+    """Number of pairs that validate the reward model."""
+
+    prompts: int
+    """Number of prompts for PPO."""
+
+    prompt_tokens: int
+    """Number of tokens of all prompts for PPO."""
+
+    response_length: int
+    """Maximum number of tokens of a response."""
+
+    processes: int
+    """Number of PPO processes on all machines."""
+
+    ppo: Schedule
+    """Episodes, updates and optimizer steps of PPO."""
+
+    evaluation_prompts: int
+    """Number of prompts that the policies answer."""
+
+    contests: int
+    """Number of comparisons of two policies, or of a policy with the references."""
+
+
+def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
+    """Return the sizes of a run whose inputs were checked; no weights are loaded.
+
+    Raises:
+        ConfigError: the sizes of PPO contradict each other.
+        DataError: a row cannot be used.
+        ModelError: a model cannot be read.
+    """
+    tokenizer = load_tokenizer(settings.policy)
+    prompts = data_sets.training_prompts(settings).column("prompt")
+    devices = gpus() or 1
+    processes = (settings.processes or devices) * settings.num_nodes
+    answered = data_sets.examples(
+        settings.eval_prompts, settings.evaluation, allow_urls=settings.allow_data_urls
+    )
+    return RunSize(
+        policy_parameters=count_parameters(settings.policy),
+        reward_parameters=count_parameters(settings.reward_model or settings.policy, scores=True),
+        sft=_sft_size(settings, tokenizer, devices),
+        reward_model=_reward_size(settings, tokenizer, devices),
+        validation_pairs=len(data_sets.test_pairs(settings).usable),
+        prompts=len(prompts),
+        prompt_tokens=_total(encode_prompt(tokenizer, prompt) for prompt in prompts),
+        response_length=settings.ppo.response_length,
+        processes=processes,
+        ppo=make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=processes),
+        evaluation_prompts=len(answered),
+        # SFT and PPO against the references, and PPO against SFT and the champion.
+        contests=4 if has_champion else 3,
+    )
+
+
+def describe_run(size: RunSize) -> str:
+    """Return the sizes in lines of text."""
+    reward = "trained" if size.reward_model else "given"
+    questions = 2 * size.contests * size.evaluation_prompts
+    ppo, tokens = size.ppo, size.ppo.total_episodes * size.response_length
+    lines = [
+        f"policy: parameters {size.policy_parameters:,}",
+        f"reward model, {reward}: parameters {size.reward_parameters:,}",
+        *([f"SFT: {_describe(size.sft)}"] if size.sft else []),
+        *([f"reward model training: {_describe(size.reward_model)}"] if size.reward_model else []),
+        f"reward model validation: pairs {size.validation_pairs:,}",
+        f"PPO: prompts {size.prompts:,}, their tokens {size.prompt_tokens:,}, "
+        f"episodes {ppo.total_episodes:,}, sampled tokens at most {tokens:,}, "
+        f"updates {ppo.num_updates:,}, optimizer steps {ppo.num_optimizer_steps:,}, "
+        f"processes {size.processes}",
+        f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
+        f"questions to each judge about {questions:,}",
+        "time: not estimated, because it depends on the machine. A run with --total-episodes "
+        f"{2 * ppo.batch_size} (two updates) prints its episodes per second.",
+    ]
+    return "\n".join(lines)
+
+
+def _sft_size(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, devices: int
+) -> SupervisedSize | None:
+    if not settings.sft_data:
+        return None
+    rows = data_sets.sft_rows(settings).usable
+    tokens = _total(
+        encode_example(tokenizer, row, number, settings.sft)["input_ids"]
+        for number, row in enumerate(rows)
+    )
+    return _supervised(len(rows), tokens, settings.sft, devices)
+
+
+def _reward_size(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, devices: int
+) -> SupervisedSize | None:
+    if settings.reward_model:
+        return None
+    config = settings.reward_model_training
+    rows = data_sets.training_pairs(settings).usable
+    pairs = [encode_pair(tokenizer, row, number, config) for number, row in enumerate(rows)]
+    tokens = _total(pair[side] for pair in pairs for side in ("chosen", "rejected"))
+    return _supervised(len(rows), tokens, config, devices)
+
+
+def _supervised(rows: int, tokens: int, config: SupervisedConfig, devices: int) -> SupervisedSize:
+    # One process, whose batches transformers.Trainer splits over all GPUs.
+    batches = ceil(rows / (config.batch_size * devices))
+    return SupervisedSize(
+        rows=rows,
+        tokens=tokens,
+        epochs=config.num_epochs,
+        optimizer_steps=config.num_epochs * ceil(batches / config.gradient_accumulation_steps),
+    )
+
+
+def _total(sequences: Iterable[Sized]) -> int:
+    return sum(map(len, sequences))
+
+
+def _describe(size: SupervisedSize) -> str:
+    return (
+        f"rows {size.rows:,}, tokens {size.tokens:,}, epochs {size.epochs}, "
+        f"optimizer steps {size.optimizer_steps:,}"
+    )

@@ -1,0 +1,78 @@
+"""`python flows/rlhf.py run --check`: every input is checked, and nothing is started."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlflow
+import pytest
+
+from pipeline.settings.settings import make_settings
+from pipeline.stages.run_size import describe_run, measure_run
+from tests.helpers.paths import ROOT
+from tests.helpers.pipeline_inputs import as_toml, tiny_table, write_model
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def check(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW_")}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment["METAFLOW_DATASTORE_SYSROOT_LOCAL"] = str(folder)
+    flow = [sys.executable, str(ROOT / "flows" / "rlhf.py")]
+    return subprocess.run(
+        [*flow, "--config", "settings", "tiny.toml", "run", "--check", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_check_prints_the_sizes_and_leaves_no_run(tmp_path: Path):
+    (tmp_path / "tiny.toml").write_text(as_toml(tiny_table(tmp_path)))
+    ran = check(tmp_path, "--set", "reward_model_training.num_epochs=2")
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[-1].startswith("All checks passed. Nothing was trained or registered")
+    # 58 pairs in batches of 16 are 4 batches, twice.
+    assert any("training: rows 58" in line and "steps 8" in line for line in lines), ran.stdout
+    # 3 updates of 4 epochs and 1 minibatch.
+    assert any("episodes 24" in line and "optimizer steps 12" in line for line in lines)
+    assert not list((tmp_path / ".metaflow").glob("RLHF/*/_parameters"))
+    assert not (tmp_path / ".metaflow" / "RLHF" / "latest_run").exists()
+    assert not (tmp_path / "outputs" / "runs").exists()
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    assert client.get_experiment_by_name("rlhf") is None
+    assert not client.search_registered_models()
+
+
+def test_a_misspelt_judge_is_reported_before_anything_is_read(tmp_path: Path):
+    table = {"policy": "gone", "preferences": "gone", "prompts": "gone", "eval_prompts": "gone"}
+    (tmp_path / "tiny.toml").write_text(as_toml(table))
+    ran = check(tmp_path, "--judge", "opnai:gpt-4o")
+    assert ran.returncode == 1
+    assert "judge='opnai:gpt-4o' is unknown. Did you mean openai:gpt-4o?" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_sizes_are_those_of_the_settings(tmp_path: Path):
+    table = tiny_table(tmp_path) | {
+        "reward_model": write_model(tmp_path / "reward", labels=1),
+        "preferences_test": str(tmp_path / "pairs.jsonl"),
+        "preferences": "",
+        "sft_data": "",
+        "processes": 2,
+        "evaluation": {"num_examples": 10},
+    }
+    size = measure_run(make_settings(table, {}), has_champion=True)
+    assert size.sft is size.reward_model is None
+    assert (size.validation_pairs, size.prompts, size.evaluation_prompts) == (64, 32, 10)
+    # Prompts of four words, each one token.
+    assert size.prompt_tokens == 4 * 32
+    assert (size.ppo.num_updates, size.processes, size.contests) == (3, 2, 4)
+    # Four comparisons in both orders.
+    assert "questions to each judge about 80" in describe_run(size)
