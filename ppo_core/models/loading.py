@@ -204,8 +204,11 @@ def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase, path: str 
 
 def reading(what: str, path: str | Path) -> AbstractContextManager[None]:
     """Return a context that turns every error into a ModelError with the folder or hub id."""
+    is_local = Path(path).is_dir()
+    missing = f"There is no folder '{Path(path).absolute()!s:.300}', and so it is a hub id. "
     return library_errors(
         ModelError,
         f"No {what} can be loaded from '{path}'",
-        "Check the path or hub id, and that the files were written by save_pretrained.",
+        f"{'' if is_local else missing}Check the path or hub id, and that the files were written "
+        "by save_pretrained.",
     )

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 
 from ppo_core.errors import ModelError
@@ -19,6 +21,7 @@ from ppo_core.errors import ModelError
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 QUANTIZATION_METHODS = frozenset({"bitsandbytes"})
@@ -29,13 +32,15 @@ QUANTIZATION_METHODS = frozenset({"bitsandbytes"})
 def check_plain_files(path: str | Path) -> None:
     """Raise if a local folder has files that lead out of the folder, or JSON that cannot be read.
 
-    Nothing is checked for a hub id.
+    The files of a hub id are not checked.
 
     Raises:
-        ModelError: a file is refused; the message names the file.
+        ModelError: a file is refused, or a path that cannot be a hub id is no folder; the message
+            names the file or the path.
     """
     folder = Path(path)
     if not folder.is_dir():
+        _require_hub_id(path)
         return
     for file in sorted(folder.iterdir()):
         _check_link(file, folder)
@@ -49,15 +54,15 @@ def check_plain_files(path: str | Path) -> None:
 def check_model_folder(path: str | Path) -> None:
     """Raise if a local folder is no plain model with whole weights in safetensors.
 
-    Nothing is checked for a hub id.
+    The files of a hub id are not checked.
 
     Raises:
-        ModelError: a file is refused; the message names the file.
+        ModelError: see `check_plain_files`; or the weights are refused.
     """
     folder = Path(path)
+    check_plain_files(path)
     if not folder.is_dir():
         return
-    check_plain_files(folder)
     refuse_adapter(folder)
     _check_weights_are_safe(folder)
     for file in sorted(folder.glob("*.safetensors")):
@@ -138,6 +143,21 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _refused(file, f"it holds {type(content).__name__}, not a JSON object")
     return content
+
+
+def _require_hub_id(path: str | Path) -> None:
+    """Raise if something that is no folder is a file, or is written as only a path can be."""
+    if os.path.lexists(path):
+        raise ModelError(
+            f"'{path}' is no folder. Give the folder of a model, as save_pretrained writes it."
+        )
+    try:
+        validate_repo_id(str(path))
+        is_hub_id = isinstance(path, str) and Path(path).suffix not in WEIGHT_SUFFIXES
+    except HFValidationError:
+        is_hub_id = False
+    if not is_hub_id:
+        raise ModelError(f"There is no folder '{Path(path).absolute()!s:.300}'. Check the path.")
 
 
 def _check_link(file: Path, folder: Path) -> None:

@@ -39,8 +39,26 @@ def test_parameters_are_counted_without_weights_as_with_them(tmp_path, family):
         (tmp_path / name / "model.safetensors").unlink()
     assert count_parameters(tmp_path / "policy") == policy.num_parameters()
     assert count_parameters(tmp_path / "reward", scores=True) == classifier.num_parameters()
-    with pytest.raises(ModelError, match="No model can be loaded"):
-        count_parameters(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "path", ["./my-modle", "../a/b", "/no/model", "a/b/c", "~/model", "m.gguf"]
+)
+@pytest.mark.parametrize("load", [load_policy, load_tokenizer, load_reward_model, count_parameters])
+def test_a_wrong_path_is_called_a_path_and_the_hub_is_not_asked(path, load):
+    with pytest.raises(ModelError, match=r"^There is no folder '/.*'\. Check the path\.$"):
+        load(path)
+
+
+def test_a_file_is_no_model(tmp_path):
+    (tmp_path / "model").touch()
+    with pytest.raises(ModelError, match=r"model' is no folder\. Give the folder of a model"):
+        load_policy(tmp_path / "model")
+
+
+def test_a_name_that_may_be_a_folder_or_a_hub_id_is_called_both():
+    with pytest.raises(ModelError, match=r"There is no folder '/.*/gone', and so it is a hub id"):
+        load_tokenizer("gone")
 
 
 def test_what_cannot_be_a_policy_or_a_reward_model_is_refused_by_name(tmp_path):
