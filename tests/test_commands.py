@@ -42,6 +42,56 @@ def test_help_imports_no_slow_library_and_shows_no_placeholder(words: str, tmp_p
     assert "_MISSING_TYPE" not in ran.stdout
 
 
+def refusal(*words: str, missing: str) -> str:
+    """What a command prints on standard error if a package is not installed."""
+    hide = f"import sys, runpy; sys.modules[{missing!r}] = None; sys.argv = {list(words)!r}; "
+    run = (
+        "sys.path.insert(0, 'flows'); runpy.run_path(sys.argv[0], run_name='__main__')"
+        if words[0].endswith(".py")
+        else "runpy.run_module(sys.argv[0], run_name='__main__')"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", hide + run],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert "Traceback" not in ran.stderr
+    return ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [
+        ("flows/win_rate.py --model m --judge rule", "statsmodels", "evaluation"),
+        ("flows/win_rate.py --model m --judge openai:m", "openai", "judge"),
+        ("ppo_core --use_vllm --vllm_weights_dir weights", "openai", "vllm"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_extra_that_installs_it(
+    command: str, missing: str, extra: str
+):
+    error = refusal(*command.split(), missing=missing)
+    assert f"needs the package {missing}, which is not installed" in error
+    assert f"pip install 'rlhf-flow[{extra}]'" in error
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert any(line.startswith(missing) for line in project["optional-dependencies"][extra])
+    assert not any(line.startswith(missing) for line in project["dependencies"])
+
+
+def test_make_installs_what_a_run_and_the_tests_need():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert "--editable '.[evaluation,judge]'" in makefile
+    assert {*extras["evaluation"], *extras["judge"], *extras["vllm"], *extras["peft"]} <= {
+        *extras["dev"]
+    }
+
+
 def test_the_package_lists_names_that_are_not_imported_yet():
     assert {*ppo_core.__all__, "__version__"} <= set(dir(ppo_core))
 

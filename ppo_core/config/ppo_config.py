@@ -9,6 +9,7 @@ from ppo_core.config.checks import is_finite, require, require_count, require_se
 from ppo_core.config.run_config import RunConfig
 from ppo_core.config.unsupported_settings import refusing_unsupported
 from ppo_core.errors import ConfigError
+from ppo_core.errors.packages import require_package
 
 
 @refusing_unsupported
@@ -411,6 +412,8 @@ def _check_vllm(config: PPOConfig) -> None:
             "policy's weights. Without the folder, the server would sample from its initial "
             "weights. On a single machine, set vllm_weights_dir=/dev/shm/weights, for example."
         )
+    if config.use_vllm:
+        require_package("openai", extra="vllm", needed_by="use_vllm=True")
     names = [field.name for field in fields(config) if field.name.startswith("vllm_")]
     defaults = {field.name: field.default for field in fields(config)}
     changed = [name for name in names if getattr(config, name) != defaults[name]]

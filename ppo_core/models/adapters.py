@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ppo_core.errors import ModelError
+from ppo_core.errors.packages import require_package
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -174,12 +175,9 @@ def load_peft() -> ModuleType:
     Raises:
         ModelError: peft is not installed.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise ModelError(
-            "Adapters need the package peft: pip install 'rlhf-flow[peft]'."
-        ) from error
+    require_package("peft", extra="peft", needed_by="Training of adapters", kind=ModelError)
+    import peft
+
     return peft
 
 

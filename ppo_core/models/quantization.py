@@ -1,12 +1,11 @@
 """Base models that bitsandbytes quantizes to 4 or 8 bits; only their adapters can be trained."""
 
-from importlib.util import find_spec
-
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
 from ppo_core.errors import ConfigError, ModelError
+from ppo_core.errors.packages import require_package
 
 QUANT_TYPES = ("nf4", "fp4")
 
@@ -56,10 +55,7 @@ def _check_machine(setting: str) -> None:
             f"and a CUDA build of torch, or leave {setting} out: adapters can also be trained on a "
             "base model in full precision."
         )
-    if find_spec("bitsandbytes") is None:
-        raise ModelError(
-            f"{setting} needs the package bitsandbytes: pip install 'rlhf-flow[quantised]'."
-        )
+    require_package("bitsandbytes", extra="quantised", needed_by=setting, kind=ModelError)
 
 
 def is_quantized(model: nn.Module) -> bool:

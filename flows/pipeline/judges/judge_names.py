@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ppo_core.config.spelling import nearest_name
 from ppo_core.errors import ConfigError
+from ppo_core.errors.packages import require_package
 
 KINDS_WITH_SOURCE = ("python", "reward-model", "openai", "transformers")
 
@@ -65,10 +66,13 @@ def check_judge_name(spec: str, reward_model: str) -> None:
         reward_model: folder or hub id of the reward model of PPO; empty if the flow trains it.
 
     Raises:
-        ConfigError: the judge is unknown, named twice, or the reward model.
+        ConfigError: the judge is unknown, named twice, or the reward model, or its package is
+            missing.
     """
     for part in read_judges(spec):
         _require_independence(part, reward_model)
+        if part.kind == "openai":
+            require_package("openai", extra="judge", needed_by=f"judge={part.spec!r}")
 
 
 def _require_independence(part: JudgePart, reward_model: str) -> None:

@@ -1,11 +1,11 @@
 """Settings of the policy's LoRA adapters."""
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ppo_core.config.checks import require, require_count, require_finite
 from ppo_core.errors import ConfigError
+from ppo_core.errors.packages import require_package
 
 if TYPE_CHECKING:
     import peft
@@ -48,11 +48,8 @@ class LoraConfig:
             )
         if self.r == 0:
             self._refuse_what_has_no_effect()
-        elif find_spec("peft") is None:
-            raise ConfigError(
-                f"r={self.r} needs the package peft, which is not installed: pip install "
-                "'rlhf-flow[peft]', or set r = 0 to train the whole policy."
-            )
+        else:
+            require_package("peft", extra="peft", needed_by=f"r={self.r}")
 
     def peft_config(self) -> "peft.LoraConfig | None":
         """Return `peft_config` for PPOTrainer; None to train all parameters."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.judges.judge_names import check_judge_name
 from pipeline.settings.settings import Settings, make_settings
+from ppo_core.errors.packages import require_package
 
 
 def read_settings(
@@ -18,9 +19,18 @@ def read_settings(
     """Return the settings of a run; the arguments are those of `make_settings`.
 
     Raises:
-        ConfigError: see `make_settings`; or the judge is unknown, named twice, or PPO's reward
-            model.
+        ConfigError: see `make_settings` and `check_names`.
     """
     settings = make_settings(from_file, from_command_line, overrides)
-    check_judge_name(settings.judge, settings.reward_model)
+    check_names(settings.judge, settings.reward_model)
     return settings
+
+
+def check_names(judge: str, reward_model: str) -> None:
+    """Raise if the judge is misspelt, or a package that every evaluation needs is missing.
+
+    Raises:
+        ConfigError: see `check_judge_name`; or statsmodels is not installed.
+    """
+    require_package("statsmodels", extra="evaluation", needed_by="The evaluation of a model")
+    check_judge_name(judge, reward_model)

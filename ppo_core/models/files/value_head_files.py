@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from ppo_core.errors import ConfigError, ModelError
+from ppo_core.errors.packages import require_package
 from ppo_core.models.files.model_folder import (
     ADAPTER_CONFIG,
     INDEX,
@@ -135,12 +136,9 @@ def _load_adapter(
     hub: Mapping[str, Any],
     is_trainable: bool,
 ) -> nn.Module:
-    try:
-        from peft import PeftConfig, PeftModel
-    except ImportError as error:
-        raise ModelError(
-            f"'{path}' is an adapter, which needs the package peft: pip install 'rlhf-flow[peft]'."
-        ) from error
+    require_package("peft", extra="peft", needed_by=f"The adapter '{path}'", kind=ModelError)
+    from peft import PeftConfig, PeftModel
+
     config = PeftConfig.from_pretrained(str(path), **hub)
     if not config.base_model_name_or_path:
         raise ModelError(

@@ -47,13 +47,13 @@ def test_without_a_gpu_the_error_names_the_setting_and_the_way_out(monkeypatch, 
 
 
 def test_without_bitsandbytes_the_error_says_how_to_install_it(gpu, monkeypatch):
-    monkeypatch.setattr("ppo_core.models.quantization.find_spec", lambda name: None)
+    monkeypatch.setattr("ppo_core.errors.packages.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'rlhf-flow\[quantised\]'"):
         bitsandbytes_config(load_in_4bit=True, load_in_8bit=False)
 
 
 def test_4_bits_with_nested_constants_compute_in_what_the_gpu_has(gpu, monkeypatch):
-    monkeypatch.setattr("ppo_core.models.quantization.find_spec", lambda name: name)
+    monkeypatch.setattr("ppo_core.errors.packages.find_spec", lambda name: name)
     config = bitsandbytes_config(load_in_4bit=True, load_in_8bit=False, use_bnb_nested_quant=True)
     assert (config.load_in_4bit, config.load_in_8bit) == (True, False)
     assert config.bnb_4bit_quant_type == "nf4"
@@ -66,7 +66,7 @@ def test_4_bits_with_nested_constants_compute_in_what_the_gpu_has(gpu, monkeypat
 
 
 def test_8_bits_are_asked_for_as_such(gpu, monkeypatch):
-    monkeypatch.setattr("ppo_core.models.quantization.find_spec", lambda name: name)
+    monkeypatch.setattr("ppo_core.errors.packages.find_spec", lambda name: name)
     config = bitsandbytes_config(load_in_4bit=False, load_in_8bit=True)
     assert (config.load_in_4bit, config.load_in_8bit) == (False, True)
 
