@@ -103,7 +103,8 @@ def journey(tmp_path_factory) -> Journey:
     run_id = re.search(r"\[(\d+)/validate_reward_model/\d+ ", refused.log)
     assert run_id, refused.log
     card = run_flow(folder, "card", "get", f"{run_id[1]}/validate_reward_model")
-    failed = run_flow(folder, *RUN, "first.json", "--accept-reward-model")
+    changes = ("--set", "promotion.max_kl=19.5", "--set", "judging.attempts=2")
+    failed = run_flow(folder, *RUN, "first.json", "--accept-reward-model", *changes)
     registered = versions(folder)
     (folder / "judge.py").write_text(JUDGE)
     resumed = run_flow(folder, "resume")
@@ -219,6 +220,9 @@ def test_the_summary_has_its_parts(summary: dict[str, Any]):
         "register",
     }
     assert summary["settings"]["ppo"]["response_length"] == 6
+    # Given by --set, and kept when the run was resumed.
+    assert summary["settings"]["promotion"]["max_kl"] == 19.5
+    assert summary["settings"]["judging"]["attempts"] == 2
     assert summary["model"]["uri"] == "models:/tiny-policy/1"
 
 

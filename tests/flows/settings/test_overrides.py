@@ -1,8 +1,12 @@
 """`--set section.name=value`: values, mistakes, and what it overrides."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as profile
+from hypothesis import strategies as st
 
 from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
 from pipeline.settings.overrides import read_overrides
@@ -59,6 +63,13 @@ def test_a_value_is_toml_or_a_text_without_quotes(text: str, value: object):
 def test_a_text_that_is_no_setting_is_refused(texts: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         read_overrides(texts)
+
+
+@given(st.lists(st.text(st.sampled_from("a.=[]{}'\"#,\n 1\\") | st.characters(), max_size=20)))
+@profile(suppress_health_check=list(HealthCheck), deadline=None, max_examples=200)
+def test_any_text_is_read_or_refused(texts: list[str]):
+    with suppress(ConfigError):
+        assert isinstance(read_overrides(texts), dict)
 
 
 def test_several_settings_override_the_file_and_leave_the_rest():
