@@ -8,7 +8,7 @@ from pipeline.reports.document import as_interval, as_percent
 from pipeline.reports.terminal import CONTEST_TITLES
 from pipeline.results import Report
 from pipeline.settings.settings import flatten
-from ppo_core.reporting.escaping import as_markdown, as_yaml
+from ppo_core.reporting.escaping import as_line, as_markdown, as_yaml
 from ppo_core.training.model_card import without_folders
 
 SHOWN_SAMPLES = 5
@@ -50,7 +50,7 @@ def version_card(record: Report) -> str:
     sections = [
         f"---\n{_front_matter(record)}\n---",
         f"# {as_markdown(_title(record))}",
-        f"{_line(without_folders(record['models']['base']['name']))}, tuned with proximal policy "
+        f"{as_line(without_folders(record['models']['base']['name']))}, tuned with proximal policy "
         "optimization (PPO, [arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) so that a reward "
         "model scores its answers higher.",
         _section("Promotion", _decision(record["decision"])),
@@ -154,15 +154,7 @@ def _section(title: str, text: str) -> str:
 
 
 def _bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {_line(line)}" for line in lines)
-
-
-def _line(text: str) -> str:
-    """Return the text as Markdown that is safe at a line start, where `#` or `1.` are markup."""
-    shown = as_markdown(text)
-    if shown.startswith(tuple("#+-=0123456789")):
-        return f"&#{ord(shown[0])};{shown[1:]}"
-    return shown
+    return "\n".join(f"- {as_line(line)}" for line in lines)
 
 
 def _pairs(what: str, values: Mapping[str, Any]) -> str:
