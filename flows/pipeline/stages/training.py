@@ -14,7 +14,6 @@ from pipeline.launch.launcher import train
 from pipeline.results import Change, PreparedModel, TrainedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
-from ppo_core.errors import ModelError
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 
 
@@ -42,7 +41,6 @@ def train_policy(
         On the first machine, which also tracks the training, the trained policy; on others, None.
 
     Raises:
-        ModelError: the reward model was refused.
         ProcessError: a process of the training failed.
     """
     here = _this_machine(machines, attempt)
@@ -60,7 +58,6 @@ def train_policy(
         train(start(), processes=settings.processes, machines=here)
         return None
     with track(run, "train_policy") as tracker:
-        require_fit_reward_model(validation)
         job = start()
         train(
             job,
@@ -77,25 +74,6 @@ def train_policy(
         final = {name: value for name, value in updates[-1].items() if name != "update"}
         tracker.parent.log_metrics(final | cost)
     return trained
-
-
-def require_fit_reward_model(validation: ValidatedReward) -> None:
-    """Raise if the gate refused the reward model and nobody accepted it by hand.
-
-    Raises:
-        ModelError: the reward model was refused; the message lists every reason.
-    """
-    if validation.fit:
-        return
-    reasons = "\n".join(f"- {reason}" for reason in validation.reasons)
-    if validation.accepted_by_hand:
-        print(f"The reward model was refused, but a person accepted it:\n{reasons}", flush=True)
-        return
-    raise ModelError(
-        f"The reward model is not fit to train against:\n{reasons}\nPPO would exploit them. "
-        "Improve the reward model, or change the limits in [reward_gate], or run again with "
-        "--accept-reward-model; models that are already trained are reused."
-    )
 
 
 def _this_machine(machines: Any, attempt: str) -> Machines:
