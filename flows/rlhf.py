@@ -40,7 +40,7 @@ from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedE
 ppo_core.METAFLOW_PACKAGE_POLICY = "include"
 
 
-RECORDS = 3
+RECORDS = 4
 """Format version of the records passed between steps; increased when older records are
 unreadable."""
 

@@ -104,6 +104,9 @@ class TrainedPolicy:
     objective: dict[str, Change]
     """First and last values of PPO's metrics, by metric name."""
 
+    warnings: list[str]
+    """Warnings of PPO in the order in which they were logged, each with its update."""
+
     episodes_per_second: float
     """Throughput that the last update reported."""
 

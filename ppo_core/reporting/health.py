@@ -42,6 +42,9 @@ class Guard:
     words: str
     """Probable cause, and advice, shown in the warning."""
 
+    note: Callable[[PPOConfig], str] = lambda _: ""
+    """Function of the settings; returns a text at the end of the warning."""
+
     def is_bad(self, value: float, limit: float) -> bool:
         """Return whether the value is on the bad side of the limit; False for NaN."""
         return value > limit if self.side == "above" else value < limit
@@ -61,6 +64,7 @@ GUARDS = {
         words="The policy is moving far from the reference, because the KL penalty is too weak "
         "for the reward, or optimizer steps are too large. Raise kl_coef, set kl_target, or lower "
         "learning_rate. Read some responses, because the policy may exploit the reward model.",
+        note=lambda config: config.warn_kl_note,
     ),
     "negative divergence": Guard(
         metric="objective/kl",
@@ -186,7 +190,7 @@ class HealthMonitor:
             drop = self._drop.update(reward)
             metrics = {**metrics, DROP: 0.0 if drop is None else drop}
         return [
-            _message(name, guard, metrics[guard.metric], self._limit(guard, metrics))
+            self._message(name, guard, metrics)
             for name, guard in GUARDS.items()
             if guard.metric in metrics and self._begins(name, guard, metrics)
         ]
@@ -202,6 +206,15 @@ class HealthMonitor:
         if changes:
             self._warned ^= {name}
         return changes and not has_warned
+
+    def _message(self, name: str, guard: Guard, metrics: Mapping[str, float]) -> str:
+        rows = f" for {guard.updates} updates" if guard.updates > 1 else ""
+        text = (
+            f"{name.capitalize()}: {guard.metric} is {metrics[guard.metric]:.3g}, {guard.side} "
+            f"{self._limit(guard, metrics):.3g}{rows} ({guard.rule}). {guard.words} "
+            f"{guard.note(self._config)}"
+        )
+        return text.rstrip()
 
     def _limit(self, guard: Guard, metrics: Mapping[str, float]) -> float:
         first = self._first.setdefault(guard.metric, metrics[guard.metric])
@@ -264,11 +277,3 @@ def warnings_of(config: PPOConfig, updates: Iterable[Mapping[str, float]]) -> li
 def as_logged(update: int, warning: str) -> str:
     """Return a warning with the number of its update, as a run logs it."""
     return f"Update {update}. {warning}"
-
-
-def _message(name: str, guard: Guard, value: float, limit: float) -> str:
-    rows = f" for {guard.updates} updates" if guard.updates > 1 else ""
-    return (
-        f"{name.capitalize()}: {guard.metric} is {value:.3g}, {guard.side} {limit:.3g}{rows} "
-        f"({guard.rule}). {guard.words}"
-    )

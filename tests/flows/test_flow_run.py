@@ -249,6 +249,14 @@ def test_the_terminal_shows_the_result(journey: Journey, summary: dict[str, Any]
     assert "models:/tiny-policy/1" in journey.resumed.log
 
 
+def test_the_summary_repeats_the_warnings_of_the_training(
+    journey: Journey, summary: dict[str, Any]
+):
+    logged = re.findall(r"Update \d+\. [A-Z].*", journey.failed.log)
+    assert summary["warnings"] == logged
+    assert all(f"Warning: {warning[:60]}" in journey.resumed.log for warning in logged)
+
+
 def test_progress_is_readable_in_the_log(journey: Journey):
     assert re.search(r"ppo: +\d+%.*episode/s", journey.failed.log)
     assert "\r" not in journey.failed.log

@@ -28,6 +28,8 @@ def render_summary(summary: Mapping[str, Any]) -> str:
         console.print(_the_rest(summary))
         for reason in summary["reasons"]:
             console.print(f"Inconclusive: {reason}")
+        for warning in summary["warnings"]:
+            console.print(f"Warning: {warning}")
         console.print(_promotion(summary["model"], summary["promotion"]))
     return capture.get()
 

@@ -26,6 +26,7 @@ def summarize(
         **registered.evaluation.report(),
         "reward_model": validation.report(),
         "objective": {name: asdict(change) for name, change in policy.objective.items()},
+        "warnings": policy.warnings,
         "timings": {
             "seconds": dict(seconds),
             "episodes_per_second": policy.episodes_per_second,
@@ -37,7 +38,9 @@ def summarize(
     }
     with track(run, PARENT) as tracker:
         tracker.parent.log_json(summary, "summary.json")
-        tracker.parent.describe(*_outcome(registered))
+        outcome, reasons = _outcome(registered)
+        warnings = [f"Warning: {warning}" for warning in policy.warnings]
+        tracker.parent.describe(outcome, [*reasons, *warnings])
         tracker.require_all_sent()
     if settings.summary_json:
         write_report(Path(settings.summary_json), summary, indent=2)

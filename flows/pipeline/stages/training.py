@@ -9,11 +9,12 @@ from typing import Any
 from pipeline.inputs.cache import digest_of_folder
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import ONE_MACHINE, Machines
-from pipeline.launch.job import write_job
+from pipeline.launch.job import ppo_config, write_job
 from pipeline.launch.launcher import train
 from pipeline.results import Change, PreparedModel, TrainedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
+from ppo_core.reporting.health import warnings_of
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 
 
@@ -66,7 +67,10 @@ def train_policy(
             on_metrics=lambda update, metrics: tracker.step.log_metrics(metrics, step=update),
         )
         updates = read_metrics(job.parent / METRICS_FILE)
-        trained = _trained_policy(str(run.folder / "policy"), updates)
+        warnings = warnings_of(ppo_config(settings), updates)
+        if warnings:
+            tracker.step.describe("Warnings", warnings)
+        trained = _trained_policy(str(run.folder / "policy"), updates, warnings)
         cost = {
             "episodes_per_second": trained.episodes_per_second,
             "peak_rss_bytes": trained.peak_rss_bytes,
@@ -87,7 +91,7 @@ def _this_machine(machines: Any, attempt: str) -> Machines:
     )
 
 
-def _trained_policy(path: str, updates: list[dict[str, Any]]) -> TrainedPolicy:
+def _trained_policy(path: str, updates: list[dict[str, Any]], warnings: list[str]) -> TrainedPolicy:
     first, last = updates[0], updates[-1]
     return TrainedPolicy(
         path=path,
@@ -97,6 +101,7 @@ def _trained_policy(path: str, updates: list[dict[str, Any]]) -> TrainedPolicy:
             for name in first
             if name in last and name != "update"
         },
+        warnings=warnings,
         episodes_per_second=last["eps"],
         peak_rss_bytes=_peak_rss_bytes(),
     )

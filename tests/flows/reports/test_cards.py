@@ -521,6 +521,12 @@ def test_the_terminal_says_what_became_of_the_version():
     assert "refused, and there is no champion" in shown
 
 
+def test_the_terminal_repeats_the_warnings_of_the_run():
+    warning = "Update 7. Far from reference: objective/kl is 16, above 15 (warn_kl)."
+    assert f"Warning: {warning}" in lines(render_summary(summary(warnings=[warning])))
+    assert "Warning" not in render_summary(summary())
+
+
 def test_the_terminal_shows_what_others_wrote_as_it_is():
     name = "[/bold] :smile: [red]x"
     reasons = {"reasons": [f"The judge {name} fell."], "conclusive": False}
