@@ -107,9 +107,11 @@ def distinct_share(texts: Sequence[str]) -> float:
 
 def _figures(win_rate: WinRate, comparison: Comparison) -> dict[str, Any]:
     """Return the results of one contest, serializable as JSON."""
+    controlled = length_controlled_rate(comparison)
     return {
         **asdict(win_rate),
-        "length_controlled": length_controlled_rate(comparison).rate,
+        "length_controlled": controlled.rate,
+        "equal_length_pairs": controlled.equal,
         "by_length_ratio": [asdict(part) for part in rate_by_length_ratio(comparison)],
         "agreement": asdict(measure_agreement(comparison)) if comparison.members else None,
     }

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipeline.reports.document import as_interval, as_percent
+from pipeline.reports.document import as_equal_length_rate, as_interval, as_percent
 from pipeline.reports.terminal import CONTEST_TITLES
 from pipeline.results import Report
 from pipeline.settings.settings import flatten
@@ -14,7 +14,7 @@ from ppo_core.training.model_card import without_folders
 SHOWN_SAMPLES = 5
 """Number of prompts whose answers the card shows."""
 
-SHOWN_ENDS = ("rate", "low", "high")
+SHOWN_ENDS = ("rate", "low", "high", "length_controlled")
 """Metrics of a contest that the table of win rates shows."""
 
 LIMITS = (
@@ -39,7 +39,8 @@ def version_card(record: Report) -> str:
             - `models`: `name` and `digest` of each model (base, SFT, reward model, policy, judge);
               a digest may be None;
             - `data`: for each use of a data set, its `name`, `digest` and `rows`;
-            - `win_rate`: `rate`, `low`, `high`, `n`, `ties` and `judge` by contest;
+            - `win_rate`: by contest, `rate`, `low`, `high`, `length_controlled`,
+              `equal_length_pairs`, `n`, `ties` and `judge`;
             - `reasons`: why the evaluation is inconclusive; may be empty;
             - `metrics`: numbers by name;
             - `decoding`: default arguments of `generate`;
@@ -106,12 +107,13 @@ def _loading(record: Report) -> str:
 
 def _win_rates(record: Report) -> str:
     table = _table(
-        ("", "wins", "95 % interval", "pairs", "ties", "judge"),
+        ("", "wins", "95 % interval", "at equal length", "pairs", "ties", "judge"),
         (
             (
                 CONTEST_TITLES.get(contest, contest),
                 as_percent(rate["rate"]),
                 as_interval(rate),
+                as_equal_length_rate(rate),
                 rate["n"],
                 rate["ties"],
                 without_folders(rate["judge"]),
@@ -169,7 +171,7 @@ def _table(headers: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "none"
-    return as_markdown(f"{value:.4g}" if isinstance(value, float) else str(value))
+    return as_markdown(f"{value:z.4g}" if isinstance(value, float) else str(value))
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
