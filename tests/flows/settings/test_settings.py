@@ -101,6 +101,7 @@ def test_the_plain_dict_holds_every_setting():
         ({"evaluation": {"num_examples": 0}}, r"^\[evaluation\] num_examples=0 must be"),
         ({"evaluation": {"max_invalid": 1.0}}, r"max_invalid=1\.0 must be at least 0"),
         ({"evaluation": {"max_flip_rate": 1.5}}, r"max_flip_rate=1\.5"),
+        ({"evaluation": {"min_kappa": 1.5}}, r"min_kappa=1\.5 must be between -1 and 1"),
         ({"evaluation": {"temperature": -0.1}}, r"temperature=-0\.1"),
         ({"evaluation": {"top_k": -1}}, r"top_k=-1"),
         ({"evaluation": {"top_p": 0.0}}, r"top_p=0\.0"),
