@@ -1,6 +1,7 @@
 """Write the input of a PPO training: a file of prompts and a file of settings."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,8 +15,11 @@ JOB_FILE = "settings.json"
 
 
 def ppo_config(settings: Settings) -> PPOConfig:
-    """Return the settings of PPO, whose KL warning says what the flow will do."""
-    note = f"Promotion will be refused above promotion.max_kl={settings.promotion.max_kl:g}."
+    """Return the settings of PPO, whose KL warning says when the flow will refuse to promote."""
+    max_kl = settings.promotion.max_kl
+    if not math.isfinite(max_kl):
+        return settings.ppo
+    note = f"Promotion will be refused above promotion.max_kl={max_kl:g}."
     return replace(settings.ppo, warn_kl_note=note)
 
 
