@@ -45,7 +45,7 @@ from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedE
 ppo_core.METAFLOW_PACKAGE_POLICY = "include"
 
 
-RECORDS = 3
+RECORDS = 4
 """Format version of the records passed between steps; increased when older records are
 unreadable."""
 
@@ -176,15 +176,19 @@ class RLHF(FlowSpec):
         self.rewarder = stages.models.load_reward_model(self.settings, self.sft, self.tracked)
         self.next(self.validate_reward_model)
 
-    @card(type="blank")
+    # Without an interval, so that the card of a refused reward model can be written at once.
+    @card(type="blank", refresh_interval=0)
     @phase
     @step
     def validate_reward_model(self) -> None:
-        """Measure the reward model on held-out preferences."""
+        """Measure the reward model on held-out preferences; end the run if it is refused."""
         self.validation = stages.validation.validate_reward_model(
             self.settings, self.sft, self.rewarder, self.tracked
         )
         current.card.extend(stages.cards.reward_model_card(self.validation))
+        if self.validation.refused:
+            stages.cards.write_card_now(current.card)
+            stages.validation.stop_run(self.validation, self.settings, self.tracked)
         self.next(self.train_policy, num_parallel=self.settings.num_nodes)
 
     @retry(times=3, minutes_between_retries=0)

@@ -73,6 +73,11 @@ class ValidatedReward:
     report_file: str
     """JSON file with all measurements."""
 
+    @property
+    def refused(self) -> bool:
+        """Whether PPO must not train against the reward model."""
+        return not (self.fit or self.accepted_by_hand)
+
     def report(self) -> dict[str, Any]:
         """Read all measurements from `report_file`."""
         return _read(Path(self.report_file))
@@ -98,6 +103,9 @@ class TrainedPolicy:
 
     objective: dict[str, Change]
     """First and last values of PPO's metrics, by metric name."""
+
+    warnings: list[str]
+    """Warnings of PPO in the order in which they were logged, each with its update."""
 
     episodes_per_second: float
     """Throughput that the last update reported."""

@@ -45,9 +45,26 @@ def is_health_state(value: Any) -> bool:
     match value:
         case {"in_a_row": dict(in_a_row), "first": dict(first), "warned": warned}:
             is_valid = is_list_of_texts(warned) and all(map(is_number, first.values()))
-            return is_valid and all(map(is_count, in_a_row.values()))
+            return (
+                is_valid
+                and all(map(is_count, in_a_row.values()))
+                and ("drop" not in value or is_reward_drop(value["drop"]))
+            )
         case {"in_a_row": dict(in_a_row), "first_length": length}:
             return is_number_or_null(length) and all(map(is_count, in_a_row.values()))
+    return False
+
+
+def is_reward_drop(value: Any) -> bool:
+    """Return whether a value has the types of a RewardDrop's state, with finite numbers."""
+    match value:
+        case {"recent": [*recent], "best": best, "changes": changes, "updates": updates}:
+            return (
+                all(map(is_finite_number, recent))
+                and (best is None or is_finite_number(best))
+                and is_finite_number(changes)
+                and is_count(updates)
+            )
     return False
 
 

@@ -207,6 +207,9 @@ class PPOConfig(RunConfig):
     warn_kl: float = 50.0
     """Warn when the KL divergence from the reference exceeds this many nats per response."""
 
+    warn_kl_note: str = ""
+    """Text at the end of the warning of `warn_kl`, such as what a larger divergence leads to."""
+
     warn_ratio: float = 2.0
     """Warn when the mean probability ratio of an update exceeds warn_ratio, or is below
     1 / (5 x warn_ratio)."""

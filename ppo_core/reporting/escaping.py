@@ -34,6 +34,14 @@ def as_markdown(text: str) -> str:
     )
 
 
+def as_line(text: str) -> str:
+    """Return the text as Markdown that is safe at a line start, where `#` or `1.` are markup."""
+    shown = as_markdown(text)
+    if shown.startswith(tuple("#+-=0123456789")):
+        return f"&#{ord(shown[0])};{shown[1:]}"
+    return shown
+
+
 def as_yaml(text: str) -> str:
     """Return the text as a YAML string without markup, for pages that show YAML as Markdown."""
     inert = _NOT_PLAIN.sub(lambda found: f"\\U{ord(found[0]):08x}", text)

@@ -1,11 +1,24 @@
 """Warnings for metrics of a run that cross a limit, with advice on what to change."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import TrainingError
+from ppo_core.reporting.metrics_file import UPDATE
+from ppo_core.reporting.reward_drop import WINDOW, RewardDrop
+
+RECOVERY_SHARE = 0.25
+"""A metric has recovered if it is within its limit by this fraction of the limit ..."""
+
+RECOVERY_UPDATES = 3
+"""... in this number of consecutive updates."""
+
+REWARD = "objective/rlhf_reward"
+DROP = f"drop of {REWARD}"
+"""Name of the result of `RewardDrop`, which the guards read like a metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +42,17 @@ class Guard:
     words: str
     """Probable cause, and advice, shown in the warning."""
 
+    note: Callable[[PPOConfig], str] = lambda _: ""
+    """Function of the settings; returns a text at the end of the warning."""
+
     def is_bad(self, value: float, limit: float) -> bool:
         """Return whether the value is on the bad side of the limit; False for NaN."""
         return value > limit if self.side == "above" else value < limit
+
+    def is_clearly_good(self, value: float, limit: float) -> bool:
+        """Return whether the value is within the limit by RECOVERY_SHARE of it; False for NaN."""
+        margin = RECOVERY_SHARE * abs(limit)
+        return value < limit - margin if self.side == "above" else value > limit + margin
 
 
 GUARDS = {
@@ -43,6 +64,7 @@ GUARDS = {
         words="The policy is moving far from the reference, because the KL penalty is too weak "
         "for the reward, or optimizer steps are too large. Raise kl_coef, set kl_target, or lower "
         "learning_rate. Read some responses, because the policy may exploit the reward model.",
+        note=lambda config: config.warn_kl_note,
     ),
     "negative divergence": Guard(
         metric="objective/kl",
@@ -119,6 +141,17 @@ GUARDS = {
         "Read the responses with the highest scores. Correct the reward, or stop the run; a "
         "higher kl_coef only delays the repetition.",
     ),
+    "falling reward": Guard(
+        metric=DROP,
+        side="above",
+        limit=lambda config, _: 3.0,
+        rule=f"mean of the best {WINDOW} updates less mean of the last {WINDOW}, in standard "
+        "deviations of the noise of one update",
+        updates=3,
+        words="The policy loses reward that it had, because optimizer steps are too large, or the "
+        "KL penalty grows faster than the scores. Lower learning_rate or num_ppo_epochs. If "
+        "objective/scores rises, lower kl_coef or raise kl_target.",
+    ),
     "skipped steps": Guard(
         metric="val/skipped_steps",
         side="above",
@@ -133,31 +166,59 @@ GUARDS = {
 
 
 class HealthMonitor:
-    """Checks metrics against `GUARDS`; each guard warns at most once per run."""
+    """Checks metrics against `GUARDS`.
+
+    A guard that has warned is silent until its metric has clearly recovered, so a metric that
+    wobbles around its limit causes one warning.
+    """
 
     def __init__(self, config: PPOConfig) -> None:
         """Take the limits from the settings."""
         self._config = config
         self._first: dict[str, float] = {}
+        # Consecutive updates with bad values; of a guard that has warned, with clearly good values.
         self._in_a_row = dict.fromkeys(GUARDS, 0)
         self._warned: set[str] = set()
+        self._drop = RewardDrop()
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
         """Return the new warnings after an update with these metrics.
 
         The state of a guard does not change if its metric is missing in `metrics`.
         """
-        warnings = []
-        for name, guard in GUARDS.items():
-            if guard.metric not in metrics:
-                continue
-            value = metrics[guard.metric]
-            limit = guard.limit(self._config, self._first.setdefault(guard.metric, value))
-            self._in_a_row[name] = self._in_a_row[name] + 1 if guard.is_bad(value, limit) else 0
-            if self._in_a_row[name] >= guard.updates and name not in self._warned:
-                self._warned.add(name)
-                warnings.append(_message(name, guard, value, limit))
-        return warnings
+        if math.isfinite(reward := metrics.get(REWARD, math.nan)):
+            drop = self._drop.update(reward)
+            metrics = {**metrics, DROP: 0.0 if drop is None else drop}
+        return [
+            self._message(name, guard, metrics)
+            for name, guard in GUARDS.items()
+            if guard.metric in metrics and self._begins(name, guard, metrics)
+        ]
+
+    def _begins(self, name: str, guard: Guard, metrics: Mapping[str, float]) -> bool:
+        """Count the update for a guard, and return whether the guard warns now."""
+        value, limit = metrics[guard.metric], self._limit(guard, metrics)
+        has_warned = name in self._warned
+        counts = guard.is_clearly_good if has_warned else guard.is_bad
+        in_a_row = self._in_a_row[name] + 1 if counts(value, limit) else 0
+        changes = in_a_row >= (RECOVERY_UPDATES if has_warned else guard.updates)
+        self._in_a_row[name] = 0 if changes else in_a_row
+        if changes:
+            self._warned ^= {name}
+        return changes and not has_warned
+
+    def _message(self, name: str, guard: Guard, metrics: Mapping[str, float]) -> str:
+        rows = f" for {guard.updates} updates" if guard.updates > 1 else ""
+        text = (
+            f"{name.capitalize()}: {guard.metric} is {metrics[guard.metric]:.3g}, {guard.side} "
+            f"{self._limit(guard, metrics):.3g}{rows} ({guard.rule}). {guard.words} "
+            f"{guard.note(self._config)}"
+        )
+        return text.rstrip()
+
+    def _limit(self, guard: Guard, metrics: Mapping[str, float]) -> float:
+        first = self._first.setdefault(guard.metric, metrics[guard.metric])
+        return guard.limit(self._config, first)
 
     def check_skipped(self, in_a_row: int) -> None:
         """Raise if too many optimizer steps in a row were skipped.
@@ -181,22 +242,38 @@ class HealthMonitor:
             "first": dict(self._first),
             "in_a_row": dict(self._in_a_row),
             "warned": sorted(self._warned),
+            "drop": self._drop.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state, also from older checkpoints without "first" and "warned"."""
+        """Restore a state, also from older checkpoints without "first", "warned" and "drop"."""
         self._in_a_row.update(state["in_a_row"])
+        if "drop" in state:
+            self._drop.load_state_dict(state["drop"])
         if "first" in state:
             self._first, self._warned = dict(state["first"]), set(state["warned"])
             return
         length = state["first_length"]
         self._first = {} if length is None else {"val/response_length": length}
         self._warned = {n for n, guard in GUARDS.items() if self._in_a_row[n] >= guard.updates}
+        self._in_a_row |= dict.fromkeys(self._warned, 0)
 
 
-def _message(name: str, guard: Guard, value: float, limit: float) -> str:
-    rows = f" for {guard.updates} updates" if guard.updates > 1 else ""
-    return (
-        f"{name.capitalize()}: {guard.metric} is {value:.3g}, {guard.side} {limit:.3g}{rows} "
-        f"({guard.rule}). {guard.words}"
-    )
+def warnings_of(config: PPOConfig, updates: Iterable[Mapping[str, float]]) -> list[str]:
+    """Return the warnings that a run logged, each with the number of its update.
+
+    Args:
+        config: settings of the run.
+        updates: metrics of each update from the first on, with its number as `update`.
+    """
+    monitor = HealthMonitor(config)
+    return [
+        as_logged(int(metrics[UPDATE]), warning)
+        for metrics in updates
+        for warning in monitor.check(metrics)
+    ]
+
+
+def as_logged(update: int, warning: str) -> str:
+    """Return a warning with the number of its update, as a run logs it."""
+    return f"Update {update}. {warning}"

@@ -69,16 +69,18 @@ def repetition_reward(rollout: Rollout, scores: Tensor) -> float:
     """Return how far scores (B,) follow the repetition in responses of equal length.
 
         r = partial correlation of score and repetition, given the length
-        max(0, tanh(atanh(r) - 2.33 / sqrt(B - 4)))
+        max(0, tanh(atanh(r) - 2.33 / sqrt(D - 4)))
 
-    This is the lower end of a one-sided 99 % interval (Fisher's transformation with one variable
-    held fixed), so that a small batch does not give a large value by chance. Repetition is measured
-    as the share of repeated tokens, of repeated 3-grams, and of the most frequent token; the
-    largest value is returned. It is 0 for fewer than 8 responses, and at least 0.
+    Equal responses count once, with their mean score: D is the number of distinct responses. Else
+    a policy that gives few different responses would seem to be measured often. The result is the
+    lower end of a one-sided 99 % interval (Fisher's transformation with one variable held fixed),
+    so that a small batch does not give a large value by chance. Repetition is measured as the share
+    of repeated tokens, of repeated 3-grams, and of the most frequent token; the largest value is
+    returned. It is 0 for fewer than 8 distinct responses, and at least 0.
     """
-    if len(rollout) < 8:
+    ids, lengths, scores = _distinct_responses(rollout, scores)
+    if len(ids) < 8:
         return 0.0
-    ids, lengths = rollout.response_ids, rollout.response_lengths
     measures = (
         repeated_share(ids, lengths, n=1),
         repeated_share(ids, lengths, n=3),
@@ -87,7 +89,18 @@ def repetition_reward(rollout: Rollout, scores: Tensor) -> float:
     score = _without_trend(scores, lengths)
     correlations = [_correlation(score, _without_trend(each, lengths)) for each in measures]
     bounded = min(max(*correlations, -LARGEST), LARGEST)
-    return max(0.0, math.tanh(math.atanh(bounded) - 2.33 / math.sqrt(len(rollout) - 4)))
+    return max(0.0, math.tanh(math.atanh(bounded) - 2.33 / math.sqrt(len(ids) - 4)))
+
+
+def _distinct_responses(rollout: Rollout, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids (D, T), lengths (D,) and mean scores (D,) of the distinct responses."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    lengths = rollout.response_lengths.tolist()
+    for row, ids in enumerate(rollout.response_ids.tolist()):
+        groups.setdefault(tuple(ids[: lengths[row]]), []).append(row)
+    first, scores = [rows[0] for rows in groups.values()], scores.cpu()
+    means = torch.stack([scores[rows].mean() for rows in groups.values()])
+    return rollout.response_ids[first], rollout.response_lengths[first], means
 
 
 def _correlation(first: Tensor, second: Tensor) -> float:

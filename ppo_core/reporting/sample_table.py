@@ -81,7 +81,7 @@ def print_table(completions: Completions, title: str, *, limit: int) -> None:
     for name in COLUMNS:
         table.add_column(name, justify="right" if name == "score" else "left")
     for query, response, score in list(completions)[:limit]:
-        table.add_row(Text(printable(query)), Text(printable(response)), f"{score:.4g}")
+        table.add_row(Text(printable(query)), Text(printable(response)), f"{score:z.4g}")
     Console().print(table)
 
 
@@ -115,7 +115,7 @@ def markdown_table(completions: Completions) -> str:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else as_markdown(str(value))
+    return f"{value:z.4g}" if isinstance(value, float) else as_markdown(str(value))
 
 
 def _write_lines(completions: Completions, path: Path) -> None:

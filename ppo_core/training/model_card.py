@@ -154,7 +154,7 @@ def _model_class(folder: Path) -> str:
 def _samples(samples: Completions) -> str:
     blocks = ["## Samples"]
     for query, response, score in list(samples)[:SAMPLES]:
-        blocks += [f"Score {score:.4g}. Query and response:", _fenced(query), _fenced(response)]
+        blocks += [f"Score {score:z.4g}. Query and response:", _fenced(query), _fenced(response)]
     return "\n\n".join(blocks)
 
 
@@ -172,7 +172,7 @@ def _table(what: str, rows: Mapping[str, object]) -> str:
 
 
 def _shown(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:z.6g}" if isinstance(value, float) else str(value)
 
 
 def _public_settings(config: PPOConfig) -> dict[str, object]:

@@ -33,6 +33,7 @@ from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import score
 from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
 from ppo_core.reporting.callbacks import CallbackOrType, Reporter
+from ppo_core.reporting.health import as_logged
 from ppo_core.reporting.metrics import (
     Metrics,
     PhaseTimer,
@@ -221,8 +222,8 @@ class PPOTrainer:
                 history.append(metrics)
                 self._after_update(metrics)
                 bar.set_postfix(
-                    score=f"{metrics['objective/scores']:.2f}",
-                    kl=f"{metrics['objective/kl']:.2f}",
+                    score=f"{metrics['objective/scores']:z.2f}",
+                    kl=f"{metrics['objective/kl']:z.2f}",
                     refresh=False,
                 )
                 bar.update(self.schedule.batch_size)
@@ -426,7 +427,7 @@ class PPOTrainer:
         """Log warnings and metrics; evaluate, show samples and save if the settings ask for it."""
         if self.engine.is_main:
             for warning in self._run.health.check(metrics):
-                logger.warning("Update %d. %s", self._run.updates, warning)
+                logger.warning("%s", as_logged(self._run.updates, warning))
         self._reporter.step_end(metrics, epoch=self._run.episodes / len(self._train_set))
         if self.engine.any(self._reporter.should_evaluate) and self._eval_set is not None:
             self._evaluate(self._eval_set)

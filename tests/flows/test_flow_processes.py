@@ -205,9 +205,10 @@ def test_a_run_whose_scheduler_was_killed_is_resumed(origin: Undisturbed):
 
 
 def test_an_error_that_a_further_attempt_would_not_mend_is_not_tried_again(tmp_path: Path):
-    run = begin(tmp_path)
+    ppo = {"batch_size": 8, "response_length": 6, "kl_target": 1.0, "kl_horizon": 1}
+    run = begin(tmp_path, accept_reward_model=True, ppo=ppo)
     assert run.wait() == 1
-    assert run.log().count("The reward model is not fit to train against:") == 1
+    assert run.log().count("kl_horizon=1 is too short for 8 episodes") == 1
     assert "This failed task will not be retried." in run.log()
     assert "(retry)" not in run.log()
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -103,8 +104,10 @@ def journey(tmp_path_factory) -> Journey:
     run_id = re.search(r"\[(\d+)/validate_reward_model/\d+ ", refused.log)
     assert run_id, refused.log
     card = run_flow(folder, "card", "get", f"{run_id[1]}/validate_reward_model")
+    command = re.search(r"python flows/rlhf\.py (.* --accept-reward-model)", refused.log)
+    assert command, refused.log
     changes = ("--set", "promotion.max_kl=19.5", "--set", "judging.attempts=2")
-    failed = run_flow(folder, *RUN, "first.json", "--accept-reward-model", *changes)
+    failed = run_flow(folder, *shlex.split(command[1]), "--summary-json", "first.json", *changes)
     registered = versions(folder)
     (folder / "judge.py").write_text(JUDGE)
     resumed = run_flow(folder, "resume")
@@ -125,7 +128,8 @@ def test_a_reward_model_that_is_not_fit_stops_the_run_with_the_reasons(journey: 
     )
     assert "--accept-reward-model" in journey.refused.log
     assert "Traceback" not in journey.refused.log
-    assert "ppo:" not in journey.refused.log
+    assert journey.refused.log.count("The reward model is not fit to train against:") == 1
+    assert "/train_policy/" not in journey.refused.log
     assert not (journey.folder / "none.json").exists()
 
 
@@ -136,10 +140,18 @@ def test_the_report_on_a_refused_reward_model_is_there_to_be_read(journey: Journ
     number = re.search(r"\[(\d+)/validate_reward_model/", journey.refused.log)
     runs = runs_of(journey.folder, f"RLHF/{number[1]}")
     assert runs["parent"].data.tags["reward_model"] == "refused"
-    assert runs["parent"].info.status == runs["train_policy"].info.status == "FAILED"
+    assert runs["parent"].info.status == "FAILED"
     assert runs["validate_reward_model"].info.status == "FINISHED"
-    assert runs["register"].info.status == "KILLED"
-    assert "train_policy failed: The reward model" in runs["register"].data.tags["ended_early"]
+    assert runs["train_policy"].info.status == runs["register"].info.status == "KILLED"
+    why = "The reward model is not fit to train against."
+    assert runs["parent"].data.tags["ended_early"] == why
+    assert runs["train_policy"].data.tags["ended_early"] == f"not reached: {why}"
+    description = runs["parent"].data.tags["mlflow.note.content"]
+    assert description.startswith(f"**Refused**\n\n- {why}\n- It prefers degenerate text")
+    (report,) = re.findall(
+        r"(outputs/runs/\d+/reward-model\.json), and in MLflow", journey.refused.log
+    )
+    assert not json.loads((journey.folder / report).read_text())["fit"]
     kept = artifacts_of(journey.folder, runs["validate_reward_model"], "reward-model")
     assert {"reward-model/report.json", "reward-model/report.html"} < kept
     assert "reward-model/reliability.png" in kept
@@ -161,6 +173,11 @@ def test_a_run_that_failed_and_was_resumed_is_one_run_with_its_steps_below(
     runs = runs_of(journey.folder, parent.data.tags["flow_run"])
     assert runs["parent"].info.run_id == parent.info.run_id
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    description = parent.data.tags["mlflow.note.content"]
+    assert description.startswith(
+        "**Refused**\n\n- models:/tiny-policy/1: refused, and there is no"
+    )
+    assert "reward model failed validation" in description
     children = {step for step in runs if step != "parent"}
     assert {runs[step].data.tags["mlflow.parentRunId"] for step in children} == {parent.info.run_id}
     assert "system/cpu_utilization_percentage" in runs["train_policy"].data.metrics
@@ -234,6 +251,14 @@ def test_the_terminal_shows_the_result(journey: Journey, summary: dict[str, Any]
     assert "PPO against the references" in journey.resumed.log
     assert f"{summary['win_rate']['ppo_vs_sft']['rate']:.1%}" in journey.resumed.log
     assert "models:/tiny-policy/1" in journey.resumed.log
+
+
+def test_the_summary_repeats_the_warnings_of_the_training(
+    journey: Journey, summary: dict[str, Any]
+):
+    logged = re.findall(r"Update \d+\. [A-Z].*", journey.failed.log)
+    assert summary["warnings"] == logged
+    assert all(f"Warning: {warning[:60]}" in journey.resumed.log for warning in logged)
 
 
 def test_progress_is_readable_in_the_log(journey: Journey):

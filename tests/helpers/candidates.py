@@ -149,6 +149,7 @@ class World:
             path=self.policies[policy],
             digest=digest_of_folder(Path(self.policies[policy])),
             objective={"objective/kl": Change(first=0.0, last=1.0)},
+            warnings=[],
             episodes_per_second=1.0,
             peak_rss_bytes=2**20,
         )

@@ -158,6 +158,7 @@ def _candidate(
             path=settings.policy,
             digest=digest_of_folder(Path(settings.policy)),
             objective={f"objective/{name}": Change(first=0.0, last=1.0) for name in names},
+            warnings=[f"Update 1. {HOSTILE}"],
             episodes_per_second=1.0,
             peak_rss_bytes=2**20,
         ),

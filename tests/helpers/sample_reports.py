@@ -194,6 +194,7 @@ def summary(**changes: Any) -> dict[str, Any]:
         **evaluation_result(champion=2),
         "reward_model": reward_report(),
         "objective": {name: {"first": 0.0, "last": 1.5} for name in metrics},
+        "warnings": [],
         "timings": {
             "seconds": {"start": 1.0, "train_policy": 60.0},
             "episodes_per_second": 80.0,

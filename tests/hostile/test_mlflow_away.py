@@ -20,10 +20,12 @@ from pipeline.launch.process_tree import identity_of, take_over
 from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
 from pipeline.tracking.killed_runs import end_killed_runs
+from pipeline.tracking.limits import MAX_TAG_CHARACTERS
 from pipeline.tracking.mlflow_client import check_registry
 from pipeline.tracking.mlflow_runs import start_runs
-from pipeline.tracking.run_record import ENDED_EARLY, RECORD, RESUMED, was_killed
-from pipeline.tracking.tracker import PARENT, Tracker
+from pipeline.tracking.run_log import DESCRIPTION
+from pipeline.tracking.run_record import ENDED_EARLY, PARENT, RECORD, RESUMED, was_killed
+from pipeline.tracking.tracker import Tracker
 from ppo_core.errors import ModelError
 from serving.champion import champion_version, fetch_champion, load_champion
 from tests.helpers.full_disk import full_disk
@@ -289,16 +291,19 @@ class Runs:
     def why(self, step: str) -> str | None:
         return self.client.get_run(self.ids[step]).data.tags.get(ENDED_EARLY)
 
+    def description(self) -> str:
+        return self.client.get_run(self.ids[PARENT]).data.tags[DESCRIPTION]
+
 
 @pytest.fixture
 def runs(mlflow_client: MlflowClient, tmp_path: Path) -> Runs:
     return Runs(mlflow_client, tmp_path)
 
 
-def test_a_refused_run_ends_all_its_runs_at_once(runs: Runs):
+def test_a_failed_run_ends_all_its_runs_at_once(runs: Runs):
     runs.finish("load_policy", "load_reward_model")
     with pytest.raises(ModelError), runs.track("train_policy"):
-        raise ModelError("The reward model is not fit:\n- It repeats http://me:secret@host/x.")
+        raise ModelError("It does not *fit*:\n- It repeats http://me:secret@host/x.")
     assert runs.statuses == {
         PARENT: "FAILED",
         "load_policy": "FINISHED",
@@ -307,9 +312,34 @@ def test_a_refused_run_ends_all_its_runs_at_once(runs: Runs):
         "evaluate_win_rate": "KILLED",
         "register": "KILLED",
     }
-    why = runs.why("register")
-    assert why.startswith("train_policy failed: The reward model is not fit: - It repeats")
-    assert "secret" not in why and runs.why("load_policy") is None
+    why = runs.why("train_policy")
+    assert why.startswith("train_policy failed: It does not *fit*: - It repeats")
+    assert runs.why("register") == f"not reached: {why}"
+    assert runs.why("load_policy") is None
+    assert runs.description().startswith(
+        "**Failed**\n\n- train\\_policy failed: It does not \\*fit\\*: - It repeats"
+    )
+    assert "secret" not in why + runs.description()
+    assert not (runs.folder / RECORD).exists()
+
+
+def test_a_refusal_finishes_its_step_and_ends_the_others(runs: Runs):
+    runs.finish("load_policy")
+    with runs.track("load_reward_model") as tracker:
+        tracker.refuse("It is not fit.", ["<b>It</b> repeats.", *(["It is long. " * 99] * 9)])
+    assert runs.statuses == {
+        PARENT: "FAILED",
+        "load_policy": "FINISHED",
+        "load_reward_model": "FINISHED",
+        "train_policy": "KILLED",
+        "evaluate_win_rate": "KILLED",
+        "register": "KILLED",
+    }
+    assert runs.why(PARENT) == "It is not fit."
+    assert runs.why("train_policy") == runs.why("register") == "not reached: It is not fit."
+    start = "**Refused**\n\n- It is not fit.\n- &#60;b&#62;It&#60;/b&#62; repeats.\n- It is long."
+    assert runs.description().startswith(start)
+    assert len(runs.description()) <= MAX_TAG_CHARACTERS
     assert not (runs.folder / RECORD).exists()
 
 
@@ -317,7 +347,9 @@ def test_a_resumed_run_starts_its_runs_again(runs: Runs):
     runs.finish("load_policy", "load_reward_model")
     with pytest.raises(ModelError), runs.track("train_policy"):
         raise ModelError("no")
-    runs.finish("train_policy", "evaluate_win_rate", "register", PARENT)
+    runs.finish("train_policy")
+    assert runs.description() == "**Running again, after an earlier attempt ended early**"
+    runs.finish("evaluate_win_rate", "register", PARENT)
     assert set(runs.statuses.values()) == {"FINISHED"}
     assert runs.why("register") == runs.why(PARENT) == RESUMED
     assert not (runs.folder / RECORD).exists()
@@ -331,7 +363,11 @@ def test_the_runs_of_a_killed_run_are_ended_by_the_next_run(runs: Runs, capsys):
     end_killed_runs(runs.folder.parent, "RLHF")
     assert runs.statuses.pop("load_policy") == "FINISHED"
     assert {status for step, status in runs.statuses.items() if step != "load_policy"} == {"KILLED"}
-    assert "was killed, and ended by the next run" in runs.why("register")
+    assert runs.why("load_reward_model").startswith("The run of the flow was killed, and ended by")
+    assert runs.why("register").startswith("not reached: The run of the flow was killed, and ended")
+    assert runs.description().startswith(
+        "**Killed**\n\n- The run of the flow was killed, and ended"
+    )
     assert f"RLHF/{runs.folder.name} was killed" in capsys.readouterr().out
     assert not (runs.folder / RECORD).exists()
     runs.finish(*STEPS[1:], PARENT)

@@ -169,6 +169,19 @@ def test_the_metric_is_high_only_for_repetition_at_equal_length():
     assert sum(value > 0.5 for value in noise) <= 3
 
 
+def test_equal_responses_count_once():
+    rng = random.Random(0)
+    few = [[rng.randrange(3, 12) for _ in range(12)] for _ in range(9)]
+    repeats = torch.tensor([1 - len(set(ids)) / len(ids) for ids in few])
+    noisy = repeats + torch.tensor([rng.gauss(0, 0.15) for _ in few])
+    once = repetition_reward(rollout_of(few), noisy)
+    assert repetition_reward(rollout_of(few * 20), noisy.repeat(20)) == pytest.approx(once)
+    # The scores of equal responses, which differ with the prompt, are averaged.
+    apart = torch.cat([noisy + 0.5, noisy - 0.5])
+    assert repetition_reward(rollout_of(few * 2), apart) == pytest.approx(once, abs=1e-5)
+    assert repetition_reward(rollout_of(few[:7] * 20), repeats[:7].repeat(20)) == 0
+
+
 # --- Reversed preferences ------------------------------------------------------
 
 

@@ -138,6 +138,27 @@ def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanA
     )
 
 
+def doubts_about_judge(people: HumanAgreement, *, min_kappa: float) -> list[str]:
+    """Return why a judge that disagrees with people makes a result inconclusive; may be empty.
+
+    A kappa of None with valid pairs is no doubt: the judge and people then always say the same.
+    """
+    if people.n == 0:
+        return [f"The judge gave no verdict on the {people.invalid} pairs that people labelled."]
+    if people.kappa is None or people.kappa >= min_kappa:
+        return []
+    advice = "Choose another judge or criterion, or check the labels."
+    if sum(any(row.values()) for row in people.confusion.values()) == 1:
+        advice = (
+            "All labels are equal, so kappa cannot be above 0: exchange first and second in half "
+            "of the rows."
+        )
+    return [
+        f"The judge disagrees with people: Cohen's kappa is {people.kappa:z.2f} on {people.n} "
+        f"labelled pairs, below min_kappa={min_kappa:g}. {advice}"
+    ]
+
+
 def _alone(comparison: Comparison, number: int) -> Comparison:
     """Return the comparison with only the verdicts of the ensemble's judge at index `number`."""
     return replace(

@@ -4,7 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.evaluation.agreement import agree_with_people, measure_agreement
+from pipeline.evaluation.agreement import (
+    agree_with_people,
+    doubts_about_judge,
+    measure_agreement,
+)
 from pipeline.evaluation.canaries import run_canaries
 from pipeline.evaluation.comparison import Comparison, compare
 from pipeline.evaluation.length_control import length_controlled_rate, rate_by_length_ratio
@@ -68,15 +72,17 @@ def evaluate(
         )
         for name, comparison in comparisons.items()
     }
+    agreement = agree_with_people(judge, people) if people else None
     reasons = [
         *(f"{name}: {reason}" for name, rate in win_rates.items() for reason in rate.reasons),
         *canaries.reasons,
+        *(doubts_about_judge(agreement, min_kappa=config.min_kappa) if agreement else ()),
     ]
     result = {
         "judge": {"name": judge.name, "version": judge.version},
         "win_rate": {name: _figures(win_rates[name], comparisons[name]) for name in comparisons},
         "canaries": asdict(canaries),
-        "people": asdict(agree_with_people(judge, people)) if people else None,
+        "people": asdict(agreement) if agreement else None,
         "conclusive": not reasons,
         "reasons": reasons,
     }
@@ -107,9 +113,11 @@ def distinct_share(texts: Sequence[str]) -> float:
 
 def _figures(win_rate: WinRate, comparison: Comparison) -> dict[str, Any]:
     """Return the results of one contest, serializable as JSON."""
+    controlled = length_controlled_rate(comparison)
     return {
         **asdict(win_rate),
-        "length_controlled": length_controlled_rate(comparison).rate,
+        "length_controlled": controlled.rate,
+        "equal_length_pairs": controlled.equal,
         "by_length_ratio": [asdict(part) for part in rate_by_length_ratio(comparison)],
         "agreement": asdict(measure_agreement(comparison)) if comparison.members else None,
     }

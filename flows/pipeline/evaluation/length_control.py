@@ -22,17 +22,23 @@ MIN_PAIRS = 5
 
 RATIOS = (0.5, 0.8, 1.25, 2.0)
 RATIO_NAMES = ("<0.5", "0.5-0.8", "0.8-1.25", "1.25-2", ">2")
+EQUAL = "0.8-1.25"
+"""Range of length ratios that counts as equal length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthControlledRate:
     """Win rate that the regression predicts for answers of equal length."""
 
-    rate: float
-    """Mean of the predictions with the tanh term at 0 and the sign term at +1 and at -1."""
+    rate: float | None
+    """Mean of the predictions with the tanh term at 0 and the sign term at +1 and at -1; None if no
+    pair has about equal lengths, because the mean would be an extrapolation."""
 
     raw_rate: float
     """Measured win rate; a tie counts as half a win."""
+
+    equal: int
+    """Number of valid pairs whose length ratio is in the range `EQUAL`."""
 
     n: int
     """Number of valid pairs."""
@@ -77,8 +83,8 @@ def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
     half a win and half a loss.
 
     If all pairs have the same d or the same outcome, length and quality cannot be separated, and
-    the raw rate is returned. If one side is nearly always longer, the rate is an extrapolation, so
-    read `rate_by_length_ratio` as well.
+    the raw rate is returned. If no pair has about equal lengths, the rate is None. If few pairs
+    have, the rate is nearly an extrapolation, so read `rate_by_length_ratio` as well.
 
     Raises:
         DataError: no pair has a verdict.
@@ -90,9 +96,12 @@ def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
     )
     raw = float(points.mean())
     told_apart = len(np.unique(points)) > 1 and len(np.unique(difference)) > 1
+    rate = _rate_at_equal_length(points, difference) if told_apart else raw
+    equal = sum(_ratio_of(comparison, number) == EQUAL for number in valid)
     return LengthControlledRate(
-        rate=_rate_at_equal_length(points, difference) if told_apart else raw,
+        rate=rate if equal else None,
         raw_rate=raw,
+        equal=equal,
         n=len(valid),
         judge=comparison.judge,
     )
@@ -110,8 +119,7 @@ def rate_by_length_ratio(comparison: Comparison) -> list[LengthBin]:
     """
     points = defaultdict(list)
     for number in valid_pairs(comparison):
-        name = _ratio_name(len(comparison.candidates[number]), len(comparison.opponents[number]))
-        points[name].append(POINTS[comparison.outcomes[number]])
+        points[_ratio_of(comparison, number)].append(POINTS[comparison.outcomes[number]])
     return [
         LengthBin(
             ratio=name,
@@ -145,9 +153,11 @@ def _rate_at_equal_length(points: np.ndarray, difference: np.ndarray) -> float:
     return float(expit(constant + np.array([step.sum(), -step.sum()])).mean())
 
 
-def _ratio_name(candidate: int, opponent: int) -> str:
+def _ratio_of(comparison: Comparison, number: int) -> str:
+    """Return the range of the length ratio of the pair at an index."""
+    candidate, opponent = len(comparison.candidates[number]), len(comparison.opponents[number])
     if opponent == 0:
-        return ">2" if candidate else "0.8-1.25"
+        return ">2" if candidate else EQUAL
     ratio = candidate / opponent
     find = bisect_right if ratio < 1 else bisect_left
     return RATIO_NAMES[find(RATIOS, ratio)]

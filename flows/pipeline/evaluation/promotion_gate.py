@@ -140,8 +140,9 @@ def _repetition(evaluation: Report, limits: PromotionConfig) -> str:
     if share <= limits.max_repetition:
         return ""
     return (
-        f"{share:.1%} of the 3-grams of words in its answers repeat an earlier 3-gram, above "
-        f"max_repetition={limits.max_repetition:g}. Users would read the same words repeatedly."
+        f"{share:.1%} of the 3-grams of words in its distinct answers repeat an earlier 3-gram, "
+        f"above max_repetition={limits.max_repetition:g}. Users would read the same words "
+        "repeatedly."
     )
 
 

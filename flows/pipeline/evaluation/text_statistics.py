@@ -15,5 +15,8 @@ def mean_words(texts: Sequence[str]) -> float:
 
 
 def repeated_share(texts: Sequence[str], n: int = 3) -> float:
-    """Return the mean over texts of the fraction of word n-grams that repeat an earlier n-gram."""
-    return fmean(repeated_ngrams(text.split(), n) for text in texts)
+    """Return the mean fraction of word n-grams that repeat an earlier n-gram, over distinct texts.
+
+    Equal texts count once, so that a stock answer does not hide the repetition in other answers.
+    """
+    return fmean(repeated_ngrams(text.split(), n) for text in dict.fromkeys(texts))

@@ -1,15 +1,26 @@
 """Write the input of a PPO training: a file of prompts and a file of settings."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from pipeline.inputs.data_sets import training_prompts
 from pipeline.settings.settings import Settings
+from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.data.atomic_files import write_atomically
 
 JOB_FILE = "settings.json"
+
+
+def ppo_config(settings: Settings) -> PPOConfig:
+    """Return the settings of PPO, whose KL warning says when the flow will refuse to promote."""
+    max_kl = settings.promotion.max_kl
+    if not math.isfinite(max_kl):
+        return settings.ppo
+    note = f"Promotion will be refused above promotion.max_kl={max_kl:g}."
+    return replace(settings.ppo, warn_kl_note=note)
 
 
 def write_job(
@@ -38,7 +49,7 @@ def write_job(
     rows = "".join(json.dumps({"prompt": text}) + "\n" for text in prompts)
     write_atomically(folder / "prompts.jsonl", rows)
     config = {
-        **asdict(settings.ppo),
+        **asdict(ppo_config(settings)),
         "output_dir": str(folder),
         "sft_model_path": policy,
         "reward_model_path": reward_model,

@@ -4,17 +4,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipeline.reports.document import as_interval, as_percent
+from pipeline.reports.document import as_equal_length_rate, as_interval, as_percent
 from pipeline.reports.terminal import CONTEST_TITLES
 from pipeline.results import Report
 from pipeline.settings.settings import flatten
-from ppo_core.reporting.escaping import as_markdown, as_yaml
+from ppo_core.reporting.escaping import as_line, as_markdown, as_yaml
 from ppo_core.training.model_card import without_folders
 
 SHOWN_SAMPLES = 5
 """Number of prompts whose answers the card shows."""
 
-SHOWN_ENDS = ("rate", "low", "high")
+SHOWN_ENDS = ("rate", "low", "high", "length_controlled")
 """Metrics of a contest that the table of win rates shows."""
 
 LIMITS = (
@@ -39,7 +39,8 @@ def version_card(record: Report) -> str:
             - `models`: `name` and `digest` of each model (base, SFT, reward model, policy, judge);
               a digest may be None;
             - `data`: for each use of a data set, its `name`, `digest` and `rows`;
-            - `win_rate`: `rate`, `low`, `high`, `n`, `ties` and `judge` by contest;
+            - `win_rate`: by contest, `rate`, `low`, `high`, `length_controlled`,
+              `equal_length_pairs`, `n`, `ties` and `judge`;
             - `reasons`: why the evaluation is inconclusive; may be empty;
             - `metrics`: numbers by name;
             - `decoding`: default arguments of `generate`;
@@ -50,7 +51,7 @@ def version_card(record: Report) -> str:
     sections = [
         f"---\n{_front_matter(record)}\n---",
         f"# {as_markdown(_title(record))}",
-        f"{_line(without_folders(record['models']['base']['name']))}, tuned with proximal policy "
+        f"{as_line(without_folders(record['models']['base']['name']))}, tuned with proximal policy "
         "optimization (PPO, [arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) so that a reward "
         "model scores its answers higher.",
         _section("Promotion", _decision(record["decision"])),
@@ -106,12 +107,13 @@ def _loading(record: Report) -> str:
 
 def _win_rates(record: Report) -> str:
     table = _table(
-        ("", "wins", "95 % interval", "pairs", "ties", "judge"),
+        ("", "wins", "95 % interval", "at equal length", "pairs", "ties", "judge"),
         (
             (
                 CONTEST_TITLES.get(contest, contest),
                 as_percent(rate["rate"]),
                 as_interval(rate),
+                as_equal_length_rate(rate),
                 rate["n"],
                 rate["ties"],
                 without_folders(rate["judge"]),
@@ -154,15 +156,7 @@ def _section(title: str, text: str) -> str:
 
 
 def _bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {_line(line)}" for line in lines)
-
-
-def _line(text: str) -> str:
-    """Return the text as Markdown that is safe at a line start, where `#` or `1.` are markup."""
-    shown = as_markdown(text)
-    if shown.startswith(tuple("#+-=0123456789")):
-        return f"&#{ord(shown[0])};{shown[1:]}"
-    return shown
+    return "\n".join(f"- {as_line(line)}" for line in lines)
 
 
 def _pairs(what: str, values: Mapping[str, Any]) -> str:
@@ -177,7 +171,7 @@ def _table(headers: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "none"
-    return as_markdown(f"{value:.4g}" if isinstance(value, float) else str(value))
+    return as_markdown(f"{value:z.4g}" if isinstance(value, float) else str(value))
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

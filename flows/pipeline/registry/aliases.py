@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from pipeline.registry.decisions import MAX_TAG_CHARACTERS, shortened
+from pipeline.registry.decisions import shortened
+from pipeline.tracking.limits import MAX_TAG_CHARACTERS
 from pipeline.tracking.mlflow_client import connect, explained
 
 CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous-champion", "challenger"

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal, get_type_hints
 
-from pipeline.tracking.limits import MAX_PARAM_CHARACTERS
+from pipeline.tracking.limits import MAX_PARAM_CHARACTERS, MAX_TAG_CHARACTERS
 from ppo_core.config.checks import check_type
 from ppo_core.config.text_files import parse_strict_json
 from ppo_core.errors import ConfigError, ModelError
@@ -14,7 +14,6 @@ from ppo_core.reporting import escaping
 
 Action = Literal["promoted", "refused", "rolled back", "found"]
 
-MAX_TAG_CHARACTERS = 8000
 MAX_NAME_CHARACTERS = 250
 CUT_MARK = " [cut]"
 """End of a text that was cut to the maximum length in MLflow."""

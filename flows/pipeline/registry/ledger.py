@@ -21,13 +21,11 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.registry.decisions import Decision, as_markdown, decode, encode
 from pipeline.tracking.mlflow_client import create_experiment
+from pipeline.tracking.run_log import DESCRIPTION
 from ppo_core.errors import ModelError
 
 RUN_TAG = "decisions_run"
 """Tag of the experiment: id of the run that holds the decisions."""
-
-NOTE = "mlflow.note.content"
-"""Tag of a run that MLflow shows as its description, in Markdown."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Ledger:
 
     def describe(self, decisions: Sequence[Decision]) -> None:
         """Write the history into the description of the run."""
-        self.client.set_tag(self.run_id, NOTE, as_markdown(decisions))
+        self.client.set_tag(self.run_id, DESCRIPTION, as_markdown(decisions))
 
 
 def find_ledger(client: MlflowClient, name: str) -> Ledger | None:

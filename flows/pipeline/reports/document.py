@@ -65,6 +65,25 @@ def as_interval(of: Mapping[str, Any]) -> str:
     return f"{of['low']:.1%} .. {of['high']:.1%}"
 
 
+def as_points(of: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a difference of rates and its interval as text, such as `+40.3 points`."""
+    difference, low, high = (f"{100 * of[name]:+z.1f}" for name in ("difference", "low", "high"))
+    return f"{difference} points", f"{low} .. {high}"
+
+
+def as_equal_length_rate(win_rate: Mapping[str, Any]) -> str:
+    """Return the win rate at equal length as text, or why it cannot be measured."""
+    if win_rate["length_controlled"] is None:
+        return f"not measurable, {win_rate['equal_length_pairs']} of {win_rate['n']}"
+    return as_percent(win_rate["length_controlled"])
+
+
 def as_number(value: float | None) -> str:
     """Return a number as text with three significant digits; None becomes `none`."""
-    return "none" if value is None else f"{value:.3g}"
+    return "none" if value is None else f"{value:z.3g}"
+
+
+def as_decimal(value: float, digits: int) -> str:
+    """Return a number as text with a fixed number of decimals; what rounds to zero becomes `0`."""
+    text = f"{value:z.{digits}f}"
+    return text if float(text) else "0"

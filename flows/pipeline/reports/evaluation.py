@@ -6,9 +6,12 @@ from pipeline.reports.document import (
     Plot,
     Section,
     Tone,
+    as_decimal,
+    as_equal_length_rate,
     as_interval,
     as_number,
     as_percent,
+    as_points,
 )
 from pipeline.reports.figures import win_rate_plot
 from pipeline.reports.terminal import CONTEST_TITLES
@@ -87,11 +90,10 @@ def _win_rates(win_rates: Report) -> Section:
 def _improvement(improvement: Report) -> Section:
     return Section(
         title="Wins against the references: PPO less SFT, on the same prompts",
-        headers=("Difference", "95 % interval", "p-value (Wilcoxon)", "Pairs"),
+        headers=("Difference", "95 % interval, points", "p-value (Wilcoxon)", "Pairs"),
         rows=(
             (
-                f"{improvement['difference']:+.1%}",
-                f"{improvement['low']:+.1%} .. {improvement['high']:+.1%}",
+                *as_points(improvement),
                 as_number(improvement["p_value"]),
                 str(improvement["n"]),
             ),
@@ -102,12 +104,13 @@ def _improvement(improvement: Report) -> Section:
 def _lengths(win_rates: Report) -> Section:
     return Section(
         title="Without the advantage of length",
-        headers=("", "Wins", "Wins at equal length"),
+        headers=("", "Wins", "Wins at equal length", "Pairs of about equal length"),
         rows=tuple(
             (
                 CONTEST_TITLES[name],
                 as_percent(rate["rate"]),
-                as_percent(rate["length_controlled"]),
+                as_equal_length_rate(rate),
+                f"{rate['equal_length_pairs']} of {rate['n']}",
             )
             for name, rate in win_rates.items()
         ),
@@ -210,7 +213,7 @@ def _policies(evaluation: Report) -> Section:
         rows=tuple(
             (
                 WHO[who],
-                as_number(evaluation["kl"][who]) if who in evaluation["kl"] else "",
+                _divergence(evaluation["kl"][who]) if who in evaluation["kl"] else "",
                 as_percent(evaluation["distinct"][who]),
                 as_number(evaluation["length"][who]),
                 as_percent(evaluation["repetition"][who]),
@@ -218,6 +221,11 @@ def _policies(evaluation: Report) -> Section:
             for who in evaluation["length"]
         ),
     )
+
+
+def _divergence(kl: float | None) -> str:
+    """Return a KL divergence with fixed decimals, because that of SFT is only rounding error."""
+    return "none" if kl is None else as_decimal(kl, 2)
 
 
 def _judge(judge: Report) -> Section:

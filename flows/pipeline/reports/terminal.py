@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.reports.document import as_decimal, as_equal_length_rate, as_interval, as_points
+
 CONTEST_TITLES = {
     "sft_vs_reference": "SFT against the references",
     "ppo_vs_reference": "PPO against the references",
@@ -28,6 +30,8 @@ def render_summary(summary: Mapping[str, Any]) -> str:
         console.print(_the_rest(summary))
         for reason in summary["reasons"]:
             console.print(f"Inconclusive: {reason}")
+        for warning in summary["warnings"]:
+            console.print(f"Warning: {warning}")
         console.print(_promotion(summary["model"], summary["promotion"]))
     return capture.get()
 
@@ -50,8 +54,8 @@ def _win_rates(win_rates: Mapping[str, Mapping[str, Any]]) -> Table:
         table.add_row(
             CONTEST_TITLES[name],
             f"{win_rate['rate']:.1%}",
-            _interval(win_rate),
-            f"{win_rate['length_controlled']:.1%}",
+            as_interval(win_rate),
+            as_equal_length_rate(win_rate),
             str(win_rate["n"]),
             str(win_rate["ties"]),
             f"{win_rate['flip_rate']:.1%}",
@@ -67,8 +71,10 @@ def _the_rest(summary: Mapping[str, Any]) -> Table:
     table.add_row("PPO gained on SFT", _improvement(summary["improvement"]))
     for name in SHOWN_METRICS:
         metric = summary["objective"][name]
-        table.add_row(name, f"{metric['first']:.3f} -> {metric['last']:.3f}")
-    table.add_row("KL of an answer", "greedy, not measured" if kl is None else f"{kl:.2f} nats")
+        table.add_row(name, f"{as_decimal(metric['first'], 3)} -> {as_decimal(metric['last'], 3)}")
+    table.add_row(
+        "KL of an answer", "greedy, not measured" if kl is None else f"{as_decimal(kl, 2)} nats"
+    )
     table.add_row("Distinct answers", f"{summary['distinct']['ppo']:.1%}")
     table.add_row(
         "Seconds",
@@ -99,14 +105,10 @@ def _reward_model(report: Mapping[str, Any]) -> str:
     verdict = "accepted by hand" if report["accepted_by_hand"] else "fit"
     return (
         f"{verdict}, right in {accuracy['accuracy']:.1%} of {accuracy['n']} held-out pairs, "
-        f"95 % interval {_interval(accuracy)}"
+        f"95 % interval {as_interval(accuracy)}"
     )
 
 
 def _improvement(difference: Mapping[str, Any]) -> str:
-    points = [100 * difference[end] for end in ("difference", "low", "high")]
-    return "{:+.1f} points against the references, 95 % interval {:+.1f} .. {:+.1f}".format(*points)
-
-
-def _interval(of: Mapping[str, Any]) -> str:
-    return f"{of['low']:.1%} .. {of['high']:.1%}"
+    points, interval = as_points(difference)
+    return f"{points} against the references, 95 % interval {interval}"

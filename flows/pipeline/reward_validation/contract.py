@@ -165,7 +165,8 @@ def _end_reasons(ends: EndOfText | None) -> list[str]:
     return [
         f"The accuracy on {ends.n} pairs is {ends.accuracy:.1%} with the current setting, and "
         f"{ends.other_accuracy:.1%} {trained} an end-of-sequence token after each response. The "
-        f"95 % interval of the gain begins at {ends.gain_low:.1%}, above {CLEARLY_BETTER:.0%}, so "
+        f"95 % interval of the gain begins at {100 * ends.gain_low:.1f} points, above "
+        f"{100 * CLEARLY_BETTER:.0f} points, so "
         f"the model was probably trained {trained} the token. "
         f"Set end_of_text = {setting} in [reward_model_training]."
     ]

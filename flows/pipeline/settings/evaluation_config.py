@@ -36,6 +36,10 @@ class EvaluationConfig:
     """Rows with prompt, first, second and a person's label (first, second or tie). The judge
     labels these pairs as well, and its agreement with people is reported. Empty for none."""
 
+    min_kappa: float = 0.2
+    """Minimum Cohen's kappa of the judge and `human_labels`; below it, the result is inconclusive.
+    The default is the upper end of what Landis and Koch (1977) call slight agreement."""
+
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
         require_finite(self)
@@ -44,4 +48,5 @@ class EvaluationConfig:
         require(self, "top_k", self.top_k >= 0, "at least 0")
         require(self, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         require(self, "max_invalid", 0 <= self.max_invalid < 1, "at least 0 and below 1")
+        require(self, "min_kappa", -1 <= self.min_kappa <= 1, "between -1 and 1")
         require(self, "max_flip_rate", 0 <= self.max_flip_rate <= 1, "between 0 and 1")

@@ -32,7 +32,8 @@ class PromotionConfig:
     there is no champion), the longer divided by the shorter."""
 
     max_repetition: float = 0.3
-    """Maximum mean fraction of an answer's word 3-grams that repeat an earlier 3-gram."""
+    """Maximum mean fraction of an answer's word 3-grams that repeat an earlier 3-gram; equal
+    answers count once."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""

@@ -1,6 +1,7 @@
 """Settings of a run of the flow, read strictly from a TOML file and the command line."""
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +21,16 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
+WARN_SHARE = 0.75
+"""Default of ppo.warn_kl as a fraction of promotion.max_kl, so that the warning comes first."""
+
 PPO_SIZES: dict[str, Any] = {
     "batch_size": 512,
     "per_device_train_batch_size": 16,
     "total_episodes": 100_000,
     "save_steps": 0.1,
     "save_total_limit": 2,
+    "warn_kl": WARN_SHARE * PromotionConfig.max_kl,
 }
 """Defaults of the flow for [ppo]: sizes of published runs, and a checkpoint after each tenth of
 the run, for a retried step. PPOConfig has the defaults of TRL's scripts instead."""
@@ -42,6 +47,7 @@ NOT_OF_THE_FLOW = {
     "ptx_coef": "the flow has no pretraining texts",
     "model_adapter_name": "the flow makes the adapter itself, see [lora]",
     "ref_adapter_name": "the reference is the policy before PPO",
+    "warn_kl_note": "the flow's warning says what promotion.max_kl does",
 }
 """PPO settings that the flow refuses, because it sets them itself; each with the reason or the
 setting to use."""
@@ -155,6 +161,7 @@ class Settings:
             raise ConfigError(f"num_nodes={self.num_nodes} must be at least 1.")
         self._refuse_what_the_flow_decides()
         self._refuse_a_reference_without_weights()
+        self._refuse_a_late_kl_warning()
         if self.task:
             self._refuse_inputs_of_a_task()
         else:
@@ -172,6 +179,15 @@ class Settings:
                 f"ppo.reference_refresh_updates={self.ppo.reference_refresh_updates} copies the "
                 f"policy into the reference, but with lora.r={self.lora.r} the reference is the "
                 "policy without its adapter, with no weights to copy into. Remove either setting."
+            )
+
+    def _refuse_a_late_kl_warning(self) -> None:
+        warn_kl, max_kl = self.ppo.warn_kl, self.promotion.max_kl
+        if warn_kl >= max_kl:
+            raise ConfigError(
+                f"ppo.warn_kl={warn_kl:g} must be below promotion.max_kl={max_kl:g}: the warning "
+                "would come after the promotion is lost. Remove warn_kl, whose default is "
+                f"{WARN_SHARE:g} x max_kl, or raise max_kl."
             )
 
     def _refuse_inputs_of_a_task(self) -> None:
@@ -331,7 +347,7 @@ def _with_sizes(table: Mapping[str, Any]) -> dict[str, Any]:
     section = table["ppo"]
     if not isinstance(section, Mapping):
         return {**table}
-    sizes = {**PPO_SIZES}
+    sizes = {**PPO_SIZES} | _kl_warning(table.get("promotion"))
     if "gradient_accumulation_steps" in section:
         del sizes["batch_size"]
     if "num_train_epochs" in section:
@@ -339,6 +355,14 @@ def _with_sizes(table: Mapping[str, Any]) -> dict[str, Any]:
     if "save_steps" in section:
         del sizes["save_total_limit"]
     return {**table, "ppo": {**sizes, **section}}
+
+
+def _kl_warning(promotion: object) -> dict[str, float]:
+    """Return the default of warn_kl for the `max_kl` in a section, if it has a finite one."""
+    max_kl = promotion.get("max_kl") if isinstance(promotion, Mapping) else None
+    if isinstance(max_kl, int | float) and 0 < max_kl < math.inf:
+        return {"warn_kl": WARN_SHARE * max_kl}
+    return {}
 
 
 def _listed(names: list[str]) -> str:

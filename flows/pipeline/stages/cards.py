@@ -4,6 +4,8 @@ Metaflow's Markdown component passes HTML and links to the browser, so it gets o
 Text from models and data sets goes into tables, value boxes and image labels, which show it as is.
 """
 
+from typing import Any
+
 from metaflow.cards import Image, Markdown, MetaflowCardComponent, Table, ValueBox
 
 from pipeline.reports.document import Document, Section
@@ -36,6 +38,16 @@ def promotion_card(
         kl=registered.kl,
     )
     return card_components(document)
+
+
+def write_card_now(card: Any) -> None:
+    """Write `current.card` now: Metaflow writes no card of a step that raises.
+
+    The card needs `refresh_interval=0`. The first call starts a process that writes the card, and
+    the second call waits for that process.
+    """
+    card.refresh()
+    card.refresh(force=True)
 
 
 def card_components(document: Document) -> list[MetaflowCardComponent]:

@@ -14,7 +14,7 @@ from pipeline.inputs.rows import write_jsonl
 from pipeline.judges.spec import check_judge, make_judge
 from pipeline.promotion.champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
-from pipeline.reports.document import as_number, as_percent
+from pipeline.reports.document import as_equal_length_rate, as_number, as_percent
 from pipeline.results import JUDGEMENTS, write_report
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
@@ -82,7 +82,7 @@ def describe_evaluation(evaluation: Evaluation) -> str:
         f"Model win rate: {describe(rate)}",
         f"Won {rate.wins}, lost {rate.losses}, tied {rate.ties}, no verdict {rate.invalid}; the "
         f"judge followed the order of answers in {rate.flip_rate:.1%}.",
-        f"Length-controlled win rate: {figures['length_controlled']:.2%}.",
+        f"Length-controlled win rate: {as_equal_length_rate(figures)}.",
     ]
     if people := evaluation.result["people"]:
         lines.append(

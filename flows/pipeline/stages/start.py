@@ -19,8 +19,7 @@ from pipeline.tracking.mlflow_client import check_databases, check_registry
 from pipeline.tracking.mlflow_inputs import log_data
 from pipeline.tracking.mlflow_runs import start_runs
 from pipeline.tracking.run_log import RunLog
-from pipeline.tracking.run_record import record_processes
-from pipeline.tracking.tracker import PARENT
+from pipeline.tracking.run_record import PARENT, record_processes
 
 __all__ = ["find_champion", "prepare_inputs", "start_run"]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.reports.terminal import render_summary
+from pipeline.reports.terminal import decision_in_words, render_summary
 from pipeline.results import RegisteredPolicy, TrainedPolicy, ValidatedReward, write_report
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.stages.tracked import track
-from pipeline.tracking.tracker import PARENT
+from pipeline.tracking.run_record import PARENT
 
 
 def summarize(
@@ -26,6 +26,7 @@ def summarize(
         **registered.evaluation.report(),
         "reward_model": validation.report(),
         "objective": {name: asdict(change) for name, change in policy.objective.items()},
+        "warnings": policy.warnings,
         "timings": {
             "seconds": dict(seconds),
             "episodes_per_second": policy.episodes_per_second,
@@ -37,8 +38,20 @@ def summarize(
     }
     with track(run, PARENT) as tracker:
         tracker.parent.log_json(summary, "summary.json")
+        outcome, reasons = _outcome(registered)
+        warnings = [f"Warning: {warning}" for warning in policy.warnings]
+        tracker.parent.describe(outcome, [*reasons, *warnings])
         tracker.require_all_sent()
     if settings.summary_json:
         write_report(Path(settings.summary_json), summary, indent=2)
     print(render_summary(summary), flush=True)
     return summary
+
+
+def _outcome(registered: RegisteredPolicy) -> tuple[str, list[str]]:
+    """Return the outcome of the run and its reasons, for the description in MLflow."""
+    decision = registered.promotion
+    # Also true if a person promoted the version before the run decided.
+    outcome = "Promoted" if decision.champion == decision.version else "Refused"
+    decided = decision_in_words(decision.version, decision.champion)
+    return outcome, [f"{registered.model['uri']}: {decided}.", *decision.reasons]

@@ -9,12 +9,12 @@ from typing import Any
 from pipeline.inputs.cache import digest_of_folder
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import ONE_MACHINE, Machines
-from pipeline.launch.job import write_job
+from pipeline.launch.job import ppo_config, write_job
 from pipeline.launch.launcher import train
 from pipeline.results import Change, PreparedModel, TrainedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
-from ppo_core.errors import ModelError
+from ppo_core.reporting.health import warnings_of
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 
 
@@ -42,7 +42,6 @@ def train_policy(
         On the first machine, which also tracks the training, the trained policy; on others, None.
 
     Raises:
-        ModelError: the reward model was refused.
         ProcessError: a process of the training failed.
     """
     here = _this_machine(machines, attempt)
@@ -60,7 +59,6 @@ def train_policy(
         train(start(), processes=settings.processes, machines=here)
         return None
     with track(run, "train_policy") as tracker:
-        require_fit_reward_model(validation)
         job = start()
         train(
             job,
@@ -69,7 +67,10 @@ def train_policy(
             on_metrics=lambda update, metrics: tracker.step.log_metrics(metrics, step=update),
         )
         updates = read_metrics(job.parent / METRICS_FILE)
-        trained = _trained_policy(str(run.folder / "policy"), updates)
+        warnings = warnings_of(ppo_config(settings), updates)
+        if warnings:
+            tracker.step.describe("Warnings", warnings)
+        trained = _trained_policy(str(run.folder / "policy"), updates, warnings)
         cost = {
             "episodes_per_second": trained.episodes_per_second,
             "peak_rss_bytes": trained.peak_rss_bytes,
@@ -77,25 +78,6 @@ def train_policy(
         final = {name: value for name, value in updates[-1].items() if name != "update"}
         tracker.parent.log_metrics(final | cost)
     return trained
-
-
-def require_fit_reward_model(validation: ValidatedReward) -> None:
-    """Raise if the gate refused the reward model and nobody accepted it by hand.
-
-    Raises:
-        ModelError: the reward model was refused; the message lists every reason.
-    """
-    if validation.fit:
-        return
-    reasons = "\n".join(f"- {reason}" for reason in validation.reasons)
-    if validation.accepted_by_hand:
-        print(f"The reward model was refused, but a person accepted it:\n{reasons}", flush=True)
-        return
-    raise ModelError(
-        f"The reward model is not fit to train against:\n{reasons}\nPPO would exploit them. "
-        "Improve the reward model, or change the limits in [reward_gate], or run again with "
-        "--accept-reward-model; models that are already trained are reused."
-    )
 
 
 def _this_machine(machines: Any, attempt: str) -> Machines:
@@ -109,7 +91,7 @@ def _this_machine(machines: Any, attempt: str) -> Machines:
     )
 
 
-def _trained_policy(path: str, updates: list[dict[str, Any]]) -> TrainedPolicy:
+def _trained_policy(path: str, updates: list[dict[str, Any]], warnings: list[str]) -> TrainedPolicy:
     first, last = updates[0], updates[-1]
     return TrainedPolicy(
         path=path,
@@ -119,6 +101,7 @@ def _trained_policy(path: str, updates: list[dict[str, Any]]) -> TrainedPolicy:
             for name in first
             if name in last and name != "update"
         },
+        warnings=warnings,
         episodes_per_second=last["eps"],
         peak_rss_bytes=_peak_rss_bytes(),
     )

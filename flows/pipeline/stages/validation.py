@@ -1,10 +1,12 @@
 """Validate the reward model before PPO trains against it."""
 
 from functools import partial
-from typing import Any
+from pathlib import Path
+from shlex import quote
+from typing import Any, NoReturn
 
 from pipeline.inputs import data_sets
-from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.reports.log_reports import log_reward_report
 from pipeline.results import REWARD_REPORT_FILE, PreparedModel, ValidatedReward, write_report
 from pipeline.reward_validation.samples import draw_samples
@@ -12,26 +14,60 @@ from pipeline.reward_validation.validate import validate
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
+from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_reward_model
 
 
 def validate_reward_model(
     settings: Settings, sft: PreparedModel, reward_model: PreparedModel, run: FlowRun
 ) -> ValidatedReward:
-    """Measure the reward model on held-out preferences and samples, and log the report."""
+    """Measure the reward model on held-out preferences and samples, and log the report.
+
+    If the reward model is refused, the MLflow runs of this run end; then call `stop_run`.
+    """
     with track(run, "validate_reward_model", patient=True) as tracker:
         report = examine_reward_model(settings, sft, reward_model)
         report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
         file = run.folder / REWARD_REPORT_FILE
         write_report(file, report)
         log_reward_report(tracker, report)
-    return ValidatedReward(
-        fit=report["fit"],
-        accepted_by_hand=report["accepted_by_hand"],
-        reasons=report["reasons"],
-        bias=report["bias"],
-        gain=report["gain"],
-        report_file=str(file),
+        validation = ValidatedReward(
+            fit=report["fit"],
+            accepted_by_hand=report["accepted_by_hand"],
+            reasons=report["reasons"],
+            bias=report["bias"],
+            gain=report["gain"],
+            report_file=str(file),
+        )
+        if validation.refused:
+            tracker.refuse("The reward model is not fit to train against.", validation.reasons)
+    if validation.accepted_by_hand:
+        reasons = _listed(validation)
+        print(f"The reward model was refused, but a person accepted it:\n{reasons}", flush=True)
+    return validation
+
+
+def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> NoReturn:
+    """Raise the error that ends a run whose reward model was refused.
+
+    Raises:
+        ModelError: always; the message has the reasons, the report, and the commands to continue.
+    """
+    same_run = f"--config settings {quote(_relative(run.folder / SETTINGS_FILE))} run"
+    change = "Improve the preferences, or change the limits in [reward_gate], and run again"
+    if settings.reward_model:
+        change = (
+            f"If you correct '{settings.reward_model}' in place, `python flows/rlhf.py resume` "
+            "validates it again. After a change of the settings, run again"
+        )
+    raise ModelError(
+        f"The reward model is not fit to train against:\n{_listed(validation)}\n"
+        "PPO would exploit these faults, so it was not started. The report is the card "
+        "(python flows/rlhf.py card view validate_reward_model), "
+        f"{_relative(Path(validation.report_file))}, and in MLflow reward-model/report.html.\n"
+        f"{change}; models that are already trained are reused. To train against this reward model "
+        "all the same:\n"
+        f"python flows/rlhf.py {same_run} --accept-reward-model"
     )
 
 
@@ -61,3 +97,13 @@ def examine_reward_model(
         settings.reward_gate,
         seed=settings.seed,
     )
+
+
+def _listed(validation: ValidatedReward) -> str:
+    return "\n".join(f"- {reason}" for reason in validation.reasons)
+
+
+def _relative(path: Path) -> str:
+    """Return a path relative to the working directory, if it is below that."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

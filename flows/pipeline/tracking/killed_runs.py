@@ -38,7 +38,7 @@ def _end(folder: Path, flow_run: str) -> None:
     if not runs:
         return  # it was tracked by another server
     journal = Journal(folder)
-    end_runs(journal, runs, REASON)
+    end_runs(journal, runs, "killed", REASON)
     sender = Sender(journal)
     sender.start()
     if sender.flush(SECONDS):

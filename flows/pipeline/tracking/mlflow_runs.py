@@ -21,7 +21,7 @@ from pipeline.tracking.mlflow_client import (
     connect,
     create_experiment,
 )
-from pipeline.tracking.tracker import PARENT
+from pipeline.tracking.run_record import PARENT
 from ppo_core.errors import ModelError
 from ppo_core.errors.redaction import mask_secrets, redact
 

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.tracking.journal import Journal
+from pipeline.tracking.limits import MAX_TAG_CHARACTERS
 from ppo_core.config.text_files import parse_strict_json
 from ppo_core.errors.redaction import mask_secrets
+from ppo_core.reporting.escaping import as_line, as_markdown
+
+DESCRIPTION = "mlflow.note.content"
+"""Tag of a run that MLflow shows as its description, in Markdown."""
 
 LOGGED_ARTIFACTS = "mlflow.loggedArtifacts"
 """Tag that lists the artifacts that MLflow shows as tables."""
@@ -33,6 +38,19 @@ class RunLog:
         """Set tags."""
         for key, value in tags.items():
             self.journal.set_tag(self.run, key, mask_secrets(value))
+
+    def describe(self, outcome: str, sentences: Sequence[str] = ()) -> None:
+        """Set the description of the run: the outcome, and a list of sentences, all escaped.
+
+        Sentences that exceed the maximum length of a tag are left out.
+        """
+        text = f"**{as_markdown(outcome)}**\n"
+        for sentence in sentences:
+            line = f"\n- {as_line(sentence)}"
+            if len(text) + len(line) > MAX_TAG_CHARACTERS:
+                break
+            text += line
+        self.set_tags({DESCRIPTION: text.rstrip()})
 
     def set_status(self, status: Literal["RUNNING", "FINISHED"]) -> None:
         """Set the status of the run; FINISHED ends the run."""

@@ -5,16 +5,21 @@ next run finds the record of the killed run, and ends them. The end of a run rem
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from pipeline.launch.process_tree import find_process, identity_of, is_local
 from pipeline.tracking.journal import Journal
+from pipeline.tracking.run_log import RunLog
 from ppo_core.config.text_files import parse_json
 from ppo_core.data.atomic_files import explained_writes, write_atomically
 from ppo_core.data.json_form import check_form, is_object
+
+PARENT = "parent"
+"""Name of the parent run, whose children are the runs of the steps."""
 
 RECORD = "processes.json"
 """Name of the record in the folder of a run of the flow."""
@@ -24,6 +29,12 @@ ENDED_EARLY = "ended_early"
 
 RESUMED = "no: it was resumed"
 """Value of the tag ENDED_EARLY after a resumed run has started the run again."""
+
+NOT_REACHED = "not reached"
+"""Beginning of the value of the tag ENDED_EARLY of a run whose step never started."""
+
+RUNNING_AGAIN = "Running again, after an earlier attempt ended early"
+"""Description of a parent run that was resumed and has no outcome yet."""
 
 
 def record_processes(folder: Path) -> None:
@@ -58,17 +69,30 @@ def was_killed(folder: Path) -> bool:
 
 
 def end_runs(
-    journal: Journal, runs: Mapping[str, str], reason: str, *, failed: Collection[str] = ()
+    journal: Journal,
+    runs: Mapping[str, str],
+    outcome: Literal["failed", "refused", "killed"],
+    why: str,
+    reasons: Sequence[str] = (),
 ) -> None:
-    """End all runs that are not finished: those named in `failed` as FAILED, others as KILLED.
+    """End all runs that are not finished, and describe the outcome in the parent run.
+
+    The parent run and the run of a step that was running get the status FAILED, or KILLED if the
+    outcome is "killed". The run of a step that was never reached gets the status KILLED.
 
     Args:
         journal: journal of the run of the flow.
         runs: ids of the MLflow runs by name.
-        reason: text for the tag ENDED_EARLY.
-        failed: names of the runs whose work failed; the work of the other runs never started.
+        outcome: outcome of the run of the flow.
+        why: sentence for the tag ENDED_EARLY and the description.
+        reasons: further sentences for the description.
     """
     for name, run in runs.items():
-        if journal.status(run) != "FINISHED":
-            journal.set_tag(run, ENDED_EARLY, reason)
-            journal.set_status(run, "FAILED" if name in failed else "KILLED")
+        status = journal.status(run)
+        if status == "FINISHED":
+            continue
+        log, reached = RunLog(journal, run), name == PARENT or status == "RUNNING"
+        log.set_tags({ENDED_EARLY: why if reached else f"{NOT_REACHED}: {why}"})
+        journal.set_status(run, "FAILED" if reached and outcome != "killed" else "KILLED")
+        if name == PARENT:
+            log.describe(outcome.capitalize(), [why, *reasons])

@@ -1,16 +1,18 @@
 """Track a step in MLflow, even while MLflow does not answer."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.run_log import RunLog
+from pipeline.tracking.run_log import DESCRIPTION, RunLog
 from pipeline.tracking.run_record import (
     ENDED_EARLY,
+    PARENT,
     RESUMED,
+    RUNNING_AGAIN,
     end_runs,
     record_processes,
     remove_record,
@@ -19,9 +21,6 @@ from pipeline.tracking.sender import Sender
 from pipeline.tracking.system_metrics import SystemMetrics
 from ppo_core.errors import ModelError, PPOError
 from ppo_core.errors.redaction import redact
-
-PARENT = "parent"
-"""Name of the parent run, whose children are the runs of the steps."""
 
 FLUSH_SECONDS = 20.0
 """Maximum wait in seconds at the end of a step until all entries are sent."""
@@ -73,6 +72,7 @@ class Tracker:
         self._system = SystemMetrics(self.step, patience=patience) if step != PARENT else None
         self._runs, self._name = runs, step
         self._started = 0.0
+        self._refusal: tuple[str, Sequence[str]] | None = None
 
     def __enter__(self) -> Self:
         """Start tracking the step."""
@@ -82,10 +82,23 @@ class Tracker:
             log.set_status("RUNNING")
             if self.journal.tag(log.run, ENDED_EARLY) is not None:
                 log.set_tags({ENDED_EARLY: RESUMED})
+        if self.journal.tag(self.parent.run, DESCRIPTION) is not None:
+            self.parent.describe(RUNNING_AGAIN)
         self._sender.start()
         if self._system:
             self._system.start()
         return self
+
+    def refuse(self, what: str, reasons: Sequence[str]) -> None:
+        """Make this step the last one, because its result refuses the run.
+
+        The step itself is finished. When it ends, all other runs that are not finished end.
+
+        Args:
+            what: sentence that says what was refused.
+            reasons: sentences that say why.
+        """
+        self._refusal = what, reasons
 
     def __exit__(
         self,
@@ -116,14 +129,17 @@ class Tracker:
         if error is None:
             self.step.set_status("FINISHED")
         else:
-            reason = f"{self._name} failed: {error}"
-            failed = {PARENT, self._name}
-            end_runs(self.journal, self._not_finished(), _one_line(reason), failed=failed)
-        left_to_the_next = error is None and not self._sender.sends
-        seconds = FLUSH_SECONDS if error is None else FAILED_SECONDS
+            reason = _one_line(f"{self._name} failed: {error}")
+            end_runs(self.journal, self._not_finished(), "failed", reason)
+        if error is None and self._refusal is not None:
+            what, reasons = self._refusal
+            end_runs(self.journal, self._not_finished(), "refused", what, reasons)
+        is_last = error is not None or self._refusal is not None
+        left_to_the_next = not is_last and not self._sender.sends
+        seconds = FAILED_SECONDS if is_last else FLUSH_SECONDS
         if not left_to_the_next and not self._sender.flush(seconds):
             print(f"{self._kept()} The next step, or a resumed run, sends them.", flush=True)
-        elif error is not None or self._name == PARENT:
+        elif is_last or self._name == PARENT:
             remove_record(self.journal.folder)
 
     def _not_finished(self) -> dict[str, str]:

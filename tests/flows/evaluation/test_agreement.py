@@ -1,11 +1,18 @@
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.evaluation.agreement import agree_with_people, measure_agreement
+from pipeline.evaluation.agreement import (
+    agree_with_people,
+    doubts_about_judge,
+    measure_agreement,
+)
 from pipeline.evaluation.comparison import compare
+from pipeline.evaluation.contests import evaluate
 from pipeline.judges.verdict import Verdict
+from pipeline.settings.evaluation_config import EvaluationConfig
 from ppo_core.errors import DataError
 from tests.flows.evaluation.test_comparison import RuleJudge, judged, longer
 
@@ -169,6 +176,53 @@ def test_an_unknown_label_is_refused_before_the_judge_is_asked(label: str):
 
     with pytest.raises(DataError, match=f"label of row 1 is '{label}'.*first, tie, second"):
         agree_with_people(RuleJudge(never), rows("first", label))
+
+
+def test_a_judge_that_disagrees_with_people_is_doubted():
+    labels = "first", "second", "tie", "first", "first", "first"
+    half = agree_with_people(RuleJudge(longer), rows(*labels))
+    assert doubts_about_judge(half, min_kappa=0.49) == []
+    (doubt,) = doubts_about_judge(half, min_kappa=0.51)
+    assert doubt.startswith(
+        "The judge disagrees with people: Cohen's kappa is 0.50 on 6 labelled pairs, below "
+        "min_kappa=0.51. Choose another judge"
+    )
+    opposite = agree_with_people(RuleJudge(longer), rows("second", "first", "second", "first"))
+    assert len(doubts_about_judge(opposite, min_kappa=0.2)) == 1
+    assert doubts_about_judge(opposite, min_kappa=-1) == []
+
+
+def test_labels_that_are_all_equal_are_named_as_the_cause():
+    people = agree_with_people(RuleJudge(longer), rows("first", "first", "first"))
+    (doubt,) = doubts_about_judge(people, min_kappa=0.2)
+    assert "kappa is 0.00 on 3" in doubt and "exchange first and second in half" in doubt
+
+
+def test_a_judge_that_always_agrees_is_not_doubted_without_a_kappa():
+    same = agree_with_people(RuleJudge(lambda *_: "tie"), rows("tie", "tie"))
+    assert same.kappa is None and doubts_about_judge(same, min_kappa=0.2) == []
+    silent = agree_with_people(RuleJudge(lambda *_: "invalid"), rows("first", "tie"))
+    (doubt,) = doubts_about_judge(silent, min_kappa=0.2)
+    assert doubt == "The judge gave no verdict on the 2 pairs that people labelled."
+
+
+def test_an_evaluation_by_a_judge_that_disagrees_with_people_is_inconclusive():
+    def judged_by(**limits: float) -> dict[str, Any]:
+        texts = {"reference": ["a"] * 4, "ppo": ["bb"] * 4}
+        return evaluate(
+            RuleJudge(longer),
+            ["w", "x", "y", "z"],
+            texts,
+            [("ppo", "reference")],
+            people=rows("second", "first", "second", "first"),
+            config=EvaluationConfig(**limits),
+            seed=0,
+        ).result
+
+    doubted = judged_by()
+    assert not doubted["conclusive"]
+    assert [text for text in doubted["reasons"] if "disagrees with people" in text]
+    assert not [text for text in judged_by(min_kappa=-1)["reasons"] if "people" in text]
 
 
 def test_a_judge_without_a_verdict_has_no_agreement_with_people():

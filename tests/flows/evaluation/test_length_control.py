@@ -128,22 +128,38 @@ def test_a_tie_is_half_a_win_and_half_a_loss():
     assert result.rate == pytest.approx(0.5, abs=1e-6)
 
 
-@pytest.mark.parametrize("by", [0, 7])
-def test_where_the_difference_of_lengths_is_the_same_the_rate_is_the_raw_one(by: int):
+@pytest.mark.parametrize(("by", "rate"), [(0, 0.7), (1, 0.7), (2, None), (7, None)])
+def test_where_the_difference_of_lengths_is_the_same_the_rate_is_the_raw_one_or_none(
+    by: int, rate: float | None
+):
     outcomes = ["first"] * 6 + ["tie"] * 2 + ["second"] * 2
     texts = {"candidates": ["a" * (5 + by)] * 10, "opponents": ["b" * 5] * 10}
     result = length_controlled_rate(judged(outcomes, **texts))
-    assert (result.rate, result.raw_rate) == (0.7, 0.7)
+    assert (result.rate, result.raw_rate) == (rate, 0.7)
+    assert result.equal == (0 if rate is None else 10)
+
+
+@pytest.mark.parametrize(("near", "equal"), [(319, 0), (320, 1), (500, 1), (501, 0)])
+def test_without_a_pair_of_equal_length_there_is_no_rate(near: int, equal: int):
+    # The other pairs have at least twice the length or the half; one, of equal length, is invalid.
+    lengths = [*range(800, 1600, 200), *range(80, 130, 10), 400, near]
+    outcomes = ["first", "second"] * 4 + ["first", "invalid", "second"]
+    result = length_controlled_rate(
+        judged(outcomes, candidates=["a" * n for n in lengths], opponents=["b" * 400] * 11)
+    )
+    assert result.equal == equal
+    assert (result.rate is not None) == bool(equal)
 
 
 @pytest.mark.parametrize(("outcome", "rate"), [("first", 1.0), ("second", 0.0), ("tie", 0.5)])
 def test_where_all_outcomes_are_the_same_the_rate_is_the_raw_one(outcome: str, rate: float):
     texts = {"candidates": ["a", "aa", "aaa"], "opponents": ["b"] * 3}
-    assert length_controlled_rate(judged([outcome] * 3, **texts)).rate == rate
+    result = length_controlled_rate(judged([outcome] * 3, **texts))
+    assert (result.rate, result.equal) == (rate, 1)
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("lengths", [[1, 3], [0, 3], [3, 4, 5, 100_000]])
+@pytest.mark.parametrize("lengths", [[2, 3], [0, 2, 3], [2, 4, 5, 100_000]])
 def test_few_pairs_and_far_lengths_give_a_rate(lengths: list[int]):
     outcomes = ["second"] + ["first"] * (len(lengths) - 1)
     result = length_controlled_rate(

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.evaluation.agreement import HumanAgreement, doubts_about_judge
 from pipeline.evaluation.promotion_gate import direct_contest, reasons_to_promote, reasons_to_refuse
+from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.promotion_config import PromotionConfig
 from ppo_core.errors import ConfigError, DataError
 
@@ -162,6 +164,14 @@ def test_a_reason_says_the_figure_and_whom_it_is_about():
 def test_an_inconclusive_evaluation_promotes_nobody_and_says_all_of_its_doubts():
     (reason,) = judged(low=0.99, doubts=("ppo_vs_sft: 9 flips", "The judge fell for 'empty'."))
     assert reason.endswith("cannot decide: ppo_vs_sft: 9 flips; The judge fell for 'empty'.")
+
+
+def test_a_judge_that_disagrees_with_people_promotes_nobody():
+    people = HumanAgreement(n=9, share=0.4, kappa=0.1, confusion={}, invalid=0, judge="rule")
+    doubts = doubts_about_judge(people, min_kappa=EvaluationConfig().min_kappa)
+    (reason,) = judged(low=0.99, doubts=tuple(doubts))
+    assert reason.startswith("The evaluation is inconclusive, so its win rates cannot decide: The ")
+    assert "Cohen's kappa is 0.10 on 9 labelled pairs, below min_kappa=0.2" in reason
 
 
 def test_a_reward_model_accepted_by_hand_did_not_pass():

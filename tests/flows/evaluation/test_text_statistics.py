@@ -19,6 +19,7 @@ def test_repetition_by_hand():
     assert repeated_share(["a b a b a b c"]) == pytest.approx(2 / 5)
     assert repeated_share(["a b a b a b c", "one two three"]) == pytest.approx(1 / 5)
     assert repeated_share(["a a b b"], n=1) == 1 / 2
+    assert repeated_share(["a b a b a b c", *["one two three"] * 9]) == pytest.approx(1 / 5)
 
 
 def test_an_answer_with_no_room_for_a_repeat_has_none():
@@ -29,7 +30,7 @@ def test_a_policy_that_says_one_word_over_and_over_is_all_repetition():
     assert repeated_share(["yes " * 100]) == pytest.approx(97 / 98)
 
 
-@given(st.lists(st.lists(st.integers(0, 3), max_size=20), min_size=1, max_size=4))
+@given(st.lists(st.lists(st.integers(0, 3), max_size=20), min_size=1, max_size=4, unique_by=tuple))
 def test_words_repeat_as_tokens_do(rows: list[list[int]]):
     ids, lengths = pad_rows(rows)
     expected = of_tokens(ids, lengths).to(torch.float64).mean().item()

@@ -14,6 +14,7 @@ NASTY = f"{MARKUP}\n\n# head\n---\x1b[2J"
 
 def make_record(**changed):
     win_rate = {"rate": 0.625, "low": 0.5312, "high": 0.71, "n": 96, "ties": 4, "judge": "python:j"}
+    win_rate |= {"length_controlled": 0.58, "equal_length_pairs": 40}
     record = {
         "name": "rlhf-policy",
         "version": 7,
@@ -57,11 +58,17 @@ def render(card):
 
 def test_the_card_says_what_was_won_by_whom_and_how_surely():
     card = version_card(make_record())
-    assert "| PPO against SFT | 62.5% | 53.1% .. 71.0% | 96 | 4 | python:j |" in card
+    assert "| PPO against SFT | 62.5% | 53.1% .. 71.0% | 58.0% | 96 | 4 | python:j |" in card
     assert "| objective/kl | 3.142 |" in card
     assert "| prompts | prompts.jsonl | 1234 | beef |" in card
     assert "| ppo.learning\\_rate | 3e-06 |" in card
     assert "| judge | python:judge.py:judge | none |" in card
+
+
+def test_the_card_says_where_there_is_no_rate_at_equal_length():
+    record = make_record()
+    record["win_rate"]["ppo_vs_sft"] |= {"length_controlled": None, "equal_length_pairs": 0}
+    assert "71.0% | not measurable, 0 of 96 | 96 |" in version_card(record)
 
 
 def test_a_figure_of_the_table_of_win_rates_is_not_repeated_as_a_metric():

@@ -423,10 +423,51 @@ def test_the_contest_against_the_champion_is_shown_everywhere_where_there_is_one
 
 def test_length_and_repetition_are_shown_for_everybody(evaluation: dict[str, Any]):
     document = evaluation_document(evaluation)
-    assert row_of(document, "The answers", "PPO") == ("PPO", "12.3", "98.5%", "40.5", "3.4%")
+    assert row_of(document, "The answers", "PPO") == ("PPO", "12.30", "98.5%", "40.5", "3.4%")
     assert row_of(document, "The answers", "SFT") == ("SFT", "0", "100.0%", "31", "1.2%")
     references = ("References", "", "100.0%", "31", "1.2%")
     assert row_of(document, "The answers", "References") == references
+
+
+def test_a_win_rate_at_equal_length_is_shown_only_where_it_was_measured(
+    evaluation: dict[str, Any],
+):
+    measured = evaluation["win_rate"]["ppo_vs_sft"]
+    shown = f"{measured['length_controlled']:.1%}"
+    none = measured | {"length_controlled": None, "equal_length_pairs": 0}
+    without = evaluation | {"win_rate": evaluation["win_rate"] | {"ppo_vs_sft": none}}
+    title = "Without the advantage of length"
+    row = row_of(evaluation_document(evaluation), title, "PPO against SFT")
+    assert row[2:] == (shown, f"{measured['equal_length_pairs']} of 200")
+    row = row_of(evaluation_document(without), title, "PPO against SFT")
+    assert row[2:] == ("not measurable, 0 of 200", "0 of 200")
+    terminal = " ".join(lines(render_summary(summary(win_rate=without["win_rate"]))))
+    assert "not measurable" in terminal and "0 of 200" in terminal
+    assert shown in render_summary(summary(win_rate=evaluation["win_rate"]))
+    name = "win_rate/ppo_vs_sft/length_controlled"
+    assert name in evaluation_numbers(evaluation) and name not in evaluation_numbers(without)
+
+
+def test_zeros_are_shown_as_0_and_differences_of_rates_in_points(evaluation: dict[str, Any]):
+    rounding = {"kl": {"sft": -2.7e-9, "ppo": 1.5}}
+    document = evaluation_document(evaluation | rounding)
+    assert row_of(document, "The answers", "SFT")[1] == "0"
+    objective = {name: {"first": -1e-9, "last": -0.0} for name in summary()["objective"]}
+    difference = {"difference": -1e-9, "low": -0.052, "high": 0.0525}
+    given = summary(objective=objective, **rounding)
+    given["improvement"] |= difference
+    shown = lines(render_summary(given))
+    assert "objective/kl 0 -> 0" in shown
+    gained = "+0.0 points against the references, 95 % interval -5.2 .. +5.2"
+    assert any(line.endswith(gained) for line in shown)
+    improvement = evaluation["improvement"] | difference
+    (section,) = [
+        part
+        for part in evaluation_document(evaluation | {"improvement": improvement}).sections
+        if part.title.startswith("Wins against the references")
+    ]
+    assert section.headers[1] == "95 % interval, points"
+    assert section.rows[0][:2] == ("+0.0 points", "-5.2 .. +5.2")
 
 
 def test_a_divergence_that_was_not_measured_is_said_so(evaluation: dict[str, Any]):
@@ -519,6 +560,12 @@ def test_the_terminal_says_what_became_of_the_version():
     nobody = promotion("refused", champion=None)
     shown = render_summary(summary(promotion=nobody))
     assert "refused, and there is no champion" in shown
+
+
+def test_the_terminal_repeats_the_warnings_of_the_run():
+    warning = "Update 7. Far from reference: objective/kl is 16, above 15 (warn_kl)."
+    assert f"Warning: {warning}" in lines(render_summary(summary(warnings=[warning])))
+    assert "Warning" not in render_summary(summary())
 
 
 def test_the_terminal_shows_what_others_wrote_as_it_is():

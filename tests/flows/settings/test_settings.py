@@ -1,11 +1,15 @@
 import sys
+from math import inf
 from typing import Any
 
 import pytest
 
+from pipeline.launch.job import ppo_config
 from pipeline.settings.settings import INPUTS, Settings, as_plain_dict, make_settings, read_preset
+from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.models.adapters import add_adapter
+from ppo_core.reporting.health import HealthMonitor
 from tests.helpers.tiny import make_policy
 
 OWN = {
@@ -81,6 +85,7 @@ def test_the_plain_dict_holds_every_setting():
         ({"ppo": {"zzz": 1}}, r"Unknown setting ppo\.zzz\. Known here: output_dir"),
         ({"ppo": {"seed": 4.5}}, r"ppo\.seed=4\.5"),
         ({"ppo": {"eval_strategy": "steps"}}, r"ppo\.eval_strategy='steps' would be ignored"),
+        ({"ppo": {"warn_kl_note": "x"}}, r"ppo\.warn_kl_note='x' would be ignored"),
         ({"ppo": {"output_dir": "x"}}, r"ppo\.output_dir='x' would be ignored: set output_dir"),
         ({"ppo": {"batch_size": "many"}}, r"ppo\.batch_size='many': .*valid integer"),
         ({"ppo": {"batch_size": 2.5}}, r"ppo\.batch_size=2\.5"),
@@ -96,6 +101,7 @@ def test_the_plain_dict_holds_every_setting():
         ({"evaluation": {"num_examples": 0}}, r"^\[evaluation\] num_examples=0 must be"),
         ({"evaluation": {"max_invalid": 1.0}}, r"max_invalid=1\.0 must be at least 0"),
         ({"evaluation": {"max_flip_rate": 1.5}}, r"max_flip_rate=1\.5"),
+        ({"evaluation": {"min_kappa": 1.5}}, r"min_kappa=1\.5 must be between -1 and 1"),
         ({"evaluation": {"temperature": -0.1}}, r"temperature=-0\.1"),
         ({"evaluation": {"top_k": -1}}, r"top_k=-1"),
         ({"evaluation": {"top_p": 0.0}}, r"top_p=0\.0"),
@@ -190,6 +196,28 @@ def test_adapters_without_peft_are_refused_before_anything_is_loaded(
 def test_missing_inputs_are_named():
     with pytest.raises(ConfigError, match=r"^preferences, eval_prompts, judge missing"):
         make_settings({}, {"policy": "p", "prompts": "x.jsonl"})
+
+
+def test_the_kl_warning_comes_before_the_limit_of_promotion():
+    assert settings({}).ppo.warn_kl == Settings(**OWN).ppo.warn_kl == 15.0
+    assert settings({"promotion": {"max_kl": 8}}).ppo.warn_kl == 6.0
+    assert settings({"promotion": {"max_kl": inf}}).ppo.warn_kl == 15.0
+    assert settings({"ppo": {"warn_kl": 19.9}}).ppo.warn_kl == 19.9
+    for late in ({"warn_kl": 20.0}, {"warn_kl": 50.0}):
+        with pytest.raises(
+            ConfigError, match=r"^ppo\.warn_kl=\d+ must be below .*max_kl=20: .* 0\.75"
+        ):
+            settings({"ppo": late})
+
+
+def test_the_kl_warning_of_the_flow_says_what_promotion_will_do():
+    ppo = ppo_config(settings({"promotion": {"max_kl": 8.0}}))
+    (warning,) = HealthMonitor(ppo).check({"objective/kl": 7.0})
+    assert "above 6 (warn_kl)" in warning
+    assert warning.endswith("Promotion will be refused above promotion.max_kl=8.")
+    assert ppo_config(settings({"promotion": {"max_kl": inf}})).warn_kl_note == ""
+    (alone,) = HealthMonitor(PPOConfig()).check({"objective/kl": 51.0})
+    assert "romotion" not in alone
 
 
 def test_a_ppo_section_without_sizes_has_those_of_published_runs():

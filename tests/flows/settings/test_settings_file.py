@@ -56,13 +56,13 @@ def test_the_file_of_a_run_repeats_it_however_it_was_asked_for():
 
 
 def test_sizes_that_are_none_stay_none():
-    settings = Settings(**OWN, ppo=PPOConfig())
+    settings = Settings(**OWN, ppo=PPOConfig(warn_kl=15.0))
     assert read_again(settings).ppo.batch_size is None
     assert read_again(settings) == settings
 
 
 def test_none_is_written_where_leaving_it_out_would_be_another_run():
-    settings = Settings(**OWN, ppo=PPOConfig(stop_token=None))
+    settings = Settings(**OWN, ppo=PPOConfig(stop_token=None, warn_kl=15.0))
     assert tomllib.loads(settings_text(settings))["ppo"]["stop_token"] == "none"
     assert read_again(settings).ppo.stop_token is None
 
@@ -101,7 +101,9 @@ def all_settings(draw: st.DrawFn) -> Settings:
             types.pop("hub_token", None)  # refused: the settings are stored
             chosen = draw(st.sets(st.sampled_from(sorted(types)), max_size=4))
             values = {one: draw(values_of(types[one])) for one in sorted(chosen)}
-            table[name] = kind(**valid_part(kind, {}, values))
+            # The default of PPOConfig is above the default of promotion.max_kl.
+            kept = {"warn_kl": 15.0} if kind is PPOConfig else {}
+            table[name] = kind(**valid_part(kind, kept, values))
         elif name != "task" and draw(st.booleans()):
             table[name] = draw(values_of(kind))
     return Settings(**valid_part(Settings, OWN, table))
@@ -152,6 +154,7 @@ IN_RANGE = {
     "max_length_ratio": 3.5,
     "eval_steps": 3.0,
     "warn_entropy": -1.0,
+    "warn_kl": 9.0,
     "kl_estimator": "full",
     "logging_steps": 2.0,
     "save_steps": 7.0,

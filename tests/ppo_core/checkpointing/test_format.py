@@ -18,7 +18,8 @@ BY_NAME = ("identity", "optimizer", "kept", "scheduler", "reporter", "groups")
 STATE_KEYS = """
 step processes identity optimizer kept scheduler skipped_steps skipped_in_a_row pretraining groups
 run.updates run.episodes run.moments.count run.moments.mean run.moments.squares
-run.adaptive_kl.kl_coef run.health.warned run.pending.steps_done
+run.adaptive_kl.kl_coef run.health.warned run.health.drop.recent run.health.drop.best
+run.health.drop.changes run.health.drop.updates run.pending.steps_done
 run.pending.values.kl_loss_coef run.pending.values.rollout.temperature
 run.pending.values.rollout.behaviour_logprobs
 run.pending.sums.tokens run.pending.sums.policy_loss run.pending.sums.value_loss

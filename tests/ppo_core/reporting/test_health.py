@@ -3,12 +3,14 @@
 import json
 import re
 from dataclasses import fields
+from random import Random
 
 import pytest
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import TrainingError
-from ppo_core.reporting.health import GUARDS, HealthMonitor
+from ppo_core.reporting.health import GUARDS, REWARD, HealthMonitor, warnings_of
+from ppo_core.reporting.reward_drop import RewardDrop
 
 NAN = float("nan")
 CONFIG = PPOConfig(
@@ -69,10 +71,37 @@ def test_length_is_compared_with_the_first_update():
     assert [len(watched.check({"val/response_length": n})) for n in lengths] == [0, 0, 1]
 
 
-def test_a_condition_warns_once_in_a_run_also_when_it_comes_back():
+def said(metric: str, history: list[float]) -> list[int]:
+    """How many warnings a metric causes in each update, after a healthy first one."""
     watched = monitor()
-    history = [11.0, 12.0, 4.0, 11.0, 11.0]
-    assert [len(watched.check({"objective/kl": kl})) for kl in history] == [1, 0, 0, 0, 0]
+    return [len(watched.check({metric: value})) for value in history]
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [11.0, 9.9, 10.1, 9.0, 11.0, 8.0] * 5,  # wobbles around the limit of 10
+        [11.0, 7.6, 7.6, 7.6, 11.0],  # below the limit, but not by a quarter of it
+        [11.0, 7.4, 7.4, 11.0],  # well, but not for three updates
+        [11.0, 7.4, NAN, 7.4, 7.4, 11.0],
+    ],
+)
+def test_a_metric_that_has_not_clearly_recovered_warns_once(history: list[float]):
+    assert sum(said("objective/kl", history)) == 1
+
+
+def test_a_metric_that_has_clearly_recovered_warns_again():
+    history = [11.0, 7.4, 7.4, 7.4, 9.9, 11.0, 12.0]
+    assert said("objective/kl", history) == [1, 0, 0, 0, 0, 1, 0]
+    # The limit of -1 is kept by a quarter above -0.75, that of 0.1 above 0.125.
+    assert sum(said("objective/kl", [-2.0, *[-0.8] * 3, -2.0])) == 1
+    assert sum(said("objective/kl", [-2.0, *[-0.7] * 3, -2.0])) == 2
+    assert sum(said("policy/entropy_avg", [0.01, *[0.12] * 3, 0.01])) == 1
+    assert sum(said("policy/entropy_avg", [0.01, *[0.13] * 3, 0.01])) == 2
+
+
+def test_skipped_steps_which_only_grow_warn_once():
+    assert said("val/skipped_steps", [0.0, 1.0, 1.0, 1.0, 1.0, 2.0]) == [0, 1, 0, 0, 0, 0]
 
 
 def test_entropy_is_compared_with_the_first_update():
@@ -85,6 +114,60 @@ def test_entropy_is_compared_with_the_first_update():
     assert [len(collapsed.check({"policy/entropy_avg": nats})) for nats in history] == [
         0, 0, 1, 0, 0
     ]  # fmt: skip
+
+
+def rewards(count: int, seed: int, *, rise: float = 0.0, fall: float = 0.0) -> list[float]:
+    """Noise of deviation 1 around a level that rises for 30 updates, and falls from the 60th on."""
+    rng = Random(seed)
+    return [
+        rng.gauss(0, 1) + rise * min(t / 30, 1) - fall * min(max((t - 60) / 30, 0), 1)
+        for t in range(count)
+    ]
+
+
+def falls_said(history: list[float]) -> list[int]:
+    """The updates in which a falling reward is said."""
+    watched = HealthMonitor(CONFIG)
+    return [t for t, value in enumerate(history) if watched.check({REWARD: value})]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_reward_that_falls_is_said_once(seed: int):
+    (when,) = falls_said(rewards(150, seed, rise=8, fall=8))
+    assert 60 < when <= 100
+    assert falls_said(rewards(1000, seed)) == []
+    assert falls_said(rewards(300, seed, rise=20)) == []
+
+
+def test_the_warning_about_a_falling_reward_says_how_far_it_fell():
+    watched = HealthMonitor(CONFIG)
+    history = rewards(150, 0, fall=8)
+    (message,) = (text for value in history for text in watched.check({REWARD: value}))
+    assert re.match(
+        r"Falling reward: drop of objective/rlhf_reward is 3\.\d+, above 3 for 3 updates \(mean of "
+        r"the best 10 updates less mean of the last 10, .* Lower learning_rate",
+        message,
+    )
+
+
+@pytest.mark.parametrize("history", [[1.0] * 50, [1.0] * 25 + [NAN] * 50, [9.0, *[1.0] * 18]])
+def test_a_reward_without_noise_or_in_few_updates_does_not_fall(history: list[float]):
+    assert falls_said(history) == []
+
+
+def test_the_drop_is_that_of_the_sum_done_by_hand():
+    # Ten updates of 0 and 1 in turn, then ten that are lower by 3: 18 changes of 1 and one of 4.
+    drop = RewardDrop()
+    values = [float(t % 2) - 3 * (t >= 10) for t in range(20)]
+    found = [drop.update(value) for value in values]
+    assert found[:19] == [None] * 19
+    assert found[19] == pytest.approx(3 / (0.886 * 22 / 19))
+
+
+def test_the_warnings_of_a_run_are_found_in_its_metrics():
+    updates = [{"update": n, "objective/kl": kl} for n, kl in enumerate((1.0, 11.0, 12.0), 1)]
+    (warning,) = warnings_of(CONFIG, updates)
+    assert warning.startswith("Update 2. Far from reference: objective/kl is 11, above 10")
 
 
 def test_several_conditions_warn_together():
@@ -107,12 +190,24 @@ def test_a_resumed_monitor_goes_on_as_the_first_would_have():
     bad = {"val/explained_variance": -2.0, "objective/kl": 11.0}
     first.check(HEALTHY | bad)
     first.check(HEALTHY | bad)
+    for number in range(22):
+        first.check({REWARD: 20.0 + number % 2})
+    for _ in range(2):
+        first.check({"objective/kl": 1.0, REWARD: 0.0})
     resumed = HealthMonitor(CONFIG)
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    then = HEALTHY | bad | {"val/response_length": 41.0}
-    messages = resumed.check(then)
-    assert len(messages) == 2
-    assert messages == first.check(then)
+    # The KL recovers with the first of these updates, and the reward has fallen for a while.
+    then = {"objective/kl": 1.0, "val/response_length": 41.0, REWARD: -9.0}
+    later = [then, bad | {REWARD: -9.0}, *[{REWARD: -9.0}] * 5]
+    messages = [resumed.check(each) for each in later]
+    assert messages == [first.check(each) for each in later]
+    said = [text.partition(":")[0] for each in messages for text in each]
+    assert said == [
+        "Length growth",
+        "Far from reference",
+        "Critic explains nothing",
+        "Falling reward",
+    ]
 
 
 def test_a_state_of_an_earlier_version_is_resumed():

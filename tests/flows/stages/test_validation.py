@@ -1,0 +1,53 @@
+"""The end of a run whose reward model was refused: what the user reads."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.results import ValidatedReward
+from pipeline.settings.settings import make_settings
+from pipeline.stages.validation import stop_run
+from ppo_core.errors import ModelError
+
+INPUTS = {
+    "policy": "p",
+    "preferences": "pairs.jsonl",
+    "prompts": "train.jsonl",
+    "eval_prompts": "test.jsonl",
+    "judge": "python:judge.py:judge",
+}
+
+
+def refusal(folder: Path, **settings: str) -> str:
+    """The message to a user whose run has this folder."""
+    validation = ValidatedReward(
+        fit=False,
+        accepted_by_hand=False,
+        reasons=["It repeats itself.", "It counts characters."],
+        bias=0.0,
+        gain=1.0,
+        report_file=str(folder / "reward-model.json"),
+    )
+    run = FlowRun(id="RLHF/7", folder=folder, tracking={}, origin={}, data=[])
+    with pytest.raises(ModelError) as error:
+        stop_run(validation, make_settings(INPUTS | settings, {}), run)
+    return str(error.value)
+
+
+def test_the_message_has_the_reasons_the_report_and_the_next_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = refusal(tmp_path / "my outputs" / "7")
+    assert "- It repeats itself.\n- It counts characters.\n" in message
+    assert "card view validate_reward_model), my outputs/7/reward-model.json, and" in message
+    assert message.splitlines()[-1] == (
+        "python flows/rlhf.py --config settings 'my outputs/7/settings.toml' run "
+        "--accept-reward-model"
+    )
+    assert "resume" not in message
+
+
+def test_a_reward_model_of_the_user_may_be_corrected_in_place(tmp_path):
+    message = refusal(tmp_path, reward_model="rewards")
+    assert "If you correct 'rewards' in place, `python flows/rlhf.py resume` validates" in message
+    assert f"{tmp_path / 'reward-model.json'}, and in MLflow" in message
