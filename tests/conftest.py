@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import os
+import tempfile
 from contextlib import chdir
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import pytest
 
 # Before the hub's client is imported, which would ask five times for what is not here.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# The cache of rows is shared by the processes of one run of the tests.
+os.environ.setdefault("HF_DATASETS_CACHE", tempfile.mkdtemp(prefix="datasets-"))
 
 
 @pytest.fixture

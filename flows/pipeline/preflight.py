@@ -1,21 +1,25 @@
 """Check the inputs of a run before anything is trained."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from pipeline.evaluation.canaries import require_references
 from pipeline.inputs import data_sets
+from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.preference_pairs import label_pairs
-from pipeline.inputs.rows import Rows, write_jsonl
+from pipeline.judges.judge_names import read_judges
 from pipeline.judges.spec import check_judge
 from pipeline.settings.settings import Settings
-from ppo_core.data.prompts import (
-    check_prompt_lengths,
-    context_length,
-    encode_dialogue,
-    encode_prompt,
-    encode_response,
-)
+from ppo_core.config.row_settings import VOTE_FIELDS
+from ppo_core.data.prompts import encode_prompt
+from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.reading import describe_first, describe_reading
+from ppo_core.data.sources.source import named_data
 from ppo_core.errors import ConfigError, DataError, ModelError, reason_of
 from ppo_core.models.files.model_folder import check_model_folder
 from ppo_core.models.loading import (
@@ -35,14 +39,22 @@ def check_inputs(settings: Settings) -> None:
         DataError: a data set cannot be used.
         ModelError: a model cannot be used.
     """
-    output = Path(settings.output_dir)
     check_outputs(settings.output_dir, settings.summary_json)
     _check_models(settings)
-    data_sets.human_labels(settings.evaluation, allow_urls=settings.allow_data_urls)
+    data_sets.human_labels(
+        settings.evaluation,
+        data_sets.policy_tokenizer(settings),
+        renamed=settings.columns,
+        allow_urls=settings.allow_data_urls,
+    )
     _check_prompts(settings)
     _check_pairs(settings)
     if settings.sft_data:
-        _report(data_sets.sft_rows(settings), "sft", output)
+        _check_demonstrations(settings)
+    _check_columns(settings)
+    for part in read_judges(settings.judge):
+        if part.kind == "reward-model":
+            _require_template(settings, load_tokenizer(part.source), part.source)
     # The judge is checked last, because a request to a server may cost money.
     check_judge(settings.judge, settings.reward_model, settings.judging)
 
@@ -90,98 +102,108 @@ def _check_models(settings: Settings) -> None:
         check_model_folder(path)
         check_vocabulary(load_config(path), load_tokenizer(path), path)
     path = settings.reward_model or settings.policy
+    tokenizer = data_sets.reward_tokenizer(settings)
     if settings.reward_model:
         check_reward_config(path)
-    if settings.reward_model_training.end_of_text and load_tokenizer(path).eos_token_id is None:
+        _require_template(settings, tokenizer, path)
+    if settings.reward_model_training.end_of_text and tokenizer.eos_token_id is None:
         raise ModelError(
             f"The tokenizer of the reward model, '{path}', has no end-of-sequence token, which "
             "each text must end with. Set end_of_text = false in [reward_model_training]."
         )
 
 
-def _check_prompts(settings: Settings) -> None:
-    """Raise if prompts are too long for a response, or if all references are empty."""
-    tokenizer = load_tokenizer(settings.policy)
-    stop_token(tokenizer, settings.ppo.stop_token, settings.ppo.stop_token_id)
-    context = context_length(load_config(settings.policy))
-    answered = data_sets.examples(
-        settings.eval_prompts, settings.evaluation, allow_urls=settings.allow_data_urls
-    )
-    require_references([row["reference"] for row in answered])
-    for rows, name in (
-        (data_sets.training_prompts(settings), "prompts"),
-        (data_sets.evaluation_rows(settings), "eval_prompts"),
-    ):
-        _report(rows, name, Path(settings.output_dir))
-        encoded = [encode_prompt(tokenizer, prompt) for prompt in rows.column("prompt")]
-        try:
-            check_prompt_lengths(
-                encoded, context=context, response_length=settings.ppo.response_length
+def _require_template(settings: Settings, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raise if a reward model cannot read the chat that the policy reads."""
+    if data_sets.is_chat(settings) and tokenizer.chat_template is None:
+        raise ModelError(
+            f"The policy reads a chat, but the tokenizer of the reward model '{path}' has no chat "
+            "template. Set its chat_template, or set prompt_format to text."
+        )
+
+
+def _check_columns(settings: Settings) -> None:
+    """Raise if `columns` names a column that no data set has."""
+    if not settings.columns:
+        return
+    read = {
+        column
+        for rows in data_sets.data_sets(settings).values()
+        for column in rows.reading.values()
+    }
+    for field, name in settings.columns.items():
+        # Votes are read apart, and only if a file of them is set.
+        if name not in read and field not in VOTE_FIELDS:
+            raise ConfigError(
+                f"columns.{field}={name!r} is read from no data set, so it would be ignored. "
+                "Correct the name, or remove it."
             )
-        except DataError as error:
-            raise DataError(f"{name}={rows.source}: {error}") from error
+
+
+def _check_prompts(settings: Settings) -> None:
+    """Raise if prompts cannot be used, or if all references are empty."""
+    tokenizer = data_sets.policy_tokenizer(settings)
+    stop_token(tokenizer, settings.ppo.stop_token, settings.ppo.stop_token_id)
+    with named_data("prompts"):
+        rows = data_sets.training_prompts(settings)
+        _report(rows, "prompts", settings)
+        _show("prompts", settings, encode_prompt(tokenizer, rows.table[0]["prompt"]))
+    with named_data("eval_prompts"):
+        _report(data_sets.evaluation_rows(settings), "eval_prompts", settings)
+        require_references([row["reference"] for row in data_sets.examples(settings)])
 
 
 def _check_pairs(settings: Settings) -> None:
-    """Raise if preferences cannot be read or exceed the maximum length."""
-    test = data_sets.test_pairs(settings)
-    _report(test, "preferences-test", Path(settings.output_dir))
-    _check_held_out(settings, test)
+    """Raise if preferences cannot be used, or none is left to train or validate with."""
+    with named_data("preferences_test" if settings.preferences_test else "preferences"):
+        test = data_sets.test_pairs(settings)
+        _report(test, "preferences-test", settings)
+        if all(pair.tie for pair in label_pairs(test)):
+            raise DataError(
+                f"The {len(test)} held-out preferences of {test.source} are all ties, so the "
+                "reward model's accuracy cannot be measured. Add preferences that are not ties."
+            )
     if settings.reward_model:
         return
-    rows = data_sets.training_pairs(settings)
-    _report(rows, "preferences", Path(settings.output_dir))
-    if not rows.usable:
-        raise DataError(
-            f"preferences={rows.source}: no pair is left to train the reward model on after ties "
-            "and validation pairs are removed. Add more preferences."
-        )
-    tokenizer = load_tokenizer(settings.policy)
-    training = settings.reward_model_training
-    lengths: list[int] = []
-    for row in rows.usable:
-        prompt = encode_prompt(tokenizer, row.get("prompt", ""))
-        lengths += (
-            len(prompt) + len(encode_response(tokenizer, row[side], end=training.end_of_text))
-            for side in ("chosen", "rejected")
-        )
-    if too_long := sum(length > training.max_length for length in lengths):
-        raise DataError(
-            f"preferences={rows.source}: {too_long} of {len(lengths)} prompts with a response "
-            f"are longer than reward_model_training.max_length={training.max_length}; the longest "
-            f"has {max(lengths)} tokens. Raise max_length, or shorten or remove these rows."
-        )
+    with named_data("preferences"):
+        rows = data_sets.training_pairs(settings)
+        if not len(rows):
+            raise DataError(
+                f"{rows.source}: no pair is left to train the reward model on after ties and "
+                "validation pairs are removed. Add more preferences."
+            )
+        encoded = data_sets.encoded_pairs(settings)
+        _report(_with_counts(rows, encoded), "preferences", settings)
+        _show("preferences", settings, encoded.table[0]["chosen"])
 
 
-def _check_held_out(settings: Settings, rows: Rows) -> None:
-    """Raise if the held-out preferences cannot validate this reward model."""
-    if all(pair.tie for pair in label_pairs(rows.usable)):
-        raise DataError(
-            f"The {len(rows.usable)} held-out preferences of {rows.source} are all ties, so the "
-            "reward model's accuracy cannot be measured. Add preferences that are not ties."
-        )
-    path = settings.reward_model or settings.policy
-    tokenizer, context = load_tokenizer(path), context_length(load_config(path))
-    end = settings.reward_model_training.end_of_text
-    lengths = [
-        len(encode_dialogue(tokenizer, row.get("prompt", ""), row[side], end=end))
-        for row in rows.usable
-        for side in ("chosen", "rejected")
-    ]
-    unreadable = sum(not 0 < length <= (context or length) for length in lengths)
-    if unreadable:
-        raise DataError(
-            f"Of the {len(lengths)} held-out responses (with prompt) of {rows.source}, the reward "
-            f"model cannot read {unreadable}: all have {min(lengths)} to {max(lengths)} tokens, "
-            f"and the model reads 1 to {context or 'any number'}. Shorten or remove such rows."
-        )
+def _check_demonstrations(settings: Settings) -> None:
+    with named_data("sft_data"):
+        rows = data_sets.sft_rows(settings)
+        encoded = data_sets.encoded_demonstrations(settings)
+        _report(_with_counts(rows, encoded), "sft", settings)
+        _show("sft", settings, encoded.table[0]["input_ids"])
 
 
-def _report(rows: Rows, name: str, output: Path) -> None:
-    """Print the number of rows, and write unusable rows to a file."""
-    print(f"{name}: {len(rows.usable)} rows of {rows.source}, digest {rows.digest}", flush=True)
-    if rows.quarantined:
-        path = output / "quarantine" / f"{name}.jsonl"
+def _with_counts(rows: Rows, encoded: Rows) -> Rows:
+    """Return the rows with those left out that could not be encoded."""
+    return replace(
+        rows,
+        table=rows.table.select(range(len(encoded))),
+        left_out=encoded.left_out,
+        left_out_files=encoded.left_out_files,
+    )
+
+
+def _report(rows: Rows, name: str, settings: Settings) -> None:
+    """Print how the rows were read, and copy those left out to the folder `quarantine`."""
+    print(f"{name}: {describe_reading(rows)}, digest {rows.digest}", flush=True)
+    if rows.left_out:
+        path = Path(settings.output_dir) / "quarantine" / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        write_jsonl(path, rows.quarantined)
-        print(f"{name}: {len(rows.quarantined)} unusable rows written to {path}", flush=True)
+        write_jsonl(path, chain.from_iterable(map(read_jsonl, rows.left_out_files)))
+        print(f"{name}: the rows left out are in {path}", flush=True)
+
+
+def _show(name: str, settings: Settings, ids: Sequence[int]) -> None:
+    print(f"{name}: {describe_first(data_sets.policy_tokenizer(settings), ids)}", flush=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from ppo_core.config.row_settings import Overlong, PromptFormat
 from ppo_core.errors import ConfigError
 
 
@@ -11,13 +12,25 @@ class ScriptArguments:
     """Data sets, scaling of rewards, and the checkpoint to resume from."""
 
     dataset_name: str | None = None
-    """Data set of prompts: a .jsonl, .json or .parquet file, a folder, or a hub id; required."""
+    """Data set of prompts: a .jsonl, .json, .csv or .parquet file (the first three also as .gz), a
+    folder, or a hub id with an optional revision, as in `org/name@revision`; required."""
 
     dataset_config: str | None = None
     """Configuration name, for a hub data set with several configurations."""
 
     allow_data_urls: bool = False
     """Allow dataset_name to be an address of such a file, as https:// or s3://."""
+
+    columns: list[str] | None = None
+    """Columns with other names, as in `prompt=post`."""
+
+    prompt_format: PromptFormat = "auto"
+    """How the policy reads prompts: `chat`, by its tokenizer's chat template; `text`; or `auto`,
+    chat if there is a template."""
+
+    overlong: Overlong = "drop"
+    """What happens to a prompt that leaves no room for a response: `error`, `drop` (at most 1 % of
+    the prompts), or `truncate`, which removes its start."""
 
     dataset_train_split: str = "train"
     """Split to train on."""

@@ -1,18 +1,22 @@
 """Rendering and encoding of chat messages with the tokenizer's chat template."""
 
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from jinja2 import Environment
 from jinja2.exceptions import SecurityError
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.errors import DataError
+from ppo_core.config.row_settings import PromptFormat
+from ppo_core.errors import ConfigError, DataError
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 MAX_RENDER_SECONDS = 10
 """Time limit for rendering one conversation; a template takes about a millisecond."""
@@ -28,6 +32,48 @@ def is_messages(value: object) -> TypeGuard[Messages]:
         and len(value) > 0
         and all(isinstance(message, Mapping) for message in value)
     )
+
+
+def set_prompt_format(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat) -> None:
+    """Make a tokenizer read prompts as a chat or as text, from now on and after it is saved.
+
+    For text, the chat template is removed. For a chat, the token that ends a turn of the assistant
+    becomes the end-of-sequence token, which ends a response in training and sampling: in the
+    template of many base models these tokens differ.
+
+    Raises:
+        ConfigError: a chat is wanted, but the tokenizer has no template.
+        DataError: the template does not end.
+    """
+    if prompt_format == "text":
+        tokenizer.chat_template = None
+    elif tokenizer.chat_template is not None:
+        end = _end_of_turn(tokenizer)
+        if end is not None and end != tokenizer.eos_token_id:
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    elif prompt_format == "chat":
+        raise ConfigError(
+            f"prompt_format is chat, but the tokenizer of '{tokenizer.name_or_path}' has no chat "
+            "template. Set its chat_template, or set prompt_format to text."
+        )
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token after an answer, or None if the template writes none there."""
+    answer = "an answer"
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}]
+    try:
+        text = render_chat(tokenizer, turns, answer_follows=False)
+    except RejectedChatError:
+        return None
+    tail = text.rpartition(answer)[2]
+    ids: list[int] = tokenizer(tail, add_special_tokens=False)["input_ids"]
+    special = {token for token, kind in tokenizer.added_tokens_decoder.items() if kind.special}
+    return ids[0] if ids and ids[0] in special.union(tokenizer.all_special_ids) else None
+
+
+class RejectedChatError(DataError):
+    """A chat template refuses a conversation."""
 
 
 def render_chat(
@@ -50,14 +96,37 @@ def render_chat(
                 f"A message must have the text fields 'role' and 'content', but is "
                 f"{message!r:.120}. Fix or remove its row."
             )
+    text: str = _apply_template(
+        tokenizer, messages, add_generation_prompt=answer_follows, tokenize=False
+    )
+    return text
+
+
+def has_generation_mask(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template marks the assistant's tokens (`{% generation %}`)."""
+    return _GENERATION.search(tokenizer.get_chat_template()) is not None
+
+
+def encode_with_mask(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages
+) -> tuple[list[int], list[int]]:
+    """Return the token ids of a conversation, and 1 for each token that is the assistant's.
+
+    Raises:
+        DataError: see `render_chat`.
+    """
+    encoded = _apply_template(
+        tokenizer, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return encoded["input_ids"], encoded["assistant_masks"]
+
+
+def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Any:
+    """Render a conversation in a sandbox and with a time limit."""
     try:
         with _time_limit(MAX_RENDER_SECONDS):
             _refuse_powers(tokenizer.get_chat_template())
-            return str(
-                tokenizer.apply_chat_template(
-                    list(map(dict, messages)), add_generation_prompt=answer_follows, tokenize=False
-                )
-            )
+            return tokenizer.apply_chat_template(list(map(dict, messages)), **options)
     except TimeoutError as error:
         raise DataError(
             f"The chat template of '{tokenizer.name_or_path}' needs more than "
@@ -67,7 +136,7 @@ def render_chat(
     # A template is code of its author, which can raise errors of any type.
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
-        raise DataError(
+        raise RejectedChatError(
             f"The chat template rejects messages with the roles {roles}: "
             f"{str(error) or type(error).__name__}. Reorder the "
             "messages of each row as the template requires, or set another chat_template."

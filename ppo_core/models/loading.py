@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from ppo_core.config.row_settings import PromptFormat
+from ppo_core.data.chat_template import set_prompt_format
 from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.files.model_folder import (
     check_config_keys,
@@ -28,15 +30,21 @@ NAMED_TENSORS = 3
 """Number of tensors that an error message names."""
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub id.
+def load_tokenizer(
+    path: str | Path, prompt_format: PromptFormat = "auto"
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder or hub id, set to a prompt format by `set_prompt_format`.
 
     Raises:
+        ConfigError: the tokenizer has no chat template, but `prompt_format` is "chat".
+        DataError: the chat template does not end.
         ModelError: the tokenizer cannot be loaded, or a file is refused.
     """
     check_plain_files(path)
     with reading("tokenizer", path):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    set_prompt_format(tokenizer, prompt_format)
+    return tokenizer
 
 
 def load_config(path: str | Path, revision: str = "main") -> Any:
@@ -165,9 +173,16 @@ def check_reward_config(path: str | Path) -> None:
 
 
 def load_reward_model(
-    path: str | Path, *, bias: float = 0.0, gain: float = 1.0, end_of_text: bool = True
+    path: str | Path,
+    *,
+    bias: float = 0.0,
+    gain: float = 1.0,
+    end_of_text: bool = True,
+    prompt_format: PromptFormat = "auto",
 ) -> "RewardModel":
     """Return a `RewardModel` of a sequence classifier with one label and of its tokenizer.
+
+    `prompt_format` is "text" if the model was trained on texts without its chat template.
 
     Raises:
         ModelError: the folder or hub id has no supported sequence classifier with one label, a
@@ -180,7 +195,7 @@ def load_reward_model(
     check_reward_config(path)
     with reading("reward model", path):
         model = load_model(AutoModelForSequenceClassification, path, {"dtype": "float32"})
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, prompt_format)
     check_vocabulary(model.config, tokenizer, path)
     return RewardModel(model.eval(), tokenizer, bias=bias, gain=gain, end_of_text=end_of_text)
 

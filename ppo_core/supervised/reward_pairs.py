@@ -1,17 +1,17 @@
-"""Encode the rows of reward-model training as pairs of token sequences, and batch the pairs."""
+"""Encode preferences as pairs of token sequences, and batch the pairs."""
 
 from collections.abc import Sequence
 from typing import TypedDict
 
+import pyarrow
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.data.batching import pad_rows
-from ppo_core.data.chat_template import Messages, encode_chat, is_messages
 from ppo_core.data.prompts import encode_dialogue
-from ppo_core.errors import DataError
-from ppo_core.supervised.row_columns import Row, as_messages, in_row, read_content, read_number
+from ppo_core.data.rows.forms import Row
+from ppo_core.data.rows.row_error import RowError
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 
@@ -24,32 +24,41 @@ class RewardPair(TypedDict):
     """Margin by which the chosen score should exceed the rejected score."""
 
 
+PAIR_SCHEMA = pyarrow.schema(
+    {
+        "chosen": pyarrow.list_(pyarrow.int32()),
+        "rejected": pyarrow.list_(pyarrow.int32()),
+        "margin": pyarrow.float64(),
+        "length": pyarrow.int32(),
+    }
+)
+"""Types of an encoded pair on disk; `length` is that of the longer sequence."""
+
+
 def encode_pair(
-    tokenizer: PreTrainedTokenizerBase, row: Row, number: int, config: SupervisedConfig
+    tokenizer: PreTrainedTokenizerBase, row: Row, config: SupervisedConfig
 ) -> RewardPair:
     """Return token ids of the prompt with the chosen and the rejected response, and the margin.
 
-    Texts are encoded by `encode_dialogue`, as when the trained model scores. In a row without
-    "prompt", "chosen" and "rejected" are full texts, or conversations that begin with the same
-    messages. The margin is 0 without the column "margin".
+    Texts are encoded by `encode_dialogue`, as when the trained model scores. The margin is 0 if the
+    row has none.
 
     Raises:
-        DataError: a column is missing or has the wrong type, a text has no token, or two
-            conversations without "prompt" differ in their first message.
+        DataError: the chat template rejects a conversation.
+        RowError: a text has no token.
     """
-    try:
-        if "prompt" not in row:
-            _require_one_prompt(read_content(row, "chosen"), read_content(row, "rejected"))
-        chosen, rejected = (
-            _encode_side(tokenizer, row, side, end=config.end_of_text)
-            for side in ("chosen", "rejected")
-        )
-        if not (chosen and rejected):
-            raise DataError("a text has no tokens. Drop the row, or set end_of_text=True.")
-        margin = read_number(row, "margin") if "margin" in row else 0.0
-        return {"chosen": chosen, "rejected": rejected, "margin": margin}
-    except DataError as error:
-        raise in_row(number, error) from error
+    chosen, rejected = (
+        encode_dialogue(tokenizer, row["prompt"], row[side], end=config.end_of_text)
+        for side in ("chosen", "rejected")
+    )
+    if not (chosen and rejected):
+        raise RowError("without tokens", "Remove these rows, or set end_of_text to true.")
+    return {"chosen": chosen, "rejected": rejected, "margin": row.get("margin") or 0.0}
+
+
+def pair_length(pair: RewardPair) -> int:
+    """Return the number of tokens of the longer sequence."""
+    return max(len(pair["chosen"]), len(pair["rejected"]))
 
 
 def collate_pairs(pairs: Sequence[RewardPair]) -> dict[str, Tensor]:
@@ -65,34 +74,3 @@ def collate_pairs(pairs: Sequence[RewardPair]) -> dict[str, Tensor]:
         "lengths": lengths.view(len(pairs), 2),
         "margins": torch.tensor([pair["margin"] for pair in pairs]),
     }
-
-
-def _require_one_prompt(chosen: str | Messages, rejected: str | Messages) -> None:
-    """Raise DataError if the columns differ in type, or conversations in the first message."""
-    if is_messages(chosen) != is_messages(rejected):
-        raise DataError(
-            "one of 'chosen' and 'rejected' is text, but the other is messages. Convert one of "
-            "the two columns."
-        )
-    if is_messages(chosen) and chosen[0] != rejected[0]:
-        raise DataError(
-            "there is no 'prompt', and 'chosen' and 'rejected' begin with different messages, so "
-            "they answer different prompts. Add a column 'prompt', or drop the row."
-        )
-
-
-def _encode_side(
-    tokenizer: PreTrainedTokenizerBase, row: Row, side: str, *, end: bool
-) -> list[int]:
-    response = read_content(row, side)
-    prompt = read_content(row, "prompt") if "prompt" in row else ""
-    if is_messages(prompt):
-        return encode_chat(tokenizer, [*prompt, *as_messages(response)], end=end)
-    if isinstance(response, str):
-        return encode_dialogue(tokenizer, prompt, response, end=end)
-    if "prompt" in row:
-        raise DataError(
-            f"'prompt' is text, but '{side}' is messages. Drop the column 'prompt' if the messages "
-            "include the prompt, or convert 'prompt' to messages."
-        )
-    return encode_chat(tokenizer, response, end=end)

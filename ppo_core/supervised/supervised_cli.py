@@ -4,14 +4,18 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppo_core.config.argument_parser import DocumentedParser
+from ppo_core.config.row_settings import Overlong, PromptFormat, parse_columns
 from ppo_core.config.script_arguments import LoraArguments
 from ppo_core.config.trl_names import SUPERVISED_ALIASES, supervised_instead
 from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import ConfigError, PPOError
 from ppo_core.supervised.supervised_config import SupervisedConfig
+
+if TYPE_CHECKING:
+    from ppo_core.data.rows.forms import Kind
 
 TRAININGS = ("sft", "reward")
 
@@ -24,8 +28,21 @@ class SupervisedArguments:
     """Folder or hub id of the model to start from."""
 
     dataset_name: str
-    """A .jsonl, .json or .parquet file, a folder, or a hub id. To select a split other than
-    `train`, append the split to the hub id with a colon, as in `org/name:test`."""
+    """A .jsonl, .json, .csv or .parquet file (the first three also as .gz), a folder, or a hub id.
+    To select a split other than `train`, append the split to the folder or hub id with a colon, as
+    in `org/name:test`; a hub id may also name a revision and a configuration, as in
+    `org/name@revision:config/test`."""
+
+    columns: list[str] | None = None
+    """Columns with other names, as in `prompt=post chosen=better`."""
+
+    prompt_format: PromptFormat = "auto"
+    """How the model reads prompts: `chat`, by its tokenizer's chat template; `text`; or `auto`,
+    chat if there is a template."""
+
+    overlong: Overlong = "drop"
+    """What happens to a row with more than max_length tokens: `error`, `drop` (at most 1 % of the
+    rows), or `truncate`, which removes the start of the prompt."""
 
     allow_data_urls: bool = False
     """Allow dataset_name to be an address of such a file, as https:// or s3://."""
@@ -73,20 +90,44 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
         )
     arguments, config, lora = parse_supervised(kind, flags if kind in TRAININGS else ["--help"])
     # Imported here: --help and a wrong flag need no torch.
-    from ppo_core.data.dataset_files import load_named_split, named_data
-    from ppo_core.supervised.training import train_reward_model, train_sft
+    from ppo_core.data.rows.reader import read_rows
+    from ppo_core.data.rows.reading import describe_first, describe_reading
+    from ppo_core.models.loading import load_tokenizer
+    from ppo_core.supervised.encoded_rows import encode_examples, encode_pairs, max_tokens
+    from ppo_core.supervised.training import refuse_other_settings, train_reward_model, train_sft
 
     train = train_sft if kind == "sft" else train_reward_model
+    use: Kind = "demonstrations" if kind == "sft" else "pairs"
+    refuse_other_settings(use, config)
     _hide_library_output()
-    rows = load_named_split(arguments.dataset_name, allow_urls=arguments.allow_data_urls)
-    with named_data(arguments.dataset_name):
-        return train(
-            arguments.model_name_or_path,
-            rows,
-            config,
-            arguments.output_dir,
-            peft_config=_lora_config(lora) if lora.use_peft else None,
-        )
+    tokenizer = load_tokenizer(arguments.model_name_or_path, arguments.prompt_format)
+    rows = read_rows(
+        arguments.dataset_name,
+        use,
+        is_chat=tokenizer.chat_template is not None,
+        renamed=parse_columns(arguments.columns),
+        allow_urls=arguments.allow_data_urls,
+    )
+    # Training takes these encoded rows from the cache.
+    encoded = (encode_examples if kind == "sft" else encode_pairs)(
+        rows,
+        tokenizer,
+        config,
+        limit=max_tokens(arguments.model_name_or_path, config),
+        overlong=arguments.overlong,
+    )
+    print(describe_reading(encoded), file=sys.stderr)
+    ids = encoded.table[0]["input_ids" if kind == "sft" else "chosen"]
+    print(describe_first(tokenizer, ids), file=sys.stderr)
+    return train(
+        arguments.model_name_or_path,
+        rows,
+        config,
+        arguments.output_dir,
+        prompt_format=arguments.prompt_format,
+        overlong=arguments.overlong,
+        peft_config=_lora_config(lora) if lora.use_peft else None,
+    )
 
 
 def parse_supervised(

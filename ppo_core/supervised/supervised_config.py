@@ -26,7 +26,7 @@ class SupervisedConfig:
     """Number of batches per optimizer step and device."""
 
     max_length: int = 512
-    """Maximum number of tokens of prompt plus response; a longer example is an error."""
+    """Maximum number of tokens of prompt plus response."""
 
     warmup_ratio: float = 0.03
     """Fraction of the optimizer steps in which the learning rate rises linearly from 0."""

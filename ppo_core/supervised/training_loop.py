@@ -1,7 +1,7 @@
 """Run supervised training with transformers.Trainer, and save the trained model."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,7 @@ from ppo_core.supervised.supervised_config import SupervisedConfig
 
 def run_training(
     model: nn.Module,
-    rows: Sequence[Mapping[str, Any]],
-    lengths: Sequence[int],
+    rows: Dataset,
     collate: Callable[[Any], dict[str, Tensor]],
     config: SupervisedConfig,
     description: str,
@@ -39,8 +38,7 @@ def run_training(
 
     Args:
         model: model whose forward pass takes a batch's tensors by name and returns the loss.
-        rows: encoded rows.
-        lengths: number of tokens of the longest text in each row.
+        rows: encoded rows, with the number of tokens of the longest text in the column `length`.
         collate: function that makes a batch from encoded rows.
         config: the settings.
         description: name of the training in the progress bar.
@@ -61,9 +59,7 @@ def run_training(
     trainer = Trainer(
         model=model,
         args=_training_arguments(config, output_dir),
-        train_dataset=Dataset.from_list(
-            [{**row, "length": length} for row, length in zip(rows, lengths, strict=True)]
-        ),
+        train_dataset=rows,
         data_collator=collate,
     )
     trainer.remove_callback(PrinterCallback)

@@ -1,15 +1,22 @@
 """The command `python -m ppo_core`: load data and models by name, and train."""
 
+import os
+import sys
 import warnings
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.config.row_settings import PromptFormat, parse_columns
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
-from ppo_core.data.dataset_files import load_rows, named_data
+from ppo_core.data.prompts import context_length, encode_prompt
+from ppo_core.data.rows.fitting import fit_prompts
+from ppo_core.data.rows.reader import read_rows
+from ppo_core.data.rows.reading import describe_first, describe_reading
+from ppo_core.data.sources.source import named_data
 from ppo_core.errors import ConfigError
 from ppo_core.models.adapters import lora_config
 from ppo_core.models.loading import load_config, load_policy, load_reward_model, load_tokenizer
@@ -36,9 +43,11 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
     start = config.sft_model_path or model.model_name_or_path
     if start is None:
         raise ConfigError("There is no policy. Set --model_name_or_path to a folder or hub id.")
-    train_rows, eval_rows = load_prompts(config, script)
+    tokenizer = load_tokenizer(model.model_name_or_path or start, script.prompt_format)
+    context = context_length(load_config(start, model.model_revision))
+    train_rows, eval_rows = load_prompts(config, script, tokenizer, context)
     with named_data(script.dataset_name):
-        trainer = _make_trainer(config, script, model, start, train_rows, eval_rows)
+        trainer = _make_trainer(config, script, model, start, tokenizer, train_rows, eval_rows)
     resume = script.resume_from_checkpoint
     trainer.train(
         resume_from_checkpoint=True if resume == "latest" else resume,
@@ -52,12 +61,13 @@ def _make_trainer(
     script: ScriptArguments,
     model: ModelArguments,
     start: str,
+    tokenizer: PreTrainedTokenizerBase,
     train_rows: Dataset,
     eval_rows: Dataset | None,
 ) -> PPOTrainer:
     return PPOTrainer(
         args=config,
-        processing_class=load_tokenizer(model.model_name_or_path or start),
+        processing_class=tokenizer,
         model=load_start(start, model),
         ref_model=None,
         reward_model=load_reward(
@@ -67,6 +77,7 @@ def _make_trainer(
             bias=script.reward_bias,
             gain=script.reward_gain,
             end_of_text=script.reward_end_of_text,
+            prompt_format="text" if tokenizer.chat_template is None else "auto",
         ),
         train_dataset=train_rows,
         eval_dataset=eval_rows,
@@ -74,26 +85,66 @@ def _make_trainer(
     )
 
 
-def load_prompts(config: PPOConfig, script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
+def load_prompts(
+    config: PPOConfig,
+    script: ScriptArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int | None,
+) -> tuple[Dataset, Dataset | None]:
     """Return the training prompts, and the prompts for evaluation or samples, or None.
 
-    Prompts are held out only if the settings ask for samples.
+    Prompts are held out only if the settings ask for samples. `context` is the policy's, or None
+    without a limit.
 
     Raises:
         ConfigError: no data set is named.
         DataError: a split cannot be read.
     """
-    name, subset = script.dataset_name, script.dataset_config
-    if name is None:
+    if script.dataset_name is None:
         raise ConfigError("There are no prompts. Set --dataset_name to a folder or hub id.")
-    urls = script.allow_data_urls
-    rows = load_rows(name, script.dataset_train_split, subset, allow_urls=urls)
+
+    def read(split: str) -> Dataset:
+        return _read_prompts(split, script, tokenizer, context, config.response_length)
+
+    rows = read(script.dataset_train_split)
     if config.eval_strategy == "steps":
-        return rows, load_rows(name, script.dataset_test_split, subset, allow_urls=urls)
+        return rows, read(script.dataset_test_split)
     if len(rows) <= MANY_PROMPTS or config.num_sample_generations == 0:
         return rows, None
     last = len(rows) - HELD_OUT
     return rows.select(range(last)), rows.select(range(last, len(rows)))
+
+
+def _read_prompts(
+    split: str,
+    script: ScriptArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int | None,
+    response_length: int,
+) -> Dataset:
+    rows = read_rows(
+        str(script.dataset_name),
+        "prompts",
+        is_chat=tokenizer.chat_template is not None,
+        split=split,
+        config_name=script.dataset_config,
+        renamed=parse_columns(script.columns),
+        allow_urls=script.allow_data_urls,
+        takes_token_ids=True,
+    )
+    fitting = fit_prompts(
+        rows,
+        tokenizer,
+        context=context,
+        response_length=response_length,
+        overlong=script.overlong,
+    )
+    # The variable of torchrun and accelerate: all processes read the rows.
+    if os.environ.get("RANK", "0") == "0":
+        print(describe_reading(fitting), file=sys.stderr)
+        ids = encode_prompt(tokenizer, fitting.table[0]["prompt"])
+        print(describe_first(tokenizer, ids), file=sys.stderr)
+    return fitting.table
 
 
 def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
@@ -118,13 +169,21 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
     return load_policy(path, **options)
 
 
-def load_reward(path: str | None, start: str, seed: int, **reading: Any) -> RewardModel:
+def load_reward(
+    path: str | None,
+    start: str,
+    seed: int,
+    *,
+    prompt_format: PromptFormat = "auto",
+    **reading: Any,
+) -> RewardModel:
     """Load the reward model; if it is not a trained classifier, warn and add a random head.
 
     Args:
         path: folder or hub id of the reward model.
         start: folder or hub id of the policy, which is used as the base if `path` is None.
         seed: seed of the random head.
+        prompt_format: "text" if the policy reads text.
         reading: bias, gain and end_of_text of a `RewardModel`.
 
     Raises:
@@ -133,7 +192,7 @@ def load_reward(path: str | None, start: str, seed: int, **reading: Any) -> Rewa
     base = path or start
     architectures = load_config(base).architectures or []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
-        return load_reward_model(base, **reading)
+        return load_reward_model(base, prompt_format=prompt_format, **reading)
     given = f"reward_model_path={path!r} is no reward model" if path else "No reward_model_path"
     warnings.warn(
         f"{given}: '{base}' gets a score head with RANDOM weights. The scores are meaningless, so "
@@ -141,7 +200,7 @@ def load_reward(path: str | None, start: str, seed: int, **reading: Any) -> Rewa
         "ppo_core.supervised reward.",
         stacklevel=2,
     )
-    tokenizer = load_tokenizer(base)
+    tokenizer = load_tokenizer(base, prompt_format)
     set_seed(seed)
     classifier = make_classifier(load_policy(base), tokenizer.pad_token_id)
     PairRanker(classifier)  # initializes the head's weights, so that scores are near 0

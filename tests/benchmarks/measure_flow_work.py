@@ -86,10 +86,10 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
     return {
         "start": lambda: preflight.check_inputs(settings),
         "load_policy": lambda: train_sft(
-            settings.policy, data_sets.sft_rows(settings).usable, settings.sft, sft
+            settings.policy, data_sets.sft_rows(settings), settings.sft, sft
         ),
         "load_reward_model": lambda: train_reward_model(
-            sft, data_sets.training_pairs(settings).usable, settings.reward_model_training, rewarder
+            sft, data_sets.training_pairs(settings), settings.reward_model_training, rewarder
         ),
         "validate_reward_model": validate,
         "train_policy": train_policy,

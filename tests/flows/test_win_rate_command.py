@@ -109,11 +109,11 @@ def test_a_version_that_the_flow_did_not_register_is_refused(tmp_path: Path, mlf
     ("flags", "message"),
     [
         (["--response-length", "0"], "response_length=0 must be a whole number"),
-        (["--response-length", "63"], "longer than 1 tokens, the context of 64 minus"),
+        (["--response-length", "63"], "context has 64 tokens, 63 of them"),
         (["--seed", "-1"], "seed=-1 must be at least 0"),
         (["--eval-prompts", "gone.jsonl"], "gone.jsonl"),
-        (["--human-labels", "eval.jsonl"], "has no column first, second, label"),
-        (["--model", "nowhere"], "No model can be loaded from 'nowhere'"),
+        (["--human-labels", "eval.jsonl"], "There is no column first, second, label"),
+        (["--model", "nowhere"], "No tokenizer can be loaded from 'nowhere'"),
         (["--judge", "oracle"], "judge='oracle' is unknown"),
         (
             ["--temprature", "1"],
@@ -127,11 +127,9 @@ def test_what_cannot_work_is_refused_without_a_traceback(flags: list[str], messa
     assert message in capsys.readouterr().err
 
 
-def test_references_that_are_all_empty_are_refused_before_the_model_is_loaded(
-    tmp_path: Path, capsys
-):
+def test_references_that_are_all_empty_are_refused(tmp_path: Path, capsys):
     write_rows(tmp_path / "bare.jsonl", [{"prompt": "w1", "reference": " "}])
-    assert run("--eval-prompts", "bare.jsonl", model="nowhere") == 1
+    assert run("--eval-prompts", "bare.jsonl") == 1
     assert "None of the 1 prompts has a reference" in capsys.readouterr().err
 
 

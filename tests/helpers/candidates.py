@@ -16,7 +16,6 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModelStatus
 
 from pipeline.evaluation.evaluate_policies import evaluate_policies
-from pipeline.inputs.cache import digest_of_folder
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.promotion.register import Candidate
 from pipeline.registry.artifact import VersionContents, write_artifact
@@ -31,6 +30,7 @@ from pipeline.results import (
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.tracking.mlflow_client import connect
+from ppo_core.data.folder_cache import digest_of_folder
 from serving.manifest import MANIFEST_TAG
 from tests.helpers.pipeline_inputs import tiny_table
 from tests.helpers.servers import MlflowServer

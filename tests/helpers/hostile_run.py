@@ -8,9 +8,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 from pipeline import stages
-from pipeline.inputs.cache import digest_of_folder
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.inputs.rows import write_jsonl
+from pipeline.inputs.json_lines import write_jsonl
 from pipeline.registry.champions import promote_by_hand
 from pipeline.reports.log_reports import log_evaluation, log_reward_report
 from pipeline.results import (
@@ -24,6 +23,7 @@ from pipeline.results import (
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.registration import Candidate, register_policy
 from pipeline.stages.tracked import track
+from ppo_core.data.folder_cache import digest_of_folder
 from ppo_core.errors import ProcessError
 from tests.helpers.candidates import write_policy
 from tests.helpers.pipeline_inputs import write_rows

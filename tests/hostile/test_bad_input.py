@@ -1,5 +1,6 @@
 """Malformed and hostile input: one message that names the file, and never a traceback."""
 
+import gzip
 import io
 import json
 import os
@@ -20,35 +21,39 @@ import pytest
 
 import registry
 import win_rate
-from pipeline.inputs.rows import read_jsonl, read_rows
+from pipeline.inputs.json_lines import read_jsonl
 from pipeline.judges.reply_cache import ReplyCache, reply_key
 from pipeline.judges.spec import make_judge
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import make_settings
 from ppo_core.__main__ import main as train
-from ppo_core.data.dataset_files import load_rows
-from ppo_core.data.prompts import encode_prompts, prompts_of
+from ppo_core.data.prompts import encode_prompts
+from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import DataError, JudgeError, PPOError
 from ppo_core.ppo.reward_functions import make_rewards
 from ppo_core.supervised.supervised_cli import main as train_supervised
+from tests.helpers.chat import make_chat_tokenizer
 from tests.helpers.paths import ROOT
+from tests.helpers.pipeline_inputs import write_model
 from tests.helpers.rollouts import make_rollout
 from tests.helpers.tiny import make_tokenizer
 
 GOOD = b'{"prompt": "a"}\n'
 
 
-def read_by_flow(source: str, **options: Any) -> list[Any]:
-    return read_rows(source, ["prompt"], **options).column("prompt")
-
-
-def read_by_library(source: str, **options: Any) -> list[Any]:
-    prompts = prompts_of(load_rows(source, **options))
+def read_as_text(source: str, **options: Any) -> list[Any]:
+    prompts = read_rows(source, "prompts", **options).column("prompt")
     encode_prompts(make_tokenizer(), prompts)
     return prompts
 
 
-READERS = {"flow": read_by_flow, "library": read_by_library}
+def read_as_chat(source: str, **options: Any) -> list[Any]:
+    prompts = read_rows(source, "prompts", is_chat=True, **options).column("prompt")
+    encode_prompts(make_chat_tokenizer(), prompts)
+    return [prompt[0]["content"] for prompt in prompts]
+
+
+READERS = {"text": read_as_text, "chat": read_as_chat}
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +119,7 @@ LINES = {
     "empty-objects": (b"{}\n{}\n", "no column"),
     "a-column-for-every-row": (
         b"".join(b'{"c%d": 1}\n' % number for number in range(2000)),
-        "2000 different keys",
+        "no column prompt",
     ),
     "gzip": (b"\x1f\x8b\x08\x00" + b"\x00" * 30, "gzip"),
     "zip": (b"PK\x03\x04" + b"\x00" * 30, "zip"),
@@ -231,7 +236,7 @@ PLACES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a-link-to-itself": ("rows.jsonl", lambda path: path.symlink_to(path), "symbolic links"),
     "a-link-to-nothing": ("rows.jsonl", lambda path: path.symlink_to("gone"), "No such file"),
     "100-gib-of-nothing": ("rows.jsonl", make_sparse, "64 MiB or more"),
-    "another-suffix": ("rows.csv", lambda path: path.write_bytes(GOOD), "ends in '.csv'"),
+    "another-suffix": ("rows.tsv", lambda path: path.write_bytes(GOOD), "ends in '.tsv'"),
     "no-suffix": ("rows", lambda path: path.write_bytes(GOOD), "ends in ''"),
 }
 """Name of a data set, what is made there, and what the message says."""
@@ -308,13 +313,15 @@ def test_an_allowed_address_is_read_but_no_redirect_is_followed(
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     replies = {
         "/rows.jsonl": (200, GOOD),
+        "/rows.jsonl.gz": (200, gzip.compress(GOOD)),
         "/moved.jsonl": (307, b"/rows.jsonl"),
         "/gone.jsonl": (404, b""),
         "/bad.jsonl": (200, b"{"),
     }
     with server_of(replies) as (url, asked):
-        assert READERS[reader](f"{url}/rows.jsonl", allow_urls=True) == ["a"]
-        for path in ("moved.jsonl", "gone.jsonl", "bad.jsonl", "rows.csv"):
+        for name in ("rows.jsonl", "rows.jsonl.gz"):
+            assert READERS[reader](f"{url}/{name}", allow_urls=True) == ["a"]
+        for path in ("moved.jsonl", "gone.jsonl", "bad.jsonl", "rows.tsv"):
             refuses(reader, f"{url}/{path}", f"127.0.0.1:.*{path}", allow_urls=True)
     assert asked.count("/rows.jsonl") == 1
 
@@ -397,7 +404,7 @@ def test_forms_that_tools_write_are_read(tmp_path: Path, reader: str, form: str)
 def test_texts_that_look_like_dates_or_numbers_stay_texts(tmp_path: Path):
     texts = ["2020-01-01", "2021-01-01 10:00:00", "7", "null"]
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in texts))
-    assert read_by_flow("rows.jsonl") == read_by_library("rows.jsonl") == texts
+    assert read_as_text("rows.jsonl") == read_as_chat("rows.jsonl") == texts
 
 
 def test_a_parquet_file_cannot_name_a_file_or_address_to_load(tmp_path: Path):
@@ -418,7 +425,7 @@ MARGINS = {
     "infinite": "Infinity",
     "too-large": "1e999",
     "400-digits": "1" * 400,
-    "text": '"1.0"',
+    "text": '"many"',
     "true": "true",
     "list": "[1]",
 }
@@ -429,7 +436,7 @@ def test_a_margin_that_is_no_finite_number_is_refused(tmp_path: Path, case: str,
     row = f'{{"prompt": "a", "chosen": "b", "rejected": "c", "margin": {MARGINS[case]}}}\n'
     (tmp_path / "pairs.jsonl").write_text(row)
     with pytest.raises(DataError, match=r"pairs\.jsonl.*margin"):
-        read_rows("pairs.jsonl", ["chosen", "rejected"], ["prompt"], {"margin": (int, float)})
+        read_rows("pairs.jsonl", "pairs")
     load = ["--model_name_or_path", str(tiny_model(tmp_path)), "--dataset_name", "pairs.jsonl"]
     assert train_supervised(["reward", *load, "--output_dir", "out"]) == 1
     assert "margin" in one_line(capsys)
@@ -451,19 +458,26 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 # --- The commands ------------------------------------------------------------------
 
 COMMANDS: dict[str, Callable[[str], int]] = {
-    "ppo_core": lambda data: train(["--model_name_or_path", "m", f"--dataset_name={data}"]),
+    "ppo_core": lambda data: train(["--model_name_or_path", "model", f"--dataset_name={data}"]),
     "supervised": lambda data: train_supervised(
-        ["sft", "--model_name_or_path", "m", f"--dataset_name={data}", "--output_dir", "out"]
+        ["sft", "--model_name_or_path", "model", f"--dataset_name={data}", "--output_dir", "out"]
     ),
     "win_rate": lambda data: win_rate.main(
-        ["--model", "m", "--judge", "rule", f"--eval_prompts={data}"]
+        ["--model", "model", "--judge", "rule", f"--eval_prompts={data}"]
     ),
     "win_rate-labels": lambda data: win_rate.main(
-        ["--model", "m", "--judge", "rule", f"--human_labels={data}"]
+        ["--model", "model", "--judge", "rule", f"--human_labels={data}"]
     ),
 }
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> None:
+    """A policy in the folder `model`, whose tokenizer is read before the rows."""
+    write_model(tmp_path / "model")
+
+
+@pytest.mark.usefixtures("model")
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("case", ["half-a-line", "latin-1", "deep-lists", "nul-bytes", "gzip"])
 def test_the_commands_refuse_a_damaged_file(tmp_path: Path, command: str, case: str, capsys):
@@ -472,6 +486,7 @@ def test_the_commands_refuse_a_damaged_file(tmp_path: Path, command: str, case: 
     assert "rows [1]::x.jsonl" in one_line(capsys)
 
 
+@pytest.mark.usefixtures("model")
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", ["s3://bucket/rows.jsonl", "zip::x.jsonl", "a\0b", "org/name"])
 def test_the_commands_refuse_an_address_and_what_is_nowhere(command: str, name: str, capsys):

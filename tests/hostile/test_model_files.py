@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.inputs.cache import make_once, require_unchanged
+from pipeline.inputs.model_digests import require_unchanged
 from pipeline.registry.versions import find_policy
 from ppo_core.data import chat_template
 from ppo_core.data.chat_template import render_chat
+from ppo_core.data.folder_cache import make_once
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.files.value_head_files import load_with_head
 from ppo_core.models.loading import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from pipeline.inputs.rows import write_jsonl
+from pipeline.inputs.json_lines import write_jsonl
 from pipeline.launch.launcher import _MetricsFollower
 from pipeline.results import write_report
 from pipeline.tracking.journal import Journal

@@ -13,7 +13,7 @@ from urllib.parse import quote, quote_plus
 import pytest
 from metaflow import metaflow_git
 
-from pipeline.inputs.rows import write_jsonl
+from pipeline.inputs.json_lines import write_jsonl
 from pipeline.judges.openai_model import OpenAIModel
 from pipeline.results import write_report
 from pipeline.settings.judge_config import JudgingConfig

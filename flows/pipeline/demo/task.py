@@ -27,7 +27,7 @@ from pipeline.demo.posts import (
     write_post,
     write_summary,
 )
-from pipeline.inputs import cache
+from ppo_core.data import folder_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -41,8 +41,8 @@ NUM_EVAL_PROMPTS = 512
 
 def find_demo_task(cache_folder: Path, seed: int) -> Path:
     """Return the folder of the task for a seed; build the task if it is not in the cache."""
-    code = cache.digest_of_code(posts.__name__, judge.__name__, __name__)
-    return cache.make_once(
+    code = folder_cache.digest_of_code(posts.__name__, judge.__name__, __name__)
+    return folder_cache.make_once(
         cache_folder,
         "tldr",
         {"seed": seed, "code": code},

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.judges.verdict import Judge, swapped
+from pipeline.judges.verdict import Judge, JudgedPrompt, swapped
+from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import DataError
 
 MAX_SHARE = 0.25
@@ -32,6 +33,10 @@ MEANINGS = {
     "same": "the judge decides by the position of the answers",
 }
 """Likely fault of a judge that fails the canaries of a kind."""
+
+
+_Case = tuple[JudgedPrompt, str]
+"""A prompt and its reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +86,7 @@ def require_references(references: Sequence[str]) -> None:
 
 
 def run_canaries(
-    judge: Judge, prompts: Sequence[str], references: Sequence[str], *, count: int = 8
+    judge: Judge, prompts: Sequence[JudgedPrompt], references: Sequence[str], *, count: int = 8
 ) -> CanaryReport:
     """Test a judge with canaries on the first `count` different prompts that have a reference.
 
@@ -99,20 +104,22 @@ def run_canaries(
     return CanaryReport(kinds=kinds, reasons=reasons, sound=not reasons)
 
 
-def _first_cases(prompts: Sequence[str], references: Sequence[str], count: int) -> dict[str, str]:
-    """Return non-empty references by prompt for at most `count` prompts.
+def _first_cases(
+    prompts: Sequence[JudgedPrompt], references: Sequence[str], count: int
+) -> list[_Case]:
+    """Return at most `count` prompts, each with its non-empty reference.
 
     A repeated prompt keeps its first non-empty reference.
     """
-    cases: dict[str, str] = {}
+    cases: dict[str, _Case] = {}
     for prompt, reference in zip(prompts, references, strict=True):
         if reference.strip():
-            cases.setdefault(prompt, reference)
-    return dict(list(cases.items())[:count])
+            cases.setdefault(shown_prompt(prompt), (prompt, reference))
+    return list(cases.values())[:count]
 
 
-def _ask_both_orders(judge: Judge, cases: dict[str, str], canary: str) -> CanaryKind:
-    prompts, references = list(cases), list(cases.values())
+def _ask_both_orders(judge: Judge, cases: Sequence[_Case], canary: str) -> CanaryKind:
+    prompts, references = zip(*cases, strict=True)
     straight = judge(prompts, [(canary, reference) for reference in references])
     turned = map(swapped, judge(prompts, [(reference, canary) for reference in references]))
     winners = [(one.winner, other.winner) for one, other in zip(straight, turned, strict=True)]
@@ -120,8 +127,9 @@ def _ask_both_orders(judge: Judge, cases: dict[str, str], canary: str) -> Canary
     return _count(len(cases), won=winners.count(("first", "first")), invalid=invalid)
 
 
-def _ask_the_same(judge: Judge, cases: dict[str, str]) -> CanaryKind:
-    verdicts = judge(list(cases), [(reference, reference) for reference in cases.values()])
+def _ask_the_same(judge: Judge, cases: Sequence[_Case]) -> CanaryKind:
+    prompts, references = zip(*cases, strict=True)
+    verdicts = judge(prompts, [(reference, reference) for reference in references])
     winners = [verdict.winner for verdict in verdicts]
     won = winners.count("first") + winners.count("second")
     return _count(len(cases), won=won, invalid=winners.count("invalid"))

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipeline.judges.verdict import Judge, Verdict, swapped
+from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict, swapped
+from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import DataError
 
 POINTS = {"first": 1.0, "tie": 0.5, "second": 0.0}
@@ -19,7 +20,7 @@ class Comparison:
     """
 
     prompts: tuple[str, ...]
-    """Prompt of each pair."""
+    """Prompt of each pair, as `shown_prompt` returns it."""
 
     candidates: tuple[str, ...]
     """Answers of the candidate."""
@@ -61,13 +62,16 @@ class Comparison:
 
 
 def compare(
-    judge: Judge, prompts: Sequence[str], candidates: Sequence[str], opponents: Sequence[str]
+    judge: Judge,
+    prompts: Sequence[JudgedPrompt],
+    candidates: Sequence[str],
+    opponents: Sequence[str],
 ) -> Comparison:
     """Ask a judge about all pairs of answers to the same prompts, in both orders."""
     straight = judge(prompts, list(zip(candidates, opponents, strict=True)))
     back = judge(prompts, list(zip(opponents, candidates, strict=True)))
     return Comparison(
-        prompts=tuple(prompts),
+        prompts=tuple(map(shown_prompt, prompts)),
         candidates=tuple(candidates),
         opponents=tuple(opponents),
         straight=tuple(straight),

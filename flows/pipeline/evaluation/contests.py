@@ -13,9 +13,9 @@ from pipeline.evaluation.canaries import run_canaries
 from pipeline.evaluation.comparison import Comparison, compare
 from pipeline.evaluation.length_control import length_controlled_rate, rate_by_length_ratio
 from pipeline.evaluation.win_rate import WinRate, measure_win_rate
-from pipeline.inputs.rows import Row
-from pipeline.judges.verdict import Judge, Verdict
+from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict
 from pipeline.settings.evaluation_config import EvaluationConfig
+from ppo_core.data.rows.forms import Row
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Evaluation:
 
 def evaluate(
     judge: Judge,
-    prompts: Sequence[str],
+    prompts: Sequence[JudgedPrompt],
     texts: Mapping[str, Sequence[str]],
     contests: Sequence[tuple[str, str]],
     *,

@@ -9,10 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.evaluation.text_statistics import mean_words, repeated_share
 from pipeline.inputs import data_sets
-from pipeline.inputs.rows import read_jsonl, write_jsonl
+from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.judges.spec import make_judge
+from pipeline.judges.verdict import JudgedPrompt
 from pipeline.results import EVALUATION_FILE, EvaluatedPolicy, FetchedChampion, write_report
 from pipeline.settings.settings import Settings
+from ppo_core.data.rows.dialogues import in_format_of
 from ppo_core.models.loading import load_policy, load_tokenizer
 from ppo_core.training.evaluation import Answers, answer_prompts
 
@@ -29,9 +31,7 @@ def evaluate_policies(
         champion: current champion; None if the registered model has no champion.
         folder: existing folder for the report, the samples and the judgements.
     """
-    rows = data_sets.examples(
-        settings.eval_prompts, settings.evaluation, allow_urls=settings.allow_data_urls
-    )
+    rows = data_sets.examples(settings)
     prompts = [row["prompt"] for row in rows]
     answers = {
         "sft": _answer(settings, sft, prompts, sft),
@@ -55,7 +55,7 @@ def evaluate_again(
 
 def _judge(
     settings: Settings,
-    prompts: Sequence[str],
+    prompts: Sequence[JudgedPrompt],
     texts: Mapping[str, Sequence[str]],
     kl: Mapping[str, float | None],
     champion: FetchedChampion | None,
@@ -81,7 +81,12 @@ def _judge(
         prompts,
         texts,
         contests,
-        people=data_sets.human_labels(settings.evaluation, allow_urls=settings.allow_data_urls),
+        people=data_sets.human_labels(
+            settings.evaluation,
+            data_sets.policy_tokenizer(settings),
+            renamed=settings.columns,
+            allow_urls=settings.allow_data_urls,
+        ),
         config=settings.evaluation,
         seed=settings.seed,
     )
@@ -109,12 +114,14 @@ def _judge(
     return evaluated
 
 
-def _answer(settings: Settings, path: str, prompts: Sequence[str], reference: str) -> Answers:
+def _answer(
+    settings: Settings, path: str, prompts: Sequence[JudgedPrompt], reference: str
+) -> Answers:
     """Return a policy's answers, and its KL divergence from the reference policy."""
     return _sample(
         settings,
         load_policy(path),
-        load_tokenizer(path),
+        load_tokenizer(path, settings.prompt_format),
         prompts,
         stop=settings.ppo.stop_token,
         stop_token_id=settings.ppo.stop_token_id,
@@ -123,7 +130,7 @@ def _answer(settings: Settings, path: str, prompts: Sequence[str], reference: st
 
 
 def _answer_as_champion(
-    settings: Settings, champion: FetchedChampion, prompts: Sequence[str]
+    settings: Settings, champion: FetchedChampion, prompts: Sequence[JudgedPrompt]
 ) -> list[str]:
     """Return the champion's answers, which end at the champion's own stop token."""
     model, tokenizer = load_policy(champion.model), load_tokenizer(champion.tokenizer)
@@ -131,7 +138,7 @@ def _answer_as_champion(
         settings,
         model,
         tokenizer,
-        prompts,
+        [in_format_of(tokenizer, prompt) for prompt in prompts],
         # A champion without a stop token was also judged, and is served, at full response length.
         stop=None,
         stop_token_id=_stop_token_of(model, tokenizer),
@@ -154,7 +161,7 @@ def _sample(
     settings: Settings,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[JudgedPrompt],
     **options: Any,
 ) -> Answers:
     """Sample answers with the settings that all policies share, and with `options`."""

@@ -1,17 +1,55 @@
-"""Read the data sets of a run."""
+"""Read the data sets of a run, and leave out or shorten rows that the models cannot read."""
 
-from pipeline.inputs.preference_pairs import LABELS, training_texts, without_pairs
-from pipeline.inputs.rows import Row, Rows, held_out, read_rows
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.inputs.preference_pairs import training_pairs_of
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.settings import Settings
+from ppo_core.config.row_settings import PromptFormat
+from ppo_core.data.prompts import context_length
+from ppo_core.data.rows.fitting import fit_pairs, fit_prompts
+from ppo_core.data.rows.forms import Kind, Row
+from ppo_core.data.rows.reader import Rows, read_rows
 from ppo_core.errors import DataError
+from ppo_core.models.loading import load_config, load_tokenizer
+from ppo_core.supervised.encoded_rows import encode_examples, encode_pairs, max_tokens
+
+
+@cache
+def cached_tokenizer(path: str, prompt_format: PromptFormat) -> PreTrainedTokenizerBase:
+    """Return a tokenizer, which a step needs for each data set but reads once."""
+    return load_tokenizer(path, prompt_format)
+
+
+def policy_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the policy, in the prompt format of the run."""
+    return cached_tokenizer(settings.policy, settings.prompt_format)
+
+
+def is_chat(settings: Settings) -> bool:
+    """Return whether the policy reads prompts as a chat."""
+    return policy_tokenizer(settings).chat_template is not None
+
+
+def reward_format(settings: Settings) -> PromptFormat:
+    """Return the prompt format of the reward model: its own chat template, or the policy's text."""
+    return "auto" if is_chat(settings) else "text"
+
+
+def reward_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the reward model; a given one uses its own chat template."""
+    if settings.reward_model:
+        return cached_tokenizer(settings.reward_model, reward_format(settings))
+    return policy_tokenizer(settings)
 
 
 def sft_rows(settings: Settings) -> Rows:
-    """Read the rows of prompt and completion for SFT."""
-    return read_rows(
-        settings.sft_data, ["prompt", "completion"], allow_urls=settings.allow_data_urls
-    )
+    """Read the demonstrations for SFT."""
+    return _read(settings.sft_data, "demonstrations", settings)
 
 
 def training_pairs(settings: Settings) -> Rows:
@@ -19,31 +57,79 @@ def training_pairs(settings: Settings) -> Rows:
 
     Pairs that are also in the validation set are left out, even if other people labelled them.
     """
-    rows = _read_pairs(settings.preferences, settings)
+    rows = _read(settings.preferences, "pairs", settings)
     if not settings.preferences_test:
         rows = held_out(rows, settings.held_out_share)[0]
-    return training_texts(without_pairs(rows, test_pairs(settings)))
+    # Before any is shortened: the keys of long pairs must agree.
+    return training_pairs_of(rows, _validation_pairs(settings))
+
+
+def encoded_demonstrations(settings: Settings) -> Rows:
+    """Return the demonstrations as SFT reads them, in token ids."""
+    return encode_examples(
+        sft_rows(settings),
+        policy_tokenizer(settings),
+        settings.sft,
+        limit=max_tokens(settings.policy, settings.sft),
+        overlong=settings.overlong,
+    )
+
+
+def encoded_pairs(settings: Settings) -> Rows:
+    """Return the preferences as the training of the reward model reads them, in token ids."""
+    config = settings.reward_model_training
+    return encode_pairs(
+        training_pairs(settings),
+        policy_tokenizer(settings),
+        config,
+        limit=max_tokens(settings.policy, config),
+        overlong=settings.overlong,
+    )
 
 
 def test_pairs(settings: Settings) -> Rows:
-    """Read the preferences for validating the reward model."""
+    """Read the preferences for validating the reward model, those that it can read."""
+    rows = _validation_pairs(settings)
+    limit = context_length(load_config(settings.reward_model or settings.policy))
+    return fit_pairs(
+        rows,
+        reward_tokenizer(settings),
+        limit,
+        settings.overlong,
+        end_of_text=settings.reward_model_training.end_of_text,
+    )
+
+
+def _validation_pairs(settings: Settings) -> Rows:
     if settings.preferences_test:
-        return _read_pairs(settings.preferences_test, settings)
-    return held_out(_read_pairs(settings.preferences, settings), settings.held_out_share)[1]
+        return _read(settings.preferences_test, "pairs", settings)
+    return held_out(_read(settings.preferences, "pairs", settings), settings.held_out_share)[1]
+
+
+def held_out(rows: Rows, share: float) -> tuple[Rows, Rows]:
+    """Split off the last fraction `share` of the rows; both results have at least one row.
+
+    Raises:
+        DataError: there are fewer than two rows.
+    """
+    if len(rows) < 2:
+        raise DataError(f"{rows.source} has one row, so none can be held out. Add rows.")
+    cut = min(max(round(len(rows) * (1 - share)), 1), len(rows) - 1)
+    first = rows.part(0, cut, f"first {cut}")
+    last = rows.part(cut, len(rows), f"last {len(rows) - cut}")
+    # Rows that were left out belong to the larger part.
+    return replace(first, left_out=rows.left_out, left_out_files=rows.left_out_files), last
 
 
 def training_prompts(settings: Settings) -> Rows:
-    """Read the prompts that PPO trains on, with the column `reference` if it exists."""
-    return read_rows(
-        settings.prompts, ["prompt"], ["reference"], allow_urls=settings.allow_data_urls
-    )
+    """Read the prompts that PPO trains on, with the column `reference`."""
+    return _fitting(settings, _read(settings.prompts, "prompts", settings))
 
 
 def evaluation_rows(settings: Settings) -> Rows:
     """Read all rows of prompt and reference that the policies can be judged on."""
-    return read_rows(
-        settings.eval_prompts, ["prompt", "reference"], allow_urls=settings.allow_data_urls
-    )
+    rows = _fitting(settings, _read(settings.eval_prompts, "prompts", settings))
+    return require_reference(rows)
 
 
 def data_sets(settings: Settings) -> dict[str, Rows]:
@@ -57,13 +143,37 @@ def data_sets(settings: Settings) -> dict[str, Rows]:
     }
 
 
-def examples(source: str, config: EvaluationConfig, *, allow_urls: bool) -> list[Row]:
+def examples(settings: Settings) -> list[Row]:
     """Read the first `num_examples` prompts and references for the evaluation."""
-    rows = read_rows(source, ["prompt", "reference"], allow_urls=allow_urls).usable
-    return [*rows[: config.num_examples]]
+    return first_rows(evaluation_rows(settings), settings.evaluation)
 
 
-def human_labels(config: EvaluationConfig, *, allow_urls: bool) -> list[Row]:
+def first_rows(rows: Rows, config: EvaluationConfig) -> list[Row]:
+    """Return the rows that an evaluation judges."""
+    return list(rows.table.select(range(min(config.num_examples, len(rows)))))
+
+
+def require_reference(rows: Rows) -> Rows:
+    """Raise if a row has no reference to compare an answer with; return the rows.
+
+    Raises:
+        DataError: a reference is missing.
+    """
+    if not rows.has("reference"):
+        raise DataError(
+            f"{rows.source} has no column reference, or no value in some of its rows. Add the "
+            "references that answers are compared with, or name their column in [columns]."
+        )
+    return rows
+
+
+def human_labels(
+    config: EvaluationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    renamed: Mapping[str, str],
+    allow_urls: bool,
+) -> Sequence[Row]:
     """Read the pairs of answers that people labelled; empty if no file is set.
 
     Raises:
@@ -71,17 +181,36 @@ def human_labels(config: EvaluationConfig, *, allow_urls: bool) -> list[Row]:
     """
     if not config.human_labels:
         return []
-    columns = ["prompt", "first", "second", "label"]
-    rows = read_rows(config.human_labels, columns, allow_urls=allow_urls)
-    labels = {row["label"] for row in rows.usable}
-    if unknown := sorted(labels - {"first", "second", "tie"}):
+    rows = read_rows(
+        config.human_labels,
+        "votes",
+        is_chat=tokenizer.chat_template is not None,
+        renamed=renamed,
+        allow_urls=allow_urls,
+    )
+    if unknown := sorted(set(rows.column("label")) - {"first", "second", "tie"}):
         raise DataError(
             f"human_labels={rows.source}: the label {unknown[0]!r} is none of first, second and "
             "tie. Correct the column label."
         )
-    return [*rows.usable]
+    return list(rows)
 
 
-def _read_pairs(source: str, settings: Settings) -> Rows:
-    sides = ["chosen", "rejected"]
-    return read_rows(source, sides, ["prompt"], LABELS, allow_urls=settings.allow_data_urls)
+def _read(source: str, kind: Kind, settings: Settings) -> Rows:
+    return read_rows(
+        source,
+        kind,
+        is_chat=is_chat(settings),
+        renamed=settings.columns,
+        allow_urls=settings.allow_data_urls,
+    )
+
+
+def _fitting(settings: Settings, rows: Rows) -> Rows:
+    return fit_prompts(
+        rows,
+        policy_tokenizer(settings),
+        context=context_length(load_config(settings.policy)),
+        response_length=settings.ppo.response_length,
+        overlong=settings.overlong,
+    )

@@ -5,17 +5,17 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.inputs.cache import digest_of
+from ppo_core.data.folder_cache import digest_of
 from ppo_core.errors.redaction import redact
 
 if TYPE_CHECKING:
     # Every step imports this module, but not every step needs the `datasets` library.
-    from pipeline.inputs.rows import Rows
+    from ppo_core.data.rows.reader import Rows
 
 FLOW_RUN = "flow_run"
 """MLflow tag of runs and versions with the id of the run of the flow."""
@@ -42,6 +42,9 @@ class DataSet:
 
     rows: int
     """Number of usable rows."""
+
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Reason -> number of rows that were left out for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,8 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Row
                 name=name,
                 source=redact(rows.source),
                 digest=rows.digest,
-                rows=len(rows.usable),
+                rows=len(rows),
+                left_out=rows.left_out,
             )
             for name, rows in data.items()
         ],

@@ -1,22 +1,19 @@
 """Merge preference rows into labelled pairs, each with all votes on the pair."""
 
+import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
-from pipeline.inputs.rows import Labels, Row, Rows, digest_rows
+import pyarrow
 
-LABELS: Labels = {
-    "margin": (int, float),
-    "tie": (bool,),
-    "category": (str,),
-    "source": (str,),
-    "annotator": (str, int, float),
-}
-"""Optional columns and their types: the rating difference between the responses, whether people
-prefer neither, the kind of the pair, the origin of the pair, and the id of the voter."""
+from ppo_core.data.chat_template import Messages
+from ppo_core.data.folder_cache import digest_of_code
+from ppo_core.data.rows.forms import Row
+from ppo_core.data.rows.reader import Rows, derive
 
+_TRAINED = ("prompt", "chosen", "rejected")
 
 _Key = tuple[str, frozenset[str]]
 
@@ -25,7 +22,7 @@ _Key = tuple[str, frozenset[str]]
 class LabelledPair:
     """Two responses to a prompt, and the one that people prefer."""
 
-    prompt: str
+    prompt: str | Messages
     """The prompt; empty if there is none."""
 
     chosen: str
@@ -52,7 +49,7 @@ class LabelledPair:
     """Fraction of the votes that hold the most frequent opinion; None for a single vote."""
 
 
-def label_pairs(rows: Sequence[Row]) -> list[LabelledPair]:
+def label_pairs(rows: Iterable[Row]) -> list[LabelledPair]:
     """Merge rows with equal prompts and equal responses, in either order, into one pair.
 
     A row votes for its chosen response, or for neither if its `tie` is true. All rows of one
@@ -60,7 +57,7 @@ def label_pairs(rows: Sequence[Row]) -> list[LabelledPair]:
     frequent opinion decides; if two opinions are equally frequent, the pair is a tie.
 
     Args:
-        rows: rows with `chosen`, `rejected`, and optionally `prompt` and any of `LABELS`.
+        rows: rows with `prompt`, `chosen`, `rejected`, and optionally any of `LABELS`.
 
     Returns:
         The pairs in the order of their first rows.
@@ -71,30 +68,30 @@ def label_pairs(rows: Sequence[Row]) -> list[LabelledPair]:
     return [_merge(group) for group in groups.values()]
 
 
-def without_pairs(rows: Rows, others: Rows) -> Rows:
-    """Return the rows whose pairs are not in `others`, and print the number of removed rows."""
-    taken = {_key(row) for row in others.usable}
-    kept = [row for row in rows.usable if _key(row) not in taken]
-    if left_out := len(rows.usable) - len(kept):
-        print(f"{rows.source}: {left_out} rows left out, their pairs are in {others.source}")
-    return replace(rows, usable=kept, digest=digest_rows(kept))
+def training_pairs_of(rows: Rows, others: Rows) -> Rows:
+    """Return the pairs for training a reward model: prompt, chosen and rejected.
 
-
-def training_texts(rows: Rows) -> Rows:
-    """Return the rows for training a reward model, without ties and label columns.
-
-    A margin would change the training loss, and a tie would teach a preference that nobody has.
+    Left out are pairs that are in `others`, and ties, which would teach a preference that nobody
+    has. The labels go too: a margin would change the training loss.
     """
-    texts = [
-        {name: value for name, value in row.items() if name not in LABELS}
-        for row in rows.usable
-        if not row.get("tie")
-    ]
-    return replace(rows, usable=texts, digest=digest_rows(texts))
+
+    def convert(row: Row) -> Row | None:
+        if row.get("tie") or _key(row) in taken:
+            return None
+        return {name: row[name] for name in _TRAINED}
+
+    taken = {_key(row) for row in others}
+    types = rows.table.features.arrow_schema
+    schema = pyarrow.schema([types.field(name) for name in _TRAINED])
+    inputs = {"others": others.digest, "code": digest_of_code(__name__)}
+    kept = derive(rows, "training-pairs", inputs, convert, schema)
+    if gone := len(rows) - len(kept):
+        print(f"{rows.source}: {gone} rows not trained on: ties, or pairs of {others.source}")
+    return kept
 
 
 def _key(row: Row) -> _Key:
-    return row.get("prompt", ""), frozenset((row["chosen"], row["rejected"]))
+    return json.dumps(row["prompt"]), frozenset((row["chosen"], row["rejected"]))
 
 
 def _merge(rows: Sequence[Row]) -> LabelledPair:
@@ -111,7 +108,7 @@ def _merge(rows: Sequence[Row]) -> LabelledPair:
         if row.get("margin") is not None
     ]
     return LabelledPair(
-        prompt=first.get("prompt", ""),
+        prompt=first["prompt"],
         chosen=first["chosen" if side > 0 else "rejected"],
         rejected=first["rejected" if side > 0 else "chosen"],
         margin=fmean(margins) if margins else None,

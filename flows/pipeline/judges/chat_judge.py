@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from pipeline.inputs.cache import digest_of, digest_of_code
 from pipeline.judges import questions
 from pipeline.judges.chat_model import ChatModel, Reply
 from pipeline.judges.questions import pose, prompt_version, read_verdict
 from pipeline.judges.reply_cache import ReplyCache, reply_key
-from pipeline.judges.verdict import Verdict
+from pipeline.judges.verdict import JudgedPrompt, Verdict
 from pipeline.settings.judge_config import JudgingConfig
+from ppo_core.data.folder_cache import digest_of, digest_of_code
+from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.reporting.progress_bar import progress
 
 Case = tuple[str, str, str]
@@ -41,7 +42,9 @@ class ChatJudge:
         """Empty: this is a single judge."""
         return ()
 
-    def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def __call__(
+        self, prompts: Sequence[JudgedPrompt], pairs: Sequence[tuple[str, str]]
+    ) -> list[Verdict]:
         """Return one verdict per pair; equal prompts and pairs get equal verdicts.
 
         A verdict is `invalid` if no attempt gave a readable verdict, or if the model gave no reply.
@@ -51,7 +54,7 @@ class ChatJudge:
             JudgeError: the model cannot be asked, or the budget is spent. All earlier replies are
                 stored.
         """
-        cases = [(prompt, *pair) for prompt, pair in zip(prompts, pairs, strict=True)]
+        cases = [(shown_prompt(prompt), *pair) for prompt, pair in zip(prompts, pairs, strict=True)]
         verdicts: dict[Case, Verdict] = {}
         undecided = list(dict.fromkeys(cases))
         for attempt in range(1, self._config.attempts + 1):

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from pipeline.inputs.cache import digest_of
-from pipeline.judges.verdict import Judge, Verdict
+from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict
+from ppo_core.data.folder_cache import digest_of
 
 
 class Ensemble:
@@ -18,7 +18,9 @@ class Ensemble:
         self.version = digest_of([(judge.name, judge.version) for judge in judges])
         self._judges = tuple(judges)
 
-    def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def __call__(
+        self, prompts: Sequence[JudgedPrompt], pairs: Sequence[tuple[str, str]]
+    ) -> list[Verdict]:
         """Return one verdict per pair, with the verdicts of the members as `votes`."""
         ballots = [judge(prompts, pairs) for judge in self._judges]
         return [count_votes(votes) for votes in zip(*ballots, strict=True)]

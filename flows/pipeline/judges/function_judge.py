@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from pipeline.demo import judge, posts
-from pipeline.inputs.cache import digest_of_code
-from pipeline.judges.verdict import WINNERS, Verdict
+from pipeline.judges.verdict import WINNERS, JudgedPrompt, Verdict
+from ppo_core.data.folder_cache import digest_of_code
+from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import ConfigError, DataError, user_code_errors
 
 JudgeFunction = Callable[[list[str], list[tuple[str, str]]], Iterable[Any]]
@@ -33,7 +34,9 @@ class FunctionJudge:
         self.version = version
         self._function = function
 
-    def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def __call__(
+        self, prompts: Sequence[JudgedPrompt], pairs: Sequence[tuple[str, str]]
+    ) -> list[Verdict]:
         """Return one verdict per pair.
 
         Raises:
@@ -42,7 +45,7 @@ class FunctionJudge:
         """
         # Reading the verdicts also runs the function if it is a generator.
         with user_code_errors(DataError, f"The judge {self.name}"):
-            given = self._function(list(prompts), list(pairs))
+            given = self._function(list(map(shown_prompt, prompts)), list(pairs))
             if not isinstance(given, Iterable):
                 raise DataError(
                     f"The judge {self.name} returned {given!r:.80}. Return a list with one verdict "

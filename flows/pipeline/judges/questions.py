@@ -4,9 +4,9 @@ import hashlib
 import json
 import re
 
-from pipeline.inputs.cache import digest_of
 from pipeline.judges.chat_model import Question
 from pipeline.judges.verdict import Verdict
+from ppo_core.data.folder_cache import digest_of
 
 MAX_REASON_CHARACTERS = 500
 """Maximum characters of a reply that become the reason of a verdict."""

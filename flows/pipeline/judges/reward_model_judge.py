@@ -5,8 +5,10 @@ from math import isfinite
 
 from scipy.special import expit
 
-from pipeline.inputs.cache import digest_of, digest_of_model
-from pipeline.judges.verdict import Verdict
+from pipeline.inputs.model_digests import digest_of_model
+from pipeline.judges.verdict import JudgedPrompt, Verdict
+from ppo_core.data.folder_cache import digest_of
+from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.models.loading import load_reward_model
 
 
@@ -27,7 +29,9 @@ class RewardModelJudge:
         self.version = digest_of([digest_of_model(path), end_of_text])
         self._model = load_reward_model(path, end_of_text=end_of_text)
 
-    def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def __call__(
+        self, prompts: Sequence[JudgedPrompt], pairs: Sequence[tuple[str, str]]
+    ) -> list[Verdict]:
         """Return one verdict per pair; P(first is better) = sigmoid(score_first - score_second).
 
         This is the Bradley-Terry model, by which reward models are trained (arXiv:2203.02155,
@@ -40,11 +44,10 @@ class RewardModelJudge:
             [prompt for prompt, _ in texts], [answer for _, answer in texts]
         ).tolist()
         # Equal texts get one score, because the last digits of a score depend on its batch.
-        score_of = dict(zip(texts, scores, strict=True))
-        return [
-            verdict_by_score(score_of[prompt, first], score_of[prompt, second])
-            for prompt, (first, second) in zip(prompts, pairs, strict=True)
-        ]
+        keys = [(shown_prompt(prompt), answer) for prompt, answer in texts]
+        score_of = dict(zip(keys, scores, strict=True))
+        sides = [score_of[key] for key in keys]
+        return [verdict_by_score(*both) for both in zip(sides[::2], sides[1::2], strict=True)]
 
 
 def verdict_by_score(first: float, second: float) -> Verdict:

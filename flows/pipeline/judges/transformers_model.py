@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipeline.inputs.cache import digest_of, digest_of_model
+from pipeline.inputs.model_digests import digest_of_model
 from pipeline.judges.chat_model import Question, Reply
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.data.batching import length_sorted_batches
 from ppo_core.data.chat_template import encode_chat, render_chat
+from ppo_core.data.folder_cache import digest_of
 from ppo_core.data.prompts import Tokens, context_length, encode_prompt, response_texts
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer

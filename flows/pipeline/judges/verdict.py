@@ -2,7 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+from ppo_core.data.chat_template import Messages
+
+JudgedPrompt: TypeAlias = str | Messages
+"""Text, or messages of a chat. A judge reads messages by `shown_prompt`, or by its template."""
 
 WINNERS = ("first", "second", "tie", "invalid")
 
@@ -42,7 +47,9 @@ class Judge(Protocol):
         """Names of the judges of an ensemble; empty for a single judge."""
         ...
 
-    def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def __call__(
+        self, prompts: Sequence[JudgedPrompt], pairs: Sequence[tuple[str, str]]
+    ) -> list[Verdict]:
         """Return one verdict for each prompt and its pair of answers, in order."""
         ...
 

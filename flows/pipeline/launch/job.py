@@ -46,7 +46,7 @@ def write_job(
     """
     folder.mkdir(parents=True, exist_ok=True)
     prompts = training_prompts(settings).column("prompt")
-    rows = "".join(json.dumps({"prompt": text}) + "\n" for text in prompts)
+    rows = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
     write_atomically(folder / "prompts.jsonl", rows)
     config = {
         **asdict(ppo_config(settings)),
@@ -58,6 +58,7 @@ def write_job(
     }
     script = ScriptArguments(
         dataset_name=str(folder / "prompts.jsonl"),
+        prompt_format=settings.prompt_format,
         resume_from_checkpoint="latest",
         reward_bias=reward_bias,
         reward_gain=reward_gain,

@@ -9,6 +9,8 @@ from pipeline.registry.versions import policy_folders
 from pipeline.results import FetchedChampion
 from pipeline.settings.settings import Settings
 from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
+from ppo_core.data.rows.dialogues import in_format_of
+from ppo_core.data.rows.row_error import RowError
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config, load_tokenizer
 from serving.champion import fetch_champion
@@ -57,16 +59,14 @@ def fetch_version(settings: Settings, version: int) -> FetchedChampion:
 def _check_champion(settings: Settings, champion: FetchedChampion) -> None:
     """Raise before training if the champion could not answer the evaluation prompts."""
     tokenizer = load_tokenizer(champion.tokenizer)
-    rows = data_sets.examples(
-        settings.eval_prompts, settings.evaluation, allow_urls=settings.allow_data_urls
-    )
+    rows = data_sets.examples(settings)
     try:
         check_prompt_lengths(
-            [encode_prompt(tokenizer, row["prompt"]) for row in rows],
+            [encode_prompt(tokenizer, in_format_of(tokenizer, row["prompt"])) for row in rows],
             context=context_length(load_config(champion.model)),
             response_length=settings.ppo.response_length,
         )
-    except DataError as error:
+    except (DataError, RowError) as error:
         raise DataError(
             f"eval_prompts={settings.eval_prompts} cannot be answered by the champion, version "
             f"{champion.version} of '{settings.registered_model}': {error}"

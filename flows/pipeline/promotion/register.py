@@ -6,9 +6,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.inputs.cache import digest_of_model, require_unchanged
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
-from pipeline.inputs.rows import read_jsonl
+from pipeline.inputs.json_lines import read_jsonl
+from pipeline.inputs.model_digests import digest_of_model, require_unchanged
 from pipeline.promotion.decide import decide_promotion
 from pipeline.promotion.version_card import version_card
 from pipeline.registry.artifact import VersionContents, write_artifact

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.inputs.rows import read_jsonl
+from pipeline.inputs.json_lines import read_jsonl
 from pipeline.reports.figures import reward_model_figures, win_rate_plot
 from pipeline.reports.headline_metrics import evaluation_numbers, reward_model_numbers
 from pipeline.reports.html_page import evaluation_page, reward_model_page

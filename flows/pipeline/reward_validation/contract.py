@@ -20,6 +20,7 @@ from pipeline.reward_validation.vocabulary import (
     measure_vocabulary,
     vocabulary_reasons,
 )
+from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.models.reward_model import RewardModel
 
 NUM_PAIRS = 16
@@ -85,7 +86,9 @@ def check_contract(
     left_padded = None if left is None else Difference.between(alone, left, deviation)
     differences = {"batch": batch, "right_filler": right_padded, "left_filler": left_padded}
     ends = compare_ends(model, pairs)
-    vocabulary = measure_vocabulary(model, [text for texts in real for text in texts])
+    vocabulary = measure_vocabulary(
+        model, [part for prompt, text in real for part in (shown_prompt(prompt), text)]
+    )
     return Contract(
         deviation=deviation,
         batch=batch,

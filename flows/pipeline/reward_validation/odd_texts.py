@@ -2,6 +2,7 @@
 
 from itertools import cycle, islice
 
+from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length
 from ppo_core.models.reward_model import RewardModel
 
@@ -19,7 +20,7 @@ RESPONSES = {
 """Short odd responses by name."""
 
 
-def odd_rows(model: RewardModel, prompt: str, response: str) -> dict[str, list[int]]:
+def odd_rows(model: RewardModel, prompt: str | Messages, response: str) -> dict[str, list[int]]:
     """Return token rows of a prompt with odd responses, by name; empty rows are left out.
 
     Rows of `RESPONSES` that are too long lose their beginning. Two more rows have the maximum
@@ -41,7 +42,7 @@ def longest_row(model: RewardModel) -> int:
     return min(context, model.tokenizer.model_max_length, LONGEST)
 
 
-def _filled(model: RewardModel, prompt: str, text: str) -> list[int]:
+def _filled(model: RewardModel, prompt: str | Messages, text: str) -> list[int]:
     """Return a row of maximum length: the prompt, the repeated text, and any end token."""
     start = model.encode(prompt, text)[: longest_row(model)]
     body = model.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -28,6 +28,7 @@ import numpy as np
 
 from pipeline.reward_validation.rates import Array, hits, measure_rate
 from pipeline.reward_validation.scores import encoded_scores
+from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
@@ -104,7 +105,7 @@ class Probes:
 
 def run_probes(
     model: RewardModel,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Messages],
     references: Sequence[str],
     *,
     seed: int,

@@ -11,6 +11,8 @@ from scipy.stats import bootstrap
 from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.scores import require_finite
 from pipeline.settings.decoding import Decoding
+from ppo_core.config.row_settings import PromptFormat
+from ppo_core.data.prompts import Prompt
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_policy, load_tokenizer
 from ppo_core.training.evaluation import answer_prompts
@@ -85,12 +87,13 @@ class Samples:
 
 def draw_samples(
     policy_path: str,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     samples_per_prompt: int,
     decoding: Decoding,
     seed: int,
     batch_size: int,
+    prompt_format: PromptFormat,
 ) -> list[list[str]]:
     """Sample `samples_per_prompt` answers of a policy to each prompt with the sampler of training.
 
@@ -99,7 +102,7 @@ def draw_samples(
     """
     answers = answer_prompts(
         load_policy(policy_path),
-        load_tokenizer(policy_path),
+        load_tokenizer(policy_path, prompt_format),
         [prompt for prompt in prompts for _ in range(samples_per_prompt)],
         response_length=decoding.response_length,
         temperature=decoding.temperature,

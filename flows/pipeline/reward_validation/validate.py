@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
-from pipeline.inputs.rows import Rows
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
 from pipeline.reward_validation.contract import check_contract
@@ -18,13 +17,17 @@ from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.samples import duplicates, measure_samples
 from pipeline.reward_validation.scores import require_finite, score_pairs
 from pipeline.settings.reward_validation_config import RewardGateConfig
+from ppo_core.data.chat_template import Messages
+from ppo_core.data.rows.reader import Rows
 from ppo_core.models.reward_model import RewardModel
 
 
 class Draw(Protocol):
     """Samples the policy that PPO starts from."""
 
-    def __call__(self, prompts: Sequence[str], *, samples_per_prompt: int) -> list[list[str]]:
+    def __call__(
+        self, prompts: Sequence[str | Messages], *, samples_per_prompt: int
+    ) -> list[list[str]]:
         """Return samples (M, K) for M prompts, with K = `samples_per_prompt`."""
         ...
 
@@ -61,10 +64,10 @@ def validate(
         ModelError: a score is not finite.
         DataError: the model cannot read a text.
     """
-    labelled = label_pairs(pairs.usable)
+    labelled = label_pairs(pairs)
     chosen, rejected = score_pairs(model, labelled)
     decided = np.array([not pair.tie for pair in labelled])
-    asked = prompts.column("prompt")[: limits.num_prompts]
+    asked = prompts.column("prompt", limits.num_prompts)
     samples = draw(asked, samples_per_prompt=limits.samples_per_prompt)
     sample_scores = _score_samples(model, asked, samples)
     references = _score_references(model, prompts, max(MAX_REFERENCES, limits.num_prompts))
@@ -107,24 +110,24 @@ def _score_references(model: RewardModel, prompts: Rows, limit: int) -> Array | 
     if not prompts.has("reference"):
         print(f"{prompts.source} has no column reference: the bias is 0.")
         return None
-    texts, references = prompts.column("prompt")[:limit], prompts.column("reference")[:limit]
+    texts, references = prompts.column("prompt", limit), prompts.column("reference", limit)
     scores: Array = model.score_texts(texts, references).double().numpy()
     require_finite(scores, "references")
     return scores
 
 
-def _good_answers(prompts: Rows, pairs: Sequence[LabelledPair]) -> tuple[list[str], list[str]]:
+def _good_answers(
+    prompts: Rows, pairs: Sequence[LabelledPair]
+) -> tuple[list[str | Messages], list[str]]:
     """Return prompts with their references, or with the responses that people chose."""
     if prompts.has("reference"):
-        texts = prompts.column("prompt"), prompts.column("reference")
-    else:
-        decided = [pair for pair in pairs if not pair.tie]
-        texts = [pair.prompt for pair in decided], [pair.chosen for pair in decided]
-    return texts[0][:MAX_PROBED], texts[1][:MAX_PROBED]
+        return prompts.column("prompt", MAX_PROBED), prompts.column("reference", MAX_PROBED)
+    decided = [pair for pair in pairs if not pair.tie][:MAX_PROBED]
+    return [pair.prompt for pair in decided], [pair.chosen for pair in decided]
 
 
 def _score_samples(
-    model: RewardModel, prompts: Sequence[str], samples: Sequence[Sequence[str]]
+    model: RewardModel, prompts: Sequence[str | Messages], samples: Sequence[Sequence[str]]
 ) -> Array:
     """Return the scores (M, K) of K samples for each of M prompts."""
     repeated = [prompt for prompt, group in zip(prompts, samples, strict=True) for _ in group]

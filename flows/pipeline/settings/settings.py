@@ -18,6 +18,7 @@ from pipeline.settings.reward_validation_config import RewardGateConfig
 from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.checks import check_type, refuse_secrets, require_finite
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.config.row_settings import Overlong, PromptFormat, check_columns
 from ppo_core.errors import ConfigError
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
@@ -93,6 +94,18 @@ class Settings:
     eval_prompts: str = ""
     """Rows with prompt and reference that the policies are judged on."""
 
+    prompt_format: PromptFormat = "auto"
+    """How the policy reads prompts in every step: `chat`, by its tokenizer's chat template; `text`;
+    or `auto`, chat if there is a template."""
+
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns with other names, as in `prompt = "post"`; a data set without
+    this column is read as if the entry were absent."""
+
+    overlong: Overlong = "drop"
+    """What happens to a row with more tokens than fit: `error`, `drop` (at most 1 % of the rows),
+    or `truncate`, which removes the start of the prompt."""
+
     allow_data_urls: bool = False
     """Whether data sets may be named by an address such as https:// or s3://, whose owner then
     decides what is trained on. Redirects of http addresses are not followed."""
@@ -159,6 +172,7 @@ class Settings:
             raise ConfigError(f"processes={self.processes} must be at least 0.")
         if self.num_nodes < 1:
             raise ConfigError(f"num_nodes={self.num_nodes} must be at least 1.")
+        check_columns(self.columns)
         self._refuse_what_the_flow_decides()
         self._refuse_a_reference_without_weights()
         self._refuse_a_late_kl_warning()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ppo_core.config.checks import require, require_count, require_finite
+from ppo_core.config.row_settings import Overlong, PromptFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,17 @@ class WinRateArguments:
 
     eval_prompts: str = ""
     """File or hub data set with prompt and reference; empty uses the built-in task's prompts."""
+
+    columns: list[str] | None = None
+    """Columns with other names, as in `prompt=post reference=summary`."""
+
+    prompt_format: PromptFormat = "auto"
+    """How the model reads prompts: `chat`, by its tokenizer's chat template; `text`; or `auto`,
+    chat if there is a template."""
+
+    overlong: Overlong = "drop"
+    """What happens to a prompt that leaves no room for an answer: `error`, `drop` (at most 1 % of
+    the prompts), or `truncate`, which removes its start."""
 
     allow_data_urls: bool = False
     """Whether `eval_prompts` and `human_labels` may be addresses such as https:// or s3://."""

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from pipeline.evaluation.evaluate_policies import evaluate_policies
-from pipeline.inputs.cache import require_unchanged
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.model_digests import require_unchanged
 from pipeline.reports.log_reports import log_evaluation
 from pipeline.results import EvaluatedPolicy, FetchedChampion, PreparedModel, TrainedPolicy
 from pipeline.settings.settings import Settings

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from pipeline import preflight
 from pipeline.demo import task
 from pipeline.evaluation.canaries import require_references
 from pipeline.evaluation.contests import Evaluation, evaluate, judgements
 from pipeline.evaluation.win_rate import describe
 from pipeline.inputs import data_sets
-from pipeline.inputs.rows import write_jsonl
+from pipeline.inputs.json_lines import write_jsonl
 from pipeline.judges.spec import check_judge, make_judge
 from pipeline.promotion.champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
@@ -19,7 +21,12 @@ from pipeline.results import JUDGEMENTS, write_report
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments
-from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
+from ppo_core.config.row_settings import parse_columns
+from ppo_core.data.prompts import Prompt, context_length
+from ppo_core.data.rows.fitting import fit_prompts
+from ppo_core.data.rows.forms import Row
+from ppo_core.data.rows.reader import read_rows
+from ppo_core.data.rows.reading import describe_reading
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
 from ppo_core.training.evaluation import answer_prompts
 
@@ -38,14 +45,21 @@ def compare_with_references(
     output = Path(arguments.output_dir)
     preflight.check_outputs(arguments.output_dir, arguments.summary_json)
     check_judge(arguments.judge, "", judging)
-    people = data_sets.human_labels(config, allow_urls=arguments.allow_data_urls)
     source = arguments.eval_prompts or str(
         task.find_demo_task(output / "cache", arguments.seed) / "prompts-eval.jsonl"
     )
-    rows = data_sets.examples(source, config, allow_urls=arguments.allow_data_urls)
+    model, tokenizer = _find_model(arguments)
+    renamed = parse_columns(arguments.columns)
+    people = data_sets.human_labels(
+        config, tokenizer, renamed=renamed, allow_urls=arguments.allow_data_urls
+    )
+    rows = _read_rows(arguments, source, config, model, tokenizer)
     prompts, references = ([row[name] for row in rows] for name in ("prompt", "reference"))
     require_references(references)
-    texts = {"model": _answer(arguments, config, prompts), "reference": references}
+    texts = {
+        "model": _answer(arguments, config, model, tokenizer, prompts),
+        "reference": references,
+    }
     judge = make_judge(
         arguments.judge,
         config=judging,
@@ -93,18 +107,47 @@ def describe_evaluation(evaluation: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def _answer(
-    arguments: WinRateArguments, config: EvaluationConfig, prompts: Sequence[str]
-) -> list[str]:
+def _find_model(
+    arguments: WinRateArguments,
+) -> tuple[Path | str, PreTrainedTokenizerBase]:
     cache = Path(arguments.output_dir) / "cache" / CHAMPIONS
-    model, tokenizer_path = find_policy(arguments.model, cache)
-    context = context_length(load_config(model))
-    tokenizer = load_tokenizer(tokenizer_path)
-    check_prompt_lengths(
-        [encode_prompt(tokenizer, prompt) for prompt in prompts],
-        context=context,
-        response_length=arguments.response_length,
+    model, tokenizer = find_policy(arguments.model, cache)
+    return model, load_tokenizer(tokenizer, arguments.prompt_format)
+
+
+def _read_rows(
+    arguments: WinRateArguments,
+    source: str,
+    config: EvaluationConfig,
+    model: Path | str,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Row]:
+    """Return the rows that are judged; print which columns were read, and what was left out."""
+    rows = read_rows(
+        source,
+        "prompts",
+        is_chat=tokenizer.chat_template is not None,
+        renamed=parse_columns(arguments.columns),
+        allow_urls=arguments.allow_data_urls,
     )
+    fitting = fit_prompts(
+        rows,
+        tokenizer,
+        context=context_length(load_config(model)),
+        response_length=arguments.response_length,
+        overlong=arguments.overlong,
+    )
+    print(describe_reading(fitting))
+    return data_sets.first_rows(data_sets.require_reference(fitting), config)
+
+
+def _answer(
+    arguments: WinRateArguments,
+    config: EvaluationConfig,
+    model: Path | str,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+) -> list[str]:
     return answer_prompts(
         load_policy(model),
         tokenizer,

@@ -8,18 +8,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 import ppo_core
-from pipeline.inputs import cache, data_sets
+from pipeline.inputs import data_sets, model_digests
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.inputs.rows import Rows
 from pipeline.results import PreparedModel
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import cache_folder, track
 from pipeline.tracking.tracker import Tracker
+from ppo_core.data import folder_cache
+from ppo_core.data.rows.reader import Rows
 from ppo_core.distributed.process import large_imports
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training_code import modules_of_training
 
-Trainer = Callable[[str, list[dict[str, object]], SupervisedConfig, Path], Mapping[str, float]]
+Trainer = Callable[..., Mapping[str, float]]
 
 
 def load_policy(settings: Settings, run: FlowRun) -> PreparedModel:
@@ -29,7 +30,9 @@ def load_policy(settings: Settings, run: FlowRun) -> PreparedModel:
             return PreparedModel(path=settings.policy, metrics={})
         rows = data_sets.sft_rows(settings)
         folder = cache_folder(settings)
-        made = _train_once("train_sft", folder / "sft", settings.policy, rows, settings.sft)
+        made = _train_once(
+            "train_sft", folder / "sft", settings.policy, rows, settings.sft, settings
+        )
         return _prepared(made, tracker)
 
 
@@ -40,30 +43,41 @@ def load_reward_model(settings: Settings, sft: PreparedModel, run: FlowRun) -> P
             return PreparedModel(path=settings.reward_model, metrics={})
         rows = data_sets.training_pairs(settings)
         folder, config = cache_folder(settings), settings.reward_model_training
-        made = _train_once("train_reward_model", folder / "reward-model", sft.path, rows, config)
+        made = _train_once(
+            "train_reward_model", folder / "reward-model", sft.path, rows, config, settings
+        )
         return _prepared(made, tracker)
 
 
 def _train_once(
-    trainer: str, prefix: Path, model: str, rows: Rows, config: SupervisedConfig
-) -> cache.Cached:
+    trainer: str,
+    prefix: Path,
+    model: str,
+    rows: Rows,
+    config: SupervisedConfig,
+    settings: Settings,
+) -> folder_cache.Cached:
     """Return the cached model in `prefix`-DIGEST; train it with `ppo_core` if it is missing."""
 
     def train(folder: Path) -> Mapping[str, float]:
         with large_imports():
             call: Trainer = getattr(ppo_core, trainer)
-        return call(model, rows.usable, config, folder)
+        return call(model, rows, config, folder, **reading)
 
+    reading = {"prompt_format": settings.prompt_format, "overlong": settings.overlong}
     decides_the_result = {
-        "model": cache.digest_of_model(model),
+        **reading,
+        "model": model_digests.digest_of_model(model),
         "rows": rows.digest,
         "settings": asdict(config),
-        "code": cache.digest_of_code(*modules_of_training()),
+        "code": folder_cache.digest_of_code(*modules_of_training()),
     }
-    return cache.make_once(prefix.parent, prefix.name, decides_the_result, train)
+    made = folder_cache.make_once(prefix.parent, prefix.name, decides_the_result, train)
+    print(f"{prefix.name}: {'reused' if made.reused else 'made'} {made.path}", flush=True)
+    return made
 
 
-def _prepared(made: cache.Cached, tracker: Tracker) -> PreparedModel:
+def _prepared(made: folder_cache.Cached, tracker: Tracker) -> PreparedModel:
     tracker.step.log_metrics(made.metrics)
     tracker.step.set_tags({"reused": str(made.reused)})
     return PreparedModel(path=str(made.path), metrics=made.metrics)

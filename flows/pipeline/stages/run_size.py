@@ -1,19 +1,17 @@
 """Sizes of a run, for `--check`: rows, tokens, parameters, updates and optimizer steps."""
 
-from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from math import ceil
 
-from transformers import PreTrainedTokenizerBase
+import pyarrow.compute
 
 from pipeline.inputs import data_sets
 from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
 from ppo_core.data.prompts import encode_prompt
-from ppo_core.models.loading import count_parameters, load_tokenizer
+from ppo_core.data.rows.reader import Rows
+from ppo_core.models.loading import count_parameters
 from ppo_core.ppo.schedule import Schedule, make_schedule
-from ppo_core.supervised.reward_pairs import encode_pair
-from ppo_core.supervised.sft_examples import encode_example
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 
@@ -83,25 +81,22 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         DataError: a row cannot be used.
         ModelError: a model cannot be read.
     """
-    tokenizer = load_tokenizer(settings.policy)
+    tokenizer = data_sets.policy_tokenizer(settings)
     prompts = data_sets.training_prompts(settings).column("prompt")
     devices = gpus() or 1
     processes = (settings.processes or devices) * settings.num_nodes
-    answered = data_sets.examples(
-        settings.eval_prompts, settings.evaluation, allow_urls=settings.allow_data_urls
-    )
     return RunSize(
         policy_parameters=count_parameters(settings.policy),
         reward_parameters=count_parameters(settings.reward_model or settings.policy, scores=True),
-        sft=_sft_size(settings, tokenizer, devices),
-        reward_model=_reward_size(settings, tokenizer, devices),
-        validation_pairs=len(data_sets.test_pairs(settings).usable),
+        sft=_sft_size(settings, devices),
+        reward_model=_reward_size(settings, devices),
+        validation_pairs=len(data_sets.test_pairs(settings)),
         prompts=len(prompts),
-        prompt_tokens=_total(encode_prompt(tokenizer, prompt) for prompt in prompts),
+        prompt_tokens=sum(len(encode_prompt(tokenizer, prompt)) for prompt in prompts),
         response_length=settings.ppo.response_length,
         processes=processes,
         ppo=make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=processes),
-        evaluation_prompts=len(answered),
+        evaluation_prompts=len(data_sets.examples(settings)),
         # SFT and PPO against the references, and PPO against SFT and the champion.
         contests=4 if has_champion else 3,
     )
@@ -130,29 +125,19 @@ def describe_run(size: RunSize) -> str:
     return "\n".join(lines)
 
 
-def _sft_size(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, devices: int
-) -> SupervisedSize | None:
+def _sft_size(settings: Settings, devices: int) -> SupervisedSize | None:
     if not settings.sft_data:
         return None
-    rows = data_sets.sft_rows(settings).usable
-    tokens = _total(
-        encode_example(tokenizer, row, number, settings.sft)["input_ids"]
-        for number, row in enumerate(rows)
-    )
-    return _supervised(len(rows), tokens, settings.sft, devices)
+    rows = data_sets.encoded_demonstrations(settings)
+    return _supervised(len(rows), _tokens(rows, "input_ids"), settings.sft, devices)
 
 
-def _reward_size(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, devices: int
-) -> SupervisedSize | None:
+def _reward_size(settings: Settings, devices: int) -> SupervisedSize | None:
     if settings.reward_model:
         return None
-    config = settings.reward_model_training
-    rows = data_sets.training_pairs(settings).usable
-    pairs = [encode_pair(tokenizer, row, number, config) for number, row in enumerate(rows)]
-    tokens = _total(pair[side] for pair in pairs for side in ("chosen", "rejected"))
-    return _supervised(len(rows), tokens, config, devices)
+    rows = data_sets.encoded_pairs(settings)
+    tokens = _tokens(rows, "chosen") + _tokens(rows, "rejected")
+    return _supervised(len(rows), tokens, settings.reward_model_training, devices)
 
 
 def _supervised(rows: int, tokens: int, config: SupervisedConfig, devices: int) -> SupervisedSize:
@@ -166,8 +151,10 @@ def _supervised(rows: int, tokens: int, config: SupervisedConfig, devices: int) 
     )
 
 
-def _total(sequences: Iterable[Sized]) -> int:
-    return sum(map(len, sequences))
+def _tokens(rows: Rows, column: str) -> int:
+    """Return the number of token ids in a column."""
+    lengths = pyarrow.compute.list_value_length(rows.table.with_format("arrow")[column])
+    return int(pyarrow.compute.sum(lengths).as_py())
 
 
 def _describe(size: SupervisedSize) -> str:

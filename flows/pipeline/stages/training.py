@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.inputs.cache import digest_of_folder
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.job import ppo_config, write_job
@@ -14,6 +13,7 @@ from pipeline.launch.launcher import train
 from pipeline.results import Change, PreparedModel, TrainedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
+from ppo_core.data.folder_cache import digest_of_folder
 from ppo_core.reporting.health import warnings_of
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 

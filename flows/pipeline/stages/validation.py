@@ -76,7 +76,9 @@ def examine_reward_model(
 ) -> dict[str, Any]:
     """Return the report on the reward model that `reward_validation.validate` writes."""
     model = load_reward_model(
-        reward_model.path, end_of_text=settings.reward_model_training.end_of_text
+        reward_model.path,
+        end_of_text=settings.reward_model_training.end_of_text,
+        prompt_format=data_sets.reward_format(settings),
     )
     return validate(
         model,
@@ -91,6 +93,7 @@ def examine_reward_model(
                 stop_token=settings.ppo.stop_token,
                 stop_token_id=settings.ppo.stop_token_id,
             ),
+            prompt_format=settings.prompt_format,
             seed=settings.seed,
             batch_size=settings.ppo.local_rollout_forward_batch_size,
         ),

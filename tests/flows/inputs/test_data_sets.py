@@ -1,5 +1,6 @@
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pipeline.settings.settings import make_settings
 from pipeline.tracking.mlflow_client import check_registry
 from ppo_core.errors import ConfigError, DataError, ModelError, PPOError
 from tests.helpers.pipeline_inputs import tiny_table, write_model, write_rows
+from tests.helpers.rows import plain
 from tests.helpers.tiny import make_tokenizer
 
 
@@ -22,22 +24,20 @@ def check(folder: Path, **changes: Any) -> None:
 def test_inputs_that_fit_pass_and_are_counted(tmp_path: Path, capsys):
     check(tmp_path)
     told = capsys.readouterr().out
-    assert "prompts: 32 rows" in told
-    assert "preferences: 58 rows" in told
-    assert "preferences-test: 6 rows" in told
-    assert "sft: 16 rows" in told
+    for name, count in (("prompts", 32), ("preferences", 58), ("preferences-test", 6), ("sft", 16)):
+        assert re.search(rf"^{name}: .*: {count} rows, reading prompt, ", told, re.MULTILINE)
 
 
 def test_pairs_are_held_out_only_where_none_were_brought(tmp_path: Path):
     table = tiny_table(tmp_path)
     settings = make_settings(table, {})
-    assert training_pairs(settings).usable + read_test_pairs(settings).usable == [
+    assert plain([*training_pairs(settings), *read_test_pairs(settings)]) == [
         json.loads(line) for line in Path(table["preferences"]).read_text().splitlines()
     ]
     other = write_rows(tmp_path / "test.jsonl", [{"chosen": "w1", "rejected": "w2"}] * 3)
     own = make_settings({**table, "preferences_test": other}, {})
-    assert len(training_pairs(own).usable) == 64
-    assert len(read_test_pairs(own).usable) == 3
+    assert len(training_pairs(own)) == 64
+    assert len(read_test_pairs(own)) == 3
 
 
 def test_no_pair_is_trained_on_that_the_model_is_validated_on(tmp_path: Path):
@@ -46,8 +46,8 @@ def test_no_pair_is_trained_on_that_the_model_is_validated_on(tmp_path: Path):
     rows.append({"prompt": "w0", "chosen": "w2", "rejected": "w1"})
     table = tiny_table(tmp_path) | {"preferences": write_rows(tmp_path / "votes.jsonl", rows)}
     settings = make_settings(table, {})
-    assert training_pairs(settings).usable == rows[1:9]
-    assert read_test_pairs(settings).usable == rows[9:]
+    assert plain(training_pairs(settings)) == rows[1:9]
+    assert plain(read_test_pairs(settings)) == rows[9:]
     with pytest.raises(DataError, match="no pair is left to train the reward model on"):
         check(tmp_path, preferences=table["preferences"], preferences_test=table["preferences"])
 
@@ -60,8 +60,8 @@ def test_labels_of_preferences_are_read_and_not_trained_on(tmp_path: Path):
     settings = make_settings(
         tiny_table(tmp_path) | {"preferences": write_rows(tmp_path / "rated.jsonl", rows)}, {}
     )
-    assert read_test_pairs(settings).usable == rows[18:]
-    assert training_pairs(settings).usable == [
+    assert plain(read_test_pairs(settings)) == rows[18:]
+    assert plain(training_pairs(settings)) == [
         {name: row[name] for name in ("prompt", "chosen", "rejected")} for row in rows[1:18]
     ]
 
@@ -70,7 +70,11 @@ def test_rows_set_aside_can_be_read(tmp_path: Path):
     rows = [{"prompt": "w1"} for _ in range(200)] + [{"prompt": ""}]
     check(tmp_path, prompts=write_rows(tmp_path / "p.jsonl", rows))
     kept = (tmp_path / "outputs" / "quarantine" / "prompts.jsonl").read_text()
-    assert json.loads(kept) == {"row": 200, "prompt": ""}
+    assert json.loads(kept) == {
+        "row": 200,
+        "reason": "with an empty prompt",
+        "values": {"prompt": ""},
+    }
 
 
 @pytest.mark.parametrize("name", ["prompts", "eval_prompts"])
@@ -79,7 +83,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path, name: str):
     fits = {"prompt": " ".join(["w1"] * 58), "reference": "w1"}
     check(tmp_path, **{name: write_rows(tmp_path / "p.jsonl", [fits])})
     long = {"prompt": " ".join(["w1"] * 59), "reference": "w1"}
-    message = rf"{name}=.*1 of 2 prompts .*58 tokens.*has 59 tokens\. Shorten or remove"
+    message = rf"'{name}': 1 of the 2 rows .*with more than 58 tokens.*shorten or remove"
     with pytest.raises(DataError, match=message):
         check(tmp_path, **{name: write_rows(tmp_path / "p.jsonl", [fits, long])})
 
@@ -87,7 +91,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path, name: str):
 def test_pairs_longer_than_the_training_takes_are_refused(tmp_path: Path):
     pair = {"prompt": "w1 " * 20, "chosen": "w1 " * 20, "rejected": "w2"}
     with pytest.raises(
-        DataError, match=r"2 of 10 prompts with a response .*max_length=32; the longest has 41"
+        DataError, match=r"'preferences': 2 of the 5 rows .*with more than 32 tokens.*max_length"
     ):
         check(
             tmp_path,
@@ -100,6 +104,29 @@ def test_evaluation_prompts_without_any_reference_are_refused(tmp_path: Path):
     rows = [{"prompt": "w1", "reference": ""} for _ in range(4)]
     with pytest.raises(DataError, match="None of the 4 prompts has a reference"):
         check(tmp_path, eval_prompts=write_rows(tmp_path / "e.jsonl", rows))
+
+
+def test_columns_of_other_names_are_read_and_a_wrong_name_is_refused(tmp_path: Path):
+    posts = write_rows(tmp_path / "posts.jsonl", [{"post": "w1"}, {"post": "w2"}])
+    check(tmp_path, prompts=posts, columns={"prompt": "post"})
+    with pytest.raises(ConfigError, match=r"columns.reference='sumary' is read from no data set"):
+        check(tmp_path, columns={"reference": "sumary"})
+
+
+def test_a_pair_that_is_shortened_for_validation_is_not_trained_on(tmp_path: Path):
+    long = {"prompt": "w1 " * 70, "chosen": "w1", "rejected": "w2"}
+    rows = [{"prompt": f"w{i}", "chosen": "w1", "rejected": "w2"} for i in range(9)]
+    settings = make_settings(
+        {
+            **tiny_table(tmp_path),
+            "preferences": write_rows(tmp_path / "p.jsonl", [*rows, long]),
+            "preferences_test": write_rows(tmp_path / "t.jsonl", [long]),
+            "overlong": "truncate",
+        },
+        {},
+    )
+    assert len(read_test_pairs(settings).table[0]["prompt"].split()) < 70
+    assert plain(training_pairs(settings)) == rows
 
 
 SHORT = {"prompt": "w1", "chosen": "w1", "rejected": "w2"}
@@ -134,10 +161,12 @@ def test_held_out_pairs_that_the_reward_model_cannot_read_are_refused(tmp_path: 
         )
 
     check_pair("w1 " * 62, "w1")
-    with pytest.raises(DataError, match=r"cannot read 2: all have 65 to 65 tokens.* 1 to 64"):
+    with pytest.raises(
+        DataError, match=r"1 with more than 64 tokens.*the reward model cannot read"
+    ):
         check_pair("w1 " * 63, "w1")
     check_pair("", "")
-    with pytest.raises(DataError, match=r"cannot read 1: all have 0 to 1 tokens"):
+    with pytest.raises(DataError, match=r"1 without tokens"):
         check_pair("", "", end_of_text=False)
 
 
@@ -176,13 +205,14 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path, name: str):
     [
         ("preferences", "chosen, rejected"),
         ("prompts", "prompt"),
-        ("eval_prompts", "prompt, reference"),
+        ("eval_prompts", "prompt"),
         ("sft_data", "prompt, completion"),
     ],
 )
 def test_a_missing_column_is_refused_and_those_there_named(tmp_path: Path, name: str, missing: str):
-    path = write_rows(tmp_path / "other.jsonl", [{"text": "w1", "label": "w2"}])
-    with pytest.raises(DataError, match=f"no column {missing}; its columns are text, label"):
+    path = write_rows(tmp_path / "other.jsonl", [{"label": "w1", "other": "w2"}])
+    message = rf"'{name}': .*no column {missing}.*the columns are label, other"
+    with pytest.raises(DataError, match=message):
         check(tmp_path, **{name: path})
 
 

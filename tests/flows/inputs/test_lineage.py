@@ -3,13 +3,14 @@
 import hashlib
 import os
 import subprocess
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from pipeline.inputs.lineage import UNKNOWN, git_state, installed_packages, trace
-from pipeline.inputs.rows import Rows, read_rows
+from ppo_core.data.rows.reader import read_rows
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
@@ -99,8 +100,13 @@ def test_every_package_is_listed_once_in_order():
 
 def test_the_lineage_of_a_run(tmp_path: Path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1"}\n{"prompt": "w2"}\n')
-    rows = read_rows(str(tmp_path / "prompts.jsonl"), ["prompt"])
-    secret = Rows("https://me:secret@host/pairs.jsonl", [], [], "3fa91c02")
+    rows = read_rows(str(tmp_path / "prompts.jsonl"), "prompts")
+    secret = replace(
+        rows,
+        source="https://me:secret@host/pairs.jsonl",
+        digest="3fa91c02",
+        left_out={"with an empty prompt": 3},
+    )
     settings = {"seed": 7, "ppo": {"kl_coef": 0.05}}
 
     def of(settings):
@@ -121,9 +127,9 @@ def test_the_lineage_of_a_run(tmp_path: Path):
         "data/prompts": rows.digest,
         "data/preferences": "3fa91c02",
     }
-    assert [(data.name, data.source, data.rows) for data in lineage.data] == [
-        ("prompts", str(tmp_path / "prompts.jsonl"), 2),
-        ("preferences", "https://host/pairs.jsonl", 0),
+    assert [(data.name, data.source, data.rows, data.left_out) for data in lineage.data] == [
+        ("prompts", str(tmp_path / "prompts.jsonl"), 2, {}),
+        ("preferences", "https://host/pairs.jsonl", 2, {"with an empty prompt": 3}),
     ]
     assert "secret" not in str(lineage)
     assert of(settings) == lineage

@@ -2,8 +2,8 @@ from itertools import permutations
 
 import pytest
 
-from pipeline.inputs.preference_pairs import LabelledPair, label_pairs, training_texts
-from pipeline.inputs.rows import Rows
+from pipeline.inputs.preference_pairs import LabelledPair, label_pairs, training_pairs_of
+from tests.helpers.rows import plain, rows_of
 
 
 def vote(chosen: str, rejected: str, **labels) -> dict:
@@ -17,10 +17,7 @@ def test_a_row_of_its_own_keeps_what_it_says():
     ]
 
 
-def test_rows_need_no_prompt_and_no_label():
-    assert label_pairs([{"chosen": "a", "rejected": "b"}]) == [
-        LabelledPair(prompt="", chosen="a", rejected="b")
-    ]
+def test_rows_need_no_label():
     nothing = vote("a", "b", margin=None, category=None, tie=None, annotator=None)
     assert label_pairs([nothing]) == [LabelledPair(prompt="p", chosen="a", rejected="b")]
 
@@ -111,10 +108,27 @@ def test_other_prompts_and_other_texts_are_other_pairs():
     ]
 
 
-def test_a_reward_model_is_trained_on_texts_alone_and_on_no_ties():
-    plain = [vote("a", "b"), vote("c", "d")]
-    rows = [vote("a", "b", margin=2.0, tie=None), vote("x", "y", tie=True), vote("c", "d")]
-    trained = training_texts(Rows("file", rows, [{"row": 9}], "digest"))
-    assert trained.usable == plain
-    assert (trained.source, trained.quarantined) == ("file", [{"row": 9}])
-    assert trained.digest == training_texts(Rows("file", plain, [], "")).digest != "digest"
+def test_a_reward_model_is_trained_on_texts_alone_and_on_no_ties(capsys):
+    kept = [vote("a", "b"), vote("c", "d")]
+    rows = rows_of(
+        "pairs", [{**vote("a", "b"), "margin": 2.0}, vote("x", "y", tie=True), *kept[1:]]
+    )
+    others = rows_of("pairs", [vote("e", "f")])
+    trained = training_pairs_of(rows, others)
+    assert plain(trained) == kept
+    assert "1 rows not trained on: ties, or pairs of the rows" in capsys.readouterr().out
+    assert trained.digest == training_pairs_of(rows_of("pairs", kept), others).digest
+    assert trained.digest != rows.digest
+
+
+def test_pairs_of_the_validation_set_are_not_trained_on_in_either_order():
+    rows = rows_of("pairs", [vote("a", "b"), vote("c", "d")])
+    trained = training_pairs_of(rows, rows_of("pairs", [vote("d", "c")]))
+    assert plain(trained) == [vote("a", "b")]
+
+
+def test_pairs_of_equal_messages_are_one_pair():
+    asked = [{"role": "user", "content": "p"}]
+    rows = [{**vote("a", "b"), "prompt": asked}, {**vote("b", "a"), "prompt": asked}]
+    (pair,) = label_pairs(rows_of("pairs", rows, is_chat=True))
+    assert (pair.prompt, pair.votes, pair.tie) == (asked, 2, True)

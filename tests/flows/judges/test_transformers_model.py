@@ -212,7 +212,7 @@ def test_a_model_that_takes_no_questions_is_refused(tmp_path: Path, template, me
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path):
-    with pytest.raises(ModelError, match="No model can be loaded"):
+    with pytest.raises(ModelError, match=r"There is no folder .*nothing"):
         make_chat(str(tmp_path / "nothing"))
 
 

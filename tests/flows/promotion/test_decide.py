@@ -15,7 +15,7 @@ import pytest
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.inputs.rows import read_jsonl
+from pipeline.inputs.json_lines import read_jsonl
 from pipeline.promotion.champion import find_champion
 from pipeline.promotion.decide import decide_promotion
 from pipeline.registry import champions
@@ -471,14 +471,18 @@ def test_a_champion_whose_files_are_gone_is_fetched_again(world: World, name: st
 
 
 def test_a_champion_that_cannot_read_the_prompts_is_refused_before_training(
-    world: World, name: str
+    world: World, name: str, tmp_path: Path
 ):
     crown(world, name, "weak")
-    # The policies of this file take 64 tokens, of which the answer would have 61; prompts have 4.
+    # The champion reads 64 tokens, of which the answer would have 61; prompts have 4. The policy of
+    # the run reads more.
     settings = world.named(name)
-    longer = world.named(
-        name, ppo=type(settings.ppo)(**{**vars(settings.ppo), "response_length": 61})
-    )
+    policy = tmp_path / "policy"
+    shutil.copytree(settings.policy, policy)
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
+    ppo = type(settings.ppo)(**{**vars(settings.ppo), "response_length": 61})
+    longer = world.named(name, policy=str(policy), ppo=ppo)
     with pytest.raises(DataError, match="the champion, version 1"):
         find_champion(longer)
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline import stages
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.inputs.rows import read_jsonl
+from pipeline.inputs.json_lines import read_jsonl
 from pipeline.promotion import register as register_module
 from pipeline.registry import champions
 from pipeline.results import (

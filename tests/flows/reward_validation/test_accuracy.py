@@ -10,6 +10,7 @@ from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
 from pipeline.reward_validation.accuracy import ANCHORS, Accuracy, measure_accuracy
 from pipeline.reward_validation.rates import hits, measure_rate
 from pipeline.reward_validation.scores import score_pairs
+from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.loading import load_reward_model
 from ppo_core.models.reward_model import RewardModel
@@ -239,8 +240,7 @@ def test_a_record_is_plain_json():
 def test_ratings_of_film_reviews_are_divided_at_one_two_three_four():
     if not DATA.is_dir():
         pytest.skip(f"{DATA} is missing")
-    lines = (DATA / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    pairs = label_pairs([json.loads(line) for line in lines])
+    pairs = label_pairs(read_rows(str(DATA / "test.jsonl"), "pairs"))
     result = measure([1.0] * len(pairs), pairs)
     counts = {name: rate.n for name, rate in result.by_margin.items()}
     assert counts == {"> 1": 998, "> 2": 749, "> 3": 538, "> 4": 241}

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.inputs.preference_pairs import LABELS
-from pipeline.inputs.rows import Rows, read_rows
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.validate import validate
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.reward_validation_config import RewardGateConfig
+from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_reward_model
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model
 from tests.helpers.paths import SHARED
+from tests.helpers.rows import rows_of
 from tests.helpers.tiny import make_classifier, make_tokenizer
 from tests.helpers.word_models import word_reward
 
@@ -40,8 +40,8 @@ def train(folder: Path, rows: list[dict[str, str]]) -> RewardModel:
 
 
 def texts(count: int) -> list[dict[str, str]]:
-    rows = read_rows(str(DATA / "sentiment-pairs" / "train.jsonl"), ["chosen", "rejected"])
-    return rows.usable[:count]
+    rows = read_rows(str(DATA / "sentiment-pairs" / "train.jsonl"), "pairs")
+    return list(rows.table.select(range(count)))
 
 
 def turned(row: dict[str, str]) -> dict[str, str]:
@@ -50,13 +50,12 @@ def turned(row: dict[str, str]) -> dict[str, str]:
 
 def report_on(model: RewardModel, **limits: Any) -> dict[str, Any]:
     """The report on the held-out pairs, the stories' prompts and the story model."""
-    pairs = read_rows(
-        str(DATA / "sentiment-pairs" / "test.jsonl"), ["chosen", "rejected"], labels=LABELS
-    )
-    prompts = read_rows(str(DATA / "stories" / "prompts-train.jsonl"), ["prompt"], ["reference"])
+    pairs = read_rows(str(DATA / "sentiment-pairs" / "test.jsonl"), "pairs")
+    prompts = read_rows(str(DATA / "stories" / "prompts-train.jsonl"), "prompts")
     draw = partial(
         draw_samples,
         POLICY,
+        prompt_format="auto",
         decoding=Decoding(response_length=32, temperature=1.0),
         seed=1,
         batch_size=64,
@@ -136,8 +135,8 @@ def report_on_words(
 
     return validate(
         model or RewardModel(make_classifier(), make_tokenizer()),
-        Rows("pairs", pairs, [], ""),
-        Rows("prompts", prompts, [], ""),
+        rows_of("pairs", pairs),
+        rows_of("prompts", prompts),
         draw,
         RewardGateConfig(num_prompts=num_prompts, **limits),
         seed=1,

@@ -20,7 +20,13 @@ SAMPLING = Decoding(response_length=6, temperature=1.0)
 
 def draw(path: str, prompts: list[str], count: int, *, seed: int = 1, decoding=SAMPLING):
     return draw_samples(
-        path, prompts, samples_per_prompt=count, decoding=decoding, seed=seed, batch_size=5
+        path,
+        prompts,
+        samples_per_prompt=count,
+        decoding=decoding,
+        seed=seed,
+        batch_size=5,
+        prompt_format="auto",
     )
 
 

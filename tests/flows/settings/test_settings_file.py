@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pipeline.settings.settings import INPUTS, NOT_OF_THE_FLOW, Settings, make_settings, read_preset
 from pipeline.settings.settings_file import settings_text
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.config.row_settings import FIELDS
 from ppo_core.errors import ConfigError
 
 SECTIONS = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
@@ -80,6 +81,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(parts)
     if get_origin(kind) is list:
         return st.lists(values_of(parts[0]), min_size=1, max_size=3)
+    if get_origin(kind) is dict:
+        return st.dictionaries(st.sampled_from(FIELDS), values_of(parts[1]))
     if parts:
         return st.one_of(map(values_of, parts))
     return {
@@ -130,6 +133,8 @@ VALUES = {int: 7, float: 1.5, str: "a", bool: True}
 def changed(kind: Any, default: Any) -> Any:
     """Another value than the default of a setting, and one that is in its range."""
     parts = get_args(kind)
+    if get_origin(kind) is dict:
+        return {"prompt": "the post", "chosen": 'a "better" one'}
     if default is MISSING:
         return ["q_proj", "v_proj"]
     if get_origin(kind) is Literal:

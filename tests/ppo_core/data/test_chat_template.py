@@ -2,9 +2,15 @@
 
 import pytest
 
-from ppo_core.data.chat_template import encode_chat, is_messages, render_chat
-from ppo_core.errors import DataError
+from ppo_core.data.chat_template import (
+    encode_chat,
+    is_messages,
+    render_chat,
+    set_prompt_format,
+)
+from ppo_core.errors import ConfigError, DataError
 from tests.helpers.chat import ASSISTANT, ENDED, OPEN, STRICT, USER, make_chat_tokenizer, say
+from tests.helpers.chat_models import END_OF_TEXT, TEMPLATES, make_instruct_tokenizer
 from tests.helpers.tiny import EOS
 
 
@@ -55,3 +61,37 @@ def test_a_tokenizer_without_an_end_token_cannot_end_a_conversation():
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="no end-of-sequence token"):
         encode_chat(tokenizer, say("w0"), end=True)
+
+
+@pytest.mark.parametrize("prompt_format", ["auto", "chat"])
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_in_a_chat_the_end_of_a_turn_is_the_end_of_a_response(family, prompt_format, tmp_path):
+    tokenizer = make_instruct_tokenizer(family)
+    assert tokenizer.eos_token == END_OF_TEXT
+    set_prompt_format(tokenizer, prompt_format)
+    assert tokenizer.eos_token == TEMPLATES[family][2]
+    assert tokenizer.pad_token == END_OF_TEXT
+    tokenizer.save_pretrained(tmp_path)
+    saved = type(tokenizer).from_pretrained(tmp_path)
+    assert (saved.eos_token, saved.chat_template) == (TEMPLATES[family][2], tokenizer.chat_template)
+
+
+def test_as_text_a_tokenizer_has_no_template_and_keeps_its_end_token():
+    tokenizer = make_instruct_tokenizer("chatml")
+    set_prompt_format(tokenizer, "text")
+    assert (tokenizer.chat_template, tokenizer.eos_token) == (None, END_OF_TEXT)
+
+
+@pytest.mark.parametrize("template", [OPEN, STRICT])
+def test_a_template_that_writes_no_end_keeps_the_end_of_text(template):
+    tokenizer = make_chat_tokenizer(template)
+    set_prompt_format(tokenizer, "auto")
+    assert tokenizer.eos_token_id == EOS
+
+
+def test_a_chat_needs_a_template():
+    tokenizer = make_chat_tokenizer(None)
+    with pytest.raises(ConfigError, match=r"has no chat template\. Set its chat_template, or set"):
+        set_prompt_format(tokenizer, "chat")
+    set_prompt_format(tokenizer, "auto")
+    assert tokenizer.eos_token_id == EOS

@@ -73,14 +73,15 @@ def test_reward_with_adapters_and_margins_writes_a_classifier(base, tmp_path):
 
 
 def test_bad_input_is_one_line_on_standard_error_and_exit_code_1(base, tmp_path):
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "w0", "answer": "w1"}])
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "w0", "reply": "w1"}])
     folder = tmp_path / "sft"
     ran = start(
         *("sft", "--model_name_or_path", base, "--dataset_name", rows, "--output_dir", folder)
     )
     assert ran.returncode == 1
     assert ran.stderr.count("\n") == 1
-    assert "Row 0: there is no column 'completion', only: prompt, answer" in ran.stderr
+    assert "There is no column completion" in ran.stderr
+    assert "the columns are prompt, reply" in ran.stderr
     assert not folder.exists()
 
 
@@ -133,7 +134,7 @@ def test_help_lists_every_flag_with_its_sentence(capsys):
     assert "OUTPUT_DIR Folder for the trained model and its tokenizer." in text
     assert "--use_peft" in text
     assert "--centre_rewards_coefficient" in text
-    assert "a longer example is an error. Also --max_seq_length. (default: 512)" in text
+    assert "tokens of prompt plus response. Also --max_seq_length. (default: 512)" in text
     assert "its tokenizer. Required." in text
 
 

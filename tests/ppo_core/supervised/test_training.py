@@ -21,6 +21,7 @@ from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.supervised.reward_pairs import encode_pair
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
+from tests.helpers.rows import read_row
 
 EXAMPLES = [
     {"prompt": "i lost the ring . tl;dr :", "completion": "lost ring"},
@@ -69,7 +70,7 @@ def test_reward_model_learns_its_pairs_and_loads_as_a_classifier_with_one_label(
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
     assert saved.config.num_labels == 1
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rm")
-    ids = [encode_pair(tokenizer, pair, 0, settings()) for pair in PAIRS]
+    ids = [encode_pair(tokenizer, read_row("pairs", pair), settings()) for pair in PAIRS]
     chosen, rejected = (
         [saved(torch.tensor([pair[name]])).logits.item() for pair in ids]
         for name in ("chosen", "rejected")
@@ -161,12 +162,15 @@ def counting_calls(kind):
 @pytest.mark.parametrize(
     ("examples", "message"),
     [
-        ([], "no rows"),
-        ([{"prompt": "sad", "text": "sad"}], "no column 'completion', only: prompt, text"),
-        ([{"prompt": None, "completion": "sad"}], "Row 0: 'prompt' is NoneType, not text"),
+        ([], "is empty"),
+        (
+            [{"prompt": "sad", "text": "sad"}],
+            r"no column completion .* the columns are prompt, text",
+        ),
+        ([{"prompt": None, "completion": "sad"}], "without a text or messages in the prompt"),
         (
             [EXAMPLES[0], {"prompt": "sad " * 62, "completion": "sad"}],
-            "1 of 2 rows .* row 1 with 65",
+            "1 of the 2 rows .* 1 with more than 64 tokens",
         ),
     ],
 )
@@ -178,7 +182,7 @@ def test_unusable_examples_are_refused_before_training(base, tmp_path, examples,
 
 def test_rows_beyond_the_models_context_are_refused_whatever_the_settings_say(base, tmp_path):
     rows = [{"chosen": "sad " * 200, "rejected": "sad"}]
-    with pytest.raises(DataError, match="longer than 128 tokens"):
+    with pytest.raises(DataError, match="with more than 128 tokens"):
         train_reward_model(base, rows, settings(max_length=1000), tmp_path / "rm")
 
 

@@ -30,7 +30,7 @@ CHANGE_EACH = """
 import sys
 from pathlib import Path
 import ppo_core
-from pipeline.inputs.cache import digest_of_code
+from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.supervised.training_code import modules_of_training
 
 names = modules_of_training()

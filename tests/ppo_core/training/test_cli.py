@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -207,7 +207,9 @@ def data(tmp_path_factory) -> Path:
 
 
 def test_few_prompts_are_all_trained_on(data):
-    train, held_out = load_prompts(PPOConfig(), ScriptArguments(dataset_name=str(data)))
+    train, held_out = load_prompts(
+        PPOConfig(), ScriptArguments(dataset_name=str(data)), make_tokenizer(), None
+    )
     assert (len(train), held_out) == (8, None)
 
 
@@ -230,25 +232,42 @@ def test_a_json_file_holds_values_as_they_are(tmp_path):
         parse_arguments(KINDS, [str(file)])
 
 
+def test_prompts_that_leave_no_room_are_left_out_or_cut(tmp_path, capsys):
+    file = tmp_path / "many.jsonl"
+    rows = [{"prompt": "w1"}] * 99 + [{"prompt": "w1 w2 w3"}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    script = ScriptArguments(dataset_name=str(file))
+    config = PPOConfig(response_length=3)
+    train, _ = load_prompts(config, script, make_tokenizer(), 5)
+    assert len(train) == 99
+    assert "left out: 1 with more than 2 tokens" in capsys.readouterr().err
+    train, _ = load_prompts(config, replace(script, overlong="truncate"), make_tokenizer(), 5)
+    assert train["prompt"][-1] == "w2 w3"
+
+
 def test_where_no_samples_are_shown_all_prompts_are_trained_on(tmp_path):
     file = tmp_path / "many.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"w{i}"}) for i in range(1001)))
     config = PPOConfig(num_sample_generations=0)
-    train, held_out = load_prompts(config, ScriptArguments(dataset_name=str(file)))
+    train, held_out = load_prompts(
+        config, ScriptArguments(dataset_name=str(file)), make_tokenizer(), None
+    )
     assert (len(train), held_out) == (1001, None)
 
 
 def test_the_last_100_of_many_prompts_are_held_out(tmp_path):
     file = tmp_path / "many.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"w{i}"}) for i in range(1001)))
-    train, held_out = load_prompts(PPOConfig(), ScriptArguments(dataset_name=str(file)))
+    train, held_out = load_prompts(
+        PPOConfig(), ScriptArguments(dataset_name=str(file)), make_tokenizer(), None
+    )
     assert train["prompt"][-1] == "w900"
     assert held_out["prompt"][:] == [f"w{i}" for i in range(901, 1001)]
 
 
 def test_evaluation_reads_the_test_split(data):
     script = ScriptArguments(dataset_name=str(data), dataset_test_split="validation")
-    _, held_out = load_prompts(PPOConfig(eval_strategy="steps"), script)
+    _, held_out = load_prompts(PPOConfig(eval_strategy="steps"), script, make_tokenizer(), None)
     assert len(held_out) == 8
 
 

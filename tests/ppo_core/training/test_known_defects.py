@@ -508,7 +508,7 @@ def test_a_reward_model_is_trained_on_the_tokens_that_it_is_scored_on():
     # Together the two texts are one unknown word, apart they are two known ones.
     tokenizer = make_tokenizer()
     pair = {"prompt": "w1", "chosen": "w2", "rejected": "w3"}
-    trained_on = encode_pair(tokenizer, pair, 0, SupervisedConfig())
+    trained_on = encode_pair(tokenizer, pair, SupervisedConfig())
     reward_model = RewardModel(make_classifier(), tokenizer)
     assert trained_on["chosen"] == reward_model.encode("w1", "w2") == [4, 5, EOS]
     assert trained_on["rejected"] == reward_model.encode("w1", "w3") == [4, 6, EOS]

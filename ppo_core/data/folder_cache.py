@@ -2,20 +2,20 @@
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from ppo_core.data.atomic_files import write_atomically
-from ppo_core.errors import ModelError
 
 MADE_FILE = "made.json"
-"""File in a cached folder: the digest of its other files, and the metrics that `make` returned."""
+"""File in a cached folder: the digest of its other files, and the values that `make` returned."""
 
 LIBRARIES = ("torch", "transformers")
 """Libraries whose versions are part of the digest."""
@@ -31,15 +31,15 @@ class Cached:
     reused: bool
     """Whether the folder was already in the cache."""
 
-    metrics: dict[str, float]
-    """Metrics that `make` returned."""
+    metrics: dict[str, Any]
+    """Values that `make` returned."""
 
 
 def make_once(
     root: Path,
     name: str,
     inputs: Mapping[str, Any],
-    make: Callable[[Path], Mapping[str, float] | None],
+    make: Callable[[Path], Mapping[str, Any] | None],
 ) -> Cached:
     """Return the cached folder for `inputs`; call `make` to fill the folder if it is missing.
 
@@ -50,18 +50,17 @@ def make_once(
         root: folder of the cache.
         name: first part of the folder's name.
         inputs: everything that decides the result; must be serializable as JSON.
-        make: function that fills the given folder and returns metrics.
+        make: function that fills the given folder and returns values that JSON has.
     """
     everything = {**inputs, "libraries": {library: version(library) for library in LIBRARIES}}
     folder = root / f"{name}-{digest_of(everything)}"
     if folder.is_dir():
         if _is_unchanged(folder):
-            print(f"{name}: reused {folder}", flush=True)
             return Cached(folder, True, _read_made(folder)["metrics"])
         print(f"{name}: {folder} was changed after it was made, so it is made again", flush=True)
-        shutil.rmtree(folder)
-    unfinished = root / f".{folder.name}.{os.getpid()}"
-    shutil.rmtree(unfinished, ignore_errors=True)
+        _remove(folder)
+    # Processes of several machines may share the cache, and may have equal process ids.
+    unfinished = root / f".{folder.name}.{uuid4().hex}"
     unfinished.mkdir(parents=True)
     try:
         metrics = make(unfinished) or {}
@@ -70,7 +69,6 @@ def make_once(
         _publish(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    print(f"{name}: made {folder}", flush=True)
     return Cached(folder, False, _read_made(folder)["metrics"])
 
 
@@ -96,36 +94,19 @@ def digest_of_folder(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def require_unchanged(folder: str, digest: str, what: str) -> None:
-    """Raise if the files of a folder are not those of its digest; `what` names the folder.
-
-    Raises:
-        ModelError: a file was changed, added or removed.
-    """
-    if (found := digest_of_folder(Path(folder))) != digest:
-        raise ModelError(
-            f"{what} in '{folder}' was changed after it was written: its digest is {found}, not "
-            f"{digest}. Answers and version would be those of another model. Find out which "
-            "program writes there, and start the run again."
-        )
-
-
-def digest_of_model(path: str) -> str:
-    """Return a digest of a folder's contents, or the id and commit of a model on the hub."""
-    folder = Path(path)
-    if folder.is_dir():
-        return digest_of_folder(folder)
-
-    from ppo_core.models.loading import load_config
-
-    return f"{path}@{load_config(path)._commit_hash}"
-
-
 def _source_of(module: str) -> str:
     spec = find_spec(module)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
     return Path(spec.origin).read_text(encoding="utf-8")
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that another process may remove or replace at the same time."""
+    stale = folder.with_name(f".{folder.name}.{uuid4().hex}")
+    with suppress(OSError):
+        folder.rename(stale)
+    shutil.rmtree(stale, ignore_errors=True)
 
 
 def _publish(unfinished: Path, folder: Path) -> None:

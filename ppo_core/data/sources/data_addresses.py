@@ -43,8 +43,8 @@ def download(address: str, folder: Path) -> Path:
     Raises:
         DataError: the server refuses, redirects or is silent, or the file is too large or slow.
     """
-    name = Path(address.partition("?")[0]).name
-    path = folder / f"download{Path(name).suffix}"
+    suffixes = Path(address.partition("?")[0]).suffixes[-2:]
+    path = folder / f"download{''.join(suffixes)}"
     move = "Download the file yourself, and name the copy."
     with (
         library_errors(DataError, f"'{address}' cannot be downloaded", move),

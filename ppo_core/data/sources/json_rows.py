@@ -1,14 +1,16 @@
 """Read rows from JSON files: one object on each line, or one list of objects."""
 
 import codecs
+from collections.abc import Iterator
+from itertools import chain
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from ppo_core.config.text_files import open_regular_file, parse_strict_json
+from ppo_core.config.text_files import parse_strict_json
+from ppo_core.data.sources.compression import open_data_file
+from ppo_core.data.sources.raw_row import RawRow
 from ppo_core.errors import DataError, library_errors, reason_of
-
-JSONRow = dict[str, Any]
 
 MAX_LINE_BYTES = 1 << 26
 """Maximum length of a line, which is one row."""
@@ -16,11 +18,8 @@ MAX_LINE_BYTES = 1 << 26
 MAX_LIST_BYTES = 1 << 30
 """Maximum size of a file that is one list of rows, because it is read as a whole."""
 
-MAX_COLUMNS = 1000
-"""Maximum number of different keys of all rows, each of which becomes a column."""
-
 _OTHER_FORMATS = {
-    b"\x1f\x8b": "is compressed by gzip. Decompress the file.",
+    b"\x1f\x8b": "is compressed by gzip. Rename the file to end in .gz.",
     b"PK\x03\x04": "is a zip archive. Extract its file.",
     b"PAR1": "is a Parquet file. Rename the file to end in .parquet.",
     b"\xff\xfe": "is UTF-16. Convert the file to UTF-8.",
@@ -29,8 +28,8 @@ _OTHER_FORMATS = {
 """First bytes of files that are often named like a JSON file."""
 
 
-def read_json_rows(path: Path) -> list[JSONRow]:
-    """Return the rows of a JSON file; an empty file has none.
+def read_json_rows(path: Path) -> Iterator[RawRow]:
+    """Yield the rows of a JSON file, which may be compressed; an empty file has none.
 
     A byte-order mark and empty lines are ignored. Rows may have different keys.
 
@@ -39,48 +38,45 @@ def read_json_rows(path: Path) -> list[JSONRow]:
             names the row, counted from 0, and the line, counted from 1.
     """
     failure, move = f"'{path}' cannot be read", "Name a file of rows that you may read."
-    with library_errors(DataError, failure, move), open_regular_file(path) as file:
+    with library_errors(DataError, failure, move), open_data_file(path) as file:
         start = file.read(4)
         for magic, advice in _OTHER_FORMATS.items():
             if start.startswith(magic):
                 raise DataError(f"'{path}' cannot be read: it {advice}")
         file.seek(len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0)
-        rows = _read_rows(file, path)
-    columns = {name for row in rows for name in row}
-    if len(columns) > MAX_COLUMNS:
-        raise DataError(
-            f"'{path}' has {len(columns)} different keys, but at most {MAX_COLUMNS} can be "
-            "columns. Give all rows the same keys."
-        )
-    return rows
+        lines = _filled_lines(file)
+        first = next(lines, (1, b""))
+        if first[1].lstrip().startswith(b"["):
+            yield from _read_list(first[1] + file.read(MAX_LIST_BYTES + 1), path)
+        elif first[1]:
+            yield from _read_lines(chain([first], lines), path)
 
 
-def _read_rows(file: BinaryIO, path: Path) -> list[JSONRow]:
-    begin = file.tell()
-    rows: list[JSONRow] = []
+def _filled_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not empty, with their numbers, counted from 1."""
     number = 0
     while line := file.readline(MAX_LINE_BYTES):
         number += 1
-        if not line.strip():
-            continue
-        if not rows and line.lstrip().startswith(b"["):
-            file.seek(begin)
-            return _read_list(file, path)
+        if line.strip():
+            yield number, line
+
+
+def _read_lines(lines: Iterator[tuple[int, bytes]], path: Path) -> Iterator[RawRow]:
+    for row, (number, line) in enumerate(lines):
         try:
             if len(line) == MAX_LINE_BYTES:
                 raise ValueError(f"it has {MAX_LINE_BYTES >> 20} MiB or more")
-            rows.append(_as_row(_parse(line)))
+            value = _as_row(_parse(line))
         except ValueError as error:
             raise DataError(
-                f"'{path}' cannot be read: row {len(rows)} (line {number}): {_fault(error)}. "
+                f"'{path}' cannot be read: row {row} (line {number}): {_fault(error)}. "
                 "Correct the line. Each line must be one JSON object in UTF-8."
             ) from error
-    return rows
+        yield value
 
 
-def _read_list(file: BinaryIO, path: Path) -> list[JSONRow]:
+def _read_list(text: bytes, path: Path) -> Iterator[RawRow]:
     try:
-        text = file.read(MAX_LIST_BYTES + 1)
         if len(text) > MAX_LIST_BYTES:
             raise ValueError("it is one list of more than 1 GiB; write one object on each line")
         items = _parse(text)
@@ -90,18 +86,17 @@ def _read_list(file: BinaryIO, path: Path) -> list[JSONRow]:
         raise DataError(
             f"'{path}' cannot be read as a list of rows: {reason_of(error)}. Correct the file."
         ) from error
-    rows = []
-    for item in items:
+    for row, item in enumerate(items):
         try:
-            rows.append(_as_row(item))
+            value = _as_row(item)
         except ValueError as error:
             raise DataError(
-                f"'{path}' cannot be read: row {len(rows)}: {error}. Correct the row."
+                f"'{path}' cannot be read: row {row}: {error}. Correct the row."
             ) from error
-    return rows
+        yield value
 
 
-def _parse(text: bytes) -> Any:
+def _parse(text: bytes) -> object:
     try:
         return parse_strict_json(text.decode())
     except UnicodeDecodeError as error:
@@ -115,7 +110,7 @@ def _fault(error: ValueError) -> str:
     return reason_of(error)
 
 
-def _as_row(value: Any) -> JSONRow:
+def _as_row(value: object) -> RawRow:
     if not isinstance(value, dict):
         raise ValueError(f"it is {value!r:.80}, not an object of columns")
     return value

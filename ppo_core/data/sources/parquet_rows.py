@@ -1,21 +1,23 @@
 """Read rows from Parquet files."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from datasets import Dataset
-from datasets.table import InMemoryTable
 from pyarrow.parquet import ParquetFile
 
 from ppo_core.config.text_files import open_regular_file
+from ppo_core.data.sources.raw_row import RawRow
 from ppo_core.errors import DataError, library_errors
+
+ROWS_AT_ONCE = 1000
 
 MAX_ROWS_PER_BYTE = 100
 """Maximum number of rows for each byte of a file. A damaged file, or one that was made to exhaust
 the memory, claims more."""
 
 
-def read_parquet_rows(path: Path) -> Dataset:
-    """Return the rows of a Parquet file, in memory.
+def read_parquet_rows(path: Path) -> Iterator[RawRow]:
+    """Yield the rows of a Parquet file.
 
     Types that `datasets` notes in a file are ignored: some make it load other files and addresses.
 
@@ -31,10 +33,13 @@ def read_parquet_rows(path: Path) -> Dataset:
         size, rows = path.stat().st_size, parquet.metadata.num_rows
         if rows > MAX_ROWS_PER_BYTE * size:
             raise ValueError(f"its {size} bytes claim to hold {rows} rows")
-        table = parquet.read()
-        table.validate(full=True)
-        if table.num_rows != rows:
-            raise ValueError(f"it claims {rows} rows but holds {table.num_rows}")
-        if len(set(table.column_names)) < len(table.column_names):
-            raise ValueError(f"two of its columns {table.column_names} have one name")
-        return Dataset(InMemoryTable(table.replace_schema_metadata(None)))
+        names = parquet.schema_arrow.names
+        if len(set(names)) < len(names):
+            raise ValueError(f"two of its columns {names} have one name")
+        read = 0
+        for batch in parquet.iter_batches(ROWS_AT_ONCE):
+            batch.validate(full=True)
+            read += batch.num_rows
+            yield from batch.to_pylist()
+        if read != rows:
+            raise ValueError(f"it claims {rows} rows but holds {read}")

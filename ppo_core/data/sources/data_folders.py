@@ -4,6 +4,7 @@ import re
 from itertools import islice
 from pathlib import Path
 
+from ppo_core.data.sources.compression import GZIP, format_of
 from ppo_core.errors import DataError, library_errors
 
 SPLIT_WORDS = {
@@ -49,7 +50,8 @@ def files_by_split(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[Pa
     files = [
         path
         for path in found
-        if path.suffix in suffixes and not any(part.startswith((".", "__")) for part in path.parts)
+        if str(path).endswith(suffixes)
+        and not any(part.startswith((".", "__")) for part in path.parts)
     ]
     if not files:
         raise DataError(
@@ -61,7 +63,7 @@ def files_by_split(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[Pa
     for path in named or files:
         splits.setdefault(_split_of(path) or "train", []).append(folder / path)
     for split, paths in splits.items():
-        if len(formats := sorted({path.suffix for path in paths})) > 1:
+        if len(formats := sorted({format_of(path) for path in paths})) > 1:
             raise DataError(
                 f"The split '{split}' of '{folder}' has files of the formats "
                 f"{', '.join(formats)}. Name one of the files, or keep one format."
@@ -70,6 +72,8 @@ def files_by_split(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[Pa
 
 
 def _split_of(path: Path) -> str | None:
+    if path.suffix == GZIP:
+        path = path.with_suffix("")
     if shard := _SHARD.fullmatch(path.stem):
         return shard[1]
     words = re.split(r"[\W\d_]+", str(path.with_suffix("")).lower())

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.inputs import cache
-from pipeline.inputs.cache import digest_of, digest_of_folder, make_once
+from ppo_core.data import folder_cache
+from ppo_core.data.folder_cache import digest_of, digest_of_folder, make_once
 
 
-def test_the_same_inputs_are_made_once(tmp_path: Path, capsys):
+def test_the_same_inputs_are_made_once(tmp_path: Path):
     calls = []
 
     def make(folder: Path) -> dict[str, float]:
@@ -22,7 +22,6 @@ def test_the_same_inputs_are_made_once(tmp_path: Path, capsys):
     assert first.path == second.path
     assert second.metrics == {"loss": 0.5}
     assert (second.path / "file").read_text() == "content"
-    assert "reused" in capsys.readouterr().out
     other = make_once(tmp_path, "sft", {"seed": 2}, make)
     assert other.path != first.path
 
@@ -43,7 +42,9 @@ def test_another_run_may_finish_first(tmp_path: Path):
     def make_both(folder: Path) -> dict[str, float]:
         final = tmp_path / folder.name[1:].rpartition(".")[0]
         final.mkdir()
-        (final / cache.MADE_FILE).write_text(json.dumps({"digest": "", "metrics": {"who": 1.0}}))
+        (final / folder_cache.MADE_FILE).write_text(
+            json.dumps({"digest": "", "metrics": {"who": 1.0}})
+        )
         return {"who": 2.0}
 
     made = make_once(tmp_path, "sft", {}, make_both)
@@ -53,7 +54,7 @@ def test_another_run_may_finish_first(tmp_path: Path):
 
 def test_a_new_version_of_a_library_makes_anew(tmp_path: Path, monkeypatch):
     first = make_once(tmp_path, "sft", {}, lambda folder: None)
-    monkeypatch.setattr(cache, "version", lambda library: "99")
+    monkeypatch.setattr(folder_cache, "version", lambda library: "99")
     assert make_once(tmp_path, "sft", {}, lambda folder: None).path != first.path
 
 

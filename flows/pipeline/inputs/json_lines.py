@@ -1,0 +1,32 @@
+"""Read and write the JSON lines of a run."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ppo_core.data.atomic_files import explained_writes
+from ppo_core.data.sources.json_rows import read_json_rows
+from ppo_core.errors.redaction import mask_secrets
+
+
+def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
+    """Return the JSON objects in a file that `write_jsonl` wrote.
+
+    Raises:
+        DataError: the file is missing, or a line was changed.
+    """
+    return list(read_json_rows(Path(path)))
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write one JSON object per line, with secrets masked.
+
+    A value that JSON lacks, such as a date, becomes its text.
+
+    Raises:
+        TrainingError: the file cannot be written.
+    """
+    with explained_writes(path), path.open("w", encoding="utf-8") as file:
+        lines = (json.dumps(row, ensure_ascii=False, default=str) for row in rows)
+        file.writelines(mask_secrets(line) + "\n" for line in lines)

@@ -1,0 +1,31 @@
+"""Digests of models, to name them and to find changed files."""
+
+from pathlib import Path
+
+from ppo_core.data.folder_cache import digest_of_folder
+from ppo_core.errors import ModelError
+
+
+def require_unchanged(folder: str, digest: str, what: str) -> None:
+    """Raise if the files of a folder are not those of its digest; `what` names the folder.
+
+    Raises:
+        ModelError: a file was changed, added or removed.
+    """
+    if (found := digest_of_folder(Path(folder))) != digest:
+        raise ModelError(
+            f"{what} in '{folder}' was changed after it was written: its digest is {found}, not "
+            f"{digest}. Answers and version would be those of another model. Find out which "
+            "program writes there, and start the run again."
+        )
+
+
+def digest_of_model(path: str) -> str:
+    """Return a digest of a folder's contents, or the id and commit of a model on the hub."""
+    folder = Path(path)
+    if folder.is_dir():
+        return digest_of_folder(folder)
+
+    from ppo_core.models.loading import load_config
+
+    return f"{path}@{load_config(path)._commit_hash}"

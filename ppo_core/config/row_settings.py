@@ -1,0 +1,50 @@
+"""Settings of reading rows: prompt format, rows that are too long, and names of columns."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from ppo_core.errors import ConfigError
+
+PromptFormat: TypeAlias = Literal["auto", "chat", "text"]
+"""How a policy reads prompts: as a chat, rendered by its tokenizer's template; as text; or "auto",
+a chat if the tokenizer has a template."""
+
+Overlong: TypeAlias = Literal["error", "drop", "truncate"]
+"""What happens to a row that is too long for the model: an error, leave the row out, or remove the
+start of its prompt."""
+
+LABEL_FIELDS = ("margin", "tie", "category", "source", "annotator")
+"""Optional fields of preferences: the rating difference between the responses, whether people
+prefer neither, the kind of the pair, the origin of the pair, and the id of the voter."""
+
+VOTE_FIELDS = ("first", "second", "label")
+"""Fields of a vote beside the prompt: two answers, and which of them a person prefers."""
+
+FIELDS = ("prompt", "chosen", "rejected", "completion", "reference", *VOTE_FIELDS, *LABEL_FIELDS)
+
+
+def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:
+    """Return the fields and columns of flags such as `prompt=post`.
+
+    Raises:
+        ConfigError: a flag has no equals sign, or names no field.
+    """
+    found = [pair.partition("=") for pair in pairs or ()]
+    if wrong := [field for field, sign, column in found if not (sign and column)]:
+        raise ConfigError(f"columns: {wrong[0]!r} has no column. Write FIELD=COLUMN.")
+    columns = {field: column for field, _, column in found}
+    check_columns(columns)
+    return columns
+
+
+def check_columns(columns: Mapping[str, str]) -> None:
+    """Raise unless every key is a field of rows.
+
+    Raises:
+        ConfigError: a key is another name.
+    """
+    if unknown := [field for field in columns if field not in FIELDS]:
+        raise ConfigError(
+            f"columns: {unknown[0]!r} is not a field that can be renamed. The fields are "
+            f"{', '.join(FIELDS)}."
+        )

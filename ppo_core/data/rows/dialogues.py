@@ -1,0 +1,208 @@
+"""Bring prompts and responses of the known forms into one form: text, or messages of a chat."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ppo_core.data.chat_template import Messages, is_messages
+from ppo_core.data.rows.row_error import RowError
+
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+"""Starts of the turns in the texts of HH (arXiv:2204.05862)."""
+
+_TURN = re.compile(f"({HUMAN}|{ASSISTANT})")
+
+_ROLES = {HUMAN: "user", ASSISTANT: "assistant"}
+
+Turns = list[dict[str, str]]
+
+
+def as_prompt(value: Any, *, is_chat: bool) -> str | Turns:
+    """Return a prompt as text, or as messages if `is_chat`.
+
+    In a chat, a text becomes one message of the user, and a text of HH the messages of its turns.
+
+    Raises:
+        RowError: the prompt is empty, or neither text nor messages, or the policy reads no chat.
+    """
+    if is_messages(value):
+        if not is_chat:
+            raise RowError(
+                "with messages, but the policy reads text",
+                "Name a policy with a chat template, or give text.",
+            )
+        if is_answered(value):
+            raise RowError("with a prompt that ends in an answer of the assistant")
+        return as_turns(value)
+    if not isinstance(value, str):
+        raise RowError("without a text or messages in the prompt")
+    if not value.strip():
+        raise RowError("with an empty prompt")
+    if not is_chat:
+        return value
+    return _turns_of_text(value) if is_hh(value) else [{"role": "user", "content": value}]
+
+
+def as_response(value: Any, name: str) -> str:
+    """Return a response as text: a text, or the only message of a list, the assistant's.
+
+    Raises:
+        RowError: the value is something else.
+    """
+    if isinstance(value, str):
+        return value
+    if is_messages(value) and len(value) == 1:
+        return last_answer(value)[1]
+    raise RowError(f"without a text or one message of the assistant in {name}")
+
+
+def as_turns(messages: Messages) -> Turns:
+    """Return messages with no keys but role and content.
+
+    Raises:
+        RowError: the role or content of a message is not text.
+    """
+    if not all(isinstance(turn.get(key), str) for turn in messages for key in ("role", "content")):
+        raise RowError("with a message whose role or content is not text")
+    return [{"role": turn["role"], "content": turn["content"]} for turn in messages]
+
+
+def is_answered(messages: Messages) -> bool:
+    """Return whether the last message is the assistant's."""
+    return messages[-1].get("role") == "assistant"
+
+
+def last_answer(messages: Messages) -> tuple[Turns, str]:
+    """Split a conversation into the messages before its last one, and the assistant's last text.
+
+    Raises:
+        RowError: the last message is not the assistant's.
+    """
+    *earlier, last = as_turns(messages)
+    if last["role"] != "assistant":
+        raise RowError("with a conversation that does not end in an answer of the assistant")
+    return earlier, last["content"]
+
+
+def is_hh(text: str) -> bool:
+    """Return whether a text is a conversation in the form of HH."""
+    return text.startswith(HUMAN) and ASSISTANT in text
+
+
+def split_pair(
+    prompt: Any, chosen: Any, rejected: Any, *, is_chat: bool
+) -> tuple[str | Turns, str, str]:
+    """Return the prompt and two responses, with the prompt taken out of the responses.
+
+    `prompt` is None or empty if there is none; then it is the common part of two conversations.
+    Without a prompt and turns, the responses are whole texts, and the prompt is empty.
+
+    Raises:
+        RowError: the responses do not answer the same prompt, or a value has the wrong type.
+    """
+    if is_messages(chosen) and is_messages(rejected):
+        (before, first), (other, second) = last_answer(chosen), last_answer(rejected)
+        if before != other:
+            raise RowError("whose two conversations differ before the last message")
+        return as_prompt(_joined(prompt, before), is_chat=is_chat), first, second
+    if not (isinstance(chosen, str) and isinstance(rejected, str)):
+        raise RowError("without two texts or two lists of messages in chosen and rejected")
+    if prompt is None or prompt == "":
+        prompt = _common_turns(chosen, rejected)
+    if isinstance(prompt, str):
+        if chosen.startswith(prompt) and rejected.startswith(prompt):
+            chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
+        if is_chat and is_hh(prompt):
+            chosen, rejected = chosen.strip(), rejected.strip()
+    if prompt is not None:
+        return as_prompt(prompt, is_chat=is_chat), chosen, rejected
+    if is_chat:
+        raise RowError(
+            "without a prompt, which a chat needs",
+            "Add a column prompt, or set prompt_format to text.",
+        )
+    return "", chosen, rejected
+
+
+def _joined(prompt: Any, before: Turns) -> Any:
+    """Return the prompt of two conversations that have the messages `before` in common.
+
+    Raises:
+        RowError: the conversations do not belong to the prompt.
+    """
+    if not before or prompt is None or prompt == "":
+        return before or prompt
+    if isinstance(prompt, str):
+        # A text beside conversations, as in UltraFeedback, repeats one of their messages.
+        if any(turn["content"] == prompt for turn in before):
+            return before
+    elif is_messages(prompt):
+        given = as_turns(prompt)
+        if before[: len(given)] == given:
+            return before
+        if given[-len(before) :] == before:
+            return given
+        if all(turn["role"] == "system" for turn in given):
+            return [*given, *before]
+    raise RowError("whose prompt is not the start of the conversations")
+
+
+def _common_turns(chosen: str, rejected: str) -> str | None:
+    """Return the prompt of two texts of HH, or None for other texts.
+
+    Raises:
+        RowError: the texts differ before the last answer, or do not end in an answer.
+    """
+    if not (is_hh(chosen) and is_hh(rejected)):
+        return None
+    (before, _, answer), (other, _, second) = (
+        text.rpartition(ASSISTANT) for text in (chosen, rejected)
+    )
+    if HUMAN in answer or HUMAN in second:
+        raise RowError("with a conversation that does not end in an answer of the assistant")
+    if before != other:
+        raise RowError("whose two conversations differ before the last answer")
+    return before + ASSISTANT
+
+
+def _turns_of_text(text: str) -> Turns:
+    """Return the messages of a text of HH; turns of one role in a row become one message."""
+    _, *parts = _TURN.split(text)
+    turns: Turns = []
+    for marker, content in zip(parts[::2], parts[1::2], strict=True):
+        role, said = _ROLES[marker], content.strip()
+        if not said:
+            continue
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += "\n\n" + said
+        else:
+            turns.append({"role": role, "content": said})
+    if not turns or turns[-1]["role"] != "user":
+        raise RowError("with a prompt that does not end in a turn of the human")
+    return turns
+
+
+def in_format_of(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> str | Messages:
+    """Return a prompt as messages if a tokenizer has a chat template, else as text.
+
+    Raises:
+        RowError: a text of HH does not end in a turn of the human.
+    """
+    if tokenizer.chat_template is None:
+        return shown_prompt(prompt)
+    return as_prompt(prompt, is_chat=True)
+
+
+def shown_prompt(prompt: str | Messages | Sequence[int]) -> str:
+    """Return a prompt as a person or a judge reads it.
+
+    A single message of the user is its text; a longer conversation has one paragraph for each
+    message, which begins with the role.
+    """
+    if not is_messages(prompt):
+        return str(prompt)
+    if len(prompt) == 1 and prompt[0]["role"] == "user":
+        return prompt[0]["content"]
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)

@@ -1,0 +1,380 @@
+"""Find which columns of a data set hold what, and convert its rows to one form.
+
+The forms of published data sets are known: of TRL and UltraFeedback (prompt, chosen, rejected,
+messages), HH (turns in one text), Alpaca (instruction, input, output), and TL;DR's comparisons
+(info, summaries, choice).
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any, Literal, TypeAlias
+
+import pyarrow
+
+from ppo_core.config.checks import is_finite
+from ppo_core.config.row_settings import LABEL_FIELDS, VOTE_FIELDS
+from ppo_core.data.chat_template import is_messages
+from ppo_core.data.rows.dialogues import (
+    as_prompt,
+    as_response,
+    as_turns,
+    is_answered,
+    last_answer,
+    split_pair,
+)
+from ppo_core.data.rows.row_error import RowError
+from ppo_core.data.sources.raw_row import RawRow
+from ppo_core.errors import DataError
+
+Kind: TypeAlias = Literal["prompts", "pairs", "demonstrations", "votes"]
+"""Use of a data set: prompts with an optional reference, preferences, examples for fine-tuning, or
+pairs of answers that people judged."""
+
+PROMPT_COLUMNS = ("prompt", "query", "question", "instruction", "messages")
+"""Columns of a prompt; the first that exists is read."""
+
+COMPLETION_COLUMNS = ("completion", "output", "answer", "response", "reference_response")
+"""Columns of the response in a demonstration."""
+
+REFERENCE_COLUMNS = ("reference", *COMPLETION_COLUMNS)
+"""Columns of the response that a policy's answer is compared with."""
+
+LABELS = dict(
+    zip(
+        LABEL_FIELDS,
+        (pyarrow.float64(), pyarrow.bool_(), *[pyarrow.string()] * 3),
+        strict=True,
+    )
+)
+"""Types of the optional fields of preferences."""
+
+TEXT = pyarrow.string()
+MESSAGES = pyarrow.list_(pyarrow.struct({"role": TEXT, "content": TEXT}))
+TOKEN_IDS = pyarrow.list_(pyarrow.int64())
+
+Row: TypeAlias = Mapping[str, Any]
+"""A row in the one form of its kind."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the rows of a data set are read."""
+
+    reading: dict[str, str]
+    """Field -> the column, or columns, that it is read from."""
+
+    schema: pyarrow.Schema
+    """Types of the fields."""
+
+    convert: Callable[[RawRow], Row]
+    """Return a row in the one form; raise RowError if the row cannot be used."""
+
+
+_COMMON = "the common part of chosen and rejected"
+
+_Field: TypeAlias = tuple[str, Callable[[RawRow], Any]]
+"""Description of the columns of a field, and the function that reads the field."""
+
+
+def find_form(
+    kind: Kind,
+    columns: Collection[str],
+    *,
+    is_chat: bool,
+    takes_token_ids: bool = False,
+    renamed: Mapping[str, str] | None = None,
+) -> Form:
+    """Return how rows with these columns are read.
+
+    Args:
+        kind: use of the data set.
+        columns: names of the columns.
+        is_chat: whether prompts become messages, else they remain text.
+        takes_token_ids: whether prompts may be token ids, in the column `input_ids`.
+        renamed: field -> column, for columns with other names.
+
+    Raises:
+        DataError: a required column is missing.
+    """
+    known = {field: name for field, name in (renamed or {}).items() if name in columns}
+    names = {*columns, *known}
+    finders = {"prompts": _prompts, "pairs": _pairs, "demonstrations": _examples, "votes": _votes}
+    if kind == "prompts" and takes_token_ids and "input_ids" in names and "prompt" not in known:
+        return _token_ids(names)
+    form = finders[kind](names, is_chat)
+    if not known:
+        return form
+    reading = {field: known.get(name, name) for field, name in form.reading.items()}
+
+    def convert(row: RawRow) -> Row:
+        return form.convert({**row, **{field: row.get(name) for field, name in known.items()}})
+
+    return Form(reading, form.schema, convert)
+
+
+def _prompts(columns: Collection[str], is_chat: bool) -> Form:
+    described, read = _find_prompt(columns) or _common_prompt(columns)
+    named = next((name for name in REFERENCE_COLUMNS if name in columns), None)
+
+    def convert(row: RawRow) -> Row:
+        prompt, reference = read(row), None
+        if described == "messages" and is_messages(prompt) and is_answered(prompt):
+            prompt, reference = last_answer(prompt)
+        for name in REFERENCE_COLUMNS:
+            reference = _text_or_none(row.get(name)) if reference is None else reference
+        return {"prompt": as_prompt(prompt, is_chat=is_chat), "reference": reference}
+
+    reading = {"prompt": described}
+    if named:
+        reading["reference"] = named
+    elif described == "messages":
+        reading["reference"] = "the last message, if it is the assistant's"
+    return Form(reading, _schema(is_chat, "reference"), convert)
+
+
+def _pairs(columns: Collection[str], is_chat: bool) -> Form:
+    if {"info", "summaries", "choice"} <= set(columns) and "chosen" not in columns:
+        reading = {"prompt": "info", "chosen": "summaries, choice"}
+        reading |= {"annotator": "worker"} if "worker" in columns else {}
+        return Form(reading, _pair_schema(is_chat), lambda row: _tldr_pair(row, is_chat))
+    missing = [name for name in ("chosen", "rejected") if name not in columns]
+    if missing:
+        raise _no_columns(missing, columns)
+    described, read = _find_prompt(columns) or (_COMMON, _nothing)
+    if described == "messages":
+        described, read = _COMMON, _nothing
+
+    def convert(row: RawRow) -> Row:
+        prompt, chosen, rejected = split_pair(
+            read(row), row.get("chosen"), row.get("rejected"), is_chat=is_chat
+        )
+        return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **_labels(row)}
+
+    reading = {"prompt": described, "chosen": "chosen", "rejected": "rejected"}
+    reading |= {name: name for name in LABELS if name in columns}
+    return Form(reading, _pair_schema(is_chat), convert)
+
+
+def _examples(columns: Collection[str], is_chat: bool) -> Form:
+    answered = next((name for name in COMPLETION_COLUMNS if name in columns), None)
+    found = _find_prompt(columns)
+    if found and found[0] != "messages" and answered:
+        described, read = found
+
+        def convert(row: RawRow) -> Row:
+            return {
+                "prompt": as_prompt(read(row), is_chat=is_chat),
+                "completion": as_response(row.get(answered), answered),
+            }
+
+        reading = {"prompt": described, "completion": answered}
+        return Form(reading, _schema(is_chat, "completion"), convert)
+    if "messages" in columns:
+        schema = pyarrow.schema({"messages": MESSAGES})
+        return Form({"messages": "messages"}, schema, lambda row: _conversation(row, is_chat))
+    if found:
+        raise _no_columns(["completion"], columns)
+    if "text" in columns:
+        return Form({"text": "text"}, pyarrow.schema({"text": TEXT}), _text)
+    raise _no_columns(["prompt", "completion"], columns)
+
+
+def _votes(columns: Collection[str], is_chat: bool) -> Form:
+    found = _find_prompt(columns)
+    missing = [name for name in VOTE_FIELDS if name not in columns]
+    if found is None or missing:
+        raise _no_columns([*([] if found else ["prompt"]), *missing], columns)
+    described, read = found
+
+    def convert(row: RawRow) -> Row:
+        answers = {name: as_response(row.get(name), name) for name in VOTE_FIELDS}
+        return {"prompt": as_prompt(read(row), is_chat=is_chat), **answers}
+
+    reading = {"prompt": described, **{name: name for name in VOTE_FIELDS}}
+    return Form(reading, _schema(is_chat, *VOTE_FIELDS), convert)
+
+
+# --- Fields ------------------------------------------------------------------------
+
+
+def _find_prompt(columns: Collection[str]) -> _Field | None:
+    name = next((name for name in PROMPT_COLUMNS if name in columns), None)
+    if name is None:
+        return ("info", _tldr_prompt) if "info" in columns else None
+    if name == "instruction":
+        return "instruction, input" if "input" in columns else name, _instruction
+    return name, lambda row: row.get(name)
+
+
+def _common_prompt(columns: Collection[str]) -> _Field:
+    """Return the field of the prompt of preferences, for rows without a column of prompts."""
+    if not {"chosen", "rejected"} <= set(columns):
+        raise _no_columns(["prompt"], columns)
+
+    def read(row: RawRow) -> Any:
+        is_chat = is_messages(row.get("chosen"))
+        return split_pair(None, row.get("chosen"), row.get("rejected"), is_chat=is_chat)[0]
+
+    return _COMMON, read
+
+
+def _text_or_none(value: Any) -> str | None:
+    """Return a reference as text, or None: training needs no reference."""
+    try:
+        return as_response(value, "the reference")
+    except RowError:
+        return None
+
+
+def _nothing(row: RawRow) -> None:
+    return None
+
+
+def _instruction(row: RawRow) -> Any:
+    instruction, context = row.get("instruction"), row.get("input")
+    if context is None or context == "":
+        return instruction
+    if not (isinstance(instruction, str) and isinstance(context, str)):
+        raise RowError("without two texts in instruction and input")
+    return f"{instruction}\n\n{context}"
+
+
+def _tldr_prompt(row: RawRow) -> str:
+    """Return the query of a Reddit post, as in Stiennon et al., 2020 (arXiv:2009.01325)."""
+    info = row.get("info")
+    if not isinstance(info, Mapping) or not isinstance(info.get("post"), str):
+        raise RowError("without a post in info")
+    return (
+        f"SUBREDDIT: r/{info.get('subreddit') or ''}\n\nTITLE: {info.get('title') or ''}\n\n"
+        f"POST: {info['post']}\n\nTL;DR:"
+    )
+
+
+def _tldr_pair(row: RawRow, is_chat: bool) -> Row:
+    summaries: Any = row.get("summaries")
+    choice: Any = row.get("choice")
+    two = isinstance(summaries, list) and len(summaries) == 2
+    if not (two and type(choice) is int and choice in (0, 1)):
+        raise RowError("without two summaries and a choice of 0 or 1")
+    texts = [one.get("text") if isinstance(one, Mapping) else None for one in summaries]
+    return {
+        "prompt": as_prompt(_tldr_prompt(row), is_chat=is_chat),
+        "chosen": as_response(texts[choice], "summaries"),
+        "rejected": as_response(texts[1 - choice], "summaries"),
+        **_labels({**row, "annotator": row.get("worker")}),
+    }
+
+
+def _conversation(row: RawRow, is_chat: bool) -> Row:
+    messages = row.get("messages")
+    if not is_messages(messages):
+        raise RowError("without messages")
+    as_prompt(messages[:1], is_chat=is_chat)
+    if not any(turn.get("role") == "assistant" for turn in messages):
+        raise RowError("without an answer of the assistant")
+    return {"messages": as_turns(messages)}
+
+
+def _text(row: RawRow) -> Row:
+    if not isinstance(row.get("text"), str):
+        raise RowError("without a text")
+    return {"text": row["text"]}
+
+
+def _labels(row: RawRow) -> Row:
+    """Return the labels of a preference, None where one is missing.
+
+    Raises:
+        RowError: a label has another type. Numbers and true or false may be texts, as in CSV.
+    """
+    return {
+        "margin": _number(row.get("margin")),
+        "tie": _truth(row.get("tie")),
+        **{name: _name(row.get(name), name) for name in ("category", "source", "annotator")},
+    }
+
+
+def _number(value: Any) -> float | None:
+    if value is None or value == "":
+        return None
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RowError("without a finite number in margin")
+    return number
+
+
+def _truth(value: Any) -> bool | None:
+    if value is None or value == "":
+        return None
+    known = {"true": True, "false": False}
+    truth = known.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(truth, bool):
+        raise RowError("without true or false in tie")
+    return truth
+
+
+def _name(value: Any, column: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if column == "annotator" and not isinstance(value, bool) and isinstance(value, int | float):
+        if is_finite(value):
+            return str(value)
+        raise RowError("without a finite number in annotator")
+    raise RowError(f"without a text in {column}")
+
+
+def _token_ids(columns: Collection[str]) -> Form:
+    reading = {"prompt": "input_ids, attention_mask"}
+    if "attention_mask" not in columns:
+        reading = {"prompt": "input_ids"}
+
+    def convert(row: RawRow) -> Row:
+        ids: Any = row.get("input_ids")
+        mask: Any = row.get("attention_mask")
+        if not _are_integers(ids):
+            raise RowError("without token ids in input_ids")
+        if mask is None:
+            return {"prompt": ids}
+        if not _are_integers(mask) or len(mask) != len(ids):
+            raise RowError("whose input_ids and attention_mask differ in length")
+        return {"prompt": [token for token, seen in zip(ids, mask, strict=True) if seen]}
+
+    return Form(reading, pyarrow.schema({"prompt": TOKEN_IDS}), convert)
+
+
+def _are_integers(values: Any) -> bool:
+    # bool is a subclass of int.
+    return isinstance(values, list) and all(type(value) is int for value in values)
+
+
+# --- Types and errors --------------------------------------------------------------
+
+
+def _schema(is_chat: bool, *texts: str) -> pyarrow.Schema:
+    prompt = MESSAGES if is_chat else TEXT
+    return pyarrow.schema({"prompt": prompt, **dict.fromkeys(texts, TEXT)})
+
+
+def _pair_schema(is_chat: bool) -> pyarrow.Schema:
+    fields = [*_schema(is_chat, "chosen", "rejected"), *map(pyarrow.field, LABELS, LABELS.values())]
+    return pyarrow.schema(fields)
+
+
+def _no_columns(missing: list[str], columns: Collection[str]) -> DataError:
+    alternatives = {
+        "prompt": PROMPT_COLUMNS,
+        "completion": COMPLETION_COLUMNS,
+        "chosen": ("chosen",),
+    }
+    also = [name for field in missing for name in alternatives.get(field, ())[1:]]
+    shown = shorten(", ".join(sorted(columns)), 300)
+    hint = f" (other accepted names: {', '.join(also)})" if also else ""
+    return DataError(
+        f"There is no column {', '.join(missing)}{hint}; the columns are {shown}. Rename a column, "
+        "or name it in the setting columns."
+    )

@@ -1,0 +1,307 @@
+"""Read the rows of a data set, write them once to the cache, and map them into memory."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from datasets import Dataset, config, disable_progress_bars
+
+from ppo_core.data.atomic_files import explained_writes
+from ppo_core.data.folder_cache import Cached, digest_of, digest_of_code, make_once
+from ppo_core.data.rows.forms import Kind, Row, find_form
+from ppo_core.data.rows.row_error import RowError
+from ppo_core.data.sources.raw_row import RawRow
+from ppo_core.data.sources.source import Source, open_source
+from ppo_core.errors import DataError
+
+MAX_LEFT_OUT = 0.01
+"""Maximum fraction of the rows that may be left out; a larger fraction is an error."""
+
+ROW = "row"
+"""Column with the number of a row in its data set, counted from 0."""
+
+_ROWS_FOR_COLUMNS = 100
+"""Number of first rows whose columns are the columns of the data set."""
+
+_ROWS_AT_ONCE = 1000
+
+_TABLE, _LEFT_OUT = "rows.arrow", "left-out.jsonl"
+
+_CODE = (
+    "ppo_core.config.checks",
+    "ppo_core.config.text_files",
+    "ppo_core.data.chat_template",
+    *(
+        f"ppo_core.data.{package}.{file.stem}"
+        for package in ("rows", "sources")
+        for file in sorted((Path(__file__).parents[1] / package).glob("*.py"))
+    ),
+)
+"""Modules whose code decides how a row is read."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The usable rows of a data set, on disk."""
+
+    source: str
+    """File, folder or hub id, and the part of it if the data set was split."""
+
+    table: Dataset
+    """The rows in the one form of their kind, and the column `ROW`."""
+
+    digest: str
+    """Digest of the usable rows."""
+
+    reading: dict[str, str]
+    """Field -> the column, or columns, that it was read from."""
+
+    left_out: dict[str, int]
+    """Reason -> number of rows that were left out for it."""
+
+    key: str
+    """Name that no other rows in the cache have."""
+
+    left_out_files: tuple[Path, ...] = ()
+    """JSON lines of the rows that were left out, each with its number and the reason."""
+
+    def __len__(self) -> int:
+        """Return the number of usable rows."""
+        return len(self.table)
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield the rows, one after the other."""
+        return iter(self.table)
+
+    def column(self, name: str, limit: int | None = None) -> list[Any]:
+        """Return the values of a column, or its first `limit` values."""
+        return list(self.table.select_columns([name])[:limit][name])
+
+    def has(self, name: str) -> bool:
+        """Return whether all rows have a value of an optional column."""
+        if not len(self.table) or name not in self.table.column_names:
+            return False
+        return self.table.with_format("arrow")[name].null_count == 0
+
+    def part(self, begin: int, end: int, name: str) -> "Rows":
+        """Return the rows `begin` to `end - 1` as a data set of its own, without rows left out."""
+        return replace(
+            self,
+            source=f"{self.source} ({name})",
+            table=self.table.select(range(begin, end)),
+            digest=digest_of([self.digest, begin, end]),
+            key=digest_of([self.key, begin, end]),
+            left_out={},
+            left_out_files=(),
+        )
+
+
+def read_rows(
+    source: str,
+    kind: Kind,
+    *,
+    is_chat: bool = False,
+    split: str | None = None,
+    config_name: str | None = None,
+    renamed: Mapping[str, str] | None = None,
+    allow_urls: bool = False,
+    takes_token_ids: bool = False,
+) -> Rows:
+    """Read a data set; a second reading of the same content takes the rows from the cache.
+
+    Args:
+        source: see `open_source`, as for `split` and `allow_urls`.
+        kind: use of the data set, see `find_form` for it and for the other arguments.
+        is_chat: whether prompts become messages.
+        split: name of a split, or a slice of a split.
+        config_name: configuration of a hub data set.
+        renamed: field -> column.
+        allow_urls: whether `source` may be an address.
+        takes_token_ids: whether prompts may be token ids.
+
+    Raises:
+        ConfigError: a configuration is given for local data.
+        DataError: the data set or a column is missing or unreadable, there is no row, or more than
+            1 % of the rows cannot be used.
+    """
+    return read_source(
+        open_source(source, split, config_name, allow_urls=allow_urls),
+        kind,
+        is_chat=is_chat,
+        renamed=renamed,
+        takes_token_ids=takes_token_ids,
+    )
+
+
+def read_source(
+    opened: Source,
+    kind: Kind,
+    *,
+    is_chat: bool,
+    renamed: Mapping[str, str] | None = None,
+    takes_token_ids: bool = False,
+) -> Rows:
+    """Read the rows of a source, see `read_rows`.
+
+    Raises:
+        DataError: see `read_rows`.
+    """
+    source = opened.name
+    form = {"kind": kind, "is_chat": is_chat, "takes_token_ids": takes_token_ids}
+    inputs = {
+        "source": opened.digest,
+        "renamed": dict(renamed or {}),
+        "code": digest_of_code(*_CODE),
+        **form,
+    }
+
+    def make(folder: Path) -> dict[str, Any]:
+        rows = opened.rows()
+        first = list(islice(rows, _ROWS_FOR_COLUMNS))
+        if not first:
+            raise DataError(
+                f"'{source}' is empty: its split '{opened.split}' has no row. Name a data set with "
+                "at least one."
+            )
+        try:
+            found = find_form(
+                kind,
+                dict.fromkeys(name for row in first for name in row),
+                is_chat=is_chat,
+                takes_token_ids=takes_token_ids,
+                renamed=renamed,
+            )
+        except DataError as error:
+            raise DataError(f"'{source}': {error}") from error
+        numbered = enumerate(chain(first, rows))
+        facts = _write(folder, numbered, found.convert, found.schema, source)
+        return facts | {"reading": found.reading}
+
+    return _opened(_made(f"rows-{kind}", inputs, make), source)
+
+
+def derive(
+    rows: Rows,
+    name: str,
+    inputs: Mapping[str, Any],
+    convert: Callable[[Row], Row | None],
+    schema: pyarrow.Schema | None = None,
+) -> Rows:
+    """Return converted rows; a second call with the same rows and inputs takes the cached rows.
+
+    Args:
+        rows: rows to convert.
+        name: name of the conversion, and of its folder in the cache.
+        inputs: everything beside `rows` that decides the result; must be serializable as JSON.
+        convert: function that returns a row, or None to skip the row without counting it; RowError
+            leaves the row out and counts it.
+        schema: types of the converted rows; those of `rows` by default.
+
+    Raises:
+        DataError: more than 1 % of the rows are left out, or `convert` raises it.
+    """
+    types = schema or rows.table.features.arrow_schema.remove_metadata()
+    if ROW in types.names:
+        types = types.remove(types.get_field_index(ROW))
+
+    def make(folder: Path) -> dict[str, Any]:
+        numbered = ((row[ROW], dict(row)) for row in rows)
+        facts = _write(folder, numbered, convert, types, rows.source, sum(rows.left_out.values()))
+        return facts | {"reading": rows.reading}
+
+    everything = {"rows": rows.key, "code": digest_of_code(*_CODE), **inputs}
+    made = _opened(_made(name, everything, make), rows.source)
+    counts = {
+        reason: rows.left_out.get(reason, 0) + made.left_out.get(reason, 0)
+        for reason in {**rows.left_out, **made.left_out}
+    }
+    files = (*rows.left_out_files, *made.left_out_files)
+    return replace(made, left_out=counts, left_out_files=files)
+
+
+def _made(
+    name: str, inputs: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]
+) -> Cached:
+    cache = Path(config.HF_DATASETS_CACHE) / "ppo_core"
+    with explained_writes(cache):
+        return make_once(cache, name, inputs, make)
+
+
+def _opened(made: Cached, source: str) -> Rows:
+    facts = made.metrics
+    disable_progress_bars()
+    return Rows(
+        source=source,
+        table=Dataset.from_file(str(made.path / _TABLE)),
+        digest=facts["digest"],
+        reading=facts["reading"],
+        left_out=facts["left_out"],
+        key=made.path.name,
+        left_out_files=(made.path / _LEFT_OUT,) if facts["left_out"] else (),
+    )
+
+
+def _write(
+    folder: Path,
+    rows: Iterator[tuple[int, RawRow]],
+    convert: Callable[[RawRow], Row | None],
+    schema: pyarrow.Schema,
+    source: str,
+    earlier: int = 0,
+) -> dict[str, Any]:
+    """Write the converted rows and the rows that are left out; return digest and counts.
+
+    `earlier` is the number of rows that were left out before.
+    """
+    digest = sha256()
+    counts: dict[str, int] = {}
+    first: tuple[int, RawRow, RowError] | None = None
+    total = 0
+    types = schema.append(pyarrow.field(ROW, pyarrow.int64()))
+    waiting: list[Row] = []
+    with (
+        (folder / _LEFT_OUT).open("w", encoding="utf-8") as aside,
+        (folder / _TABLE).open("wb") as file,
+        pyarrow.ipc.new_stream(file, types) as table,
+    ):
+        for number, raw in rows:
+            total += 1
+            try:
+                row = convert(raw)
+            except RowError as error:
+                first = first or (number, raw, error)
+                counts[str(error)] = counts.get(str(error), 0) + 1
+                entry = {ROW: number, "reason": str(error), "values": raw}
+                aside.write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
+                continue
+            if row is None:
+                continue
+            digest.update(json.dumps(row, sort_keys=True).encode())
+            waiting.append({**row, ROW: number})
+            if len(waiting) == _ROWS_AT_ONCE:
+                table.write_batch(pyarrow.RecordBatch.from_pylist(waiting, types))
+                waiting = []
+        table.write_batch(pyarrow.RecordBatch.from_pylist(waiting, types))
+    left_out = sum(counts.values())
+    if first is not None and left_out + earlier > MAX_LEFT_OUT * (total + earlier):
+        raise _too_many(source, total, counts, *first)
+    return {"digest": digest.hexdigest()[:16], "left_out": counts}
+
+
+def _too_many(
+    source: str, total: int, counts: Mapping[str, int], number: int, raw: RawRow, error: RowError
+) -> DataError:
+    listed = ", ".join(f"{count} {reason}" for reason, count in counts.items())
+    shown = ", ".join(
+        f"{key}: {value!r:.40}" for key, value in raw.items() if key != ROW and value is not None
+    )
+    return DataError(
+        f"{sum(counts.values())} of the {total} rows of '{source}' cannot be used: {listed}. The "
+        f"first is row {number}: {shown:.400}. At most {MAX_LEFT_OUT:.0%} of the rows may be left "
+        f"out. {error.move}"
+    )

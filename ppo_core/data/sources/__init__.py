@@ -1,0 +1,1 @@
+"""Files, folders, addresses and hub data sets, read as a stream of rows."""

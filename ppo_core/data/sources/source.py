@@ -1,0 +1,302 @@
+"""Open a data set from a file, a folder, an address, or the Hugging Face Hub."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import chain, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ppo_core.data.folder_cache import digest_of, digest_of_folder
+from ppo_core.data.sources.compression import GZIP, format_of
+from ppo_core.data.sources.data_addresses import download, is_data_address, require_allowed
+from ppo_core.data.sources.data_folders import files_by_split
+from ppo_core.data.sources.raw_row import RawRow
+from ppo_core.errors import ConfigError, DataError, library_errors
+from ppo_core.errors.redaction import redact
+
+FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+"""File suffix -> name of the builder in the `datasets` library."""
+
+SUFFIXES = (*FORMATS, *(suffix + GZIP for suffix in FORMATS if suffix != ".parquet"))
+"""Endings of the files that can be read."""
+
+ROWS_AT_ONCE = 1000
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One split of a data set, or a slice of a split."""
+
+    name: str
+    """The name that a user gave."""
+
+    digest: str
+    """Digest of the content."""
+
+    rows: Callable[[], Iterator[RawRow]]
+    """Start a new stream of the rows. The stream raises DataError for what cannot be read."""
+
+    split: str = "train"
+    """Name of the split, and its slice."""
+
+    download: Any = None
+    """Temporary folder with the file of an address; it is deleted with this object."""
+
+
+def open_source(
+    name: str,
+    split: str | None = None,
+    config: str | None = None,
+    *,
+    allow_urls: bool = False,
+) -> Source:
+    """Return the rows of one split of a data set.
+
+    A name that exists here is a local file or folder, whatever characters it has. Code in a hub
+    data set is never run: `datasets` has no loading scripts since its version 4.
+
+    Args:
+        name: a .jsonl, .json, .csv or .parquet file (the first three may end in .gz), a folder of
+            such files, a folder written by `save_to_disk`, an address of such a
+            file, or a hub id. Without `split`, a folder and a hub id may be followed by
+            `:SPLIT`, and a hub id by `@REVISION` and `:CONFIG/SPLIT`.
+        split: name of a split, or a slice such as `train[:100]`; a file has only `train`.
+        config: configuration name, for a hub data set with several configurations.
+        allow_urls: whether `name` may be an address.
+
+    Raises:
+        ConfigError: `config` is given, but `name` is a local file or folder.
+        DataError: the data set, configuration or split is missing or unreadable.
+    """
+    if is_data_address(name) and not os.path.lexists(name):
+        require_allowed(name, allowed=allow_urls)
+        return _open_address(name, split or "train")
+    given = name
+    if split is None and not os.path.lexists(name):
+        name, _, split = name.partition(":")
+        if split and not os.path.lexists(name) and "/" in split.partition("[")[0]:
+            config, _, split = split.partition("/")
+    split = split or "train"
+    if not os.path.lexists(name):
+        return _open_hub(name, split, config, given)
+    if config is not None:
+        raise ConfigError(
+            f"'{name}' is local and has no configuration '{config}'. Leave the configuration out."
+        )
+    return _open_local(Path(name), split)
+
+
+def source_of_rows(rows: Any, name: str = "the rows") -> Source:
+    """Return rows in memory, or a `datasets.Dataset`, as a source.
+
+    Raises:
+        DataError: the rows are a single text, or several splits.
+    """
+    if isinstance(rows, Mapping | str):
+        raise DataError(
+            f"The rows are {type(rows).__name__}, {rows!r:.80}, not a list of rows or a single "
+            "data set. Load the data set first, or choose one of its splits."
+        )
+    if hasattr(rows, "features"):
+        return _of_data_set(name, digest_of([rows._fingerprint]), rows)
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
+    return Source(name, digest.hexdigest(), lambda: iter(rows))
+
+
+def _open_local(path: Path, split: str) -> Source:
+    if path.is_dir() and any((path / name).exists() for name in _SAVED):
+        return _open_saved(path, split)
+    splits = files_by_split(path, SUFFIXES) if path.is_dir() else {"train": [path]}
+    files = splits.get(_name_of(split))
+    if files is None:
+        raise _no_split(path, split, list(splits))
+    move = "Name a file of rows that you may read."
+    with library_errors(DataError, f"'{path}' cannot be read", move):
+        digest = digest_of([_digest_of_file(file) for file in files])
+    source = Source(str(path), digest, lambda: chain.from_iterable(map(_read_file, files)))
+    return _sliced(source, split)
+
+
+def _digest_of_file(path: Path) -> str:
+    # A file that cannot be read is refused by its first row, before all of it is read.
+    next(_read_file(path), None)
+    with path.open("rb") as file:
+        return format_of(path) + hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_file(path: Path) -> Iterator[RawRow]:
+    return _reader_of(path)(path)
+
+
+def _reader_of(path: Path) -> Callable[[Path], Iterator[RawRow]]:
+    # Imported where they are used: pandas and pyarrow take half a second.
+    if str(path).endswith(SUFFIXES):
+        match FORMATS[format_of(path)]:
+            case "json":
+                from ppo_core.data.sources.json_rows import read_json_rows
+
+                return read_json_rows
+            case "csv":
+                from ppo_core.data.sources.csv_rows import read_csv_rows
+
+                return read_csv_rows
+            case "parquet":
+                from ppo_core.data.sources.parquet_rows import read_parquet_rows
+
+                return read_parquet_rows
+    raise DataError(
+        f"'{path}' ends in '{path.suffix}', but rows are read only from {', '.join(SUFFIXES)} "
+        "files. Convert the file."
+    )
+
+
+# --- Data sets of the library `datasets` -------------------------------------------
+
+_SAVED = ("state.json", "dataset_dict.json")
+"""Files in a folder that `save_to_disk` wrote."""
+
+
+def _open_saved(path: Path, split: str) -> Source:
+    from datasets import DatasetDict, load_from_disk
+
+    if is_data_address(str(path)):
+        raise DataError(f"`datasets` would take '{path}' for an address. Rename the folder.")
+    move = "Save the data set again, or name its files."
+    with library_errors(DataError, f"'{path}' cannot be read", move):
+        saved = load_from_disk(str(path))
+        splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
+        name = _name_of(split)
+        if name not in splits:
+            raise _no_split(path, split, list(splits))
+        digest = digest_of([name, digest_of_folder(path)])
+    return _sliced(_of_data_set(str(path), digest, splits[name]), split)
+
+
+def _open_address(address: str, split: str) -> Source:
+    from datasets import load_dataset
+
+    shown = redact(address)
+    path = Path(shown)
+    if not shown.endswith(SUFFIXES):
+        raise DataError(
+            f"'{shown}' ends in '{path.suffix}', but rows are read only from "
+            f"{', '.join(SUFFIXES)} files. Name the address of such a file."
+        )
+    if address.startswith(("http://", "https://")) and "::" not in address:
+        folder = TemporaryDirectory()
+        file = download(address, Path(folder.name))
+        with named_data(shown):
+            source = _open_local(file, split)
+        return replace(
+            source, name=shown, rows=lambda: _named(shown, source.rows()), download=folder
+        )
+    move = "Download the file, and name the copy."
+    with library_errors(DataError, f"'{shown}' cannot be loaded", move):
+        loaded = load_dataset(FORMATS[format_of(path)], data_files=address, split=split)
+        return _of_data_set(shown, digest_of([shown, loaded._fingerprint]), loaded)
+
+
+def _open_hub(name: str, split: str, config: str | None, given: str) -> Source:
+    name, _, revision = name.partition("@")
+    here = f"{Path(given).absolute()!s:.300}"
+    if name.endswith(SUFFIXES) or not _HUB_ID.fullmatch(name):
+        raise DataError(f"There is no file or folder {here}. Check the path.")
+    # `load_dataset` would take the name of a format for the files in the working directory.
+    if "." not in name and find_spec(f"datasets.packaged_modules.{name}") is not None:
+        raise DataError(f"There is no file or folder {here}. '{name}' is a format; name a file.")
+    from datasets import load_dataset
+
+    failure = (
+        f"'{given}' is not a local file or folder ({here} does not exist), and no data set of this "
+        f"name with a split '{split}' could be loaded from the hub"
+    )
+    with library_errors(DataError, failure, "Check the path, or the hub id."):
+        loaded = load_dataset(name, config, split=split, revision=revision or None)
+        return _of_data_set(given, digest_of([given, config, split, loaded._fingerprint]), loaded)
+
+
+def _of_data_set(name: str, digest: str, loaded: Any) -> Source:
+    # The values of these columns name files and addresses, which `datasets` would open.
+    media = [column for column, feature in loaded.features.items() if _is_media(feature)]
+    plain = loaded.remove_columns(media)
+
+    def rows() -> Iterator[RawRow]:
+        with library_errors(DataError, f"'{name}' cannot be read", "Convert the data to UTF-8."):
+            for batch in plain.iter(ROWS_AT_ONCE):
+                yield from (
+                    dict(zip(batch, values, strict=True))
+                    for values in zip(*batch.values(), strict=True)
+                )
+
+    return Source(name, digest, rows)
+
+
+def _is_media(feature: Any) -> bool:
+    if isinstance(feature, dict):
+        return any(map(_is_media, feature.values()))
+    if isinstance(feature, list | tuple):
+        return any(map(_is_media, feature))
+    inner = getattr(feature, "feature", None)
+    if inner is not None:
+        return _is_media(inner)
+    return hasattr(feature, "decode_example") and type(feature).__name__ != "Json"
+
+
+@contextmanager
+def named_data(name: str | None) -> Iterator[None]:
+    """Add the name of the data set to the message of a DataError of the block, about its rows."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"'{name}': {error}") from error
+
+
+def _named(name: str, rows: Iterator[RawRow]) -> Iterator[RawRow]:
+    with named_data(name):
+        yield from rows
+
+
+# --- Splits and slices -------------------------------------------------------------
+
+
+def _name_of(split: str) -> str:
+    return re.split(r"[\[(]", split, maxsplit=1)[0]
+
+
+def _sliced(source: Source, split: str) -> Source:
+    """Return the slice of the rows that `split` may name after the name of the split."""
+    name = _name_of(split)
+    if split == name:
+        return replace(source, split=split)
+    from datasets import ReadInstruction
+
+    move = "Write the split as NAME, NAME[:COUNT] or NAME[FROM:TO]."
+    with library_errors(DataError, f"The split '{split}' of '{source.name}' cannot be read", move):
+        count = sum(1 for _ in source.rows())
+        parts = ReadInstruction.from_spec(split).to_absolute({name: count})
+        if len(parts) != 1:
+            raise ValueError("it names several splits")
+        begin, end = parts[0].from_, max(parts[0].from_, parts[0].to)
+    return replace(
+        source,
+        split=split,
+        digest=digest_of([source.digest, begin, end]),
+        rows=lambda: islice(source.rows(), begin, end),
+    )
+
+
+def _no_split(path: Path, split: str, splits: list[str]) -> DataError:
+    return DataError(
+        f"'{path}' has no split '{split}'. Choose one of its splits: {', '.join(splits)}."
+    )

@@ -1,0 +1,181 @@
+"""Loading rows from files, folders and splits, and the errors."""
+
+import gzip
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from ppo_core.data.sources.source import open_source
+from ppo_core.errors import ConfigError, DataError
+
+ROWS = [{"prompt": "w0"}, {"prompt": "w1"}]
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch, tmp_path):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def load(name, split=None, config=None):
+    return list(open_source(str(name), split, config).rows())
+
+
+def write_lines(path):
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def test_files_of_every_format_give_their_rows(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
+    lines = write_lines(tmp_path / "rows.jsonl").read_bytes()
+    (tmp_path / "rows.csv").write_text('\ufeffprompt\n"w0"\nw1\n', encoding="utf-8")
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "rows.csv.gz").write_bytes(gzip.compress((tmp_path / "rows.csv").read_bytes()))
+    for ending in ("json", "jsonl", "parquet", "csv", "jsonl.gz", "csv.gz"):
+        assert load(tmp_path / f"rows.{ending}") == ROWS
+
+
+def test_messages_are_read_as_they_were_written(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "w0"}]}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert load(tmp_path / "rows.jsonl") == rows
+
+
+def test_a_slice_of_a_split_is_part_of_it(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl")
+    assert load(path, "train[:1]") == ROWS[:1]
+
+
+def test_folders_that_datasets_saved_are_read_back(tmp_path):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "several")
+    assert load(tmp_path / "one") == ROWS
+    assert load(tmp_path / "several", "test") == ROWS
+    with pytest.raises(DataError, match="Choose one of its splits: test"):
+        load(tmp_path / "several")
+    with pytest.raises(DataError, match=r"has no split 'test'.* one of its splits: train"):
+        load(tmp_path / "one", "test")
+
+
+def test_a_folder_of_files_has_the_splits_that_they_are_named_after(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_lines(folder / "train.jsonl")
+    (folder / "test.jsonl").write_text('{"prompt": "w9"}\n')
+    assert load(folder) == ROWS
+    assert load(folder, "test") == [{"prompt": "w9"}]
+
+
+def test_the_root_folder_is_refused_before_all_of_it_is_listed():
+    with pytest.raises(DataError, match=r"'/' has more than \d+ files .* Name the folder"):
+        load("/")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", '{"prompt": "w0"}\n{oops\n', "cannot be read: .*row 1"),
+        ("rows.parquet", "oops", "cannot be read"),
+        ("rows.tsv", "prompt\nw0\n", "ends in '.tsv'"),
+        ("rows.csv", "prompt,answer\nw0,w1\nw2\n", "line 3 has 1 values for 2 columns"),
+        ("rows.csv", "prompt,prompt\nw0,w1\n", "two of its columns .* have one name"),
+        ("rows.csv", 'prompt\n"w0\n', "cannot be read as CSV"),
+        ("rows.csv", f"prompt\n{'w' * 200_000}\n", "larger than field limit"),
+        ("rows.jsonl.gz", "oops", "cannot be read: .*gzip"),
+    ],
+)
+def test_a_file_of_another_format_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / name)
+
+
+def test_what_is_not_there_is_refused_with_the_place_where_it_was_sought(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=f"no file or folder {tmp_path / 'none.jsonl'}"):
+        load("none.jsonl")
+    with pytest.raises(DataError, match=f"not a local file or folder .{tmp_path / 'no/such'}"):
+        load("no/such")
+    write_lines(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match=r"'rows.jsonl' has no split 'test'"):
+        load("rows.jsonl", "test")
+
+
+def test_a_local_file_has_no_configuration(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match="is local and has no configuration 'small'"):
+        load(path, config="small")
+
+
+def test_an_empty_file_has_no_rows(tmp_path):
+    for name, content in (
+        ("a.jsonl", " \n"),
+        ("b.json", "[]"),
+        ("c.csv", ""),
+        ("d.csv", "prompt\n"),
+    ):
+        (tmp_path / name).write_text(content)
+        assert load(tmp_path / name) == []
+
+
+def test_a_cut_gzip_file_is_refused(tmp_path):
+    whole = gzip.compress(write_lines(tmp_path / "rows.jsonl").read_bytes() * 1000)
+    (tmp_path / "rows.jsonl.gz").write_bytes(whole[:-20])
+    with pytest.raises(DataError, match=r"rows.jsonl.gz' cannot be read"):
+        load(tmp_path / "rows.jsonl.gz")
+
+
+def test_the_digest_is_that_of_the_content_and_the_slice(tmp_path):
+    one = write_lines(tmp_path / "one.jsonl")
+    two = write_lines(tmp_path / "two.jsonl")
+    digest = open_source(str(one)).digest
+    assert open_source(str(two)).digest == digest
+    assert open_source(str(one), "train[:1]").digest != digest
+    two.write_text('{"prompt": "w2"}\n')
+    assert open_source(str(two)).digest != digest
+
+
+def test_a_folder_names_its_split_after_a_colon(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_lines(folder / "train.jsonl")
+    (folder / "test.jsonl").write_text('{"prompt": "w9"}\n')
+    assert load(f"{folder}:test") == [{"prompt": "w9"}]
+    assert load(f"{folder}:train[1:]") == ROWS[1:]
+    with pytest.raises(DataError, match="has no split 'dev'"):
+        load(f"{folder}:dev")
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("org/name", ("org/name", None, "train", None)),
+        ("org/name:test[:10]", ("org/name", None, "test[:10]", None)),
+        ("org/name:small/test", ("org/name", "small", "test", None)),
+        ("org/name@abc123:small/test", ("org/name", "small", "test", "abc123")),
+    ],
+)
+def test_a_hub_id_names_revision_configuration_and_split(monkeypatch, name, asked):
+    calls = []
+
+    def load_dataset(path, config, *, split, revision):
+        calls.append((path, config, split, revision))
+        return Dataset.from_list(ROWS)
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert load(name) == ROWS
+    assert calls == [asked]
+
+
+def test_a_folder_of_compressed_files_has_their_splits(tmp_path):
+    lines = write_lines(tmp_path / "rows.jsonl").read_bytes()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train-0.jsonl").write_bytes(lines)
+    (folder / "train-1.jsonl.gz").write_bytes(gzip.compress(lines))
+    (folder / "test.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "w9"}\n'))
+    assert load(folder) == ROWS * 2
+    assert load(folder, "test") == [{"prompt": "w9"}]
