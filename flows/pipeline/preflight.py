@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -173,7 +172,7 @@ def _check_pairs(settings: Settings) -> None:
                 "validation pairs are removed. Add more preferences."
             )
         encoded = data_sets.encoded_pairs(settings)
-        _report(_with_counts(rows, encoded), "preferences", settings)
+        _report(data_sets.with_counts(rows, encoded), "preferences", settings)
         _show("preferences", settings, encoded.table[0]["chosen"])
 
 
@@ -181,18 +180,8 @@ def _check_demonstrations(settings: Settings) -> None:
     with named_data("sft_data"):
         rows = data_sets.sft_rows(settings)
         encoded = data_sets.encoded_demonstrations(settings)
-        _report(_with_counts(rows, encoded), "sft", settings)
+        _report(data_sets.with_counts(rows, encoded), "sft", settings)
         _show("sft", settings, encoded.table[0]["input_ids"])
-
-
-def _with_counts(rows: Rows, encoded: Rows) -> Rows:
-    """Return the rows with those left out that could not be encoded."""
-    return replace(
-        rows,
-        table=rows.table.select(range(len(encoded))),
-        left_out=encoded.left_out,
-        left_out_files=encoded.left_out_files,
-    )
 
 
 def _report(rows: Rows, name: str, settings: Settings) -> None:

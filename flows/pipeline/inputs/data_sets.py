@@ -135,12 +135,30 @@ def evaluation_rows(settings: Settings) -> Rows:
 def data_sets(settings: Settings) -> dict[str, Rows]:
     """Read every data set of a run; the keys are the uses of the data sets."""
     return {
-        **({"sft": sft_rows(settings)} if settings.sft_data else {}),
-        **({} if settings.reward_model else {"preferences": training_pairs(settings)}),
+        **({"sft": _used_demonstrations(settings)} if settings.sft_data else {}),
+        **({} if settings.reward_model else {"preferences": _used_pairs(settings)}),
         "preferences-test": test_pairs(settings),
         "prompts": training_prompts(settings),
         "eval-prompts": evaluation_rows(settings),
     }
+
+
+def _used_demonstrations(settings: Settings) -> Rows:
+    return with_counts(sft_rows(settings), encoded_demonstrations(settings))
+
+
+def _used_pairs(settings: Settings) -> Rows:
+    return with_counts(training_pairs(settings), encoded_pairs(settings))
+
+
+def with_counts(rows: Rows, encoded: Rows) -> Rows:
+    """Return rows with the counts of their encoded form, which lacks rows that are too long."""
+    return replace(
+        rows,
+        table=rows.table.select(range(len(encoded))),
+        left_out=encoded.left_out,
+        left_out_files=encoded.left_out_files,
+    )
 
 
 def examples(settings: Settings) -> list[Row]:

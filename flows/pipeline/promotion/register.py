@@ -161,7 +161,12 @@ def _card_facts(
         "version": version,
         "models": {**models, "judge": {"name": judge["name"], "digest": judge["version"]}},
         "data": {
-            one.name: {"name": one.source, "digest": one.digest, "rows": one.rows}
+            one.name: {
+                "name": one.source,
+                "digest": one.digest,
+                "rows": one.rows,
+                "left_out": one.left_out,
+            }
             for one in candidate.run.data
         },
         "win_rate": evaluation["win_rate"],

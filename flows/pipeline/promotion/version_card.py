@@ -8,6 +8,7 @@ from pipeline.reports.document import as_equal_length_rate, as_interval, as_perc
 from pipeline.reports.terminal import CONTEST_TITLES
 from pipeline.results import Report
 from pipeline.settings.settings import flatten
+from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.reporting.escaping import as_line, as_markdown, as_yaml
 from ppo_core.training.model_card import without_folders
 
@@ -38,7 +39,7 @@ def version_card(record: Report) -> str:
             - `version`: the version number, or None if the version is not registered yet;
             - `models`: `name` and `digest` of each model (base, SFT, reward model, policy, judge);
               a digest may be None;
-            - `data`: for each use of a data set, its `name`, `digest` and `rows`;
+            - `data`: for each use of a data set, its `name`, `digest`, `rows` and `left_out`;
             - `win_rate`: by contest, `rate`, `low`, `high`, `length_controlled`,
               `equal_length_pairs`, `n`, `ties` and `judge`;
             - `reasons`: why the evaluation is inconclusive; may be empty;
@@ -132,10 +133,16 @@ def _models(models: Report) -> str:
 
 def _data(data: Report) -> str:
     rows = (
-        (part, without_folders(one["name"]), one["rows"], one["digest"])
+        (part, without_folders(one["name"]), one["rows"], _left_out(one), one["digest"])
         for part, one in data.items()
     )
-    return _table(("used as", "data", "rows", "digest"), rows)
+    return _table(("used as", "data", "rows", "left out", "digest"), rows)
+
+
+def _left_out(one: Mapping[str, Any]) -> str:
+    """Return the number of rows that were left out of a data set, by reason."""
+    reasons = one["left_out"].items()
+    return ", ".join(f"{count} {reason}" for reason, count in reasons) or "0"
 
 
 def _other_metrics(record: Report) -> Mapping[str, float]:
@@ -148,7 +155,10 @@ def _samples(samples: Sequence[Mapping[str, str]]) -> str:
     if not samples:
         return ""
     columns = list(samples[0])
-    return _table(columns, ([row[name] for name in columns] for row in samples[:SHOWN_SAMPLES]))
+    return _table(
+        columns,
+        ([shown_prompt(row[name]) for name in columns] for row in samples[:SHOWN_SAMPLES]),
+    )
 
 
 def _section(title: str, text: str) -> str:

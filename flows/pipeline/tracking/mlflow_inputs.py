@@ -26,6 +26,6 @@ def _input(one: DataSet) -> DatasetInput:
         digest=one.digest,
         source_type="local",
         source=json.dumps({"uri": one.source}),
-        profile=json.dumps({"num_rows": one.rows}),
+        profile=json.dumps({"num_rows": one.rows, "left_out": one.left_out}),
     )
     return DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, one.name)])

@@ -22,7 +22,14 @@ def make_record(**changed):
             "base": {"name": "org/tiny", "digest": "c0ffee"},
             "judge": {"name": "python:judge.py:judge", "digest": None},
         },
-        "data": {"prompts": {"name": "prompts.jsonl", "digest": "beef", "rows": 1234}},
+        "data": {
+            "prompts": {
+                "name": "prompts.jsonl",
+                "digest": "beef",
+                "rows": 1234,
+                "left_out": {"with an empty prompt": 2, "with more than 60 tokens": 1},
+            }
+        },
         "win_rate": {"ppo_vs_sft": win_rate},
         "reasons": [],
         "metrics": {"objective/kl": 3.14159265},
@@ -60,7 +67,8 @@ def test_the_card_says_what_was_won_by_whom_and_how_surely():
     card = version_card(make_record())
     assert "| PPO against SFT | 62.5% | 53.1% .. 71.0% | 58.0% | 96 | 4 | python:j |" in card
     assert "| objective/kl | 3.142 |" in card
-    assert "| prompts | prompts.jsonl | 1234 | beef |" in card
+    left_out = "2 with an empty prompt, 1 with more than 60 tokens"
+    assert f"| prompts | prompts.jsonl | 1234 | {left_out} | beef |" in card
     assert "| ppo.learning\\_rate | 3e-06 |" in card
     assert "| judge | python:judge.py:judge | none |" in card
 
@@ -118,7 +126,7 @@ def record_of(text, **changed):
     record = make_record()
     return record | {
         "models": {text: {"name": text, "digest": text}, "base": {"name": text, "digest": "c"}},
-        "data": {text: {"name": text, "digest": text, "rows": 1}},
+        "data": {text: {"name": text, "digest": text, "rows": 1, "left_out": {text: 2}}},
         "win_rate": {text: record["win_rate"]["ppo_vs_sft"] | {"judge": text}},
         "reasons": [text],
         "metrics": {text: 1.0},
@@ -145,7 +153,7 @@ def test_nothing_that_a_model_or_a_data_set_wrote_becomes_markup(text):
 
 @pytest.mark.parametrize("path", ["/home/anna/prompts.jsonl", "C:\\anna\\prompts.jsonl"])
 def test_no_folder_of_this_machine_is_in_the_card(path):
-    table = {"name": path, "digest": None, "rows": 3}
+    table = {"name": path, "digest": None, "rows": 3, "left_out": {"with an empty prompt": 2}}
     card = version_card(
         make_record(
             data={"prompts": table},
