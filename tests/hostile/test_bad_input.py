@@ -748,7 +748,7 @@ START = {
     "flow": ["flows/rlhf.py", "--no-pylint", "--config", "settings", "{}", "run"],
     "ppo_core": ["-m", "ppo_core", "{}"],
     "supervised": ["-m", "ppo_core.supervised", "sft", "--dataset_name", "{}"],
-    "win_rate": ["flows/win_rate.py", "--model", "m", "--judge", "rule", "--eval-prompts", "{}"],
+    "win_rate": ["flows/win_rate.py", "--judge", "rule", "--eval-prompts", "{}", "--model"],
     "registry": ["flows/registry.py", "show", "{}"],
 }
 
@@ -762,7 +762,10 @@ def test_a_process_ends_with_1_and_one_message(tmp_path: Path, command: str):
     bad.write_bytes(b'seed = "\xff"\n')
     words = [word.replace("{}", str(bad)) for word in START[command]]
     if command == "supervised":
-        words += ["--model_name_or_path", "m", "--output_dir", str(tmp_path / "out")]
+        words += ["--output_dir", str(tmp_path / "out"), "--model_name_or_path"]
+    if command in ("supervised", "win_rate"):
+        # The tokenizer is read before the rows.
+        words.append(write_model(tmp_path / "model"))
     ran = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
