@@ -14,10 +14,9 @@ from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.judges.judge_names import read_judges
 from pipeline.judges.spec import check_judge
 from pipeline.settings.settings import Settings
-from ppo_core.config.row_settings import VOTE_FIELDS
 from ppo_core.data.prompts import encode_prompt
+from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.reader import Rows
-from ppo_core.data.rows.reading import describe_first, describe_reading
 from ppo_core.data.sources.source import named_data
 from ppo_core.errors import ConfigError, DataError, ModelError, reason_of
 from ppo_core.models.files.model_folder import check_model_folder
@@ -40,17 +39,14 @@ def check_inputs(settings: Settings) -> None:
     """
     check_outputs(settings.output_dir, settings.summary_json)
     _check_models(settings)
-    data_sets.human_labels(
-        settings.evaluation,
-        data_sets.policy_tokenizer(settings),
-        renamed=settings.columns,
-        allow_urls=settings.allow_data_urls,
-    )
+    labels = data_sets.labels_of_run(settings)
     _check_prompts(settings)
     _check_pairs(settings)
     if settings.sft_data:
         _check_demonstrations(settings)
-    _check_columns(settings)
+    if settings.columns:
+        read = data_sets.data_sets(settings).values()
+        require_columns_read(settings.columns, *read, *([] if labels is None else [labels]))
     for part in read_judges(settings.judge):
         if part.kind == "reward-model":
             _require_template(settings, load_tokenizer(part.source), part.source)
@@ -121,24 +117,6 @@ def _require_template(settings: Settings, tokenizer: PreTrainedTokenizerBase, pa
         )
 
 
-def _check_columns(settings: Settings) -> None:
-    """Raise if `columns` names a column that no data set has."""
-    if not settings.columns:
-        return
-    read = {
-        column
-        for rows in data_sets.data_sets(settings).values()
-        for column in rows.reading.values()
-    }
-    for field, name in settings.columns.items():
-        # Votes are read apart, and only if a file of them is set.
-        if name not in read and field not in VOTE_FIELDS:
-            raise ConfigError(
-                f"columns.{field}={name!r} is read from no data set, so it would be ignored. "
-                "Correct the name, or remove it."
-            )
-
-
 def _check_prompts(settings: Settings) -> None:
     """Raise if prompts cannot be used, or if all references are empty."""
     tokenizer = data_sets.policy_tokenizer(settings)
@@ -165,23 +143,16 @@ def _check_pairs(settings: Settings) -> None:
     if settings.reward_model:
         return
     with named_data("preferences"):
-        rows = data_sets.training_pairs(settings)
-        if not len(rows):
-            raise DataError(
-                f"{rows.source}: no pair is left to train the reward model on after ties and "
-                "validation pairs are removed. Add more preferences."
-            )
-        encoded = data_sets.encoded_pairs(settings)
-        _report(data_sets.with_counts(rows, encoded), "preferences", settings)
-        _show("preferences", settings, encoded.table[0]["chosen"])
+        pairs = data_sets.encoded_pairs(settings)
+        _report(pairs, "preferences", settings)
+        _show("preferences", settings, pairs.table[0]["chosen"])
 
 
 def _check_demonstrations(settings: Settings) -> None:
     with named_data("sft_data"):
-        rows = data_sets.sft_rows(settings)
-        encoded = data_sets.encoded_demonstrations(settings)
-        _report(data_sets.with_counts(rows, encoded), "sft", settings)
-        _show("sft", settings, encoded.table[0]["input_ids"])
+        rows = data_sets.encoded_demonstrations(settings)
+        _report(rows, "sft", settings)
+        _show("sft", settings, rows.table[0]["input_ids"])
 
 
 def _report(rows: Rows, name: str, settings: Settings) -> None:

@@ -18,6 +18,7 @@ SUPERVISED_ALIASES = {
 """Name in TRL's SFT and reward scripts -> flag of `python -m ppo_core.supervised`."""
 
 _SPLIT = "name the split in dataset_name, as in org/name:test"
+_CONFIG = "name the configuration in dataset_name, as in org/name:config/train"
 _ONE_DATA_SET = "write the rows into one file, and set dataset_name to the file"
 _NO_EVALUATION = "nothing is evaluated during the training: evaluate the trained model"
 _NO_CHECKPOINTS = "only the trained model is saved, at the end: leave it out"
@@ -31,7 +32,7 @@ _WARMUP = "set warmup_ratio, a fraction of the optimizer steps"
 _NO_QUANTIZATION = "the base of adapters is loaded in full precision: leave it out"
 _ADAPTERS = "adapters are plain LoRA here: leave it out"
 _ATTENTION = "transformers chooses the attention of the model: leave it out"
-_LOADER = "rows are a list in memory: leave it out"
+_LOADER = "rows are mapped from disk, and batches are made in the main process: leave it out"
 _NO_COMPILE = "models are not compiled: leave it out"
 _TOKENIZED = "rows are tokenized in the main process: leave it out"
 _ONE_LOSS = "SFT minimizes the cross entropy, and a reward model the pairwise loss: leave it out"
@@ -41,8 +42,8 @@ SUPERVISED_INSTEAD: Unsupported = {
     # data
     "dataset_train_split": (("train",), _SPLIT),
     "dataset_test_split": (("test",), _NO_EVALUATION),
-    "dataset_config": ((None,), _ONE_DATA_SET),
-    "dataset_streaming": ((False,), "the rows are read into memory"),
+    "dataset_config": ((None,), _CONFIG),
+    "dataset_streaming": ((False,), "the rows are read once and kept on disk: leave it out"),
     "dataset_text_field": (("text",), "rename the column to text"),
     "dataset_num_proc": ((None, 1), _TOKENIZED),
     "dataset_batch_size": ((None,), _TOKENIZED),

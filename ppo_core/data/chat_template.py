@@ -38,12 +38,12 @@ def set_prompt_format(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptF
     """Make a tokenizer read prompts as a chat or as text, from now on and after it is saved.
 
     For text, the chat template is removed. For a chat, the token that ends a turn of the assistant
-    becomes the end-of-sequence token, which ends a response in training and sampling: in the
-    template of many base models these tokens differ.
+    becomes the end-of-sequence token, because that token ends a response in training and sampling.
+    The tokenizers of many base models have another end-of-sequence token than their template.
 
     Raises:
         ConfigError: a chat is wanted, but the tokenizer has no template.
-        DataError: the template does not end.
+        DataError: rendering the template takes longer than `MAX_RENDER_SECONDS`.
     """
     if prompt_format == "text":
         tokenizer.chat_template = None

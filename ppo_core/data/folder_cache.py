@@ -31,7 +31,7 @@ class Cached:
     reused: bool
     """Whether the folder was already in the cache."""
 
-    metrics: dict[str, Any]
+    values: dict[str, Any]
     """Values that `make` returned."""
 
 
@@ -56,20 +56,20 @@ def make_once(
     folder = root / f"{name}-{digest_of(everything)}"
     if folder.is_dir():
         if _is_unchanged(folder):
-            return Cached(folder, True, _read_made(folder)["metrics"])
+            return Cached(folder, True, _read_made(folder)["values"])
         print(f"{name}: {folder} was changed after it was made, so it is made again", flush=True)
         _remove(folder)
     # Processes of several machines may share the cache, and may have equal process ids.
     unfinished = root / f".{folder.name}.{uuid4().hex}"
     unfinished.mkdir(parents=True)
     try:
-        metrics = make(unfinished) or {}
-        made = {"digest": digest_of_folder(unfinished), "metrics": metrics}
+        values = make(unfinished) or {}
+        made = {"digest": digest_of_folder(unfinished), "values": values}
         write_atomically(unfinished / MADE_FILE, json.dumps(made))
         _publish(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return Cached(folder, False, _read_made(folder)["metrics"])
+    return Cached(folder, False, _read_made(folder)["values"])
 
 
 def digest_of(value: Any) -> str:
@@ -120,7 +120,8 @@ def _publish(unfinished: Path, folder: Path) -> None:
 
 def _is_unchanged(folder: Path) -> bool:
     try:
-        return bool(_read_made(folder)["digest"] == digest_of_folder(folder))
+        made = _read_made(folder)
+        return "values" in made and bool(made["digest"] == digest_of_folder(folder))
     # An unreadable file, another form of JSON, or the form of earlier versions.
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -37,7 +37,7 @@ def load_tokenizer(
 
     Raises:
         ConfigError: the tokenizer has no chat template, but `prompt_format` is "chat".
-        DataError: the chat template does not end.
+        DataError: see `set_prompt_format`.
         ModelError: the tokenizer cannot be loaded, or a file is refused.
     """
     check_plain_files(path)

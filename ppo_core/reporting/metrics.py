@@ -71,12 +71,12 @@ def repetition_reward(rollout: Rollout, scores: Tensor) -> float:
         r = partial correlation of score and repetition, given the length
         max(0, tanh(atanh(r) - 2.33 / sqrt(D - 4)))
 
-    Equal responses count once, with their mean score: D is the number of distinct responses. Else
-    a policy that gives few different responses would seem to be measured often. The result is the
-    lower end of a one-sided 99 % interval (Fisher's transformation with one variable held fixed),
-    so that a small batch does not give a large value by chance. Repetition is measured as the share
-    of repeated tokens, of repeated 3-grams, and of the most frequent token; the largest value is
-    returned. It is 0 for fewer than 8 distinct responses, and at least 0.
+    Equal responses count once, with their mean score: D is the number of distinct responses. With
+    all responses counted, the interval would be too narrow for a policy that repeats responses. The
+    result is the lower end of a one-sided 99 % interval (Fisher's transformation with one variable
+    held fixed), so that a small batch does not give a large value by chance. Repetition is measured
+    as the share of repeated tokens, of repeated 3-grams, and of the most frequent token; the
+    largest value is returned. It is 0 for fewer than 8 distinct responses, and at least 0.
     """
     ids, lengths, scores = _distinct_responses(rollout, scores)
     if len(ids) < 8:

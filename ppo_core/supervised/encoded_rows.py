@@ -1,21 +1,19 @@
-"""Encode the rows of supervised training once, and leave out or shorten rows that do not fit."""
+"""Encode the rows of supervised training once, and leave out or shorten rows that are too long."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.row_settings import Overlong
-from ppo_core.data.chat_template import Messages
 from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.forms import Row
-from ppo_core.data.rows.overlong import refuse_long, shortened, too_long
-from ppo_core.data.rows.reader import ROW, Rows, derive
-from ppo_core.data.rows.row_error import RowError
+from ppo_core.data.rows.overlong import fit_row
+from ppo_core.data.rows.reader import Rows, derive
 from ppo_core.data.rows.tokenizer_digest import tokenizer_digest
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config
@@ -23,15 +21,10 @@ from ppo_core.supervised.reward_pairs import PAIR_SCHEMA, encode_pair, pair_leng
 from ppo_core.supervised.sft_examples import EXAMPLE_SCHEMA, encode_example
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
-_MOVE = "Raise max_length up to the model's context, or shorten or remove these rows."
+TrainingKind: TypeAlias = Literal["demonstrations", "pairs"]
+"""Kind of the rows of a training: demonstrations for SFT, or pairs for a reward model."""
 
-_CODE = tuple(
-    f"ppo_core.{name}"
-    for name in (
-        *("supervised.encoded_rows", "supervised.reward_pairs", "supervised.sft_examples"),
-        *("data.prompts", "data.rows.overlong"),
-    )
-)
+_MOVE = "Raise max_length up to the model's context, or shorten or remove these rows."
 
 
 @dataclass(frozen=True)
@@ -42,12 +35,25 @@ class _Encoding:
     encode: Callable[[PreTrainedTokenizerBase, Row, SupervisedConfig], Any]
     length: Callable[[Any], int]
     schema: pyarrow.Schema
+    module: str
 
 
-_PAIRS = _Encoding("pair-tokens", encode_pair, pair_length, PAIR_SCHEMA)
-_EXAMPLES = _Encoding(
-    "sft-tokens", encode_example, lambda example: len(example["input_ids"]), EXAMPLE_SCHEMA
-)
+_ENCODINGS = {
+    "demonstrations": _Encoding(
+        name="sft-tokens",
+        encode=encode_example,
+        length=lambda example: len(example["input_ids"]),
+        schema=EXAMPLE_SCHEMA,
+        module=encode_example.__module__,
+    ),
+    "pairs": _Encoding(
+        name="pair-tokens",
+        encode=encode_pair,
+        length=pair_length,
+        schema=PAIR_SCHEMA,
+        module=encode_pair.__module__,
+    ),
+}
 
 
 def max_tokens(model: str | Path, config: SupervisedConfig) -> int:
@@ -55,7 +61,8 @@ def max_tokens(model: str | Path, config: SupervisedConfig) -> int:
     return min(config.max_length, context_length(load_config(model)) or config.max_length)
 
 
-def encode_pairs(
+def encode_rows(
+    kind: TrainingKind,
     rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
     config: SupervisedConfig,
@@ -63,66 +70,27 @@ def encode_pairs(
     limit: int,
     overlong: Overlong,
 ) -> Rows:
-    """Return preferences as token ids, see `PAIR_SCHEMA`; `limit` is the maximum of tokens.
+    """Return rows as token ids, see `EXAMPLE_SCHEMA` and `PAIR_SCHEMA`.
+
+    `limit` is the maximum number of tokens of a row. Ties are skipped, because training on a tie
+    would teach a preference that nobody has.
 
     Raises:
-        DataError: a row is too long and `overlong` is "error", or more than 1 % of the rows are
-            left out.
+        DataError: a row is too long and `overlong` is "error", more than 1 % of the rows are left
+            out, or all rows are ties.
     """
-    return _encoded(_PAIRS, rows, tokenizer, config, limit, overlong)
+    encoding = _ENCODINGS[kind]
 
+    def encode(row: Row) -> Any:
+        return encoding.encode(tokenizer, row, config)
 
-def encode_examples(
-    rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
-    config: SupervisedConfig,
-    *,
-    limit: int,
-    overlong: Overlong,
-) -> Rows:
-    """Return demonstrations as token ids and labels, see `EXAMPLE_SCHEMA` and `encode_pairs`.
-
-    Raises:
-        DataError: see `encode_pairs`.
-    """
-    return _encoded(_EXAMPLES, rows, tokenizer, config, limit, overlong)
-
-
-def _encoded(
-    encoding: _Encoding,
-    rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
-    config: SupervisedConfig,
-    limit: int,
-    overlong: Overlong,
-) -> Rows:
     def convert(row: Row) -> Row | None:
-        # A tie would teach a preference that nobody has.
         if row.get("tie"):
             return None
-        encoded = _encode(row)
-        if (length := encoding.length(encoded)) > limit:
-            if overlong == "error":
-                raise refuse_long(row[ROW], length, limit, _MOVE)
-            encoded = None if overlong == "drop" else _encode_shortened(row)
-            if encoded is None:
-                raise too_long(limit, _MOVE)
+        _, encoded = fit_row(
+            row, encode, encoding.length, limit=limit, overlong=overlong, move=_MOVE
+        )
         return {**encoded, "length": encoding.length(encoded)}
-
-    def _encode(row: Row) -> Any:
-        try:
-            return encoding.encode(tokenizer, row, config)
-        except DataError as error:
-            raise RowError(f"that cannot be encoded ({error})") from error
-
-    def _encode_shortened(row: Row) -> Any:
-        field = "messages" if "messages" in row else "prompt"
-
-        def fits(prompt: str | Messages) -> bool:
-            return encoding.length(_encode({**row, field: prompt})) <= limit
-
-        kept = shortened(row[field], fits) if row.get(field) else None
-        return None if kept is None else _encode({**row, field: kept})
 
     inputs = {
         "tokenizer": tokenizer_digest(tokenizer),
@@ -130,6 +98,11 @@ def _encoded(
         "overlong": overlong,
         "end_of_text": config.end_of_text,
         "completion_only_loss": config.completion_only_loss,
-        "code": digest_of_code(*_CODE),
+        "code": digest_of_code("ppo_core.data.prompts", __name__, encoding.module),
     }
-    return derive(rows, encoding.name, inputs, convert, encoding.schema)
+    encoded = derive(rows, encoding.name, inputs, convert, encoding.schema)
+    if not len(encoded):
+        raise DataError(
+            f"'{rows.source}' has no row to train on: all of its rows are ties. Add other rows."
+        )
+    return encoded

@@ -15,7 +15,7 @@ from ppo_core.errors import ConfigError, PPOError
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 if TYPE_CHECKING:
-    from ppo_core.data.rows.forms import Kind
+    from ppo_core.supervised.encoded_rows import TrainingKind
 
 TRAININGS = ("sft", "reward")
 
@@ -90,26 +90,33 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
         )
     arguments, config, lora = parse_supervised(kind, flags if kind in TRAININGS else ["--help"])
     # Imported here: --help and a wrong flag need no torch.
+    from ppo_core.data.rows.describe import (
+        describe_first,
+        describe_reading,
+        require_columns_read,
+    )
     from ppo_core.data.rows.reader import read_rows
-    from ppo_core.data.rows.reading import describe_first, describe_reading
     from ppo_core.models.loading import load_tokenizer
-    from ppo_core.supervised.encoded_rows import encode_examples, encode_pairs, max_tokens
+    from ppo_core.supervised.encoded_rows import encode_rows, max_tokens
     from ppo_core.supervised.training import refuse_other_settings, train_reward_model, train_sft
 
     train = train_sft if kind == "sft" else train_reward_model
-    use: Kind = "demonstrations" if kind == "sft" else "pairs"
-    refuse_other_settings(use, config)
+    rows_kind: TrainingKind = "demonstrations" if kind == "sft" else "pairs"
+    refuse_other_settings(rows_kind, config)
+    renamed = parse_columns(arguments.columns)
     _hide_library_output()
     tokenizer = load_tokenizer(arguments.model_name_or_path, arguments.prompt_format)
     rows = read_rows(
         arguments.dataset_name,
-        use,
+        rows_kind,
         is_chat=tokenizer.chat_template is not None,
-        renamed=parse_columns(arguments.columns),
+        renamed=renamed,
         allow_urls=arguments.allow_data_urls,
     )
-    # Training takes these encoded rows from the cache.
-    encoded = (encode_examples if kind == "sft" else encode_pairs)(
+    require_columns_read(renamed, rows)
+    # The training takes these encoded rows from the cache.
+    encoded = encode_rows(
+        rows_kind,
         rows,
         tokenizer,
         config,

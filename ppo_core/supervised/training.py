@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ppo_core.config.row_settings import Overlong, PromptFormat
-from ppo_core.data.rows.forms import Kind
 from ppo_core.data.rows.reader import Rows, read_source
 from ppo_core.data.sources.source import source_of_rows
 from ppo_core.errors import ConfigError
 from ppo_core.models.files.model_folder import refuse_adapter
 from ppo_core.models.loading import load_policy, load_tokenizer
-from ppo_core.supervised.encoded_rows import encode_examples, encode_pairs, max_tokens
+from ppo_core.supervised.encoded_rows import TrainingKind, encode_rows, max_tokens
 from ppo_core.supervised.lora import add_task_adapter, require_plain
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.supervised.reward_pairs import collate_pairs
@@ -68,7 +67,7 @@ def train_sft(
     tokenizer = load_tokenizer(model, prompt_format)
     rows = _rows(examples, "demonstrations", tokenizer)
     limit = max_tokens(model, config)
-    encoded = encode_examples(rows, tokenizer, config, limit=limit, overlong=overlong)
+    encoded = encode_rows("demonstrations", rows, tokenizer, config, limit=limit, overlong=overlong)
     set_seed(config.seed)
     policy = _load_start(model)
     _checkpoint_activations(policy, config)
@@ -118,7 +117,7 @@ def train_reward_model(
     tokenizer = load_tokenizer(model, prompt_format)
     rows = _rows(pairs, "pairs", tokenizer)
     limit = max_tokens(model, config)
-    encoded = encode_pairs(rows, tokenizer, config, limit=limit, overlong=overlong)
+    encoded = encode_rows("pairs", rows, tokenizer, config, limit=limit, overlong=overlong)
     set_seed(config.seed)
     classifier = make_classifier(_load_start(model), tokenizer.pad_token_id)
     _checkpoint_activations(classifier, config)
@@ -132,7 +131,7 @@ def train_reward_model(
     return metrics
 
 
-def refuse_other_settings(kind: Kind, config: SupervisedConfig) -> None:
+def refuse_other_settings(kind: TrainingKind, config: SupervisedConfig) -> None:
     """Raise if a setting has no effect on a training with rows of this kind.
 
     Raises:
@@ -151,7 +150,9 @@ def refuse_other_settings(kind: Kind, config: SupervisedConfig) -> None:
 
 
 def _rows(
-    given: Rows | Sequence[Mapping[str, Any]], kind: Kind, tokenizer: PreTrainedTokenizerBase
+    given: Rows | Sequence[Mapping[str, Any]],
+    kind: TrainingKind,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Rows:
     if isinstance(given, Rows):
         return given

@@ -13,9 +13,9 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.row_settings import PromptFormat, parse_columns
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.data.prompts import context_length, encode_prompt
+from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.fitting import fit_prompts
 from ppo_core.data.rows.reader import read_rows
-from ppo_core.data.rows.reading import describe_first, describe_reading
 from ppo_core.data.sources.source import named_data
 from ppo_core.errors import ConfigError
 from ppo_core.models.adapters import lora_config
@@ -122,16 +122,18 @@ def _read_prompts(
     context: int | None,
     response_length: int,
 ) -> Dataset:
+    renamed = parse_columns(script.columns)
     rows = read_rows(
         str(script.dataset_name),
         "prompts",
         is_chat=tokenizer.chat_template is not None,
         split=split,
         config_name=script.dataset_config,
-        renamed=parse_columns(script.columns),
+        renamed=renamed,
         allow_urls=script.allow_data_urls,
         takes_token_ids=True,
     )
+    require_columns_read(renamed, rows)
     fitting = fit_prompts(
         rows,
         tokenizer,

@@ -27,7 +27,7 @@ from ppo_core.data.types import Rollout
 from ppo_core.models.loading import load_policy, load_reward_model, load_tokenizer
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.reward_functions import make_rewards
-from ppo_core.supervised.encoded_rows import encode_examples, encode_pairs
+from ppo_core.supervised.encoded_rows import encode_rows
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.training import evaluation
 from tests.helpers.chat_models import TEMPLATES, make_instruct_config, make_instruct_tokenizer
@@ -94,6 +94,10 @@ def read(case: Case, kind: Any, row: dict[str, Any]) -> Rows:
     return read_rows(write_rows(case.folder / f"{kind}.jsonl", [row]), kind, is_chat=True)
 
 
+def encode(kind: Any, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> Rows:
+    return encode_rows(kind, rows, tokenizer, SupervisedConfig(), limit=512, overlong="error")
+
+
 def plain_end(case: Case, ids: list[int]) -> list[int]:
     """The tokens without the line break that a template writes after a turn."""
     return ids[: len(ids) - 1 - ids[::-1].index(case.answer[-1]) + 1]
@@ -105,7 +109,7 @@ def test_the_parts_are_the_whole(case: Case):
 
 def test_fine_tuning_learns_the_answer_and_its_end(case: Case, tokenizer):
     rows = read(case, "demonstrations", {"prompt": case.messages, "completion": ANSWER})
-    encoded = encode_examples(rows, tokenizer, SupervisedConfig(), limit=512, overlong="error")
+    encoded = encode("demonstrations", rows, tokenizer)
     (example,) = encoded.table
     assert example["input_ids"] == case.whole
     learned = [token for token in example["labels"] if token != -100]
@@ -116,7 +120,7 @@ def test_fine_tuning_learns_the_answer_and_its_end(case: Case, tokenizer):
 def test_fine_tuning_on_messages_learns_every_answer(case: Case, tokenizer):
     ended = [*case.messages, {"role": "assistant", "content": ANSWER}]
     rows = read(case, "demonstrations", {"messages": ended})
-    encoded = encode_examples(rows, tokenizer, SupervisedConfig(), limit=512, overlong="error")
+    encoded = encode("demonstrations", rows, tokenizer)
     (example,) = encoded.table
     assert example["input_ids"] == case.whole
     replied = [*tokenizer(REPLIED, add_special_tokens=False)["input_ids"], case.answer[-1]]
@@ -125,7 +129,7 @@ def test_fine_tuning_on_messages_learns_every_answer(case: Case, tokenizer):
 
 def test_the_reward_model_is_trained_and_validated_on_the_same_tokens(case: Case, tokenizer):
     rows = read(case, "pairs", {"prompt": case.messages, "chosen": ANSWER, "rejected": "No."})
-    encoded = encode_pairs(rows, tokenizer, SupervisedConfig(), limit=512, overlong="error")
+    encoded = encode("pairs", rows, tokenizer)
     (pair,) = encoded.table
     assert pair["chosen"] == case.whole
     reward_model = load_reward_model(case.reward_model)

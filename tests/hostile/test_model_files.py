@@ -463,7 +463,7 @@ def test_a_changed_folder_of_the_cache_is_made_again(spoil, tmp_path):
     spoil(made.path)
     again = make_once(tmp_path, "sft", {}, fill)
     assert not again.reused
-    assert again.metrics == {"loss": 1.0}
+    assert again.values == {"loss": 1.0}
     assert (made.path / "model.safetensors").read_bytes() == b"weights"
     assert make_once(tmp_path, "sft", {}, fill).reused
 

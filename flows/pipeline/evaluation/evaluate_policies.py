@@ -81,12 +81,7 @@ def _judge(
         prompts,
         texts,
         contests,
-        people=data_sets.human_labels(
-            settings.evaluation,
-            data_sets.policy_tokenizer(settings),
-            renamed=settings.columns,
-            allow_urls=settings.allow_data_urls,
-        ),
+        people=list(data_sets.labels_of_run(settings) or []),
         config=settings.evaluation,
         seed=settings.seed,
     )

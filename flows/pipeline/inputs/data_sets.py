@@ -1,6 +1,6 @@
 """Read the data sets of a run, and leave out or shorten rows that the models cannot read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -16,7 +16,8 @@ from ppo_core.data.rows.forms import Kind, Row
 from ppo_core.data.rows.reader import Rows, read_rows
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config, load_tokenizer
-from ppo_core.supervised.encoded_rows import encode_examples, encode_pairs, max_tokens
+from ppo_core.supervised.encoded_rows import TrainingKind, encode_rows, max_tokens
+from ppo_core.supervised.supervised_config import SupervisedConfig
 
 
 @cache
@@ -65,26 +66,26 @@ def training_pairs(settings: Settings) -> Rows:
 
 
 def encoded_demonstrations(settings: Settings) -> Rows:
-    """Return the demonstrations as SFT reads them, in token ids."""
-    return encode_examples(
-        sft_rows(settings),
-        policy_tokenizer(settings),
-        settings.sft,
-        limit=max_tokens(settings.policy, settings.sft),
-        overlong=settings.overlong,
-    )
+    """Return the demonstrations as SFT reads them: token ids, with the digest of the rows."""
+    return _encoded("demonstrations", sft_rows(settings), settings.sft, settings)
 
 
 def encoded_pairs(settings: Settings) -> Rows:
-    """Return the preferences as the training of the reward model reads them, in token ids."""
-    config = settings.reward_model_training
-    return encode_pairs(
-        training_pairs(settings),
+    """Return the preferences as the training reads them: token ids, with the digest of the rows."""
+    return _encoded("pairs", training_pairs(settings), settings.reward_model_training, settings)
+
+
+def _encoded(kind: TrainingKind, rows: Rows, config: SupervisedConfig, settings: Settings) -> Rows:
+    encoded = encode_rows(
+        kind,
+        rows,
         policy_tokenizer(settings),
         config,
         limit=max_tokens(settings.policy, config),
         overlong=settings.overlong,
     )
+    # The digest of token ids would change with the tokenizer, although the data are the same.
+    return replace(encoded, digest=rows.digest)
 
 
 def test_pairs(settings: Settings) -> Rows:
@@ -135,30 +136,12 @@ def evaluation_rows(settings: Settings) -> Rows:
 def data_sets(settings: Settings) -> dict[str, Rows]:
     """Read every data set of a run; the keys are the uses of the data sets."""
     return {
-        **({"sft": _used_demonstrations(settings)} if settings.sft_data else {}),
-        **({} if settings.reward_model else {"preferences": _used_pairs(settings)}),
+        **({"sft": encoded_demonstrations(settings)} if settings.sft_data else {}),
+        **({} if settings.reward_model else {"preferences": encoded_pairs(settings)}),
         "preferences-test": test_pairs(settings),
         "prompts": training_prompts(settings),
         "eval-prompts": evaluation_rows(settings),
     }
-
-
-def _used_demonstrations(settings: Settings) -> Rows:
-    return with_counts(sft_rows(settings), encoded_demonstrations(settings))
-
-
-def _used_pairs(settings: Settings) -> Rows:
-    return with_counts(training_pairs(settings), encoded_pairs(settings))
-
-
-def with_counts(rows: Rows, encoded: Rows) -> Rows:
-    """Return rows with the counts of their encoded form, which lacks rows that are too long."""
-    return replace(
-        rows,
-        table=rows.table.select(range(len(encoded))),
-        left_out=encoded.left_out,
-        left_out_files=encoded.left_out_files,
-    )
 
 
 def examples(settings: Settings) -> list[Row]:
@@ -191,14 +174,14 @@ def human_labels(
     *,
     renamed: Mapping[str, str],
     allow_urls: bool,
-) -> Sequence[Row]:
-    """Read the pairs of answers that people labelled; empty if no file is set.
+) -> Rows | None:
+    """Read the pairs of answers that people labelled; None if no file is set.
 
     Raises:
         DataError: the rows cannot be read, or a label is not first, second or tie.
     """
     if not config.human_labels:
-        return []
+        return None
     rows = read_rows(
         config.human_labels,
         "votes",
@@ -211,7 +194,17 @@ def human_labels(
             f"human_labels={rows.source}: the label {unknown[0]!r} is none of first, second and "
             "tie. Correct the column label."
         )
-    return list(rows)
+    return rows
+
+
+def labels_of_run(settings: Settings) -> Rows | None:
+    """Read the labelled pairs of a run, see `human_labels`."""
+    return human_labels(
+        settings.evaluation,
+        policy_tokenizer(settings),
+        renamed=settings.columns,
+        allow_urls=settings.allow_data_urls,
+    )
 
 
 def _read(source: str, kind: Kind, settings: Settings) -> Rows:

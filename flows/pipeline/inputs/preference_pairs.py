@@ -12,6 +12,7 @@ from ppo_core.data.chat_template import Messages
 from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import Rows, derive
+from ppo_core.errors import DataError
 
 _TRAINED = ("prompt", "chosen", "rejected")
 
@@ -57,7 +58,7 @@ def label_pairs(rows: Iterable[Row]) -> list[LabelledPair]:
     frequent opinion decides; if two opinions are equally frequent, the pair is a tie.
 
     Args:
-        rows: rows with `prompt`, `chosen`, `rejected`, and optionally any of `LABELS`.
+        rows: rows with `prompt`, `chosen`, `rejected`, and optionally the fields of `LABEL_FIELDS`.
 
     Returns:
         The pairs in the order of their first rows.
@@ -73,6 +74,9 @@ def training_pairs_of(rows: Rows, others: Rows) -> Rows:
 
     Left out are pairs that are in `others`, and ties, which would teach a preference that nobody
     has. The labels go too: a margin would change the training loss.
+
+    Raises:
+        DataError: no pair is left.
     """
 
     def convert(row: Row) -> Row | None:
@@ -85,6 +89,11 @@ def training_pairs_of(rows: Rows, others: Rows) -> Rows:
     schema = pyarrow.schema([types.field(name) for name in _TRAINED])
     inputs = {"others": others.digest, "code": digest_of_code(__name__)}
     kept = derive(rows, "training-pairs", inputs, convert, schema)
+    if not len(kept):
+        raise DataError(
+            f"{rows.source}: no pair is left to train the reward model on after ties and "
+            "validation pairs are removed. Add more preferences."
+        )
     if gone := len(rows) - len(kept):
         print(f"{rows.source}: {gone} rows not trained on: ties, or pairs of {others.source}")
     return kept

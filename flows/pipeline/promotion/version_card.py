@@ -9,6 +9,7 @@ from pipeline.reports.terminal import CONTEST_TITLES
 from pipeline.results import Report
 from pipeline.settings.settings import flatten
 from ppo_core.data.rows.dialogues import shown_prompt
+from ppo_core.data.rows.row_error import list_reasons
 from ppo_core.reporting.escaping import as_line, as_markdown, as_yaml
 from ppo_core.training.model_card import without_folders
 
@@ -133,16 +134,16 @@ def _models(models: Report) -> str:
 
 def _data(data: Report) -> str:
     rows = (
-        (part, without_folders(one["name"]), one["rows"], _left_out(one), one["digest"])
+        (
+            part,
+            without_folders(one["name"]),
+            one["rows"],
+            list_reasons(one["left_out"]) or "0",
+            one["digest"],
+        )
         for part, one in data.items()
     )
     return _table(("used as", "data", "rows", "left out", "digest"), rows)
-
-
-def _left_out(one: Mapping[str, Any]) -> str:
-    """Return the number of rows that were left out of a data set, by reason."""
-    reasons = one["left_out"].items()
-    return ", ".join(f"{count} {reason}" for reason, count in reasons) or "0"
 
 
 def _other_metrics(record: Report) -> Mapping[str, float]:

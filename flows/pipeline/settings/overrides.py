@@ -34,7 +34,7 @@ def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
 def merge_tables(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table with the changes; a table in both is merged.
 
-    A value stays where the changes have a table, so that reading the settings reports it.
+    A table does not replace a value: reading the settings then reports the wrong type.
     """
     merged = {**table}
     for name, value in changes.items():

@@ -99,12 +99,12 @@ class Settings:
     or `auto`, chat if there is a template."""
 
     columns: dict[str, str] = field(default_factory=dict)
-    """Columns with other names, as in `prompt = "post"`; a data set without
-    this column is read as if the entry were absent."""
+    """Columns with other names, as in `prompt = "post"`; a data set without this column is read as
+    if the entry were absent."""
 
     overlong: Overlong = "drop"
-    """What happens to a row with more tokens than fit: `error`, `drop` (at most 1 % of the rows),
-    or `truncate`, which removes the start of the prompt."""
+    """What happens to a row that is too long for the model: `error`, `drop` (at most 1 % of the
+    rows), or `truncate`, which removes the start of the prompt."""
 
     allow_data_urls: bool = False
     """Whether data sets may be named by an address such as https:// or s3://, whose owner then
@@ -332,7 +332,7 @@ def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
 
 
 def _may_be_unset(kind: Any, default: object) -> bool:
-    """Return whether NO_VALUE is None for a setting of this type and default, and not a text."""
+    """Return whether the text NO_VALUE means None for a setting of this type and default."""
     return needs_no_value(kind, default) or (
         NoneType in get_args(kind) and str not in get_args(kind)
     )

@@ -23,10 +23,9 @@ from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments
 from ppo_core.config.row_settings import parse_columns
 from ppo_core.data.prompts import Prompt, context_length
+from ppo_core.data.rows.describe import describe_reading, require_columns_read
 from ppo_core.data.rows.fitting import fit_prompts
-from ppo_core.data.rows.forms import Row
-from ppo_core.data.rows.reader import read_rows
-from ppo_core.data.rows.reading import describe_reading
+from ppo_core.data.rows.reader import Rows, read_rows
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
 from ppo_core.training.evaluation import answer_prompts
 
@@ -50,11 +49,13 @@ def compare_with_references(
     )
     model, tokenizer = _find_model(arguments)
     renamed = parse_columns(arguments.columns)
-    people = data_sets.human_labels(
+    labels = data_sets.human_labels(
         config, tokenizer, renamed=renamed, allow_urls=arguments.allow_data_urls
     )
-    rows = _read_rows(arguments, source, config, model, tokenizer)
-    prompts, references = ([row[name] for row in rows] for name in ("prompt", "reference"))
+    rows = _read_rows(arguments, source, model, tokenizer)
+    require_columns_read(renamed, rows, *([] if labels is None else [labels]))
+    judged = data_sets.first_rows(rows, config)
+    prompts, references = ([row[name] for row in judged] for name in ("prompt", "reference"))
     require_references(references)
     texts = {
         "model": _answer(arguments, config, model, tokenizer, prompts),
@@ -68,7 +69,13 @@ def compare_with_references(
     )
     contests = [("model", "reference")]
     return evaluate(
-        judge, prompts, texts, contests, people=people, config=config, seed=arguments.seed
+        judge,
+        prompts,
+        texts,
+        contests,
+        people=list(labels or []),
+        config=config,
+        seed=arguments.seed,
     )
 
 
@@ -118,11 +125,10 @@ def _find_model(
 def _read_rows(
     arguments: WinRateArguments,
     source: str,
-    config: EvaluationConfig,
     model: Path | str,
     tokenizer: PreTrainedTokenizerBase,
-) -> list[Row]:
-    """Return the rows that are judged; print which columns were read, and what was left out."""
+) -> Rows:
+    """Return the prompts and references; print the columns read, and the rows left out."""
     rows = read_rows(
         source,
         "prompts",
@@ -138,7 +144,7 @@ def _read_rows(
         overlong=arguments.overlong,
     )
     print(describe_reading(fitting))
-    return data_sets.first_rows(data_sets.require_reference(fitting), config)
+    return data_sets.require_reference(fitting)
 
 
 def _answer(

@@ -78,6 +78,6 @@ def _train_once(
 
 
 def _prepared(made: folder_cache.Cached, tracker: Tracker) -> PreparedModel:
-    tracker.step.log_metrics(made.metrics)
+    tracker.step.log_metrics(made.values)
     tracker.step.set_tags({"reused": str(made.reused)})
-    return PreparedModel(path=str(made.path), metrics=made.metrics)
+    return PreparedModel(path=str(made.path), metrics=made.values)

@@ -1,19 +1,17 @@
 """Leave out or shorten rows that are too long for a model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.row_settings import Overlong
-from ppo_core.data.chat_template import Messages, is_messages
 from ppo_core.data.folder_cache import digest_of_code
-from ppo_core.data.prompts import Prompt, encode_dialogue, encode_prompt
+from ppo_core.data.prompts import encode_dialogue, encode_prompt
 from ppo_core.data.rows.forms import Row
-from ppo_core.data.rows.overlong import refuse_long, shortened, too_long
+from ppo_core.data.rows.overlong import fit_row
 from ppo_core.data.rows.reader import ROW, Rows, derive
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.data.rows.tokenizer_digest import tokenizer_digest
-from ppo_core.errors import DataError
 
 
 def fit_prompts(
@@ -79,41 +77,18 @@ def _fit(
     overlong: Overlong,
     move: str,
 ) -> Rows:
-    def measured(row: Row) -> int:
-        try:
-            return length_of(row)
-        except DataError as error:
-            raise RowError(f"that cannot be encoded ({error})") from error
-
     def convert(row: Row) -> Row:
-        length = measured(row)
+        fitting, length = fit_row(
+            row, length_of, lambda length: length, limit=limit, overlong=overlong, move=move
+        )
         if length == 0:
             raise RowError("without tokens")
-        kept = {field: value for field, value in row.items() if field != ROW}
-        if limit is None or length <= limit:
-            return kept
-        if overlong == "error":
-            raise refuse_long(row[ROW], length, limit, move)
-        prompt = _shortened(row, limit) if overlong == "truncate" else None
-        if prompt is None:
-            raise too_long(limit, move)
-        return {**kept, "prompt": prompt}
-
-    def _shortened(row: Row, limit: int) -> Prompt | None:
-        prompt = row["prompt"]
-        if not (isinstance(prompt, str) or is_messages(prompt)):
-            ids: Sequence[int] = prompt
-            return ids[-limit:] if limit > 0 else None
-
-        def fits(end: str | Messages) -> bool:
-            return measured({**row, "prompt": end}) <= limit
-
-        return shortened(prompt, fits)
+        return {field: value for field, value in fitting.items() if field != ROW}
 
     inputs = {
         "tokenizer": tokenizer_digest(tokenizer),
         "limit": limit,
         "overlong": overlong,
-        "code": digest_of_code("ppo_core.data.prompts", __name__),
+        "code": digest_of_code("ppo_core.data.prompts"),
     }
     return derive(rows, name, inputs, convert)

@@ -32,27 +32,25 @@ Kind: TypeAlias = Literal["prompts", "pairs", "demonstrations", "votes"]
 """Use of a data set: prompts with an optional reference, preferences, examples for fine-tuning, or
 pairs of answers that people judged."""
 
-PROMPT_COLUMNS = ("prompt", "query", "question", "instruction", "messages")
+_PROMPT_COLUMNS = ("prompt", "query", "question", "instruction", "messages")
 """Columns of a prompt; the first that exists is read."""
 
-COMPLETION_COLUMNS = ("completion", "output", "answer", "response", "reference_response")
+_COMPLETION_COLUMNS = ("completion", "output", "answer", "response", "reference_response")
 """Columns of the response in a demonstration."""
 
-REFERENCE_COLUMNS = ("reference", *COMPLETION_COLUMNS)
+_REFERENCE_COLUMNS = ("reference", *_COMPLETION_COLUMNS)
 """Columns of the response that a policy's answer is compared with."""
 
-LABELS = dict(
-    zip(
-        LABEL_FIELDS,
-        (pyarrow.float64(), pyarrow.bool_(), *[pyarrow.string()] * 3),
-        strict=True,
-    )
-)
-"""Types of the optional fields of preferences."""
+_TEXT = pyarrow.string()
+_MESSAGES = pyarrow.list_(pyarrow.struct({"role": _TEXT, "content": _TEXT}))
+_TOKEN_IDS = pyarrow.list_(pyarrow.int64())
 
-TEXT = pyarrow.string()
-MESSAGES = pyarrow.list_(pyarrow.struct({"role": TEXT, "content": TEXT}))
-TOKEN_IDS = pyarrow.list_(pyarrow.int64())
+_LABELS = {
+    **dict.fromkeys(LABEL_FIELDS, _TEXT),
+    "margin": pyarrow.float64(),
+    "tie": pyarrow.bool_(),
+}
+"""Types of the optional fields of preferences."""
 
 Row: TypeAlias = Mapping[str, Any]
 """A row in the one form of its kind."""
@@ -116,13 +114,13 @@ def find_form(
 
 def _prompts(columns: Collection[str], is_chat: bool) -> Form:
     described, read = _find_prompt(columns) or _common_prompt(columns)
-    named = next((name for name in REFERENCE_COLUMNS if name in columns), None)
+    named = next((name for name in _REFERENCE_COLUMNS if name in columns), None)
 
     def convert(row: RawRow) -> Row:
         prompt, reference = read(row), None
         if described == "messages" and is_messages(prompt) and is_answered(prompt):
             prompt, reference = last_answer(prompt)
-        for name in REFERENCE_COLUMNS:
+        for name in _REFERENCE_COLUMNS:
             reference = _text_or_none(row.get(name)) if reference is None else reference
         return {"prompt": as_prompt(prompt, is_chat=is_chat), "reference": reference}
 
@@ -137,6 +135,7 @@ def _prompts(columns: Collection[str], is_chat: bool) -> Form:
 def _pairs(columns: Collection[str], is_chat: bool) -> Form:
     if {"info", "summaries", "choice"} <= set(columns) and "chosen" not in columns:
         reading = {"prompt": "info", "chosen": "summaries, choice"}
+        reading |= {name: name for name in _LABELS if name in columns}
         reading |= {"annotator": "worker"} if "worker" in columns else {}
         return Form(reading, _pair_schema(is_chat), lambda row: _tldr_pair(row, is_chat))
     missing = [name for name in ("chosen", "rejected") if name not in columns]
@@ -144,7 +143,7 @@ def _pairs(columns: Collection[str], is_chat: bool) -> Form:
         raise _no_columns(missing, columns)
     described, read = _find_prompt(columns) or (_COMMON, _nothing)
     if described == "messages":
-        described, read = _COMMON, _nothing
+        read = _messages_beside_texts
 
     def convert(row: RawRow) -> Row:
         prompt, chosen, rejected = split_pair(
@@ -153,12 +152,12 @@ def _pairs(columns: Collection[str], is_chat: bool) -> Form:
         return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **_labels(row)}
 
     reading = {"prompt": described, "chosen": "chosen", "rejected": "rejected"}
-    reading |= {name: name for name in LABELS if name in columns}
+    reading |= {name: name for name in _LABELS if name in columns}
     return Form(reading, _pair_schema(is_chat), convert)
 
 
 def _examples(columns: Collection[str], is_chat: bool) -> Form:
-    answered = next((name for name in COMPLETION_COLUMNS if name in columns), None)
+    answered = next((name for name in _COMPLETION_COLUMNS if name in columns), None)
     found = _find_prompt(columns)
     if found and found[0] != "messages" and answered:
         described, read = found
@@ -172,12 +171,12 @@ def _examples(columns: Collection[str], is_chat: bool) -> Form:
         reading = {"prompt": described, "completion": answered}
         return Form(reading, _schema(is_chat, "completion"), convert)
     if "messages" in columns:
-        schema = pyarrow.schema({"messages": MESSAGES})
+        schema = pyarrow.schema({"messages": _MESSAGES})
         return Form({"messages": "messages"}, schema, lambda row: _conversation(row, is_chat))
     if found:
         raise _no_columns(["completion"], columns)
     if "text" in columns:
-        return Form({"text": "text"}, pyarrow.schema({"text": TEXT}), _text)
+        return Form({"text": "text"}, pyarrow.schema({"text": _TEXT}), _text)
     raise _no_columns(["prompt", "completion"], columns)
 
 
@@ -200,7 +199,7 @@ def _votes(columns: Collection[str], is_chat: bool) -> Form:
 
 
 def _find_prompt(columns: Collection[str]) -> _Field | None:
-    name = next((name for name in PROMPT_COLUMNS if name in columns), None)
+    name = next((name for name in _PROMPT_COLUMNS if name in columns), None)
     if name is None:
         return ("info", _tldr_prompt) if "info" in columns else None
     if name == "instruction":
@@ -230,6 +229,14 @@ def _text_or_none(value: Any) -> str | None:
 
 def _nothing(row: RawRow) -> None:
     return None
+
+
+def _messages_beside_texts(row: RawRow) -> Any:
+    """Return the messages before the answer; None beside conversations, which have them too."""
+    messages = row.get("messages")
+    if is_messages(row.get("chosen")) or not is_messages(messages):
+        return None
+    return last_answer(messages)[0] if is_answered(messages) else messages
 
 
 def _instruction(row: RawRow) -> Any:
@@ -344,7 +351,7 @@ def _token_ids(columns: Collection[str]) -> Form:
             raise RowError("whose input_ids and attention_mask differ in length")
         return {"prompt": [token for token, seen in zip(ids, mask, strict=True) if seen]}
 
-    return Form(reading, pyarrow.schema({"prompt": TOKEN_IDS}), convert)
+    return Form(reading, pyarrow.schema({"prompt": _TOKEN_IDS}), convert)
 
 
 def _are_integers(values: Any) -> bool:
@@ -356,21 +363,20 @@ def _are_integers(values: Any) -> bool:
 
 
 def _schema(is_chat: bool, *texts: str) -> pyarrow.Schema:
-    prompt = MESSAGES if is_chat else TEXT
-    return pyarrow.schema({"prompt": prompt, **dict.fromkeys(texts, TEXT)})
+    prompt = _MESSAGES if is_chat else _TEXT
+    return pyarrow.schema({"prompt": prompt, **dict.fromkeys(texts, _TEXT)})
 
 
 def _pair_schema(is_chat: bool) -> pyarrow.Schema:
-    fields = [*_schema(is_chat, "chosen", "rejected"), *map(pyarrow.field, LABELS, LABELS.values())]
+    fields = [
+        *_schema(is_chat, "chosen", "rejected"),
+        *map(pyarrow.field, _LABELS, _LABELS.values()),
+    ]
     return pyarrow.schema(fields)
 
 
 def _no_columns(missing: list[str], columns: Collection[str]) -> DataError:
-    alternatives = {
-        "prompt": PROMPT_COLUMNS,
-        "completion": COMPLETION_COLUMNS,
-        "chosen": ("chosen",),
-    }
+    alternatives = {"prompt": _PROMPT_COLUMNS, "completion": _COMPLETION_COLUMNS}
     also = [name for field in missing for name in alternatives.get(field, ())[1:]]
     shown = shorten(", ".join(sorted(columns)), 300)
     hint = f" (other accepted names: {', '.join(also)})" if also else ""

@@ -14,9 +14,9 @@ from datasets import Dataset, config, disable_progress_bars
 from ppo_core.data.atomic_files import explained_writes
 from ppo_core.data.folder_cache import Cached, digest_of, digest_of_code, make_once
 from ppo_core.data.rows.forms import Kind, Row, find_form
-from ppo_core.data.rows.row_error import RowError
-from ppo_core.data.sources.raw_row import RawRow
-from ppo_core.data.sources.source import Source, open_source
+from ppo_core.data.rows.row_error import RowError, list_reasons
+from ppo_core.data.sources.raw_row import ROWS_AT_ONCE, RawRow
+from ppo_core.data.sources.source import Source, named_data, open_source
 from ppo_core.errors import DataError
 
 MAX_LEFT_OUT = 0.01
@@ -27,8 +27,6 @@ ROW = "row"
 
 _ROWS_FOR_COLUMNS = 100
 """Number of first rows whose columns are the columns of the data set."""
-
-_ROWS_AT_ONCE = 1000
 
 _TABLE, _LEFT_OUT = "rows.arrow", "left-out.jsonl"
 
@@ -65,7 +63,7 @@ class Rows:
     """Reason -> number of rows that were left out for it."""
 
     key: str
-    """Name that no other rows in the cache have."""
+    """Name that tells the rows from all others in the cache, also by the numbers of the rows."""
 
     left_out_files: tuple[Path, ...] = ()
     """JSON lines of the rows that were left out, each with its number and the reason."""
@@ -116,11 +114,11 @@ def read_rows(
 
     Args:
         source: see `open_source`, as for `split` and `allow_urls`.
-        kind: use of the data set, see `find_form` for it and for the other arguments.
+        kind: use of the data set.
         is_chat: whether prompts become messages.
         split: name of a split, or a slice of a split.
         config_name: configuration of a hub data set.
-        renamed: field -> column.
+        renamed: field -> column, see `find_form`.
         allow_urls: whether `source` may be an address.
         takes_token_ids: whether prompts may be token ids.
 
@@ -168,7 +166,7 @@ def read_source(
                 f"'{source}' is empty: its split '{opened.split}' has no row. Name a data set with "
                 "at least one."
             )
-        try:
+        with named_data(source):
             found = find_form(
                 kind,
                 dict.fromkeys(name for row in first for name in row),
@@ -176,8 +174,6 @@ def read_source(
                 takes_token_ids=takes_token_ids,
                 renamed=renamed,
             )
-        except DataError as error:
-            raise DataError(f"'{source}': {error}") from error
         numbered = enumerate(chain(first, rows))
         facts = _write(folder, numbered, found.convert, found.schema, source)
         return facts | {"reading": found.reading}
@@ -233,7 +229,7 @@ def _made(
 
 
 def _opened(made: Cached, source: str) -> Rows:
-    facts = made.metrics
+    facts = made.values
     disable_progress_bars()
     return Rows(
         source=source,
@@ -283,7 +279,7 @@ def _write(
                 continue
             digest.update(json.dumps(row, sort_keys=True).encode())
             waiting.append({**row, ROW: number})
-            if len(waiting) == _ROWS_AT_ONCE:
+            if len(waiting) == ROWS_AT_ONCE:
                 table.write_batch(pyarrow.RecordBatch.from_pylist(waiting, types))
                 waiting = []
         table.write_batch(pyarrow.RecordBatch.from_pylist(waiting, types))
@@ -296,12 +292,11 @@ def _write(
 def _too_many(
     source: str, total: int, counts: Mapping[str, int], number: int, raw: RawRow, error: RowError
 ) -> DataError:
-    listed = ", ".join(f"{count} {reason}" for reason, count in counts.items())
     shown = ", ".join(
         f"{key}: {value!r:.40}" for key, value in raw.items() if key != ROW and value is not None
     )
     return DataError(
-        f"{sum(counts.values())} of the {total} rows of '{source}' cannot be used: {listed}. The "
-        f"first is row {number}: {shown:.400}. At most {MAX_LEFT_OUT:.0%} of the rows may be left "
-        f"out. {error.move}"
+        f"{sum(counts.values())} of the {total} rows of '{source}' cannot be used: "
+        f"{list_reasons(counts)}. The first is row {number}: {shown:.400}. At most "
+        f"{MAX_LEFT_OUT:.0%} of the rows may be left out. {error.move}"
     )

@@ -1,4 +1,6 @@
-"""The error of a row that is left out."""
+"""The error of a row that is left out, and the reasons in words."""
+
+from collections.abc import Mapping
 
 
 class RowError(ValueError):
@@ -8,3 +10,8 @@ class RowError(ValueError):
         """Take the reason, which counts as one for all rows with this text, and the next move."""
         super().__init__(reason)
         self.move = move
+
+
+def list_reasons(counts: Mapping[str, int]) -> str:
+    """Return the number of rows for each reason: `2 with an empty prompt, 1 without a text`."""
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items())

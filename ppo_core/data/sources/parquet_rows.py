@@ -6,10 +6,8 @@ from pathlib import Path
 from pyarrow.parquet import ParquetFile
 
 from ppo_core.config.text_files import open_regular_file
-from ppo_core.data.sources.raw_row import RawRow
+from ppo_core.data.sources.raw_row import ROWS_AT_ONCE, RawRow
 from ppo_core.errors import DataError, library_errors
-
-ROWS_AT_ONCE = 1000
 
 MAX_ROWS_PER_BYTE = 100
 """Maximum number of rows for each byte of a file. A damaged file, or one that was made to exhaust

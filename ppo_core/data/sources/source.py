@@ -13,21 +13,29 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import datasets
+
 from ppo_core.data.folder_cache import digest_of, digest_of_folder
 from ppo_core.data.sources.compression import GZIP, format_of
+from ppo_core.data.sources.csv_rows import read_csv_rows
 from ppo_core.data.sources.data_addresses import download, is_data_address, require_allowed
 from ppo_core.data.sources.data_folders import files_by_split
-from ppo_core.data.sources.raw_row import RawRow
+from ppo_core.data.sources.json_rows import read_json_rows
+from ppo_core.data.sources.parquet_rows import read_parquet_rows
+from ppo_core.data.sources.raw_row import ROWS_AT_ONCE, RawRow
 from ppo_core.errors import ConfigError, DataError, library_errors
 from ppo_core.errors.redaction import redact
 
-FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""File suffix -> name of the builder in the `datasets` library."""
+FORMATS = {
+    ".jsonl": ("json", read_json_rows),
+    ".json": ("json", read_json_rows),
+    ".csv": ("csv", read_csv_rows),
+    ".parquet": ("parquet", read_parquet_rows),
+}
+"""File suffix -> name of the builder in the `datasets` library, and our reader of the rows."""
 
 SUFFIXES = (*FORMATS, *(suffix + GZIP for suffix in FORMATS if suffix != ".parquet"))
 """Endings of the files that can be read."""
-
-ROWS_AT_ONCE = 1000
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
@@ -48,8 +56,8 @@ class Source:
     split: str = "train"
     """Name of the split, and its slice."""
 
-    download: Any = None
-    """Temporary folder with the file of an address; it is deleted with this object."""
+    temporary_folder: Any = None
+    """Folder with the downloaded file of an address; it is deleted with this object."""
 
 
 def open_source(
@@ -59,16 +67,16 @@ def open_source(
     *,
     allow_urls: bool = False,
 ) -> Source:
-    """Return the rows of one split of a data set.
+    """Return one split of a data set as a source.
 
     A name that exists here is a local file or folder, whatever characters it has. Code in a hub
     data set is never run: `datasets` has no loading scripts since its version 4.
 
     Args:
         name: a .jsonl, .json, .csv or .parquet file (the first three may end in .gz), a folder of
-            such files, a folder written by `save_to_disk`, an address of such a
-            file, or a hub id. Without `split`, a folder and a hub id may be followed by
-            `:SPLIT`, and a hub id by `@REVISION` and `:CONFIG/SPLIT`.
+            such files, a folder written by `save_to_disk`, an address of such a file, or a hub id.
+            Without `split`, a folder and a hub id may be followed by `:SPLIT`, and a hub id by
+            `@REVISION` and `:CONFIG/SPLIT`.
         split: name of a split, or a slice such as `train[:100]`; a file has only `train`.
         config: configuration name, for a hub data set with several configurations.
         allow_urls: whether `name` may be an address.
@@ -140,21 +148,8 @@ def _read_file(path: Path) -> Iterator[RawRow]:
 
 
 def _reader_of(path: Path) -> Callable[[Path], Iterator[RawRow]]:
-    # Imported where they are used: pandas and pyarrow take half a second.
     if str(path).endswith(SUFFIXES):
-        match FORMATS[format_of(path)]:
-            case "json":
-                from ppo_core.data.sources.json_rows import read_json_rows
-
-                return read_json_rows
-            case "csv":
-                from ppo_core.data.sources.csv_rows import read_csv_rows
-
-                return read_csv_rows
-            case "parquet":
-                from ppo_core.data.sources.parquet_rows import read_parquet_rows
-
-                return read_parquet_rows
+        return FORMATS[format_of(path)][1]
     raise DataError(
         f"'{path}' ends in '{path.suffix}', but rows are read only from {', '.join(SUFFIXES)} "
         "files. Convert the file."
@@ -168,14 +163,12 @@ _SAVED = ("state.json", "dataset_dict.json")
 
 
 def _open_saved(path: Path, split: str) -> Source:
-    from datasets import DatasetDict, load_from_disk
-
     if is_data_address(str(path)):
         raise DataError(f"`datasets` would take '{path}' for an address. Rename the folder.")
     move = "Save the data set again, or name its files."
     with library_errors(DataError, f"'{path}' cannot be read", move):
-        saved = load_from_disk(str(path))
-        splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
+        saved = datasets.load_from_disk(str(path))
+        splits = dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
         name = _name_of(split)
         if name not in splits:
             raise _no_split(path, split, list(splits))
@@ -184,8 +177,6 @@ def _open_saved(path: Path, split: str) -> Source:
 
 
 def _open_address(address: str, split: str) -> Source:
-    from datasets import load_dataset
-
     shown = redact(address)
     path = Path(shown)
     if not shown.endswith(SUFFIXES):
@@ -199,11 +190,14 @@ def _open_address(address: str, split: str) -> Source:
         with named_data(shown):
             source = _open_local(file, split)
         return replace(
-            source, name=shown, rows=lambda: _named(shown, source.rows()), download=folder
+            source,
+            name=shown,
+            rows=lambda: _named(shown, source.rows()),
+            temporary_folder=folder,
         )
     move = "Download the file, and name the copy."
     with library_errors(DataError, f"'{shown}' cannot be loaded", move):
-        loaded = load_dataset(FORMATS[format_of(path)], data_files=address, split=split)
+        loaded = datasets.load_dataset(FORMATS[format_of(path)][0], data_files=address, split=split)
         return _of_data_set(shown, digest_of([shown, loaded._fingerprint]), loaded)
 
 
@@ -215,14 +209,12 @@ def _open_hub(name: str, split: str, config: str | None, given: str) -> Source:
     # `load_dataset` would take the name of a format for the files in the working directory.
     if "." not in name and find_spec(f"datasets.packaged_modules.{name}") is not None:
         raise DataError(f"There is no file or folder {here}. '{name}' is a format; name a file.")
-    from datasets import load_dataset
-
     failure = (
         f"'{given}' is not a local file or folder ({here} does not exist), and no data set of this "
         f"name with a split '{split}' could be loaded from the hub"
     )
     with library_errors(DataError, failure, "Check the path, or the hub id."):
-        loaded = load_dataset(name, config, split=split, revision=revision or None)
+        loaded = datasets.load_dataset(name, config, split=split, revision=revision or None)
         return _of_data_set(given, digest_of([given, config, split, loaded._fingerprint]), loaded)
 
 
@@ -279,12 +271,10 @@ def _sliced(source: Source, split: str) -> Source:
     name = _name_of(split)
     if split == name:
         return replace(source, split=split)
-    from datasets import ReadInstruction
-
     move = "Write the split as NAME, NAME[:COUNT] or NAME[FROM:TO]."
     with library_errors(DataError, f"The split '{split}' of '{source.name}' cannot be read", move):
         count = sum(1 for _ in source.rows())
-        parts = ReadInstruction.from_spec(split).to_absolute({name: count})
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: count})
         if len(parts) != 1:
             raise ValueError("it names several splits")
         begin, end = parts[0].from_, max(parts[0].from_, parts[0].to)

@@ -109,8 +109,11 @@ def test_evaluation_prompts_without_any_reference_are_refused(tmp_path: Path):
 def test_columns_of_other_names_are_read_and_a_wrong_name_is_refused(tmp_path: Path):
     posts = write_rows(tmp_path / "posts.jsonl", [{"post": "w1"}, {"post": "w2"}])
     check(tmp_path, prompts=posts, columns={"prompt": "post"})
-    with pytest.raises(ConfigError, match=r"columns.reference='sumary' is read from no data set"):
+    with pytest.raises(ConfigError, match="reference is to be read from 'sumary', but no data"):
         check(tmp_path, columns={"reference": "sumary"})
+    # No file of votes is read, which could have this column.
+    with pytest.raises(ConfigError, match="label is to be read from 'winner'"):
+        check(tmp_path, columns={"label": "winner"})
 
 
 def test_a_pair_that_is_shortened_for_validation_is_not_trained_on(tmp_path: Path):

@@ -20,7 +20,7 @@ def test_the_same_inputs_are_made_once(tmp_path: Path):
     assert len(calls) == 1
     assert (first.reused, second.reused) == (False, True)
     assert first.path == second.path
-    assert second.metrics == {"loss": 0.5}
+    assert second.values == {"loss": 0.5}
     assert (second.path / "file").read_text() == "content"
     other = make_once(tmp_path, "sft", {"seed": 2}, make)
     assert other.path != first.path
@@ -43,12 +43,12 @@ def test_another_run_may_finish_first(tmp_path: Path):
         final = tmp_path / folder.name[1:].rpartition(".")[0]
         final.mkdir()
         (final / folder_cache.MADE_FILE).write_text(
-            json.dumps({"digest": "", "metrics": {"who": 1.0}})
+            json.dumps({"digest": "", "values": {"who": 1.0}})
         )
         return {"who": 2.0}
 
     made = make_once(tmp_path, "sft", {}, make_both)
-    assert made.metrics == {"who": 1.0}
+    assert made.values == {"who": 1.0}
     assert [path.name for path in tmp_path.iterdir()] == [made.path.name]
 
 

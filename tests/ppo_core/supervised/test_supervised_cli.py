@@ -85,6 +85,21 @@ def test_bad_input_is_one_line_on_standard_error_and_exit_code_1(base, tmp_path)
     assert not folder.exists()
 
 
+def test_a_column_that_no_row_has_is_refused(base, tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"post": "w0", "completion": "w1"}])
+    flags = f"--model_name_or_path {base} --dataset_name {rows} --output_dir {tmp_path}/out"
+    assert main(f"sft {flags} --columns prompt=post completion=reply".split()) == 1
+    assert "completion is to be read from 'reply', but no data set" in capsys.readouterr().err
+
+
+def test_ties_alone_are_nothing_to_train_on(base, tmp_path, capsys):
+    row = {"prompt": "w0", "chosen": "w1", "rejected": "w2", "tie": True}
+    rows = write_rows(tmp_path / "rows.jsonl", [row])
+    flags = f"--model_name_or_path {base} --dataset_name {rows} --output_dir {tmp_path}/out"
+    assert main(f"reward {flags}".split()) == 1
+    assert "has no row to train on: all of its rows are ties" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

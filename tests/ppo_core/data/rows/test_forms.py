@@ -137,6 +137,13 @@ def test_a_prompt_inside_of_both_answers_is_taken_out():
     assert (read["prompt"], read["chosen"]) == ([user("q")], "a")
 
 
+def test_messages_beside_two_texts_are_their_prompt():
+    row = {"messages": [user("q"), assistant("a")], "chosen": "a", "rejected": "b"}
+    assert read_row("pairs", row, is_chat=True)["prompt"] == [user("q")]
+    with pytest.raises(RowError, match="with messages, but the policy reads text"):
+        read_row("pairs", row)
+
+
 def test_a_prompt_that_ends_in_the_common_messages_is_the_prompt():
     row = {
         "prompt": [SYSTEM, user("q")],

@@ -7,9 +7,9 @@ import pytest
 from datasets import Dataset, config
 
 from ppo_core.data.rows import reader
+from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.fitting import fit_pairs, fit_prompts
 from ppo_core.data.rows.reader import derive, read_rows
-from ppo_core.data.rows.reading import describe_reading
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.errors import DataError, TrainingError
 from tests.helpers.chat import ENDED, make_chat_tokenizer, say

@@ -1,0 +1,44 @@
+"""What a command says about the rows that it read."""
+
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.row_error import list_reasons
+from ppo_core.errors import ConfigError
+
+MAX_SHOWN = 500
+"""Maximum number of characters of a row that is shown."""
+
+
+def describe_reading(rows: Rows) -> str:
+    """Return a line with the number of rows, the columns that were read, and the rows left out."""
+    columns = ", ".join(
+        field if field == column else f"{field} from {column}"
+        for field, column in rows.reading.items()
+    )
+    left_out = f"; left out: {list_reasons(rows.left_out)}" if rows.left_out else ""
+    return f"{rows.source}: {len(rows)} rows, reading {columns}{left_out}"
+
+
+def describe_first(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return a line with the first row as the model reads it, special tokens included."""
+    text = repr(tokenizer.decode(list(ids)))
+    shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} ..."
+    return f"the first row, as the model reads it: {shown}"
+
+
+def require_columns_read(renamed: Mapping[str, str], *read: Rows) -> None:
+    """Raise if a setting names a column that no data set has.
+
+    Raises:
+        ConfigError: there is such a column; the message names the field.
+    """
+    columns = {column for rows in read for column in rows.reading.values()}
+    for field, name in renamed.items():
+        if name not in columns:
+            raise ConfigError(
+                f"columns: {field} is to be read from {name!r}, but no data set has this column, "
+                "or none is read for this field. Correct the name, or remove it."
+            )
