@@ -8,7 +8,7 @@ from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from transformers import HfArgumentParser
 
@@ -75,6 +75,9 @@ class DocumentedParser(HfArgumentParser):
         self._field_defaults = {
             field.name: field.default for kind in kinds for field in fields(kind)
         }
+        self._field_types = {
+            name: hint for kind in kinds for name, hint in get_type_hints(kind).items()
+        }
         super().__init__(
             kinds,  # type: ignore[arg-type]
             prog=prog,
@@ -118,6 +121,8 @@ class DocumentedParser(HfArgumentParser):
             options.setdefault("default", self._default(name))
             if options.get("type") is int:
                 options["type"] = _whole_number
+            elif {float, str} <= {*get_args(self._field_types[name])}:
+                options["type"] = _number_or_word
         elif name.startswith("no_"):
             options["help"] = f"Turn {options['dest']} off."
         return super().add_argument(*flags, **options)
@@ -223,6 +228,14 @@ def _read_value(words: Sequence[str]) -> object:
         return parse_strict_json(words[0].lower())
     except ValueError:
         return words[0]
+
+
+def _number_or_word(text: str) -> float | str:
+    """Return the number that a flag's value is, or else the value itself."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _whole_number(text: str) -> int:

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from ppo_core.config.checks import require, require_count, require_finite, require_seed
 
+LOSS_AT = "loss_at_"
+"""Start of the names of metrics that hold the loss with each learning rate that was tried."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedConfig:
@@ -13,8 +16,10 @@ class SupervisedConfig:
         ConfigError: a value is out of range.
     """
 
-    learning_rate: float = 1e-5
-    """Peak learning rate of AdamW; after the warmup the rate falls linearly to 0."""
+    learning_rate: float | str | None = None
+    """Peak learning rate of AdamW; after the warmup the rate falls linearly to 0. None: a rate for
+    the size of the model, see `ppo_core.config.sized_defaults`. `auto`, for a reward model only:
+    the best of three rates around that one, tried on 5 % of the pairs."""
 
     num_epochs: int = 1
     """Number of passes over the data."""
@@ -60,7 +65,9 @@ class SupervisedConfig:
         require_seed(self)
         for name in ("num_epochs", "batch_size", "gradient_accumulation_steps", "max_length"):
             require_count(self, name)
-        require(self, "learning_rate", self.learning_rate > 0, "above 0")
+        rate = self.learning_rate
+        is_rate = isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0
+        require(self, "learning_rate", rate in (None, "auto") or is_rate, "above 0, or auto")
         for name in ("weight_decay", "centre_rewards_coefficient"):
             require(self, name, getattr(self, name) >= 0, "at least 0")
         require(self, "warmup_ratio", 0 <= self.warmup_ratio < 1, "at least 0 and below 1")

@@ -4,18 +4,22 @@ To train from a shell, see `python -m ppo_core.supervised sft|reward --help`.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ppo_core.config.row_settings import Overlong, PromptFormat
+from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.data.rows.reader import Rows, read_source
 from ppo_core.data.sources.source import source_of_rows
 from ppo_core.errors import ConfigError
 from ppo_core.models.files.model_folder import refuse_adapter
 from ppo_core.models.loading import load_policy, load_tokenizer
 from ppo_core.supervised.encoded_rows import TrainingKind, encode_rows, max_tokens
+from ppo_core.supervised.learning_rate import search_learning_rate
 from ppo_core.supervised.lora import add_task_adapter, require_plain
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.supervised.reward_pairs import collate_pairs
@@ -53,8 +57,8 @@ def train_sft(
             weights. The adapters are merged into the saved model, and also saved in `adapter/`.
 
     Returns:
-        Metrics: "loss" (mean over the last tenth of the run), "rows", "steps" (optimizer steps)
-        and "seconds".
+        Metrics: "loss" (mean over the last tenth of the run), "rows", "steps" (optimizer steps),
+        "seconds" and "learning_rate".
 
     Raises:
         ConfigError: a setting is for reward models, or the peft_config cannot be used.
@@ -70,6 +74,9 @@ def train_sft(
     encoded = encode_rows("demonstrations", rows, tokenizer, config, limit=limit, overlong=overlong)
     set_seed(config.seed)
     policy = _load_start(model)
+    if config.learning_rate is None:
+        sized = sized_defaults(policy.num_parameters(), lora=peft_config is not None)
+        config = replace(config, learning_rate=sized.sft_learning_rate)
     _checkpoint_activations(policy, config)
     trained = policy if peft_config is None else add_task_adapter(policy, peft_config, "CAUSAL_LM")
     metrics = run_training(trained, encoded.table, collate_examples, config, "SFT", output_dir)
@@ -102,8 +109,8 @@ def train_reward_model(
         peft_config: as in `train_sft`; the score head is trained in full, without an adapter.
 
     Returns:
-        Metrics: "loss" (mean over the last tenth of the run), "rows", "steps" (optimizer steps)
-        and "seconds".
+        Metrics: as `train_sft`; if the learning rate was searched, also the loss on other pairs
+        with each rate, as "loss_at_1.0e-05".
 
     Raises:
         ConfigError: a setting is for SFT, or the peft_config cannot be used.
@@ -118,17 +125,38 @@ def train_reward_model(
     rows = _rows(pairs, "pairs", tokenizer)
     limit = max_tokens(model, config)
     encoded = encode_rows("pairs", rows, tokenizer, config, limit=limit, overlong=overlong)
-    set_seed(config.seed)
-    classifier = make_classifier(_load_start(model), tokenizer.pad_token_id)
-    _checkpoint_activations(classifier, config)
-    ranker = PairRanker(classifier, centre_rewards_coefficient=config.centre_rewards_coefficient)
-    # This adds the adapters in place, so the ranker uses them as well.
-    trained = (
-        classifier if peft_config is None else add_task_adapter(classifier, peft_config, "SEQ_CLS")
-    )
+    make = partial(_make_ranker, model, tokenizer.pad_token_id, config, peft_config)
+    is_lora = peft_config is not None
+    tried: dict[str, float] = {}
+    if config.learning_rate == "auto":
+        rate, tried = search_learning_rate(
+            lambda: make()[0], encoded.table, config, output_dir, lora=is_lora
+        )
+        config = replace(config, learning_rate=rate)
+    ranker, trained = make()
+    if config.learning_rate is None:
+        sized = sized_defaults(ranker.classifier.num_parameters(), lora=is_lora)
+        config = replace(config, learning_rate=sized.reward_learning_rate)
     metrics = run_training(ranker, encoded.table, collate_pairs, config, "reward model", output_dir)
     save_model(trained, tokenizer, output_dir)
-    return metrics
+    return metrics | tried
+
+
+def _make_ranker(
+    model: str | Path,
+    pad_token_id: int | None,
+    config: SupervisedConfig,
+    peft_config: "PeftConfig | None",
+) -> tuple[PairRanker, Any]:
+    """Return the reward model before its training, and the model in it that is saved."""
+    set_seed(config.seed)
+    classifier = make_classifier(_load_start(model), pad_token_id)
+    _checkpoint_activations(classifier, config)
+    ranker = PairRanker(classifier, centre_rewards_coefficient=config.centre_rewards_coefficient)
+    if peft_config is None:
+        return ranker, classifier
+    # This adds the adapters in place, so the ranker uses them as well.
+    return ranker, add_task_adapter(classifier, peft_config, "SEQ_CLS")
 
 
 def refuse_other_settings(kind: TrainingKind, config: SupervisedConfig) -> None:
@@ -141,6 +169,11 @@ def refuse_other_settings(kind: TrainingKind, config: SupervisedConfig) -> None:
         raise ConfigError(
             f"centre_rewards_coefficient={config.centre_rewards_coefficient} is for reward models, "
             "because SFT has no scores. Remove centre_rewards_coefficient."
+        )
+    if kind == "demonstrations" and config.learning_rate == "auto":
+        raise ConfigError(
+            "learning_rate='auto' is for reward models. Set learning_rate to a number, or leave it "
+            "out for a rate by the size of the model."
         )
     if kind == "pairs" and not config.completion_only_loss:
         raise ConfigError(

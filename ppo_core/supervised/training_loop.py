@@ -40,13 +40,13 @@ def run_training(
         model: model whose forward pass takes a batch's tensors by name and returns the loss.
         rows: encoded rows, with the number of tokens of the longest text in the column `length`.
         collate: function that makes a batch from encoded rows.
-        config: the settings.
+        config: the settings, whose learning rate is a number.
         description: name of the training in the progress bar.
         output_dir: folder for the trained model; created before training.
 
     Returns:
-        Metrics: "loss" (mean over the last tenth of the run), "rows", "steps" (optimizer steps)
-        and "seconds".
+        Metrics: "loss" (mean over the last tenth of the run), "rows", "steps" (optimizer steps),
+        "seconds" and "learning_rate".
 
     Raises:
         ConfigError: the output folder cannot be created.
@@ -73,6 +73,7 @@ def run_training(
         "rows": len(rows),
         "steps": trainer.state.global_step,
         "seconds": result.metrics["train_runtime"],
+        "learning_rate": trainer.args.learning_rate,
     }
 
 
@@ -96,6 +97,7 @@ def save_model(trained: Any, tokenizer: PreTrainedTokenizerBase, output_dir: str
 
 def _training_arguments(config: SupervisedConfig, output_dir: str | Path) -> TrainingArguments:
     """Return arguments for transformers.Trainer without reports, checkpoints and evaluation."""
+    assert isinstance(config.learning_rate, int | float)
     return TrainingArguments(
         output_dir=str(output_dir),
         per_device_train_batch_size=config.batch_size,

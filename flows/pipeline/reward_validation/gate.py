@@ -1,10 +1,20 @@
 """The gate before PPO: check the measurements of a reward model against their limits."""
 
+import math
+from collections.abc import Mapping
+
 from pipeline.reward_validation.accuracy import Accuracy
 from pipeline.reward_validation.calibration import Calibration
 from pipeline.reward_validation.lengths import Lengths
 from pipeline.reward_validation.samples import Samples
 from pipeline.settings.reward_validation_config import RewardGateConfig
+from ppo_core.supervised.supervised_config import LOSS_AT
+
+CHANCE_LOSS = math.log(2)
+"""Training loss of a model that gives both responses of each pair the same score."""
+
+LEARNED = 0.98
+"""Fraction of CHANCE_LOSS below which the training loss shows that a model learned its pairs."""
 
 
 def reasons_against(
@@ -13,13 +23,15 @@ def reasons_against(
     lengths: Lengths,
     samples: Samples,
     limits: RewardGateConfig,
+    training: Mapping[str, float],
 ) -> list[str]:
     """Return the reasons against a reward model, as sentences; empty if it keeps every limit.
 
-    Each reason gives the measured value, its limit, and the consequence for PPO.
+    Each reason gives the measured value, its limit, and the consequence for PPO. `training` has the
+    metrics of `train_reward_model`; it is empty for a reward model that the run did not train.
     """
     found = [
-        _chance(accuracy, limits),
+        _chance(accuracy, limits, training),
         _overconfidence(calibration, limits),
         _length(lengths, limits),
         _short_answers(lengths, limits),
@@ -28,7 +40,7 @@ def reasons_against(
     return [reason for reason in found if reason]
 
 
-def _chance(accuracy: Accuracy, limits: RewardGateConfig) -> str:
+def _chance(accuracy: Accuracy, limits: RewardGateConfig, training: Mapping[str, float]) -> str:
     if accuracy.low >= limits.min_accuracy:
         return ""
     cause = (
@@ -40,10 +52,37 @@ def _chance(accuracy: Accuracy, limits: RewardGateConfig) -> str:
             "the model prefers what people reject. Probably chosen and rejected are swapped in the "
             "training data or in the held-out pairs."
         )
+    elif training and training["loss"] >= LEARNED * CHANCE_LOSS:
+        cause = _not_learned(training)
     return (
         f"Its accuracy on {accuracy.n} held-out pairs is {accuracy.accuracy:.1%}, 95 % interval "
         f"{accuracy.low:.1%} .. {accuracy.high:.1%}. The lower end must be at least "
         f"min_accuracy={limits.min_accuracy:.1%}: {cause}"
+    )
+
+
+def _not_learned(training: Mapping[str, float]) -> str:
+    """Return why the model did not learn its training pairs, and the next move."""
+    found = (
+        "the model did not learn its training pairs, because their loss was "
+        f"{training['loss']:.3f} at the end of the training, and {CHANCE_LOSS:.3f} is the loss of a guess."
+    )
+    tried = {
+        name.removeprefix(LOSS_AT): loss
+        for name, loss in training.items()
+        if name.startswith(LOSS_AT)
+    }
+    if not tried:
+        return (
+            f"{found} The learning rate of {training['learning_rate']:.1e} does not suit this "
+            "model. Run again with --set reward_model_training.learning_rate=auto, which tries "
+            "three rates and trains with the best."
+        )
+    losses = ", ".join(f"{loss:.3f} with {rate}" for rate, loss in tried.items())
+    return (
+        f"{found} Three learning rates were tried (loss on other pairs: {losses}), so the "
+        "preferences are the likelier cause. Check whether people agree on them, add pairs, or "
+        "start from a larger policy."
     )
 
 

@@ -1,6 +1,6 @@
 """Validate a reward model before PPO: make all measurements and decide whether it is fit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -47,6 +47,7 @@ def validate(
     draw: Draw,
     limits: RewardGateConfig,
     *,
+    training: Mapping[str, float],
     seed: int,
 ) -> dict[str, Any]:
     """Return the report on a reward model, serializable as JSON; its key `fit` is the verdict.
@@ -58,6 +59,7 @@ def validate(
             references, the probes change the chosen responses of `pairs`.
         draw: function that samples the policy from which PPO starts.
         limits: limits of the gate.
+        training: metrics of the model's training; empty if the run did not train it.
         seed: seed of the bootstrap intervals and the probes.
 
     Raises:
@@ -83,13 +85,14 @@ def validate(
         model, *_good_answers(prompts, labelled), seed=seed, limit=limits.max_degenerate_preferred
     )
     reasons = [
-        *reasons_against(accuracy, calibration, lengths, sampled, limits),
+        *reasons_against(accuracy, calibration, lengths, sampled, limits, training),
         *contract.reasons,
         *probes.reasons,
     ]
     return {
         "fit": not reasons,
         "reasons": reasons,
+        "training": dict(training),
         "accuracy": asdict(accuracy),
         "calibration": asdict(calibration),
         "lengths": asdict(lengths),

@@ -19,22 +19,15 @@ from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.checks import check_type, refuse_secrets, require_finite
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.row_settings import Overlong, PromptFormat, check_columns
+from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.errors import ConfigError
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 WARN_SHARE = 0.75
 """Default of ppo.warn_kl as a fraction of promotion.max_kl, so that the warning comes first."""
 
-PPO_SIZES: dict[str, Any] = {
-    "batch_size": 512,
-    "per_device_train_batch_size": 16,
-    "total_episodes": 100_000,
-    "save_steps": 0.1,
-    "save_total_limit": 2,
-    "warn_kl": WARN_SHARE * PromotionConfig.max_kl,
-}
-"""Defaults of the flow for [ppo]: sizes of published runs, and a checkpoint after each tenth of
-the run, for a retried step. PPOConfig has the defaults of TRL's scripts instead."""
+UNKNOWN_SIZE = 10**9
+"""Number of parameters that the defaults are for until the policy has been read."""
 
 NOT_OF_THE_FLOW = {
     "output_dir": "set output_dir of the run",
@@ -136,13 +129,21 @@ class Settings:
     num_nodes: int = 1
     """Number of machines for PPO, which share output_dir; Metaflow's @parallel starts them."""
 
-    sft: SupervisedConfig = field(default_factory=SupervisedConfig)
+    sft: SupervisedConfig = field(
+        default_factory=lambda: SupervisedConfig(**_defaults(UNKNOWN_SIZE, lora=False)["sft"])
+    )
     """Settings for fine-tuning the policy on `sft_data`."""
 
-    reward_model_training: SupervisedConfig = field(default_factory=SupervisedConfig)
+    reward_model_training: SupervisedConfig = field(
+        default_factory=lambda: SupervisedConfig(
+            **_defaults(UNKNOWN_SIZE, lora=False)["reward_model_training"]
+        )
+    )
     """Settings for training the reward model; `end_of_text` also applies when it scores texts."""
 
-    ppo: PPOConfig = field(default_factory=lambda: PPOConfig(**PPO_SIZES))
+    ppo: PPOConfig = field(
+        default_factory=lambda: PPOConfig(**_defaults(UNKNOWN_SIZE, lora=False)["ppo"])
+    )
     """Settings of PPO."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -236,6 +237,19 @@ INPUTS = (
 )
 
 
+_SUPERVISED_SIZES = {"batch_size": "gradient_accumulation_steps"}
+_INSTEAD_OF = {
+    "sft": _SUPERVISED_SIZES,
+    "reward_model_training": _SUPERVISED_SIZES,
+    "ppo": {
+        "gradient_accumulation_steps": "batch_size",
+        "num_train_epochs": "total_episodes",
+        "save_steps": "save_total_limit",
+    },
+}
+"""Section -> setting -> the default that goes if the setting is given: both set the same size."""
+
+
 def _names_by_section() -> dict[str, list[str]]:
     types = get_type_hints(Settings)
     sections = {name: kind for name, kind in types.items() if dataclasses.is_dataclass(kind)}
@@ -253,6 +267,8 @@ def make_settings(
     from_file: Mapping[str, Any],
     from_command_line: Mapping[str, Any],
     overrides: Sequence[str] = (),
+    *,
+    parameters: int = UNKNOWN_SIZE,
 ) -> Settings:
     """Return the settings of a run; the command line overrides the file, and the file the defaults.
 
@@ -263,6 +279,7 @@ def make_settings(
         from_file: the parsed TOML file; empty if there is none.
         from_command_line: values by parameter name; None for parameters that were not given.
         overrides: texts of `--set`, as for `read_overrides`; they count as the command line.
+        parameters: size of the policy, which decides the defaults of learning rates and sizes.
 
     Raises:
         ConfigError: a setting is unknown, has the wrong type, is out of range, is missing, or
@@ -278,7 +295,8 @@ def make_settings(
     if not from_file and not any(name in given for name in INPUTS):
         from_file = read_preset("tldr")
     table = merge_tables(from_file, given)
-    settings: Settings = _read(Settings, _with_sizes(_with_one_seed(table)), "")
+    table = _with_defaults(_with_one_seed(table), parameters)
+    settings: Settings = _read(Settings, table, "")
     return settings
 
 
@@ -305,7 +323,9 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def needs_no_value(kind: Any, default: object) -> bool:
     """Return whether None must be written as NO_VALUE for a setting of this type and default."""
-    return NoneType in get_args(kind) and default is not None
+    # For a learning rate the flow has a default of its own.
+    may_be_auto = {float, str} <= {*get_args(kind)}
+    return NoneType in get_args(kind) and (default is not None or may_be_auto)
 
 
 def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
@@ -356,19 +376,49 @@ def _with_one_seed(table: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _with_sizes(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table with the flow's defaults for the sizes that [ppo] does not set."""
-    section = table["ppo"]
-    if not isinstance(section, Mapping):
-        return {**table}
-    sizes = {**PPO_SIZES} | _kl_warning(table.get("promotion"))
-    if "gradient_accumulation_steps" in section:
-        del sizes["batch_size"]
-    if "num_train_epochs" in section:
-        del sizes["total_episodes"]
-    if "save_steps" in section:
-        del sizes["save_total_limit"]
-    return {**table, "ppo": {**sizes, **section}}
+def _with_defaults(table: Mapping[str, Any], parameters: int) -> dict[str, Any]:
+    """Return the table with the flow's defaults for a policy of this size."""
+    lora = table.get("lora")
+    is_lora = isinstance(lora, Mapping) and bool(lora.get("r"))
+    defaults = _defaults(parameters, lora=is_lora)
+    defaults["ppo"] |= _kl_warning(table.get("promotion"))
+    return {**table} | {
+        name: _with_section_defaults(name, table[name], section)
+        for name, section in defaults.items()
+        if isinstance(table[name], Mapping)
+    }
+
+
+def _defaults(parameters: int, *, lora: bool) -> dict[str, dict[str, Any]]:
+    """Return section -> the flow's defaults; [ppo] alone trains adapters."""
+    full, ppo = (sized_defaults(parameters, lora=one) for one in (False, lora))
+    supervised = {
+        "batch_size": full.batch_size,
+        "gradient_accumulation_steps": full.gradient_accumulation_steps,
+    }
+    return {
+        "sft": {"learning_rate": full.sft_learning_rate, **supervised},
+        "reward_model_training": {"learning_rate": full.reward_learning_rate, **supervised},
+        "ppo": {
+            "learning_rate": ppo.ppo_learning_rate,
+            "batch_size": ppo.ppo_batch_size,
+            "per_device_train_batch_size": ppo.ppo_device_batch_size,
+            "total_episodes": ppo.total_episodes,
+            # A checkpoint after each tenth of the run, for a retried step.
+            "save_steps": 0.1,
+            "save_total_limit": 2,
+            "warn_kl": WARN_SHARE * PromotionConfig.max_kl,
+        },
+    }
+
+
+def _with_section_defaults(
+    name: str, section: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a section with the defaults that none of its settings replaces or contradicts."""
+    contradicted = {other for given, other in _INSTEAD_OF[name].items() if given in section}
+    kept = {key: value for key, value in defaults.items() if key not in contradicted}
+    return {**kept, **section}
 
 
 def _kl_warning(promotion: object) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Read the settings of a run, and check the judge that they name, before anything else is read.
+"""Read the settings of a run: first the names that they give, then the size of the policy.
 
-No large library is imported here, so that a misspelt name is reported at once.
+A large library is imported only for the size, so that a misspelt name is reported at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.judges.judge_names import check_judge_name
 from pipeline.settings.settings import Settings, make_settings
+from ppo_core.distributed.process import large_imports
 from ppo_core.errors.packages import require_package
 
 
@@ -16,14 +17,28 @@ def read_settings(
     from_command_line: Mapping[str, Any],
     overrides: Sequence[str],
 ) -> Settings:
-    """Return the settings of a run; the arguments are those of `make_settings`.
+    """Return the settings of a run, with the defaults for the size of its policy.
+
+    The arguments are those of `make_settings`.
 
     Raises:
         ConfigError: see `make_settings` and `check_names`.
+        ModelError: the configuration of the policy cannot be read.
     """
-    settings = make_settings(from_file, from_command_line, overrides)
-    check_names(settings.judge, settings.reward_model)
-    return settings
+    given = make_settings(from_file, from_command_line, overrides)
+    check_names(given.judge, given.reward_model)
+    return make_settings(
+        from_file, from_command_line, overrides, parameters=_parameters(given.policy)
+    )
+
+
+def _parameters(policy: str) -> int:
+    """Return the number of parameters of the policy; 0 for the small model of a built-in task."""
+    if not policy:
+        return 0
+    with large_imports():
+        from ppo_core.models.loading import count_parameters
+    return count_parameters(policy)
 
 
 def check_names(judge: str, reward_model: str) -> None:

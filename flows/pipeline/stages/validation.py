@@ -54,7 +54,7 @@ def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> N
         ModelError: always; the message has the reasons, the report, and the commands to continue.
     """
     same_run = f"--config settings {quote(_relative(run.folder / SETTINGS_FILE))} run"
-    change = "Improve the preferences, or change the limits in [reward_gate], and run again"
+    change = "Do what the reasons say, or change the limits in [reward_gate], and run again"
     if settings.reward_model:
         change = (
             f"If you correct '{settings.reward_model}' in place, `python flows/rlhf.py resume` "
@@ -98,6 +98,7 @@ def examine_reward_model(
             batch_size=settings.ppo.local_rollout_forward_batch_size,
         ),
         settings.reward_gate,
+        training=reward_model.metrics,
         seed=settings.seed,
     )
 

@@ -60,7 +60,7 @@ def report_on(model: RewardModel, **limits: Any) -> dict[str, Any]:
         seed=1,
         batch_size=64,
     )
-    return validate(model, pairs, prompts, draw, RewardGateConfig(**limits), seed=1)
+    return validate(model, pairs, prompts, draw, RewardGateConfig(**limits), training={}, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,7 @@ def report_on_words(
     model: RewardModel | None = None,
     pairs: list[dict[str, Any]] = PAIRS,
     num_prompts: int = 8,
+    training: dict[str, float] | None = None,
     **limits: Any,
 ) -> dict[str, Any]:
     """The report on a reward model, a random one if none is given, and texts of few words."""
@@ -139,6 +140,7 @@ def report_on_words(
         rows_of("prompts", prompts),
         draw,
         RewardGateConfig(num_prompts=num_prompts, **limits),
+        training=training or {},
         seed=1,
     )
 
@@ -222,3 +224,33 @@ def test_every_limit_of_the_gate_can_refuse():
         assert not report["fit"]
         assert any(message in reason for reason in report["reasons"]), name
         assert name == "tolerance" or len(report["reasons"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("training", "cause"),
+    [
+        ({}, "does not predict people's preferences"),
+        ({"loss": 0.5, "learning_rate": 1e-5}, "does not predict people's preferences"),
+        (
+            {"loss": 0.6921, "learning_rate": 1e-5},
+            "loss was 0.692 at the end of the training, and 0.693 is the loss of a guess. The "
+            "learning rate of 1.0e-05 does not suit this model. Run again with --set "
+            "reward_model_training.learning_rate=auto, which",
+        ),
+        (
+            {"loss": 3.1, "learning_rate": 1e-5, "loss_at_1.0e-05": 0.7, "loss_at_3.0e-05": 0.71},
+            "Three learning rates were tried (loss on other pairs: 0.700 with 1.0e-05, 0.710 with "
+            "3.0e-05), so the preferences are the likelier cause.",
+        ),
+    ],
+)
+def test_a_model_at_chance_is_refused_with_the_cause_that_its_training_shows(training, cause):
+    rng = Random(0)
+    pairs = [
+        dict(zip(("chosen", "rejected"), rng.sample([f"w{i} w1", f"w{i} w2"], 2), strict=True))
+        for i in range(3, 50)
+    ]
+    report = report_on_words(WORDS, pairs=pairs, training=training)
+    (reason,) = [reason for reason in report["reasons"] if "accuracy on" in reason]
+    assert cause in reason
+    assert report["training"] == training

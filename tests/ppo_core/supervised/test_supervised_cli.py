@@ -185,7 +185,11 @@ def test_the_flags_of_trls_sft_script_have_their_meaning_here():
 def test_the_flags_of_trls_reward_script_have_their_meaning_here():
     _, config, _ = parse_supervised("reward", [*REQUIRED, *REWARD.split()])
     assert config == SupervisedConfig(
-        batch_size=8, max_length=2048, gradient_checkpointing=True, centre_rewards_coefficient=0.01
+        learning_rate=1e-5,
+        batch_size=8,
+        max_length=2048,
+        gradient_checkpointing=True,
+        centre_rewards_coefficient=0.01,
     )
 
 

@@ -1,0 +1,102 @@
+"""Search the learning rate of a reward model's training."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+
+from ppo_core.config.sized_defaults import sized_defaults
+from ppo_core.errors import DataError, TrainingError
+from ppo_core.supervised.pair_ranker import PairRanker
+from ppo_core.supervised.reward_pairs import collate_pairs
+from ppo_core.supervised.supervised_config import LOSS_AT, SupervisedConfig
+from ppo_core.supervised.training_loop import run_training
+
+FACTORS = (1 / 3, 1, 3)
+"""The rates that a search tries, as factors of the default for the model's size."""
+
+SHARE = 0.05
+"""Fraction of the pairs that a search trains on."""
+
+LEAST_PAIRS = 1_000
+"""Minimum number of pairs that a search trains on: with fewer, all three rates may be at chance."""
+
+MOST_JUDGED = 1_000
+"""Maximum number of other pairs on which a search measures the loss."""
+
+
+def search_learning_rate(
+    make_ranker: Callable[[], PairRanker],
+    pairs: Dataset,
+    config: SupervisedConfig,
+    output_dir: str | Path,
+    *,
+    lora: bool,
+) -> tuple[float, dict[str, float]]:
+    """Return the best of three learning rates for a reward model, and the loss with each.
+
+    A new model is trained with each rate for one epoch on `SHARE` of the pairs, and its loss is
+    measured on other pairs. A rate whose training diverges has an infinite loss.
+
+    Args:
+        make_ranker: function that returns the model before its training, always the same.
+        pairs: encoded pairs, with the types of `PAIR_SCHEMA`.
+        config: settings of the training; its learning rate is not read.
+        output_dir: folder that `run_training` creates.
+        lora: whether adapters are trained.
+
+    Raises:
+        DataError: there is only one pair.
+        TrainingError: the training diverges with every rate.
+    """
+    trained, judged = _parts(pairs, config.seed)
+    parameters = make_ranker().classifier.num_parameters()
+    middle = sized_defaults(parameters, lora=lora).reward_learning_rate
+    losses: dict[float, float] = {}
+    for rate in (factor * middle for factor in FACTORS):
+        ranker = make_ranker()
+        tried = replace(config, learning_rate=rate, num_epochs=1)
+        name = f"learning rate {rate:.1e}"
+        try:
+            run_training(ranker, trained, collate_pairs, tried, name, output_dir)
+            losses[rate] = _mean_loss(ranker, judged, config.batch_size)
+        except TrainingError:
+            losses[rate] = math.inf
+    best = min(losses, key=lambda rate: losses[rate])
+    if not math.isfinite(losses[best]):
+        raise TrainingError(
+            f"The training of the reward model diverges with each of the learning rates "
+            f"{', '.join(f'{rate:.1e}' for rate in losses)}. Set learning_rate to a number below "
+            "them, and check that the weights of the model are finite."
+        )
+    return best, {f"{LOSS_AT}{rate:.1e}": loss for rate, loss in losses.items()}
+
+
+def _parts(pairs: Dataset, seed: int) -> tuple[Dataset, Dataset]:
+    """Return the pairs to train on and other pairs to judge on, both drawn at random."""
+    if len(pairs) < 2:
+        raise DataError(
+            "learning_rate='auto' needs at least two pairs, one to train on and one to measure the "
+            "loss on. Add pairs, or set learning_rate to a number."
+        )
+    count = min(max(round(SHARE * len(pairs)), LEAST_PAIRS), math.ceil(0.8 * len(pairs)))
+    count = min(count, len(pairs) - 1)
+    shuffled = pairs.shuffle(seed=seed, keep_in_memory=True)
+    last = min(count + MOST_JUDGED, len(pairs))
+    return shuffled.select(range(count)), shuffled.select(range(count, last))
+
+
+@torch.no_grad()
+def _mean_loss(ranker: PairRanker, pairs: Dataset, batch_size: int) -> float:
+    """Return the mean loss of the pairs."""
+    ranker.eval()
+    device = next(ranker.parameters()).device
+    total = 0.0
+    for start in range(0, len(pairs), batch_size):
+        rows = [pairs[number] for number in range(start, min(start + batch_size, len(pairs)))]
+        batch = {name: tensor.to(device) for name, tensor in collate_pairs(rows).items()}
+        total += len(rows) * float(ranker(**batch)["loss"])
+    return total / len(pairs)
