@@ -157,6 +157,8 @@ class RLHF(FlowSpec):
         given = self._given_settings()
         self.settings = stages.start.prepare_inputs(given)
         self.champion = stages.start.find_champion(self.settings)
+        has_champion = self.champion is not None
+        print(stages.run_size.sizes_in_words(self.settings, has_champion=has_champion), flush=True)
         self.tracked = stages.start.start_run(
             given, self.settings, current.flow_name, current.run_id, self._tracked_steps()
         )

@@ -65,7 +65,8 @@ def _not_learned(training: Mapping[str, float]) -> str:
     """Return why the model did not learn its training pairs, and the next move."""
     found = (
         "the model did not learn its training pairs, because their loss was "
-        f"{training['loss']:.3f} at the end of the training, and {CHANCE_LOSS:.3f} is the loss of a guess."
+        f"{training['loss']:.3f} at the end of the training, and {CHANCE_LOSS:.3f} is the loss of "
+        "a guess."
     )
     tried = {
         name.removeprefix(LOSS_AT): loss

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         model_win_rate,
         models,
         registration,
+        run_size,
         start,
         summary,
         training,

@@ -2,7 +2,7 @@
 
 from pipeline.promotion.champion import look_up_champion
 from pipeline.settings.settings import Settings
-from pipeline.stages.run_size import describe_run, measure_run
+from pipeline.stages.run_size import sizes_in_words
 from pipeline.stages.start import prepare_inputs
 
 
@@ -19,4 +19,4 @@ def check_run(given: Settings) -> str:
     """
     settings = prepare_inputs(given)
     champion = look_up_champion(settings)
-    return describe_run(measure_run(settings, has_champion=champion is not None))
+    return sizes_in_words(settings, has_champion=champion is not None)

@@ -1,4 +1,4 @@
-"""Sizes of a run, for `--check`: rows, tokens, parameters, updates and optimizer steps."""
+"""Sizes of a run: rows, tokens, parameters, updates, optimizer steps, and the time of PPO."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -8,6 +8,7 @@ import pyarrow.compute
 from pipeline.inputs import data_sets
 from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
+from pipeline.stages.run_time import describe_seconds, estimate_ppo_seconds
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.data.rows.reader import Rows
 from ppo_core.models.loading import count_parameters
@@ -66,6 +67,9 @@ class RunSize:
     ppo: Schedule
     """Episodes, updates and optimizer steps of PPO."""
 
+    ppo_seconds: float
+    """Rough time of PPO on machines like this one, see `estimate_ppo_seconds`."""
+
     evaluation_prompts: int
     """Number of prompts that the policies answer."""
 
@@ -83,23 +87,39 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     """
     tokenizer = data_sets.policy_tokenizer(settings)
     prompts = data_sets.training_prompts(settings).column("prompt")
+    prompt_tokens = sum(len(encode_prompt(tokenizer, prompt)) for prompt in prompts)
     devices = gpus() or 1
     processes = (settings.processes or devices) * settings.num_nodes
+    policy = count_parameters(settings.policy)
+    reward_model = count_parameters(settings.reward_model or settings.policy, scores=True)
+    ppo = make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=processes)
     return RunSize(
-        policy_parameters=count_parameters(settings.policy),
-        reward_parameters=count_parameters(settings.reward_model or settings.policy, scores=True),
+        policy_parameters=policy,
+        reward_parameters=reward_model,
         sft=_sft_size(settings, devices),
         reward_model=_reward_size(settings, devices),
         validation_pairs=len(data_sets.test_pairs(settings)),
         prompts=len(prompts),
-        prompt_tokens=sum(len(encode_prompt(tokenizer, prompt)) for prompt in prompts),
+        prompt_tokens=prompt_tokens,
         response_length=settings.ppo.response_length,
         processes=processes,
-        ppo=make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=processes),
+        ppo=ppo,
+        ppo_seconds=estimate_ppo_seconds(
+            settings,
+            policy=policy,
+            reward_model=reward_model,
+            episodes=ppo.total_episodes,
+            tokens=prompt_tokens / len(prompts) + settings.ppo.response_length,
+        ),
         evaluation_prompts=len(data_sets.examples(settings)),
         # SFT and PPO against the references, and PPO against SFT and the champion.
         contests=4 if has_champion else 3,
     )
+
+
+def sizes_in_words(settings: Settings, *, has_champion: bool) -> str:
+    """Return the sizes of a run in lines of text; see `measure_run`."""
+    return describe_run(measure_run(settings, has_champion=has_champion))
 
 
 def describe_run(size: RunSize) -> str:
@@ -119,8 +139,8 @@ def describe_run(size: RunSize) -> str:
         f"processes {size.processes}",
         f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
         f"questions to each judge about {questions:,}",
-        "time: not estimated, because it depends on the machine. A run with --total-episodes "
-        f"{2 * ppo.batch_size} (two updates) prints its episodes per second.",
+        f"time: PPO about {describe_seconds(size.ppo_seconds)} on machines like this one, to a "
+        "factor of two. Set another number of episodes with --total-episodes.",
     ]
     return "\n".join(lines)
 
