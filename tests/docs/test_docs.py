@@ -25,6 +25,7 @@ from pipeline.settings.reward_validation_config import RewardGateConfig
 from pipeline.settings.settings import make_settings
 from pipeline.tracking.mlflow_runs import start_runs
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.config.trl_names import PPO_ALIASES, SUPERVISED_ALIASES, SUPERVISED_INSTEAD
 from ppo_core.config.unsupported_settings import INSTEAD
 from ppo_core.supervised.supervised_cli import SupervisedArguments, SupervisedLoraArguments
@@ -193,6 +194,22 @@ def test_the_limits_of_the_gates_are_printed_as_they_are():
     assert RewardGateConfig(**gate) == RewardGateConfig()
     limits = tomllib.loads(blocks(PRODUCTION, "toml")[0])["promotion"]
     assert PromotionConfig(**limits) == PromotionConfig()
+
+
+def test_the_defaults_by_size_are_printed_as_they_are():
+    rows = re.findall(r"^\| (?:up to ([\d,]+)M|larger) \|(.+)\|$", README.read_text(), re.MULTILINE)
+    assert len(rows) == 5
+    for size, cells in rows:
+        parameters = int(size.replace(",", "")) * 10**6 if size else 10**12
+        found = sized_defaults(parameters, lora=False)
+        assert [cell.strip() for cell in cells.split("|")] == [
+            f"{found.sft_learning_rate:g}",
+            f"{found.reward_learning_rate:g}",
+            f"{found.ppo_learning_rate:g}",
+            f"{found.batch_size} x {found.gradient_accumulation_steps}",
+            str(found.ppo_batch_size),
+            f"{found.total_episodes:,}",
+        ]
 
 
 def test_the_import_lines_of_the_migration_work():
