@@ -48,7 +48,9 @@ def turned(row: dict[str, str]) -> dict[str, str]:
     return {"chosen": row["rejected"], "rejected": row["chosen"]}
 
 
-def report_on(model: RewardModel, **limits: Any) -> dict[str, Any]:
+def report_on(
+    model: RewardModel, training: dict[str, float] | None = None, **limits: Any
+) -> dict[str, Any]:
     """The report on the held-out pairs, the stories' prompts and the story model."""
     pairs = read_rows(str(DATA / "sentiment-pairs" / "test.jsonl"), "pairs")
     prompts = read_rows(str(DATA / "stories" / "prompts-train.jsonl"), "prompts")
@@ -60,7 +62,9 @@ def report_on(model: RewardModel, **limits: Any) -> dict[str, Any]:
         seed=1,
         batch_size=64,
     )
-    return validate(model, pairs, prompts, draw, RewardGateConfig(**limits), training={}, seed=1)
+    return validate(
+        model, pairs, prompts, draw, RewardGateConfig(**limits), training=training or {}, seed=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +106,17 @@ class TestStories:
         found = "\n".join(report["reasons"])
         assert "Its score follows the length of a response (correlation +0.9" in found
         assert "prefers the longer response whatever its content" in found
+
+    def test_a_rate_that_is_too_low_is_refused_with_a_next_step_that_works(self, tmp_path: Path):
+        reports = {}
+        for rate in (1e-6, "auto"):
+            config = SupervisedConfig(learning_rate=rate, batch_size=16, max_length=256)
+            metrics = train_reward_model(POLICY, texts(4000), config, tmp_path)
+            reports[rate] = report_on(load_reward_model(tmp_path), metrics)
+        assert not reports[1e-6]["fit"]
+        assert "did not learn its training pairs" in reports[1e-6]["reasons"][0]
+        assert "learning_rate=auto, which tries" in reports[1e-6]["reasons"][0]
+        assert reports["auto"]["fit"], reports["auto"]["reasons"]
 
     def test_collapsed_scores_are_refused_for_that_alone(self, good: RewardModel):
         with torch.no_grad():
