@@ -142,6 +142,8 @@ def evaluation_result(
     )
     return {
         **evaluation.result,
+        "notes": [],
+        "trained_judge": None,
         "champion": champion,
         "improvement": asdict(improvement),
         "kl": {"sft": 0.0, "ppo": 12.3},

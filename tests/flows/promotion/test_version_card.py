@@ -31,6 +31,7 @@ def make_record(**changed):
             }
         },
         "win_rate": {"ppo_vs_sft": win_rate},
+        "notes": [],
         "reasons": [],
         "metrics": {"objective/kl": 3.14159265},
         "decoding": {"max_new_tokens": 53, "do_sample": False},
