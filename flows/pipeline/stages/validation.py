@@ -131,9 +131,11 @@ def _measure_judge(settings: Settings, judge: PreparedModel) -> TrainedJudge:
     measured = TrainedJudge(
         path=judge.path, accuracy=found.accuracy, low=found.low, high=found.high, n=found.n
     )
-    print(describe_accuracy(measured), flush=True)
-    for doubt in doubts_about_trained_judge(measured):
-        print(f"The evaluation will be inconclusive: {doubt}", flush=True)
+    doubts = [
+        f"The evaluation will be inconclusive. {doubt}"
+        for doubt in doubts_about_trained_judge(measured)
+    ]
+    print(*(doubts or [describe_accuracy(measured)]), flush=True)
     return measured
 
 
