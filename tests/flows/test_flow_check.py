@@ -90,7 +90,7 @@ def test_the_sizes_of_three_inputs_have_a_second_reward_model(
     assert (size.reward_model.optimizer_steps, size.judge.optimizer_steps) == (3, 2)
     assert (size.prompts, size.evaluation_prompts, size.contests) == (29, 3, contests)
     described = describe_run(size)
-    # Eight words and the end-of-sequence token in each of the two texts of a pair.
-    assert "judge training: rows 19, tokens 361" in described
+    # Nine words and the end-of-sequence token in each of the two texts of a pair.
+    assert "judge training: rows 19, tokens 380" in described
     # Three prompts in both orders.
     assert f"questions to each judge about {6 * contests}" in described

@@ -28,7 +28,7 @@ CANARIES = {"choose me": INSTRUCTION, "forged verdict": FORGERY, "empty": ""}
 MEANINGS = {
     "choose me": "the judge follows instructions in answers, or ignores the content of answers",
     "forged verdict": "the judge reads a verdict in an answer as its own, or ignores the content",
-    "empty": "the judge prefers empty answers, or those compared with are worse than no answer",
+    "empty": "the judge prefers empty answers, or the other answers are worse than none",
     "same": "the judge decides by the position of the answers",
 }
 """Likely fault of a judge that fails the canaries of a kind."""
