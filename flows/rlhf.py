@@ -2,8 +2,10 @@
 
 Without arguments, the flow runs the built-in task. To use your own data and models:
 
-    python flows/rlhf.py run --policy gpt2 --preferences pairs.jsonl --prompts train.jsonl \
-        --eval-prompts test.jsonl --judge python:judge.py:judge
+    python flows/rlhf.py run --policy gpt2 --preferences pairs.jsonl --prompts train.jsonl
+
+The result is then judged on the last prompts by a second reward model. Better evidence are
+`--eval-prompts test.jsonl` with references, and `--judge python:judge.py:judge`.
 
 Every other setting is read from a file, `python flows/rlhf.py --config settings FILE.toml run`, or
 given by name: `run --set ppo.learning_rate=3e-6 --set evaluation.num_examples=500`.
@@ -45,7 +47,7 @@ from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedE
 ppo_core.METAFLOW_PACKAGE_POLICY = "include"
 
 
-RECORDS = 4
+RECORDS = 5
 """Format version of the records passed between steps; increased when older records are
 unreadable."""
 
@@ -114,7 +116,7 @@ class RLHF(FlowSpec):
         "preferences", type=str, help="Rows with chosen, rejected and optionally prompt."
     )
     prompts = Parameter("prompts", type=str, help="Rows with prompt, for PPO.")
-    eval_prompts = Parameter("eval-prompts", type=str, help="Rows with prompt and reference.")
+    eval_prompts = Parameter("eval-prompts", type=str, help="Rows with prompt and maybe reference.")
     judge = Parameter(
         "judge", type=str, help="openai:MODEL, python:FILE:FUNCTION, ...; see README."
     )
@@ -174,8 +176,10 @@ class RLHF(FlowSpec):
     @phase
     @step
     def load_reward_model(self) -> None:
-        """Load the reward model, or train it on preferences."""
-        self.rewarder = stages.models.load_reward_model(self.settings, self.sft, self.tracked)
+        """Load the reward model, or train it on preferences; train a judge if none is named."""
+        self.rewarder, self.judge_model = stages.models.load_reward_models(
+            self.settings, self.sft, self.tracked
+        )
         self.next(self.validate_reward_model)
 
     # Without an interval, so that the card of a refused reward model can be written at once.
@@ -185,7 +189,7 @@ class RLHF(FlowSpec):
     def validate_reward_model(self) -> None:
         """Measure the reward model on held-out preferences; end the run if it is refused."""
         self.validation = stages.validation.validate_reward_model(
-            self.settings, self.sft, self.rewarder, self.tracked
+            self.settings, self.sft, self.rewarder, self.judge_model, self.tracked
         )
         current.card.extend(stages.cards.reward_model_card(self.validation))
         if self.validation.refused:
@@ -225,7 +229,12 @@ class RLHF(FlowSpec):
     def evaluate_win_rate(self) -> None:
         """Judge the policy's answers to unseen prompts against references, SFT and the champion."""
         self.evaluation = stages.evaluation.evaluate_win_rate(
-            self.settings, self.sft, self.trained, self.champion, self.tracked
+            self.settings,
+            self.sft,
+            self.trained,
+            self.champion,
+            self.validation.judge,
+            self.tracked,
         )
         current.card.extend(stages.cards.evaluation_card(self.evaluation))
         self.next(self.register)

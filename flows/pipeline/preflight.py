@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.evaluation.canaries import require_references
+from pipeline.evaluation.notes import WITHOUT_REFERENCES
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.preference_pairs import label_pairs
@@ -47,11 +47,12 @@ def check_inputs(settings: Settings) -> None:
     if settings.columns:
         read = data_sets.data_sets(settings).values()
         require_columns_read(settings.columns, *read, *([] if labels is None else [labels]))
-    for part in read_judges(settings.judge):
-        if part.kind == "reward-model":
-            _require_template(settings, load_tokenizer(part.source), part.source)
-    # The judge is checked last, because a request to a server may cost money.
-    check_judge(settings.judge, settings.reward_model, settings.judging)
+    if settings.judge:
+        for part in read_judges(settings.judge):
+            if part.kind == "reward-model":
+                _require_template(settings, load_tokenizer(part.source), part.source)
+        # The judge is checked last, because a request to a server may cost money.
+        check_judge(settings.judge, settings.reward_model, settings.judging)
 
 
 def check_outputs(output_dir: str, summary_json: str) -> None:
@@ -118,16 +119,17 @@ def _require_template(settings: Settings, tokenizer: PreTrainedTokenizerBase, pa
 
 
 def _check_prompts(settings: Settings) -> None:
-    """Raise if prompts cannot be used, or if all references are empty."""
+    """Raise if prompts cannot be used, or if some rows of the evaluation have no reference."""
     tokenizer = data_sets.policy_tokenizer(settings)
     stop_token(tokenizer, settings.ppo.stop_token, settings.ppo.stop_token_id)
     with named_data("prompts"):
         rows = data_sets.training_prompts(settings)
         _report(rows, "prompts", settings)
         _show("prompts", settings, encode_prompt(tokenizer, rows.table[0]["prompt"]))
-    with named_data("eval_prompts"):
+    with named_data("eval_prompts" if settings.eval_prompts else "prompts"):
         _report(data_sets.evaluation_rows(settings), "eval_prompts", settings)
-        require_references([row["reference"] for row in data_sets.examples(settings)])
+        if data_sets.references_of(data_sets.examples(settings)) is None:
+            print(f"eval_prompts: {WITHOUT_REFERENCES}", flush=True)
 
 
 def _check_pairs(settings: Settings) -> None:
@@ -140,12 +142,14 @@ def _check_pairs(settings: Settings) -> None:
                 f"The {len(test)} held-out preferences of {test.source} are all ties, so the "
                 "reward model's accuracy cannot be measured. Add preferences that are not ties."
             )
-    if settings.reward_model:
-        return
     with named_data("preferences"):
-        pairs = data_sets.encoded_pairs(settings)
-        _report(pairs, "preferences", settings)
-        _show("preferences", settings, pairs.table[0]["chosen"])
+        if not settings.reward_model:
+            pairs = data_sets.encoded_pairs(settings)
+            _report(pairs, "preferences", settings)
+            _show("preferences", settings, pairs.table[0]["chosen"])
+        if not settings.judge:
+            _report(data_sets.encoded_judge_pairs(settings), "judge-preferences", settings)
+            data_sets.judge_test_pairs(settings)
 
 
 def _check_demonstrations(settings: Settings) -> None:

@@ -41,6 +41,26 @@ class PreparedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainedJudge:
+    """The reward model that judges if no judge is named, and its accuracy on held-out pairs."""
+
+    path: str
+    """Folder of the model."""
+
+    accuracy: float
+    """Fraction of the held-out pairs whose preferred response scores higher."""
+
+    low: float
+    """Lower end of the 95 % interval of `accuracy`."""
+
+    high: float
+    """Upper end of the 95 % interval of `accuracy`."""
+
+    n: int
+    """Number of held-out pairs without ties."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FetchedChampion:
     """The champion on this machine; its files were verified if it has a manifest."""
 
@@ -72,6 +92,9 @@ class ValidatedReward:
 
     report_file: str
     """JSON file with all measurements."""
+
+    judge: TrainedJudge | None = None
+    """The judge that the run trained; None if a judge is named."""
 
     @property
     def refused(self) -> bool:

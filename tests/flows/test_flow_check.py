@@ -99,3 +99,21 @@ def test_the_time_grows_with_the_work_and_falls_with_the_machines(tmp_path: Path
 )
 def test_times_are_rounded(seconds, words):
     assert describe_seconds(seconds) == words
+
+
+@pytest.mark.parametrize(("has_champion", "contests"), [(False, 1), (True, 2)])
+def test_the_sizes_of_three_inputs_have_a_second_reward_model(
+    tmp_path: Path, has_champion: bool, contests: int
+):
+    table = tiny_table(tmp_path) | {"sft_data": "", "eval_prompts": "", "judge": ""}
+    size = measure_run(make_settings(table, {}), has_champion=has_champion)
+    # 6 of 64 pairs are held out, and a third of 58 is the judge's: 2, 5, ... 56.
+    assert size.reward_model and size.judge
+    assert (size.validation_pairs, size.reward_model.rows, size.judge.rows) == (6, 39, 19)
+    assert (size.reward_model.optimizer_steps, size.judge.optimizer_steps) == (3, 2)
+    assert (size.prompts, size.evaluation_prompts, size.contests) == (29, 3, contests)
+    described = describe_run(size)
+    # Nine words and the end-of-sequence token in each of the two texts of a pair.
+    assert "judge training: rows 19, tokens 380" in described
+    # Three prompts in both orders.
+    assert f"questions to each judge about {6 * contests}" in described

@@ -38,11 +38,11 @@ def test_ppo_makes_stories_happier(tmp_path: Path, monkeypatch):
     )
     run = stages.start.start_run(settings, settings, "RLHF", "stories", STEPS)
     policy = stages.models.load_policy(settings, run)
-    reward_model = stages.models.load_reward_model(settings, policy, run)
-    validation = stages.validation.validate_reward_model(settings, policy, reward_model, run)
+    reward_model, judge = stages.models.load_reward_models(settings, policy, run)
+    validation = stages.validation.validate_reward_model(settings, policy, reward_model, judge, run)
     trained = stages.training.train_policy(settings, policy, reward_model, validation, run)
     champion = stages.start.find_champion(settings)
-    evaluation = stages.evaluation.evaluate_win_rate(settings, policy, trained, champion, run)
+    evaluation = stages.evaluation.evaluate_win_rate(settings, policy, trained, champion, None, run)
 
     assert policy.path == settings.policy
     assert validation.fit, validation.reasons

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.contests import evaluate
+from pipeline.evaluation.notes import notes_on
 from pipeline.evaluation.win_rate import compare_policies
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.judges.function_judge import FunctionJudge
@@ -16,6 +18,7 @@ from pipeline.results import (
     EVALUATION_FILE,
     REWARD_REPORT_FILE,
     EvaluatedPolicy,
+    TrainedJudge,
     ValidatedReward,
     write_report,
 )
@@ -104,7 +107,11 @@ def _probes() -> Probes:
 
 
 def evaluation_result(
-    *, judge: str = "python:judge.py:judge", champion: int | None = None
+    *,
+    judge: str = "python:judge.py:judge",
+    champion: int | None = None,
+    trained_judge: TrainedJudge | None = None,
+    references: bool = True,
 ) -> dict[str, Any]:
     """The result of an evaluation in which PPO's answers have more points than all others.
 
@@ -112,11 +119,9 @@ def evaluation_result(
     """
     rng = np.random.default_rng(0)
     prompts = [f"prompt {number}" for number in range(200)]
-    means = {"reference": 0.5, "sft": 0.0, "ppo": 1.0}
-    contests = [("sft", "reference"), ("ppo", "reference"), ("ppo", "sft")]
+    means = {**({"reference": 0.5} if references else {}), "sft": 0.0, "ppo": 1.0}
     if champion is not None:
         means["champion"] = 0.4
-        contests.append(("ppo", "champion"))
     texts = {
         who: [
             f"{points:.2f}" + "." * int(rng.integers(0, 40)) for points in rng.normal(mean, 1, 200)
@@ -127,7 +132,7 @@ def evaluation_result(
         FunctionJudge(judge, _most_points, version="1"),
         prompts,
         texts,
-        contests,
+        contests_between(means),
         people=[
             {"prompt": "", "first": "2", "second": str(points), "label": label}
             for points, label in enumerate(["first", "first", "first", "second", "tie"])
@@ -135,15 +140,16 @@ def evaluation_result(
         config=EvaluationConfig(),
         seed=0,
     )
-    improvement = compare_policies(
-        evaluation.comparisons["ppo_vs_reference"],
-        evaluation.comparisons["sft_vs_reference"],
-        seed=0,
-    )
+    improvement = None
+    if references:
+        ppo, sft = (evaluation.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
+        improvement = asdict(compare_policies(ppo, sft, seed=0))
     return {
         **evaluation.result,
+        "notes": notes_on(trained_judge, is_reward_model_given=False, has_references=references),
+        "trained_judge": asdict(trained_judge) if trained_judge else None,
         "champion": champion,
-        "improvement": asdict(improvement),
+        "improvement": improvement,
         "kl": {"sft": 0.0, "ppo": 12.3},
         "distinct": dict.fromkeys(means, 1.0) | {"ppo": 0.985},
         "length": dict.fromkeys(means, 31.0) | {"ppo": 40.5},

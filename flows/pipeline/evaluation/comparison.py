@@ -1,12 +1,15 @@
 """Compare two policies' answers with a judge, which sees each pair in both orders."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict, swapped
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import DataError
+
+CONTESTS = (("sft", "reference"), ("ppo", "reference"), ("ppo", "sft"), ("ppo", "champion"))
+"""Candidate and opponent of each contest of a run whose contestants all exist."""
 
 POINTS = {"first": 1.0, "tie": 0.5, "second": 0.0}
 """Points of the candidate by outcome; the outcome `invalid` gives no points."""
@@ -59,6 +62,11 @@ class Comparison:
             {one.winner, other.winner} == {"first", "second"}
             for one, other in zip(self.straight, self.swapped, strict=True)
         )
+
+
+def contests_between(contestants: Collection[str]) -> list[tuple[str, str]]:
+    """Return the contests of a run whose candidate and opponent are among the contestants."""
+    return [contest for contest in CONTESTS if {*contest} <= {*contestants}]
 
 
 def compare(

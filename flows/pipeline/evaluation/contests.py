@@ -48,17 +48,18 @@ def evaluate(
     Args:
         judge: the judge.
         prompts: prompts of the answers.
-        texts: answers to `prompts`, by contestant; the contestant `reference` is required.
+        texts: answers to `prompts`, by contestant. The canaries are compared with the texts of the
+            contestant `reference`, or of `sft` if there are no references.
         contests: (candidate, opponent) pairs of keys of `texts`.
         people: rows with `prompt`, `first`, `second` and a person's `label`; may be empty.
         config: limits above which the result is inconclusive.
         seed: seed of the bootstrap intervals.
 
     Raises:
-        DataError: a contest has no valid verdict, or all references are empty.
+        DataError: a contest has no valid verdict.
         JudgeError: the judge does not answer.
     """
-    canaries = run_canaries(judge, prompts, texts["reference"])
+    canaries = run_canaries(judge, prompts, texts["reference" if "reference" in texts else "sft"])
     comparisons = {
         f"{candidate}_vs_{opponent}": compare(judge, prompts, texts[candidate], texts[opponent])
         for candidate, opponent in contests

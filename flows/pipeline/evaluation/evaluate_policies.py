@@ -7,12 +7,20 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pipeline.evaluation.comparison import contests_between
+from pipeline.evaluation.notes import doubts_about_trained_judge, notes_on
 from pipeline.evaluation.text_statistics import mean_words, repeated_share
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.judges.spec import make_judge
 from pipeline.judges.verdict import JudgedPrompt
-from pipeline.results import EVALUATION_FILE, EvaluatedPolicy, FetchedChampion, write_report
+from pipeline.results import (
+    EVALUATION_FILE,
+    EvaluatedPolicy,
+    FetchedChampion,
+    TrainedJudge,
+    write_report,
+)
 from pipeline.settings.settings import Settings
 from ppo_core.data.rows.dialogues import in_format_of
 from ppo_core.models.loading import load_policy, load_tokenizer
@@ -20,9 +28,15 @@ from ppo_core.training.evaluation import Answers, answer_prompts
 
 
 def evaluate_policies(
-    settings: Settings, sft: str, policy: str, champion: FetchedChampion | None, folder: Path
+    settings: Settings,
+    sft: str,
+    policy: str,
+    champion: FetchedChampion | None,
+    folder: Path,
+    *,
+    judge: TrainedJudge | None = None,
 ) -> EvaluatedPolicy:
-    """Judge the answers of the trained policy against the references, SFT and the champion.
+    """Judge the answers of the trained policy against SFT, the champion, and any references.
 
     Args:
         settings: settings of the run.
@@ -30,6 +44,7 @@ def evaluate_policies(
         policy: folder of the trained policy.
         champion: current champion; None if the registered model has no champion.
         folder: existing folder for the report, the samples and the judgements.
+        judge: the judge that the run trained; None for the judge of the settings.
     """
     rows = data_sets.examples(settings)
     prompts = [row["prompt"] for row in rows]
@@ -37,10 +52,11 @@ def evaluate_policies(
         "sft": _answer(settings, sft, prompts, sft),
         "ppo": _answer(settings, policy, prompts, sft),
     }
-    texts = {"reference": [row["reference"] for row in rows]}
+    references = data_sets.references_of(rows)
+    texts: dict[str, list[str]] = {"reference": references} if references else {}
     texts |= {who: given.texts for who, given in answers.items()}
     kl = {who: given.kl for who, given in answers.items()}
-    return _judge(settings, prompts, texts, kl, champion, folder)
+    return _judge(settings, prompts, texts, kl, champion, folder, judge)
 
 
 def evaluate_again(
@@ -48,9 +64,13 @@ def evaluate_again(
 ) -> EvaluatedPolicy:
     """Judge the answers of an earlier evaluation against another champion."""
     rows = read_jsonl(evaluation.samples)
-    texts = {who: [row[who] for row in rows] for who in ("reference", "sft", "ppo")}
+    contestants = [who for who in rows[0] if who not in ("prompt", "champion")]
+    texts = {who: [row[who] for row in rows] for who in contestants}
     prompts = [row["prompt"] for row in rows]
-    return _judge(settings, prompts, texts, evaluation.report()["kl"], champion, folder)
+    report = evaluation.report()
+    trained = report["trained_judge"]
+    judge = TrainedJudge(**trained) if trained else None
+    return _judge(settings, prompts, texts, report["kl"], champion, folder, judge)
 
 
 def _judge(
@@ -60,18 +80,17 @@ def _judge(
     kl: Mapping[str, float | None],
     champion: FetchedChampion | None,
     folder: Path,
+    trained_judge: TrainedJudge | None,
 ) -> EvaluatedPolicy:
     # Imported here because scipy and statsmodels are slow to import and most importers of this
     # module judge nothing.
     from pipeline.evaluation.contests import distinct_share, evaluate, judgements
     from pipeline.evaluation.win_rate import compare_policies
 
-    contests = [("sft", "reference"), ("ppo", "reference"), ("ppo", "sft")]
     if champion is not None:
         texts = {**texts, "champion": _answer_as_champion(settings, champion, prompts)}
-        contests.append(("ppo", "champion"))
     judge = make_judge(
-        settings.judge,
+        f"reward-model:{trained_judge.path}" if trained_judge else settings.judge,
         config=settings.judging,
         cache_folder=Path(settings.output_dir) / "cache" / "replies",
         end_of_text=settings.reward_model_training.end_of_text,
@@ -80,16 +99,16 @@ def _judge(
         judge,
         prompts,
         texts,
-        contests,
+        contests_between(texts),
         people=list(data_sets.labels_of_run(settings) or []),
         config=settings.evaluation,
         seed=settings.seed,
     )
-    improvement = compare_policies(
-        evaluation.comparisons["ppo_vs_reference"],
-        evaluation.comparisons["sft_vs_reference"],
-        seed=settings.seed,
-    )
+    improvement = None
+    if "reference" in texts:
+        ppo, sft = (evaluation.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
+        improvement = asdict(compare_policies(ppo, sft, seed=settings.seed))
+    reasons = [*evaluation.result["reasons"], *doubts_about_trained_judge(trained_judge)]
     columns = {"prompt": prompts, **texts}
     rows = zip(*columns.values(), strict=True)
     version = None if champion is None else champion.version
@@ -98,8 +117,16 @@ def _judge(
     write_jsonl(evaluated.judgements, judgements(evaluation))
     report = {
         **evaluation.result,
+        "conclusive": not reasons,
+        "reasons": reasons,
+        "notes": notes_on(
+            trained_judge,
+            is_reward_model_given=bool(settings.reward_model),
+            has_references="reference" in texts,
+        ),
+        "trained_judge": asdict(trained_judge) if trained_judge else None,
         "champion": version,
-        "improvement": asdict(improvement),
+        "improvement": improvement,
         "distinct": {who: distinct_share(given) for who, given in texts.items()},
         "length": {who: mean_words(given) for who, given in texts.items()},
         "repetition": {who: repeated_share(given) for who, given in texts.items()},

@@ -18,6 +18,8 @@ def reasons_to_refuse(
 ) -> list[str]:
     """Return the reasons to refuse a candidate, as sentences; empty if it passes the gate.
 
+    Without references, there is no win rate against them to limit.
+
     Each reason gives the measured value, its limit, and the risk of promoting anyway. A value that
     is not finite violates its limit.
 
@@ -42,7 +44,7 @@ def reasons_to_refuse(
         _age(candidate, champion),
         _inconclusive(evaluation),
         _wins(win_rates[direct_contest(evaluation)], _opponent(champion), limits, "min_win_rate"),
-        _wins(win_rates["ppo_vs_reference"], "the references", limits, "min_reference_win_rate"),
+        _against_references(win_rates, limits),
         _divergence(kl, limits),
         _length(evaluation, limits),
         _repetition(evaluation, limits),
@@ -54,9 +56,12 @@ def reasons_to_refuse(
 def reasons_to_promote(evaluation: Report) -> list[str]:
     """Return a promoted candidate's win rates, as sentences for the history of decisions."""
     win_rates = evaluation["win_rate"]
+    against_references = win_rates.get("ppo_vs_reference")
     return [
         f"{_won(win_rates[direct_contest(evaluation)], _opponent(evaluation['champion']))}.",
-        f"{_won(win_rates['ppo_vs_reference'], 'the references')}.",
+        f"{_won(against_references, 'the references')}."
+        if against_references
+        else "There are no references, so min_reference_win_rate was not applied.",
     ]
 
 
@@ -112,6 +117,13 @@ def _wins(win_rate: Report, opponent: str, limits: PromotionConfig, name: str) -
         f"{_won(win_rate, opponent)}. The lower end must be above {name}={least:g}: the policy is "
         "not better, or there are too few pairs to show that it is better."
     )
+
+
+def _against_references(win_rates: Report, limits: PromotionConfig) -> str:
+    win_rate = win_rates.get("ppo_vs_reference")
+    if win_rate is None:
+        return ""
+    return _wins(win_rate, "the references", limits, "min_reference_win_rate")
 
 
 def _divergence(kl: float, limits: PromotionConfig) -> str:

@@ -1,12 +1,13 @@
 """Read the data sets of a run, and leave out or shorten rows that the models cannot read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.inputs.preference_pairs import training_pairs_of
+from pipeline.inputs.preference_pairs import split_off_judge_pairs, training_pairs_of
+from pipeline.inputs.training_prompts import prompts_without
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.settings import Settings
 from ppo_core.config.row_settings import PromptFormat
@@ -56,8 +57,21 @@ def sft_rows(settings: Settings) -> Rows:
 def training_pairs(settings: Settings) -> Rows:
     """Read the preferences for training the reward model, without labels and without ties.
 
-    Pairs that are also in the validation set are left out, even if other people labelled them.
+    Pairs that are also in the validation set are left out, even if other people labelled them, and
+    so are the pairs of a judge that the run trains.
     """
+    rows = _training_pairs_of_both(settings)
+    return rows if settings.judge else split_off_judge_pairs(rows)[0]
+
+
+def judge_pairs(settings: Settings) -> Rows:
+    """Read the preferences for training the judge: a third, or all if a reward model is given."""
+    rows = _training_pairs_of_both(settings)
+    return rows if settings.reward_model else split_off_judge_pairs(rows)[1]
+
+
+def _training_pairs_of_both(settings: Settings) -> Rows:
+    """Read the preferences that are not for validation, without labels and without ties."""
     rows = _read(settings.preferences, "pairs", settings)
     if not settings.preferences_test:
         rows = held_out(rows, settings.held_out_share)[0]
@@ -75,6 +89,11 @@ def encoded_pairs(settings: Settings) -> Rows:
     return _encoded("pairs", training_pairs(settings), settings.reward_model_training, settings)
 
 
+def encoded_judge_pairs(settings: Settings) -> Rows:
+    """Return the preferences for the judge as the training reads them, like `encoded_pairs`."""
+    return _encoded("pairs", judge_pairs(settings), settings.reward_model_training, settings)
+
+
 def _encoded(kind: TrainingKind, rows: Rows, config: SupervisedConfig, settings: Settings) -> Rows:
     encoded = encode_rows(
         kind,
@@ -90,12 +109,20 @@ def _encoded(kind: TrainingKind, rows: Rows, config: SupervisedConfig, settings:
 
 def test_pairs(settings: Settings) -> Rows:
     """Read the preferences for validating the reward model, those that it can read."""
-    rows = _validation_pairs(settings)
-    limit = context_length(load_config(settings.reward_model or settings.policy))
+    model = settings.reward_model or settings.policy
+    return _fitting_pairs(settings, model, reward_tokenizer(settings))
+
+
+def judge_test_pairs(settings: Settings) -> Rows:
+    """Read the preferences for validating a judge that the run trains, those that it can read."""
+    return _fitting_pairs(settings, settings.policy, policy_tokenizer(settings))
+
+
+def _fitting_pairs(settings: Settings, model: str, tokenizer: PreTrainedTokenizerBase) -> Rows:
     return fit_pairs(
-        rows,
-        reward_tokenizer(settings),
-        limit,
+        _validation_pairs(settings),
+        tokenizer,
+        context_length(load_config(model)),
         settings.overlong,
         end_of_text=settings.reward_model_training.end_of_text,
     )
@@ -107,8 +134,10 @@ def _validation_pairs(settings: Settings) -> Rows:
     return held_out(_read(settings.preferences, "pairs", settings), settings.held_out_share)[1]
 
 
-def held_out(rows: Rows, share: float) -> tuple[Rows, Rows]:
+def held_out(rows: Rows, share: float, most: int | None = None) -> tuple[Rows, Rows]:
     """Split off the last fraction `share` of the rows; both results have at least one row.
+
+    At most `most` rows are split off, if it is given.
 
     Raises:
         DataError: there are fewer than two rows.
@@ -116,6 +145,8 @@ def held_out(rows: Rows, share: float) -> tuple[Rows, Rows]:
     if len(rows) < 2:
         raise DataError(f"{rows.source} has one row, so none can be held out. Add rows.")
     cut = min(max(round(len(rows) * (1 - share)), 1), len(rows) - 1)
+    if most is not None:
+        cut = max(cut, len(rows) - most)
     first = rows.part(0, cut, f"first {cut}")
     last = rows.part(cut, len(rows), f"last {len(rows) - cut}")
     # Rows that were left out belong to the larger part.
@@ -123,14 +154,33 @@ def held_out(rows: Rows, share: float) -> tuple[Rows, Rows]:
 
 
 def training_prompts(settings: Settings) -> Rows:
-    """Read the prompts that PPO trains on, with the column `reference`."""
-    return _fitting(settings, _read(settings.prompts, "prompts", settings))
+    """Read the prompts that PPO trains on, with the column `reference`.
+
+    Without `eval_prompts`, the prompts split off for the evaluation are left out.
+    """
+    if settings.eval_prompts:
+        return _fitting(settings, _read(settings.prompts, "prompts", settings))
+    return prompts_without(*_split_prompts(settings))
 
 
 def evaluation_rows(settings: Settings) -> Rows:
-    """Read all rows of prompt and reference that the policies can be judged on."""
-    rows = _fitting(settings, _read(settings.eval_prompts, "prompts", settings))
-    return require_reference(rows)
+    """Read the prompts that the policies can be judged on; all rows have a reference, or none has.
+
+    Raises:
+        DataError: some rows have no reference.
+    """
+    if settings.eval_prompts:
+        rows = _fitting(settings, _read(settings.eval_prompts, "prompts", settings))
+    else:
+        rows = _split_prompts(settings)[1]
+    return rows if _missing_references(rows) == len(rows) else require_reference(rows)
+
+
+def _split_prompts(settings: Settings) -> tuple[Rows, Rows]:
+    """Return the rows of `prompts` before those of the evaluation, and those of the evaluation."""
+    # After long prompts are shortened: the policy must be judged on none that it was trained on.
+    rows = _fitting(settings, _read(settings.prompts, "prompts", settings))
+    return held_out(rows, settings.held_out_share, settings.evaluation.num_examples)
 
 
 def data_sets(settings: Settings) -> dict[str, Rows]:
@@ -138,6 +188,7 @@ def data_sets(settings: Settings) -> dict[str, Rows]:
     return {
         **({"sft": encoded_demonstrations(settings)} if settings.sft_data else {}),
         **({} if settings.reward_model else {"preferences": encoded_pairs(settings)}),
+        **({} if settings.judge else {"judge-preferences": encoded_judge_pairs(settings)}),
         "preferences-test": test_pairs(settings),
         "prompts": training_prompts(settings),
         "eval-prompts": evaluation_rows(settings),
@@ -145,8 +196,14 @@ def data_sets(settings: Settings) -> dict[str, Rows]:
 
 
 def examples(settings: Settings) -> list[Row]:
-    """Read the first `num_examples` prompts and references for the evaluation."""
+    """Read the first `num_examples` rows for the evaluation."""
     return first_rows(evaluation_rows(settings), settings.evaluation)
+
+
+def references_of(rows: Sequence[Row]) -> list[str] | None:
+    """Return the references of the rows of an evaluation; None if no row has any text as one."""
+    references = [row["reference"] or "" for row in rows]
+    return references if any(text.strip() for text in references) else None
 
 
 def first_rows(rows: Rows, config: EvaluationConfig) -> list[Row]:
@@ -160,12 +217,16 @@ def require_reference(rows: Rows) -> Rows:
     Raises:
         DataError: a reference is missing.
     """
-    if not rows.has("reference"):
+    if missing := _missing_references(rows):
         raise DataError(
-            f"{rows.source} has no column reference, or no value in some of its rows. Add the "
+            f"{missing} of the {len(rows)} rows of {rows.source} have no reference. Add the "
             "references that answers are compared with, or name their column in [columns]."
         )
     return rows
+
+
+def _missing_references(rows: Rows) -> int:
+    return int(rows.table.with_format("arrow")["reference"].null_count)
 
 
 def human_labels(

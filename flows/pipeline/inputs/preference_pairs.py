@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import pyarrow
@@ -13,6 +13,9 @@ from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import Rows, derive
 from ppo_core.errors import DataError
+
+JUDGE_PART = 3
+"""One of this number of different pairs trains the judge if none is named."""
 
 _TRAINED = ("prompt", "chosen", "rejected")
 
@@ -97,6 +100,38 @@ def training_pairs_of(rows: Rows, others: Rows) -> Rows:
     if gone := len(rows) - len(kept):
         print(f"{rows.source}: {gone} rows not trained on: ties, or pairs of {others.source}")
     return kept
+
+
+def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
+    """Return the pairs that train PPO's reward model, and those that train the judge.
+
+    Every third different pair is the judge's. Rows with equal prompts and equal responses, in
+    either order, are one pair, and so in one part.
+
+    Raises:
+        DataError: there are fewer than three different pairs.
+    """
+    parts = [_part(rows, name) for name in ("reward model", "judge")]
+    if not all(map(len, parts)):
+        raise DataError(
+            f"{rows.source}: of {len(rows)} rows to train on, too few are different pairs: a third "
+            f"trains the judge, so there must be {JUDGE_PART}. Add more preferences, or name a "
+            "judge."
+        )
+    return parts[0], parts[1]
+
+
+def _part(rows: Rows, name: str) -> Rows:
+    numbers: dict[_Key, int] = {}
+
+    def convert(row: Row) -> Row | None:
+        number = numbers.setdefault(_key(row), len(numbers))
+        is_judges = number % JUDGE_PART == JUDGE_PART - 1
+        return {field: row[field] for field in _TRAINED} if is_judges == (name == "judge") else None
+
+    inputs = {"part": name, "code": digest_of_code(__name__)}
+    kept = derive(rows, "pairs-of-one-model", inputs, convert)
+    return replace(kept, source=f"{rows.source} (for the {name})")
 
 
 def _key(row: Row) -> _Key:

@@ -59,15 +59,16 @@ def fetch_version(settings: Settings, version: int) -> FetchedChampion:
 def _check_champion(settings: Settings, champion: FetchedChampion) -> None:
     """Raise before training if the champion could not answer the evaluation prompts."""
     tokenizer = load_tokenizer(champion.tokenizer)
-    rows = data_sets.examples(settings)
+    rows = data_sets.evaluation_rows(settings)
+    judged = data_sets.first_rows(rows, settings.evaluation)
     try:
         check_prompt_lengths(
-            [encode_prompt(tokenizer, in_format_of(tokenizer, row["prompt"])) for row in rows],
+            [encode_prompt(tokenizer, in_format_of(tokenizer, row["prompt"])) for row in judged],
             context=context_length(load_config(champion.model)),
             response_length=settings.ppo.response_length,
         )
     except (DataError, RowError) as error:
         raise DataError(
-            f"eval_prompts={settings.eval_prompts} cannot be answered by the champion, version "
+            f"{rows.source}: the evaluation prompts cannot be answered by the champion, version "
             f"{champion.version} of '{settings.registered_model}': {error}"
         ) from error

@@ -170,6 +170,7 @@ def _card_facts(
             for one in candidate.run.data
         },
         "win_rate": evaluation["win_rate"],
+        "notes": evaluation["notes"],
         "reasons": evaluation["reasons"],
         "metrics": evaluation_numbers(evaluation),
         "decoding": decoding.arguments(),

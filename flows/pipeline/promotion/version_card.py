@@ -43,6 +43,7 @@ def version_card(record: Report) -> str:
             - `data`: for each use of a data set, its `name`, `digest`, `rows` and `left_out`;
             - `win_rate`: by contest, `rate`, `low`, `high`, `length_controlled`,
               `equal_length_pairs`, `n`, `ties` and `judge`;
+            - `notes`: what a reader of the win rates must know; may be empty;
             - `reasons`: why the evaluation is inconclusive; may be empty;
             - `metrics`: numbers by name;
             - `decoding`: default arguments of `generate`;
@@ -123,8 +124,9 @@ def _win_rates(record: Report) -> str:
             for contest, rate in record["win_rate"].items()
         ),
     )
-    doubts = _bullets(f"Inconclusive: {reason}" for reason in record["reasons"])
-    return "\n\n".join(part for part in (table, doubts) if part)
+    doubts = [f"Inconclusive: {reason}" for reason in record["reasons"]]
+    remarks = _bullets([*record["notes"], *doubts])
+    return "\n\n".join(part for part in (table, remarks) if part)
 
 
 def _models(models: Report) -> str:

@@ -44,7 +44,11 @@ def evaluation_document(evaluation: Report) -> Document:
         subject="Is the policy better after PPO than before?",
         verdict=verdict,
         tone=tone,
-        reasons=(_direct_contest(win_rates["ppo_vs_sft"]), *evaluation["reasons"]),
+        reasons=(
+            _direct_contest(win_rates["ppo_vs_sft"]),
+            *evaluation["notes"],
+            *evaluation["reasons"],
+        ),
         sections=tuple(section for section in sections if section.rows),
     )
 
@@ -87,9 +91,12 @@ def _win_rates(win_rates: Report) -> Section:
     )
 
 
-def _improvement(improvement: Report) -> Section:
+def _improvement(improvement: Report | None) -> Section:
+    title = "Wins against the references: PPO less SFT, on the same prompts"
+    if improvement is None:
+        return Section(title=title)
     return Section(
-        title="Wins against the references: PPO less SFT, on the same prompts",
+        title=title,
         headers=("Difference", "95 % interval, points", "p-value (Wilcoxon)", "Pairs"),
         rows=(
             (

@@ -40,7 +40,8 @@ def evaluation_numbers(evaluation: Mapping[str, Any]) -> Numbers:
         )
     return {
         **numbers,
-        **_under("improvement", {n: evaluation["improvement"][n] for n in ("difference", "low")}),
+        **_under("improvement", _chosen(evaluation["improvement"], "difference", "low")),
+        **_under("judge", _chosen(evaluation["trained_judge"], "accuracy", "low", "high")),
         # The KL of SFT from itself is only rounding error.
         **_under("kl", {"ppo": evaluation["kl"]["ppo"]}),
         **_under("distinct", evaluation["distinct"]),
@@ -48,6 +49,11 @@ def evaluation_numbers(evaluation: Mapping[str, Any]) -> Numbers:
         **_under("repetition", evaluation["repetition"]),
         "evaluation/conclusive": float(evaluation["conclusive"]),
     }
+
+
+def _chosen(numbers: Mapping[str, float] | None, *names: str) -> Numbers:
+    """Return the named numbers; empty if there are none."""
+    return {name: numbers[name] for name in names} if numbers else {}
 
 
 def _under(group: str, numbers: Mapping[str, float | None]) -> Numbers:

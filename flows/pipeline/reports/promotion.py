@@ -31,7 +31,7 @@ def promotion_document(
         subject="Does production load this policy?",
         verdict="Promoted" if promoted else "Refused",
         tone="success" if promoted else "danger",
-        reasons=tuple(promotion.reasons),
+        reasons=(*promotion.reasons, *evaluation["notes"]),
         sections=(
             _decision(promotion, evaluation),
             _figures(evaluation, limits, reward_model_fit, kl),
@@ -90,6 +90,8 @@ def _figures(
 
 
 def _win_rate(win_rates: Report, contest: str, least: float) -> tuple[str, str, str]:
+    if contest not in win_rates:
+        return CONTEST_TITLES[contest], "there are no references", "not applied"
     return (
         CONTEST_TITLES[contest],
         f"{as_percent(win_rates[contest]['rate'])}, {as_interval(win_rates[contest])}",

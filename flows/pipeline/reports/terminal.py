@@ -28,6 +28,8 @@ def render_summary(summary: Mapping[str, Any]) -> str:
     with console.capture() as capture:
         console.print(_win_rates(summary["win_rate"]))
         console.print(_the_rest(summary))
+        for note in summary["notes"]:
+            console.print(f"Note: {note}")
         for reason in summary["reasons"]:
             console.print(f"Inconclusive: {reason}")
         for warning in summary["warnings"]:
@@ -68,7 +70,8 @@ def _the_rest(summary: Mapping[str, Any]) -> Table:
     table = Table(show_header=False)
     timings, kl = summary["timings"], summary["kl"]["ppo"]
     table.add_row("Reward model", _reward_model(summary["reward_model"]))
-    table.add_row("PPO gained on SFT", _improvement(summary["improvement"]))
+    if summary["improvement"]:
+        table.add_row("PPO gained on SFT", _improvement(summary["improvement"]))
     for name in SHOWN_METRICS:
         metric = summary["objective"][name]
         table.add_row(name, f"{as_decimal(metric['first'], 3)} -> {as_decimal(metric['last'], 3)}")

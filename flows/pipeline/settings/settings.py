@@ -73,19 +73,22 @@ class Settings:
     """Folder or hub id of a reward model with one label; empty trains one from the policy."""
 
     preferences: str = ""
-    """Rows with chosen, rejected and optionally prompt, to train the reward model on."""
+    """Rows with chosen, rejected and optionally prompt, to train the reward model on, and the judge
+    if none is named."""
 
     preferences_test: str = ""
     """Preferences to validate the reward model on; empty holds out `held_out_share`."""
 
     held_out_share: float = 0.1
-    """Fraction of `preferences`, its last rows, to hold out if `preferences_test` is empty."""
+    """Fraction of the last rows to hold out: of `preferences` if `preferences_test` is empty, and
+    of `prompts` if `eval_prompts` is empty."""
 
     prompts: str = ""
     """Rows with prompt, and optionally reference, that PPO trains on."""
 
     eval_prompts: str = ""
-    """Rows with prompt and reference that the policies are judged on."""
+    """Rows with prompt, and all or none with reference, that the policies are judged on. Empty
+    splits off the last rows of `prompts`: `held_out_share`, at most `evaluation.num_examples`."""
 
     prompt_format: PromptFormat = "auto"
     """How the policy reads prompts in every step: `chat`, by its tokenizer's chat template; `text`;
@@ -106,7 +109,7 @@ class Settings:
     judge: str = ""
     """Judge that compares two answers: openai:MODEL, transformers:PATH, reward-model:PATH,
     python:FILE_OR_MODULE:FUNCTION or rule (the built-in task's judge). Several judges, joined by
-    commas, vote."""
+    commas, vote. Empty trains a reward model on a third of `preferences`, which PPO never sees."""
 
     accept_reward_model: bool = False
     """Whether to train against a reward model that the gate refuses; the run records this."""
@@ -214,15 +217,21 @@ class Settings:
             )
 
     def _require_inputs(self) -> None:
-        needed = ["policy", "preferences", "prompts", "eval_prompts", "judge"]
+        needed = ["policy", "preferences", "prompts"]
         missing = [name for name in needed if not getattr(self, name)]
         if self.reward_model and self.preferences_test:
             missing = [name for name in missing if name != "preferences"]
         if missing:
             raise ConfigError(
                 f"{_listed(missing)} missing: a run on your own data needs {_listed(needed)}. "
-                "Name them on the command line (--eval-prompts FILE) or in the settings file, "
+                f"Name them on the command line (--{missing[0]} NAME) or in the settings file, "
                 "or name no input at all to run the built-in task."
+            )
+        if not (self.judge or self.preferences):
+            raise ConfigError(
+                "judge missing: with a reward_model and without preferences, there are no pairs to "
+                "train a judge on. Name a judge (--judge), or preferences to train one on "
+                "(--preferences)."
             )
 
 

@@ -1,4 +1,4 @@
-"""Judge the trained policy's answers against the references, SFT and the champion."""
+"""Judge the trained policy's answers against SFT, the champion, and any references."""
 
 from pathlib import Path
 
@@ -6,7 +6,13 @@ from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import require_unchanged
 from pipeline.reports.log_reports import log_evaluation
-from pipeline.results import EvaluatedPolicy, FetchedChampion, PreparedModel, TrainedPolicy
+from pipeline.results import (
+    EvaluatedPolicy,
+    FetchedChampion,
+    PreparedModel,
+    TrainedJudge,
+    TrainedPolicy,
+)
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
 from ppo_core.distributed.process import large_imports
@@ -17,6 +23,7 @@ def evaluate_win_rate(
     sft: PreparedModel,
     policy: TrainedPolicy,
     champion: FetchedChampion | None,
+    judge: TrainedJudge | None,
     run: FlowRun,
 ) -> EvaluatedPolicy:
     """Judge the policy's answers, and log the report.
@@ -27,7 +34,9 @@ def evaluate_win_rate(
     with track(run, "evaluate_win_rate", patient=True) as tracker:
         champion = fetch_again(settings, champion)
         require_unchanged(policy.path, policy.digest, "The trained policy")
-        evaluation = evaluate_policies(settings, sft.path, policy.path, champion, run.folder)
+        evaluation = evaluate_policies(
+            settings, sft.path, policy.path, champion, run.folder, judge=judge
+        )
         log_evaluation(tracker, evaluation.report())
     return evaluation
 

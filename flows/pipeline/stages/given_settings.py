@@ -44,8 +44,11 @@ def _parameters(policy: str) -> int:
 def check_names(judge: str, reward_model: str) -> None:
     """Raise if the judge is misspelt, or a package that every evaluation needs is missing.
 
+    An empty `judge` is one that the run trains.
+
     Raises:
         ConfigError: see `check_judge_name`; or statsmodels is not installed.
     """
     require_package("statsmodels", extra="evaluation", needed_by="The evaluation of a model")
-    check_judge_name(judge, reward_model)
+    if judge:
+        check_judge_name(judge, reward_model)

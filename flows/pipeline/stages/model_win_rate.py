@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline import preflight
 from pipeline.demo import task
-from pipeline.evaluation.canaries import require_references
 from pipeline.evaluation.contests import Evaluation, evaluate, judgements
 from pipeline.evaluation.win_rate import describe
 from pipeline.inputs import data_sets
@@ -26,6 +25,7 @@ from ppo_core.data.prompts import Prompt, context_length
 from ppo_core.data.rows.describe import describe_reading, require_columns_read
 from ppo_core.data.rows.fitting import fit_prompts
 from ppo_core.data.rows.reader import Rows, read_rows
+from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
 from ppo_core.training.evaluation import answer_prompts
 
@@ -55,8 +55,13 @@ def compare_with_references(
     rows = _read_rows(arguments, source, model, tokenizer)
     require_columns_read(renamed, rows, *([] if labels is None else [labels]))
     judged = data_sets.first_rows(rows, config)
-    prompts, references = ([row[name] for row in judged] for name in ("prompt", "reference"))
-    require_references(references)
+    prompts = [row["prompt"] for row in judged]
+    references = data_sets.references_of(judged)
+    if references is None:
+        raise DataError(
+            f"None of the {len(judged)} prompts has a reference to compare the model's answers "
+            f"with. Add references to {rows.source}."
+        )
     texts = {
         "model": _answer(arguments, config, model, tokenizer, prompts),
         "reference": references,

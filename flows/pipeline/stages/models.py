@@ -4,7 +4,7 @@ torch is imported only for training, not if the cache has the trained model.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import ppo_core
@@ -36,17 +36,30 @@ def load_policy(settings: Settings, run: FlowRun) -> PreparedModel:
         return _prepared(made, tracker)
 
 
-def load_reward_model(settings: Settings, sft: PreparedModel, run: FlowRun) -> PreparedModel:
-    """Return the reward model: `reward_model` itself, or one trained from the policy."""
+def load_reward_models(
+    settings: Settings, sft: PreparedModel, run: FlowRun
+) -> tuple[PreparedModel, PreparedModel | None]:
+    """Return the reward model, and the one that judges if no judge is named; None if one is.
+
+    The reward model is `reward_model` itself, or one trained from the policy. The judge is trained
+    from the same policy, on other pairs and with another seed.
+    """
     with track(run, "load_reward_model", patient=True) as tracker:
-        if settings.reward_model:
-            return PreparedModel(path=settings.reward_model, metrics={})
-        rows = data_sets.training_pairs(settings)
         folder, config = cache_folder(settings), settings.reward_model_training
-        made = _train_once(
-            "train_reward_model", folder / "reward-model", sft.path, rows, config, settings
-        )
-        return _prepared(made, tracker)
+        reward_model = PreparedModel(path=settings.reward_model, metrics={})
+        if not settings.reward_model:
+            rows = data_sets.training_pairs(settings)
+            made = _train_once(
+                "train_reward_model", folder / "reward-model", sft.path, rows, config, settings
+            )
+            reward_model = _prepared(made, tracker)
+        if settings.judge:
+            return reward_model, None
+        rows = data_sets.judge_pairs(settings)
+        config = replace(config, seed=(config.seed + 1) % 2**32)
+        made = _train_once("train_reward_model", folder / "judge", sft.path, rows, config, settings)
+        tracker.step.log_metrics({f"judge/{name}": value for name, value in made.values.items()})
+        return reward_model, PreparedModel(path=str(made.path), metrics=made.values)
 
 
 def _train_once(

@@ -5,6 +5,7 @@ from math import ceil
 
 import pyarrow.compute
 
+from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs import data_sets
 from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
@@ -49,6 +50,9 @@ class RunSize:
     reward_model: SupervisedSize | None
     """Training of the reward model; None if one is given."""
 
+    judge: SupervisedSize | None
+    """Training of the judge; None if one is named."""
+
     validation_pairs: int
     """Number of pairs that validate the reward model."""
 
@@ -74,7 +78,7 @@ class RunSize:
     """Number of prompts that the policies answer."""
 
     contests: int
-    """Number of comparisons of two policies, or of a policy with the references."""
+    """Number of comparisons of two policies, or of a policy with references."""
 
 
 def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
@@ -88,6 +92,13 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     tokenizer = data_sets.policy_tokenizer(settings)
     prompts = data_sets.training_prompts(settings).column("prompt")
     prompt_tokens = sum(len(encode_prompt(tokenizer, prompt)) for prompt in prompts)
+    examples = data_sets.examples(settings)
+    contestants = [
+        "sft",
+        "ppo",
+        *(["reference"] if data_sets.references_of(examples) else []),
+        *(["champion"] if has_champion else []),
+    ]
     devices = gpus() or 1
     processes = (settings.processes or devices) * settings.num_nodes
     policy = count_parameters(settings.policy)
@@ -97,7 +108,12 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         policy_parameters=policy,
         reward_parameters=reward_model,
         sft=_sft_size(settings, devices),
-        reward_model=_reward_size(settings, devices),
+        reward_model=None
+        if settings.reward_model
+        else _reward_size(data_sets.encoded_pairs(settings), settings, devices),
+        judge=None
+        if settings.judge
+        else _reward_size(data_sets.encoded_judge_pairs(settings), settings, devices),
         validation_pairs=len(data_sets.test_pairs(settings)),
         prompts=len(prompts),
         prompt_tokens=prompt_tokens,
@@ -111,9 +127,8 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
             episodes=ppo.total_episodes,
             tokens=prompt_tokens / len(prompts) + settings.ppo.response_length,
         ),
-        evaluation_prompts=len(data_sets.examples(settings)),
-        # SFT and PPO against the references, and PPO against SFT and the champion.
-        contests=4 if has_champion else 3,
+        evaluation_prompts=len(examples),
+        contests=len(contests_between(contestants)),
     )
 
 
@@ -132,6 +147,7 @@ def describe_run(size: RunSize) -> str:
         f"reward model, {reward}: parameters {size.reward_parameters:,}",
         *([f"SFT: {_describe(size.sft)}"] if size.sft else []),
         *([f"reward model training: {_describe(size.reward_model)}"] if size.reward_model else []),
+        *([f"judge training: {_describe(size.judge)}"] if size.judge else []),
         f"reward model validation: pairs {size.validation_pairs:,}",
         f"PPO: prompts {size.prompts:,}, their tokens {size.prompt_tokens:,}, "
         f"episodes {ppo.total_episodes:,}, sampled tokens at most {tokens:,}, "
@@ -152,10 +168,7 @@ def _sft_size(settings: Settings, devices: int) -> SupervisedSize | None:
     return _supervised(len(rows), _tokens(rows, "input_ids"), settings.sft, devices)
 
 
-def _reward_size(settings: Settings, devices: int) -> SupervisedSize | None:
-    if settings.reward_model:
-        return None
-    rows = data_sets.encoded_pairs(settings)
+def _reward_size(rows: Rows, settings: Settings, devices: int) -> SupervisedSize:
     tokens = _tokens(rows, "chosen") + _tokens(rows, "rejected")
     return _supervised(len(rows), tokens, settings.reward_model_training, devices)
 

@@ -40,7 +40,7 @@ def summarize(
         tracker.parent.log_json(summary, "summary.json")
         outcome, reasons = _outcome(registered)
         warnings = [f"Warning: {warning}" for warning in policy.warnings]
-        tracker.parent.describe(outcome, [*reasons, *warnings])
+        tracker.parent.describe(outcome, [*reasons, *summary["notes"], *warnings])
         tracker.require_all_sent()
     if settings.summary_json:
         write_report(Path(settings.summary_json), summary, indent=2)

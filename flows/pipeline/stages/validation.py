@@ -5,11 +5,21 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, NoReturn
 
+from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_judge
 from pipeline.inputs import data_sets
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
+from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.reports.log_reports import log_reward_report
-from pipeline.results import REWARD_REPORT_FILE, PreparedModel, ValidatedReward, write_report
+from pipeline.results import (
+    REWARD_REPORT_FILE,
+    PreparedModel,
+    TrainedJudge,
+    ValidatedReward,
+    write_report,
+)
+from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.samples import draw_samples
+from pipeline.reward_validation.scores import score_pairs
 from pipeline.reward_validation.validate import validate
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings
@@ -19,9 +29,15 @@ from ppo_core.models.loading import load_reward_model
 
 
 def validate_reward_model(
-    settings: Settings, sft: PreparedModel, reward_model: PreparedModel, run: FlowRun
+    settings: Settings,
+    sft: PreparedModel,
+    reward_model: PreparedModel,
+    judge_model: PreparedModel | None,
+    run: FlowRun,
 ) -> ValidatedReward:
     """Measure the reward model on held-out preferences and samples, and log the report.
+
+    A judge that the run trained is measured on held-out preferences, too.
 
     If the reward model is refused, the MLflow runs of this run end; then call `stop_run`.
     """
@@ -38,6 +54,7 @@ def validate_reward_model(
             bias=report["bias"],
             gain=report["gain"],
             report_file=str(file),
+            judge=_measure_judge(settings, judge_model) if judge_model else None,
         )
         if validation.refused:
             tracker.refuse("The reward model is not fit to train against.", validation.reasons)
@@ -101,6 +118,26 @@ def examine_reward_model(
         training=reward_model.metrics,
         seed=settings.seed,
     )
+
+
+def _measure_judge(settings: Settings, judge: PreparedModel) -> TrainedJudge:
+    """Measure a judge that the run trained on held-out preferences, and print its accuracy."""
+    model = load_reward_model(
+        judge.path,
+        end_of_text=settings.reward_model_training.end_of_text,
+        prompt_format=settings.prompt_format,
+    )
+    pairs = label_pairs(data_sets.judge_test_pairs(settings))
+    found = measure_accuracy(*score_pairs(model, pairs), pairs)
+    measured = TrainedJudge(
+        path=judge.path, accuracy=found.accuracy, low=found.low, high=found.high, n=found.n
+    )
+    doubts = [
+        f"The evaluation will be inconclusive. {doubt}"
+        for doubt in doubts_about_trained_judge(measured)
+    ]
+    print(*(doubts or [describe_accuracy(measured)]), flush=True)
+    return measured
 
 
 def _listed(validation: ValidatedReward) -> str:

@@ -10,7 +10,6 @@ import pytest
 from pipeline.demo.posts import CAREFUL, write_post, write_summary
 from pipeline.evaluation.canaries import CANARIES, FORGERY, INSTRUCTION, CanaryKind, run_canaries
 from pipeline.judges.function_judge import FunctionJudge, rule_judge
-from ppo_core.errors import DataError
 from tests.helpers import vader_judge
 from tests.helpers.paths import SHARED
 
@@ -162,9 +161,10 @@ def test_the_first_different_prompts_with_a_reference_are_asked_about():
     assert len(asked) == 14
 
 
-def test_without_references_there_are_no_canaries():
-    with pytest.raises(DataError, match="None of the 2 prompts has a reference"):
-        collect(["a", "b"], ["", " "])
+def test_a_judge_is_not_sound_if_there_is_no_answer_to_test_it_with():
+    report = run_canaries(judge_by(lambda one, other: "tie"), ["a", "b"], ["", " "])
+    assert (report.kinds, report.sound) == ({}, False)
+    assert report.reasons == ["The judge was not tested with canaries: all 2 answers are empty."]
 
 
 def test_the_report_is_plain_data():

@@ -99,6 +99,19 @@ def test_a_figure_that_is_not_finite_keeps_no_limit(name: str, value: float):
     assert len(judged(**{name: value})) == 1
 
 
+@pytest.mark.parametrize("champion", [None, 2])
+def test_without_references_their_limit_is_not_applied(champion: int | None):
+    result = evaluation(champion=champion)
+    del result["win_rate"]["ppo_vs_reference"]
+    against = reasons_to_refuse(
+        result, PromotionConfig(), reward_model_fit=True, candidate=3, champion=champion, kl=5.0
+    )
+    assert against == []
+    won, skipped = reasons_to_promote(result)
+    assert won.startswith("It wins 60.0% of 200 pairs against ")
+    assert skipped == "There are no references, so min_reference_win_rate was not applied."
+
+
 def test_two_lengths_without_end_are_not_alike():
     assert len(judged(words=inf, rival_words=inf)) == 1
 

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
+from pipeline.inputs.data_sets import (
+    data_sets,
+    evaluation_rows,
+    examples,
+    judge_pairs,
+    references_of,
+    training_pairs,
+    training_prompts,
+)
 from pipeline.inputs.data_sets import test_pairs as read_test_pairs
-from pipeline.inputs.data_sets import training_pairs
 from pipeline.preflight import check_inputs
 from pipeline.settings.settings import make_settings
 from pipeline.tracking.mlflow_client import check_registry
@@ -100,10 +108,134 @@ def test_pairs_longer_than_the_training_takes_are_refused(tmp_path: Path):
         )
 
 
-def test_evaluation_prompts_without_any_reference_are_refused(tmp_path: Path):
-    rows = [{"prompt": "w1", "reference": ""} for _ in range(4)]
-    with pytest.raises(DataError, match="None of the 4 prompts has a reference"):
-        check(tmp_path, eval_prompts=write_rows(tmp_path / "e.jsonl", rows))
+@pytest.mark.parametrize("reference", [{}, {"reference": None}, {"reference": " "}])
+def test_evaluation_prompts_without_any_reference_are_judged_without(
+    tmp_path: Path, reference: dict[str, Any], capsys
+):
+    rows = [{"prompt": f"w{i}", **reference} for i in range(4)]
+    table = tiny_table(tmp_path) | {"eval_prompts": write_rows(tmp_path / "e.jsonl", rows)}
+    check_inputs(make_settings(table, {}))
+    assert "eval_prompts: There are no references, so the policies" in capsys.readouterr().out
+    assert references_of(examples(make_settings(table, {}))) is None
+
+
+@pytest.mark.parametrize("name", ["eval_prompts", "prompts"])
+def test_references_of_only_some_evaluation_prompts_are_refused(tmp_path: Path, name: str):
+    # The last 2 of 20 prompts are those of the evaluation if none are named.
+    rows = [{"prompt": f"w{i}", "reference": "w1" if i % 2 else None} for i in range(20)]
+    changes = {"eval_prompts": "", name: write_rows(tmp_path / "e.jsonl", rows)}
+    counts = {"eval_prompts": "10 of the 20", "prompts": "1 of the 2"}
+    with pytest.raises(DataError, match=f"^'{name}': {counts[name]} rows of .* have no reference"):
+        check(tmp_path, **changes)
+
+
+# --- Without evaluation prompts of their own ------------------------------------------
+
+
+def split(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> tuple[list[str], list[str]]:
+    """The prompts that PPO trains on, and those of the evaluation."""
+    table = {**tiny_table(folder), "eval_prompts": "", **changes}
+    settings = make_settings(table | {"prompts": write_rows(folder / "p.jsonl", rows)}, {})
+    return training_prompts(settings).column("prompt"), evaluation_rows(settings).column("prompt")
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "split_off"),
+    [
+        (20, {}, 2),  # 10 % of 20
+        (20, {"held_out_share": 0.25}, 5),
+        (20, {"held_out_share": 0.25, "evaluation": {"num_examples": 3}}, 3),
+        (4, {}, 1),  # at least one
+        (2, {"held_out_share": 0.9}, 1),  # and one to train on
+    ],
+)
+def test_evaluation_prompts_are_the_last_of_the_prompts(
+    tmp_path: Path, count: int, changes: dict[str, Any], split_off: int
+):
+    names = [f"w{i}" for i in range(count)]
+    trained, judged = split(tmp_path, [{"prompt": name} for name in names], **changes)
+    assert (trained, judged) == (names[:-split_off], names[-split_off:])
+
+
+def test_ppo_trains_on_no_prompt_that_is_judged(tmp_path: Path, capsys):
+    # Rows 3 and 8 are the last prompt, too.
+    rows = [{"prompt": "w50" if i in (3, 8, 19) else f"w{i}"} for i in range(20)]
+    trained, judged = split(tmp_path, rows)
+    assert judged == ["w18", "w50"]
+    assert trained == [f"w{i}" for i in range(18) if i not in (3, 8)]
+    assert "(first 18): 2 rows not trained on: prompts of " in capsys.readouterr().out
+
+
+def test_prompts_that_are_equal_after_they_are_shortened_are_not_trained_on(tmp_path: Path):
+    # Context 64, response_length 6: both long prompts are shortened to the last 58 words.
+    rows = [
+        {"prompt": f"w{i} " + "w1 " * 58} if i in (0, 9) else {"prompt": "w2"} for i in range(10)
+    ]
+    trained, (judged,) = split(tmp_path, rows, overlong="truncate")
+    assert len(judged.split()) == 58
+    assert trained == ["w2"] * 8
+
+
+def test_prompts_split_off_are_printed(tmp_path: Path, capsys):
+    check(tmp_path, eval_prompts="")
+    told = capsys.readouterr().out
+    assert re.search(
+        r"^prompts: .*\(first 29\): 29 rows, reading prompt, digest", told, re.MULTILINE
+    )
+    assert re.search(r"^eval_prompts: .*\(last 3\): 3 rows, reading", told, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "w1"}], r"^'prompts': .* has one row, so none can be held out"),
+        ([{"prompt": "w1"}] * 5, r"no prompt is left to train on, because all are equal"),
+    ],
+)
+def test_too_few_prompts_to_split_are_refused(tmp_path: Path, rows: list[Any], message: str):
+    with pytest.raises(DataError, match=message):
+        check(tmp_path, eval_prompts="", prompts=write_rows(tmp_path / "p.jsonl", rows))
+
+
+# --- Without a judge ------------------------------------------------------------------
+
+
+def pairs_of(count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"w{i}", "chosen": "w1", "rejected": "w2"} for i in range(count)]
+
+
+def test_without_a_judge_a_third_of_the_pairs_is_for_one(tmp_path: Path, capsys):
+    rows = pairs_of(10)
+    preferences = write_rows(tmp_path / "ten.jsonl", rows)
+    table = {**tiny_table(tmp_path), "judge": "", "preferences": preferences}
+    settings = make_settings(table, {})
+    # The last of ten is held out; of nine, every third is the judge's.
+    assert plain(judge_pairs(settings)) == [rows[2], rows[5], rows[8]]
+    assert plain(training_pairs(settings)) == [rows[i] for i in (0, 1, 3, 4, 6, 7)]
+    check_inputs(settings)
+    assert re.search(r"^judge-preferences: .*: 3 rows", capsys.readouterr().out, re.MULTILINE)
+    named = make_settings({**table, "judge": "rule"}, {})
+    assert plain(training_pairs(named)) == rows[:9]
+
+
+def test_the_judge_of_a_given_reward_model_learns_from_all_pairs(tmp_path: Path):
+    rows = pairs_of(10)
+    table = tiny_table(tmp_path) | {
+        "judge": "",
+        "reward_model": write_model(tmp_path / "rm", labels=1),
+        "preferences": write_rows(tmp_path / "ten.jsonl", rows),
+    }
+    settings = make_settings(table, {})
+    check_inputs(settings)
+    assert plain(judge_pairs(settings)) == rows[:9]
+    assert "preferences" not in data_sets(settings)
+    assert data_sets(settings)["judge-preferences"].digest == judge_pairs(settings).digest
+
+
+def test_too_few_pairs_for_a_judge_are_refused(tmp_path: Path):
+    changes = {"judge": "", "preferences": write_rows(tmp_path / "few.jsonl", pairs_of(3))}
+    with pytest.raises(DataError, match=r"^'preferences': .*of 2 rows .* must be 3.*name a judge"):
+        check(tmp_path, **changes)
 
 
 def test_columns_of_other_names_are_read_and_a_wrong_name_is_refused(tmp_path: Path):

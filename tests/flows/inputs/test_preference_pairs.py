@@ -2,7 +2,13 @@ from itertools import permutations
 
 import pytest
 
-from pipeline.inputs.preference_pairs import LabelledPair, label_pairs, training_pairs_of
+from pipeline.inputs.preference_pairs import (
+    LabelledPair,
+    label_pairs,
+    split_off_judge_pairs,
+    training_pairs_of,
+)
+from ppo_core.errors import DataError
 from tests.helpers.rows import plain, rows_of
 
 
@@ -125,6 +131,23 @@ def test_pairs_of_the_validation_set_are_not_trained_on_in_either_order():
     rows = rows_of("pairs", [vote("a", "b"), vote("c", "d")])
     trained = training_pairs_of(rows, rows_of("pairs", [vote("d", "c")]))
     assert plain(trained) == [vote("a", "b")]
+
+
+def test_the_judge_gets_every_third_different_pair():
+    # The pairs are numbered by their first rows: ab 0, cd 1, ef 2, gh 3, ij 4, kl 5.
+    votes = "ab cd ba ef gh fe ij kl ef lk".split()
+    rows = rows_of("pairs", [vote(*pair) for pair in votes])
+    trained, judged = split_off_judge_pairs(rows)
+    assert plain(trained) == [vote(*pair) for pair in "ab cd ba gh ij".split()]
+    assert plain(judged) == [vote(*pair) for pair in "ef fe kl ef lk".split()]
+    again = split_off_judge_pairs(rows)
+    assert [part.digest for part in again] == [trained.digest, judged.digest]
+
+
+def test_two_different_pairs_are_too_few_to_split():
+    rows = rows_of("pairs", [vote("a", "b"), vote("b", "a"), vote("c", "d")])
+    with pytest.raises(DataError, match="of 3 rows to train on, too few are different pairs"):
+        split_off_judge_pairs(rows)
 
 
 def test_pairs_of_equal_messages_are_one_pair():

@@ -15,13 +15,14 @@ import pytest
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.promotion.champion import find_champion
 from pipeline.promotion.decide import decide_promotion
 from pipeline.registry import champions
 from pipeline.registry.aliases import read_aliases, read_version
 from pipeline.registry.decisions import Decision
-from pipeline.results import EvaluatedPolicy, ValidatedReward
+from pipeline.results import EvaluatedPolicy, TrainedJudge, ValidatedReward
 from pipeline.settings.decoding import Decoding
 from pipeline.stages.evaluation import fetch_again
 from pipeline.tracking.mlflow_client import connect
@@ -38,6 +39,7 @@ from tests.helpers.candidates import (
 )
 from tests.helpers.fault_proxy import Fault, fault_proxy, fork, start_process
 from tests.helpers.mlflow_store import tracking_to
+from tests.helpers.pipeline_inputs import write_model
 from tests.helpers.servers import MlflowServer
 from tests.helpers.tiny import make_tokenizer
 
@@ -174,6 +176,37 @@ def test_a_champion_where_there_was_none_is_judged_against(world: World, name: s
     assert judged.champion == newer
     assert "ppo_vs_champion" not in evaluation.report()["win_rate"]
     assert f"against the champion, version {newer}" in made.reasons[0]
+
+
+@pytest.mark.parametrize("low", [0.5, 0.51])
+def test_a_trained_judge_judges_again_without_references(world, name, low: float, tmp_path: Path):
+    bare = {"eval_prompts": "", "judge": ""}
+    path = write_model(tmp_path / "judge", labels=1)
+    judge = TrainedJudge(path=path, accuracy=0.6, low=low, high=0.7, n=90)
+    sft, good = (world.policies[who] for who in ("sft", "good"))
+    evaluation = evaluate_policies(
+        world.named(name, **bare), sft, good, None, tmp_path, judge=judge
+    )
+    champion = crown(world, name, "weak")
+    version = world.add_version(name, "good")
+    _, judged = decide(world, name, version, evaluation, tmp_path, **bare)
+    for found, contests in (
+        (evaluation, {"ppo_vs_sft"}),
+        (judged, {"ppo_vs_sft", "ppo_vs_champion"}),
+    ):
+        report = found.report()
+        assert report["judge"]["name"] == f"reward-model:{path}"
+        assert set(report["win_rate"]) == contests
+        assert report["improvement"] is None
+        assert report["trained_judge"]["low"] == low
+        assert ["weaker evidence" in note for note in report["notes"]] == [True, False]
+        doubted = any("no better than a tossed coin" in reason for reason in report["reasons"])
+        assert doubted == (low == 0.5) and (doubted <= (not report["conclusive"]))
+    assert judged.champion == champion
+    # The last three of 32 prompts.
+    assert [row["prompt"] for row in read_jsonl(judged.samples)] == [
+        row["prompt"] for row in read_jsonl(Path(world.settings.prompts))[-3:]
+    ]
 
 
 @pytest.mark.parametrize("how", ["version", "alias"])

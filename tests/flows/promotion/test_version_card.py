@@ -31,6 +31,7 @@ def make_record(**changed):
             }
         },
         "win_rate": {"ppo_vs_sft": win_rate},
+        "notes": [],
         "reasons": [],
         "metrics": {"objective/kl": 3.14159265},
         "decoding": {"max_new_tokens": 53, "do_sample": False},
@@ -111,7 +112,10 @@ def test_the_decision_stands_with_every_reason_once_it_is_made():
 
 
 def test_doubts_about_the_evaluation_stand_below_the_win_rates():
-    card = version_card(make_record(reasons=["The judge follows the position."]))
+    card = version_card(
+        make_record(notes=["It is weak."], reasons=["The judge follows the position."])
+    )
+    assert "\n- It is weak.\n- Inconclusive: " in card
     assert "- Inconclusive: The judge follows the position." in card
 
 

@@ -23,7 +23,7 @@ from pipeline.reports.html_page import reward_model_page
 from pipeline.reports.promotion import promotion_document
 from pipeline.reports.reward_model import reward_document
 from pipeline.reports.terminal import render_summary
-from pipeline.results import RegisteredPolicy
+from pipeline.results import RegisteredPolicy, TrainedJudge
 from pipeline.settings.promotion_config import PromotionConfig
 from pipeline.stages.cards import evaluation_card, promotion_card, reward_model_card
 from tests.helpers.paths import ROOT
@@ -468,6 +468,42 @@ def test_zeros_are_shown_as_0_and_differences_of_rates_in_points(evaluation: dic
     ]
     assert section.headers[1] == "95 % interval, points"
     assert section.rows[0][:2] == ("+0.0 points", "-5.2 .. +5.2")
+
+
+def test_without_references_and_with_a_trained_judge_the_reports_say_so():
+    judge = TrainedJudge(path="cache/judge-1", accuracy=0.7, low=0.6, high=0.79, n=90)
+    bare = {"trained_judge": judge, "references": False}
+    evaluation = evaluation_result(**bare)
+    weaker, lonely = evaluation["notes"]
+    assert weaker == (
+        "The judge is a reward model trained on other pairs of the same preferences with another "
+        "seed. It may share errors with the reward model that PPO used, so this is weaker evidence "
+        "than people or a judge of another kind. The judge is right in 70.0% of 90 held-out pairs, "
+        "95 % interval 60.0% .. 79.0%."
+    )
+    assert lonely.startswith("There are no references, so the policies are compared only with each")
+
+    document = evaluation_document(evaluation)
+    assert document.reasons[1:3] == (weaker, lonely)
+    (rates,) = [section for section in document.sections if section.title == "Win rates"]
+    assert [row[0] for row in rates.rows] == ["PPO against SFT"]
+    assert not any("references" in section.title for section in document.sections)
+    assert row_of(document, "Canaries: answers that a sound judge does not choose", "empty")
+
+    numbers = evaluation_numbers(evaluation)
+    assert numbers["judge/accuracy"] == 0.7 and numbers["judge/low"] == 0.6
+    assert not any("improvement" in name or "reference" in name for name in numbers)
+
+    decision_on_it = decided("promoted", evaluation, champion=None)
+    assert decision_on_it.reasons == ("It wins.", weaker, lonely)
+    assert row_of(decision_on_it, "Figures and limits", "PPO against the references")[1:] == (
+        "there are no references",
+        "not applied",
+    )
+
+    shown = " ".join(lines(render_summary(summary(**evaluation_result(champion=2, **bare)))))
+    assert f"Note: {weaker} Note: {lonely}" in shown
+    assert "PPO gained on SFT" not in shown and "against the references" not in shown
 
 
 def test_a_divergence_that_was_not_measured_is_said_so(evaluation: dict[str, Any]):

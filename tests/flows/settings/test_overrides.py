@@ -92,7 +92,7 @@ def test_an_optional_number_of_the_file_can_be_unset():
 def test_without_an_input_the_preset_is_overridden():
     made = make_settings({}, {}, ["ppo.total_episodes=64"])
     assert (made.task, made.ppo.total_episodes) == ("tldr", 64)
-    with pytest.raises(ConfigError, match="preferences, prompts, eval_prompts, judge missing"):
+    with pytest.raises(ConfigError, match="preferences, prompts missing"):
         make_settings({}, {}, ["policy=p"])
 
 

@@ -194,8 +194,23 @@ def test_adapters_without_peft_are_refused_before_anything_is_loaded(
 
 
 def test_missing_inputs_are_named():
-    with pytest.raises(ConfigError, match=r"^preferences, eval_prompts, judge missing"):
+    with pytest.raises(ConfigError, match=r"^preferences missing: .*needs policy, pref.*--pref"):
         make_settings({}, {"policy": "p", "prompts": "x.jsonl"})
+    with pytest.raises(ConfigError, match=r"^policy, prompts missing: "):
+        make_settings({}, {"preferences": "x.jsonl", "eval_prompts": "y.jsonl", "judge": "rule"})
+
+
+def test_policy_preferences_and_prompts_are_all_that_a_run_needs():
+    made = make_settings({}, {"policy": "p", "preferences": "a", "prompts": "b"})
+    assert made.eval_prompts == made.judge == made.task == ""
+
+
+def test_a_given_reward_model_needs_a_judge_or_pairs_to_train_one_on():
+    given = {"policy": "p", "prompts": "b", "reward_model": "rm", "preferences_test": "t"}
+    with pytest.raises(ConfigError, match=r"^judge missing: .*\(--judge\).*\(--preferences\)"):
+        make_settings(given, {})
+    assert make_settings({**given, "judge": "rule"}, {}).preferences == ""
+    assert make_settings({**given, "preferences": "a"}, {}).judge == ""
 
 
 def test_the_kl_warning_comes_before_the_limit_of_promotion():

@@ -1,0 +1,56 @@
+"""What a reader of an evaluation must know: it had no references, or its judge was trained."""
+
+from collections.abc import Sequence
+
+from pipeline.results import TrainedJudge
+
+WITHOUT_REFERENCES = (
+    "There are no references, so the policies are compared only with each other, and the judge is "
+    "tested with canaries against answers of SFT."
+)
+
+_BESIDE_A_TRAINED_ONE = (
+    "The judge is a reward model trained on other pairs of the same preferences with another seed."
+)
+
+_BESIDE_A_GIVEN_ONE = "The judge is a reward model that the run trained on its preferences."
+
+
+def notes_on(
+    judge: TrainedJudge | None, *, is_reward_model_given: bool, has_references: bool
+) -> list[str]:
+    """Return sentences on the evidence of an evaluation; empty for a named judge and references.
+
+    Args:
+        judge: the judge that the run trained; None if a judge was named.
+        is_reward_model_given: whether PPO's reward model was given, not trained by the run.
+        has_references: whether the evaluation has references.
+    """
+    notes: list[str] = []
+    if judge is not None:
+        notes.append(
+            f"{_BESIDE_A_GIVEN_ONE if is_reward_model_given else _BESIDE_A_TRAINED_ONE} It may "
+            "share errors with the reward model that PPO used, so this is weaker evidence than "
+            f"people or a judge of another kind. {describe_accuracy(judge)}"
+        )
+    if not has_references:
+        notes.append(WITHOUT_REFERENCES)
+    return notes
+
+
+def describe_accuracy(judge: TrainedJudge) -> str:
+    """Return a sentence with the accuracy of a judge that the run trained."""
+    return (
+        f"The judge is right in {judge.accuracy:.1%} of {judge.n} held-out pairs, 95 % interval "
+        f"{judge.low:.1%} .. {judge.high:.1%}."
+    )
+
+
+def doubts_about_trained_judge(judge: TrainedJudge | None) -> Sequence[str]:
+    """Return why a judge that the run trained cannot decide; empty if it can, or if it is None."""
+    if judge is None or judge.low > 0.5:
+        return ()
+    return (
+        f"{describe_accuracy(judge)} The lower end must be above 50.0%: this judge may be no "
+        "better than a tossed coin. Add preferences, or name a judge.",
+    )

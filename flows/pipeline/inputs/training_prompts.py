@@ -1,0 +1,33 @@
+"""Leave out of PPO's prompts those that the policies are judged on."""
+
+import json
+
+from ppo_core.data.folder_cache import digest_of_code
+from ppo_core.data.rows.forms import Row
+from ppo_core.data.rows.reader import ROW, Rows, derive
+from ppo_core.errors import DataError
+
+
+def prompts_without(rows: Rows, others: Rows) -> Rows:
+    """Return the rows whose prompts are not in `others`.
+
+    Raises:
+        DataError: no row is left.
+    """
+
+    def convert(row: Row) -> Row | None:
+        if json.dumps(row["prompt"]) in taken:
+            return None
+        return {field: value for field, value in row.items() if field != ROW}
+
+    taken = {json.dumps(prompt) for prompt in others.column("prompt")}
+    inputs = {"others": others.digest, "code": digest_of_code(__name__)}
+    kept = derive(rows, "training-prompts", inputs, convert)
+    if not len(kept):
+        raise DataError(
+            f"{rows.source}: no prompt is left to train on, because all are equal to prompts of "
+            f"the evaluation, {others.source}. Add more prompts, or name eval_prompts."
+        )
+    if gone := len(rows) - len(kept):
+        print(f"{rows.source}: {gone} rows not trained on: prompts of {others.source}")
+    return kept

@@ -1,0 +1,87 @@
+"""The models that a run trains before PPO: the reward model, and the judge if none is named."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.inputs.data_sets import judge_test_pairs
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.results import PreparedModel
+from pipeline.settings.settings import Settings, make_settings
+from pipeline.stages.models import load_reward_models
+from pipeline.stages.start import start_run
+from pipeline.stages.validation import validate_reward_model
+from ppo_core.models.loading import load_reward_model
+from tests.helpers.pipeline_inputs import tiny_table, write_model
+
+Models = tuple[PreparedModel, PreparedModel | None]
+
+
+def bare(folder: Path, **changes: Any) -> Settings:
+    """Settings without a judge."""
+    return make_settings(tiny_table(folder) | {"judge": ""} | changes, {})
+
+
+def load(settings: Settings, run: FlowRun) -> Models:
+    return load_reward_models(settings, PreparedModel(path=settings.policy, metrics={}), run)
+
+
+@pytest.fixture
+def start(mlflow_client) -> Callable[[Settings], FlowRun]:
+    """Start a run of the two steps."""
+    steps = ["load_reward_model", "validate_reward_model"]
+    return lambda settings: start_run(settings, settings, "RLHF", "1", steps)
+
+
+def test_a_judge_is_trained_beside_the_reward_model_once(tmp_path: Path, start, capsys):
+    settings = bare(tmp_path)
+    run = start(settings)
+    reward_model, judge = load(settings, run)
+    assert judge is not None
+    assert "/cache/reward-model-" in reward_model.path and "/cache/judge-" in judge.path
+    weights = [Path(one.path, "model.safetensors").read_bytes() for one in (reward_model, judge)]
+    assert weights[0] != weights[1]
+    capsys.readouterr()
+    assert load(settings, run) == (reward_model, judge)
+    assert f"judge: reused {judge.path}" in capsys.readouterr().out
+    # Another seed than the reward model's, also after the largest one.
+    last = replace(settings.reward_model_training, seed=2**32 - 1)
+    assert load(replace(settings, reward_model_training=last), run)[1] != judge
+
+
+def test_a_named_judge_leaves_all_pairs_to_the_reward_model(tmp_path: Path, start):
+    settings = bare(tmp_path, judge="rule")
+    run = start(settings)
+    both, _ = load(bare(tmp_path), run)
+    alone, judge = load(settings, run)
+    assert judge is None
+    assert alone.path != both.path
+
+
+def test_the_judge_of_a_given_reward_model_is_trained_and_measured(tmp_path: Path, start, capsys):
+    settings = bare(
+        tmp_path,
+        reward_model=write_model(tmp_path / "rm", labels=1),
+        prompts=str(tmp_path / "eval.jsonl"),
+    )
+    run = start(settings)
+    reward_model, judge = load(settings, run)
+    assert judge is not None
+    assert reward_model == PreparedModel(path=settings.reward_model, metrics={})
+
+    model, pairs = load_reward_model(judge.path), list(judge_test_pairs(settings))
+    chosen, rejected = (
+        model.score_texts([pair["prompt"] for pair in pairs], [pair[side] for pair in pairs])
+        for side in ("chosen", "rejected")
+    )
+    sft = PreparedModel(path=settings.policy, metrics={})
+    measured = validate_reward_model(settings, sft, reward_model, judge, run).judge
+    assert measured is not None
+    assert (measured.path, measured.n) == (judge.path, 6)
+    assert measured.accuracy == pytest.approx((chosen > rejected).double().mean().item())
+    told = capsys.readouterr().out
+    assert f"The judge is right in {measured.accuracy:.1%} of 6 held-out pairs" in told
+    assert ("The evaluation will be inconclusive." in told) == (measured.low <= 0.5)
