@@ -1,4 +1,4 @@
-"""Default learning rates and batch sizes for models of different sizes.
+"""Default learning rates, batch sizes and KL weights for models of different sizes.
 
 A learning rate that is right for a billion parameters leaves a model of a million untrained, and
 the reverse destroys the model. Sources of the rates, by the size of the model:
@@ -6,10 +6,12 @@ the reverse destroys the model. Sources of the rates, by the size of the model:
 - 1M: measured on the two small tasks of this project, a story model of 0.7M and a summarizer of
   0.9M parameters.
 - 10M: between its neighbours; not measured, and no source.
-- 100M: PPO from GPT-2 124M, arXiv:1909.08593 (1.41e-5).
-- 1B: PPO from "The N+ Implementation Details of RLHF with PPO", arXiv:2403.17031 (3e-6 for Pythia
-  1B to 6.9B); SFT and reward model from InstructGPT, arXiv:2203.02155, appendix C (9.65e-6 and
-  9e-6).
+- 100M: PPO from GPT-2 124M, arXiv:1909.08593 (1.41e-5). Its weight of the KL divergence, which
+  starts at 0.15 and adapts, is also that of the smaller models: their high rates move them far from
+  the reference.
+- 1B: PPO from "The N+ Implementation Details of RLHF with PPO", arXiv:2403.17031 (3e-6, and 0.05 for
+  the KL divergence, for Pythia 1B to 6.9B); SFT and reward model from InstructGPT,
+  arXiv:2203.02155, appendix C (9.65e-6 and 9e-6).
 - 8B: reward model and PPO from the cards of OpenRLHF/Llama-3-8b-rm-700k (9e-6) and
   OpenRLHF/Llama-3-8b-rlhf-100k (5e-7, 100,000 responses); PPO takes a rate between that and the
   3e-6 of the paper.
@@ -55,6 +57,9 @@ class SizedDefaults:
     total_episodes: int
     """Responses of a PPO run."""
 
+    kl_coef: float
+    """Weight of the KL divergence from the reference."""
+
 
 _TABLE = (
     SizedDefaults(
@@ -67,6 +72,7 @@ _TABLE = (
         ppo_batch_size=128,
         ppo_device_batch_size=32,
         total_episodes=8_192,
+        kl_coef=0.15,
     ),
     SizedDefaults(
         most_parameters=3e7,
@@ -78,6 +84,7 @@ _TABLE = (
         ppo_batch_size=256,
         ppo_device_batch_size=32,
         total_episodes=16_384,
+        kl_coef=0.15,
     ),
     SizedDefaults(
         most_parameters=3e8,
@@ -89,6 +96,7 @@ _TABLE = (
         ppo_batch_size=512,
         ppo_device_batch_size=16,
         total_episodes=100_000,
+        kl_coef=0.15,
     ),
     SizedDefaults(
         most_parameters=3e9,
@@ -100,6 +108,7 @@ _TABLE = (
         ppo_batch_size=512,
         ppo_device_batch_size=8,
         total_episodes=100_000,
+        kl_coef=0.05,
     ),
     SizedDefaults(
         most_parameters=math.inf,
@@ -111,6 +120,7 @@ _TABLE = (
         ppo_batch_size=512,
         ppo_device_batch_size=4,
         total_episodes=100_000,
+        kl_coef=0.05,
     ),
 )
 

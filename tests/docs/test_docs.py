@@ -209,6 +209,7 @@ def test_the_defaults_by_size_are_printed_as_they_are():
             f"{found.batch_size} x {found.gradient_accumulation_steps}",
             str(found.ppo_batch_size),
             f"{found.total_episodes:,}",
+            f"{found.kl_coef:g}",
         ]
 
 

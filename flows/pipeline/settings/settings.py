@@ -413,6 +413,7 @@ def _defaults(parameters: int, *, lora: bool) -> dict[str, dict[str, Any]]:
             "batch_size": ppo.ppo_batch_size,
             "per_device_train_batch_size": ppo.ppo_device_batch_size,
             "total_episodes": ppo.total_episodes,
+            "kl_coef": ppo.kl_coef,
             # A checkpoint after each tenth of the run, for a retried step.
             "save_steps": 0.1,
             "save_total_limit": 2,
