@@ -98,7 +98,7 @@ def training_pairs_of(rows: Rows, others: Rows) -> Rows:
             "validation pairs are removed. Add more preferences."
         )
     if gone := len(rows) - len(kept):
-        print(f"{rows.source}: {gone} rows not trained on: ties, or pairs of {others.source}")
+        return replace(kept, source=f"{rows.source}, less {gone} that are ties or held out")
     return kept
 
 

@@ -1,6 +1,7 @@
 """Leave out of PPO's prompts those that the policies are judged on."""
 
 import json
+from dataclasses import replace
 
 from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.rows.forms import Row
@@ -29,5 +30,7 @@ def prompts_without(rows: Rows, others: Rows) -> Rows:
             f"the evaluation, {others.source}. Add more prompts, or name eval_prompts."
         )
     if gone := len(rows) - len(kept):
-        print(f"{rows.source}: {gone} rows not trained on: prompts of {others.source}")
+        return replace(
+            kept, source=f"{rows.source}, less {gone} equal to prompts of the evaluation"
+        )
     return kept
