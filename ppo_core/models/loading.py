@@ -85,9 +85,18 @@ def commit_of(path: str) -> str:
 def count_parameters(path: str | Path, *, scores: bool = False) -> int:
     """Return the number of parameters of a model, without loading its weights.
 
+    Raises:
+        ModelError: see `empty_model`.
+    """
+    return int(empty_model(path, scores=scores).num_parameters())
+
+
+def empty_model(path: str | Path, *, scores: bool = False) -> "PreTrainedModel":
+    """Return a model of torch's meta device: it has shapes, and no weights.
+
     Args:
         path: folder or hub id.
-        scores: count the model with a score in the place of its LM head.
+        scores: return the model with a score in the place of its LM head.
 
     Raises:
         ModelError: there is no configuration, or transformers has no such model.
@@ -101,7 +110,8 @@ def count_parameters(path: str | Path, *, scores: bool = False) -> int:
         config.num_labels = 1
         auto_class = AutoModelForSequenceClassification
     with reading("model", path), torch.device("meta"):
-        return int(auto_class.from_config(config, trust_remote_code=False).num_parameters())
+        model: PreTrainedModel = auto_class.from_config(config, trust_remote_code=False)
+    return model
 
 
 def load_policy(

@@ -7,12 +7,14 @@ import pyarrow.compute
 
 from pipeline.inputs import data_sets
 from pipeline.launch.commands import gpus
+from pipeline.launch.ppo_memory import ppo_size
 from pipeline.settings.settings import Settings
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.data.rows.reader import Rows
 from ppo_core.models.loading import count_parameters
 from ppo_core.ppo.schedule import Schedule, make_schedule
 from ppo_core.supervised.supervised_config import SupervisedConfig
+from ppo_core.training.memory import describe_memory, peak_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,9 @@ class RunSize:
     ppo: Schedule
     """Episodes, updates and optimizer steps of PPO."""
 
+    memory: str
+    """Memory of PPO on one device, in words."""
+
     evaluation_prompts: int
     """Number of prompts that the policies answer."""
 
@@ -83,8 +88,11 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     """
     tokenizer = data_sets.policy_tokenizer(settings)
     prompts = data_sets.training_prompts(settings).column("prompt")
-    devices = gpus() or 1
+    found = gpus()
+    devices = found or 1
     processes = (settings.processes or devices) * settings.num_nodes
+    lengths = [len(encode_prompt(tokenizer, prompt)) for prompt in prompts]
+    schedule = make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=processes)
     return RunSize(
         policy_parameters=count_parameters(settings.policy),
         reward_parameters=count_parameters(settings.reward_model or settings.policy, scores=True),
@@ -92,10 +100,11 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         reward_model=_reward_size(settings, devices),
         validation_pairs=len(data_sets.test_pairs(settings)),
         prompts=len(prompts),
-        prompt_tokens=sum(len(encode_prompt(tokenizer, prompt)) for prompt in prompts),
+        prompt_tokens=sum(lengths),
         response_length=settings.ppo.response_length,
         processes=processes,
-        ppo=make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=processes),
+        ppo=schedule,
+        memory=_memory(settings, schedule, max(lengths), processes, on_gpus=found > 0),
         evaluation_prompts=len(data_sets.examples(settings)),
         # SFT and PPO against the references, and PPO against SFT and the champion.
         contests=4 if has_champion else 3,
@@ -117,12 +126,24 @@ def describe_run(size: RunSize) -> str:
         f"episodes {ppo.total_episodes:,}, sampled tokens at most {tokens:,}, "
         f"updates {ppo.num_updates:,}, optimizer steps {ppo.num_optimizer_steps:,}, "
         f"processes {size.processes}",
+        size.memory,
         f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
         f"questions to each judge about {questions:,}",
         "time: not estimated, because it depends on the machine. A run with --total-episodes "
         f"{2 * ppo.batch_size} (two updates) prints its episodes per second.",
     ]
     return "\n".join(lines)
+
+
+def _memory(
+    settings: Settings, schedule: Schedule, longest_prompt: int, processes: int, *, on_gpus: bool
+) -> str:
+    size = ppo_size(
+        settings, schedule, longest_prompt=longest_prompt, processes=processes, on_gpus=on_gpus
+    )
+    if size is None:
+        return "memory: not computed with offload or a file of DeepSpeed's settings."
+    return describe_memory(peak_memory(size), "GPU" if on_gpus else "process")
 
 
 def _sft_size(settings: Settings, devices: int) -> SupervisedSize | None:
