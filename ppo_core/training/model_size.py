@@ -28,7 +28,9 @@ def model_size(model: PreTrainedModel) -> ModelSize:
     )
 
 
-def adapter_parameters(model: PreTrainedModel, rank: int, target_modules: Sequence[str]) -> int:
+def count_adapter_parameters(
+    model: PreTrainedModel, rank: int, target_modules: Sequence[str]
+) -> int:
     """Return the number of parameters of LoRA adapters: rank x (inputs + outputs) of each layer.
 
     `target_modules` are names of linear layers, or `all-linear` for all but the output head.
@@ -46,7 +48,7 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         # The linear layers of GPT-2 have a class of their own.
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-            yield name, module  # type: ignore[misc]
+            yield name, module
 
 
 def _outside_layers(model: PreTrainedModel) -> int:

@@ -111,7 +111,9 @@ def _llama_3_config(tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
     return make_instruct_config("llama-3", tokenizer)
 
 
-def _config_of(kind: type[PreTrainedConfig]) -> Callable[[PreTrainedTokenizerFast], Any]:
+def _config_of(
+    kind: type[PreTrainedConfig], **heads: int
+) -> Callable[[PreTrainedTokenizerFast], Any]:
     def make(tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
         return kind(
             vocab_size=len(tokenizer),
@@ -119,6 +121,7 @@ def _config_of(kind: type[PreTrainedConfig]) -> Callable[[PreTrainedTokenizerFas
             intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=4,
+            **heads,
             max_position_embeddings=512,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
@@ -128,11 +131,13 @@ def _config_of(kind: type[PreTrainedConfig]) -> Callable[[PreTrainedTokenizerFas
     return make
 
 
+_QWEN_3 = _config_of(Qwen3Config, num_key_value_heads=2, head_dim=8)
+
 MODELS: dict[str, tuple[Callable[..., Any], Callable[[], PreTrainedTokenizerFast], bool]] = {
     "Qwen/Qwen2.5-0.5B-Instruct": (_qwen_2_config, _qwen_2, False),
     "Qwen/Qwen2.5-7B-Instruct": (_qwen_2_config, _qwen_2, False),
     "meta-llama/Llama-3.1-8B-Instruct": (_llama_3_config, _llama_3, False),
-    "Skywork/Skywork-Reward-V2-Qwen3-0.6B": (_config_of(Qwen3Config), _qwen_3, True),
+    "Skywork/Skywork-Reward-V2-Qwen3-0.6B": (_QWEN_3, _qwen_3, True),
     "Skywork/Skywork-Reward-V2-Llama-3.1-8B": (_llama_3_config, _llama_3, True),
     "trl-lib/pythia-1b-deduped-tldr-sft": (_config_of(GPTNeoXConfig), _neox, False),
     "trl-lib/pythia-1b-deduped-tldr-rm": (_config_of(GPTNeoXConfig), _neox, True),

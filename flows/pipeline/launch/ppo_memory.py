@@ -8,7 +8,7 @@ from ppo_core.models.loading import empty_model
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.schedule import Schedule
 from ppo_core.training.memory import BF16, FP32, ModelSize, PPOSize
-from ppo_core.training.model_size import adapter_parameters, model_size
+from ppo_core.training.model_size import count_adapter_parameters, model_size
 
 
 def ppo_size(
@@ -39,7 +39,7 @@ def ppo_size(
         policy=model_size(policy),
         critic=None if ppo.shared_critic else critic or model_size(policy),
         reward=reward,
-        adapter=adapter_parameters(policy, lora.r, lora.target_modules) if lora.r else 0,
+        adapter=count_adapter_parameters(policy, lora.r, lora.target_modules) if lora.r else 0,
         base_bytes=BF16 if half else FP32,
         sharding=ppo.sharding or ("ddp" if processes > 1 else "none"),
         processes=processes,

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from ppo_core.training.memory import ModelSize, PPOSize, describe_memory, peak_memory, phases
-from ppo_core.training.model_size import adapter_parameters, model_size
+from ppo_core.training.model_size import count_adapter_parameters, model_size
 from tests.helpers.tiny import make_policy
 
 MODEL = ModelSize(
@@ -138,8 +138,8 @@ def test_sizes_of_a_published_model():
     assert (size.key_width, size.vocabulary) == (8 * 128, 128_256)
     # Of each layer: q and o 8192, k and v 5120 each, three matrices 18432 inputs and outputs.
     inputs_and_outputs = 32 * (2 * 8_192 + 2 * 5_120 + 3 * 18_432)
-    assert adapter_parameters(model, 16, ["all-linear"]) == 16 * inputs_and_outputs
-    assert adapter_parameters(model, 8, ["q_proj"]) == 8 * 32 * 8_192
+    assert count_adapter_parameters(model, 16, ["all-linear"]) == 16 * inputs_and_outputs
+    assert count_adapter_parameters(model, 8, ["q_proj"]) == 8 * 32 * 8_192
 
 
 def test_sizes_of_a_published_reward_model():
