@@ -233,10 +233,12 @@ class PPOConfig(RunConfig):
     """Number of times per run that responses to the evaluation prompts are printed as a table."""
 
     sft_model_path: str | None = None
-    """Folder or hub id of the initial policy; read by `python -m ppo_core` and scripts."""
+    """Folder or hub id of the initial policy, with a revision as in `org/name@revision` or without;
+    read by `python -m ppo_core` and scripts."""
 
     reward_model_path: str | None = None
-    """Folder or hub id of the reward model; read by `python -m ppo_core` and scripts."""
+    """Folder or hub id of the reward model, as `sft_model_path`; read by `python -m ppo_core` and
+    scripts."""
 
     model_adapter_name: str | None = None
     """Name of the PEFT adapter to train; None: the active adapter."""

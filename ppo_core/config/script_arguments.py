@@ -108,10 +108,12 @@ class ModelArguments(LoraArguments):
     """
 
     model_name_or_path: str | None = None
-    """Folder or hub id of the tokenizer, and also of the policy if sft_model_path is not given."""
+    """Folder or hub id of the tokenizer, and also of the policy if sft_model_path is not given; a
+    hub id may name a revision, as in `org/name@revision`."""
 
-    model_revision: str = "main"
-    """Branch, tag or commit of the policy's hub repository."""
+    model_revision: str | None = None
+    """Branch, tag or commit of the policy's hub repository; None: the one that the policy's name
+    ends in, as in `org/name@revision`, or else main."""
 
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     """Precision of the policy's weights. Values other than float32 need use_peft, which freezes

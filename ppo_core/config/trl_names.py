@@ -65,7 +65,7 @@ SUPERVISED_INSTEAD: Unsupported = {
     # models
     "model_revision": (
         ("main",),
-        "download the revision, and set model_name_or_path to its folder",
+        "write the revision as model_name_or_path=org/name@revision",
     ),
     "trust_remote_code": (
         (False,),

@@ -1,8 +1,9 @@
 """Load and check policies, reward models and tokenizers from a folder or the hub.
 
 All loads go through this module: no code of a checkpoint is run, no pickle is read, and a
-checkpoint whose tensors do not fit its configuration is refused. Classes that load weights are
-imported only where they are used: checking a configuration or a tokenizer does not need them.
+checkpoint whose tensors do not fit its configuration is refused. A hub id may name a revision, as
+in `org/name@REVISION`. Classes that load weights are imported only where they are used: checking
+a configuration or a tokenizer does not need them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import cached_file, extract_commit_hash
 
+from ppo_core.config.hub_ids import split_revision
 from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.chat_template import set_prompt_format
 from ppo_core.errors import ModelError, library_errors
@@ -41,32 +45,58 @@ def load_tokenizer(
         ModelError: the tokenizer cannot be loaded, or a file is refused.
     """
     check_plain_files(path)
+    source, revision = split_revision(path)
     with reading("tokenizer", path):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=revision, trust_remote_code=False
+        )
     set_prompt_format(tokenizer, prompt_format)
     return tokenizer
 
 
-def load_config(path: str | Path, revision: str = "main") -> Any:
+def load_config(path: str | Path, revision: str | None = None) -> Any:
     """Return the transformers configuration of a folder or hub id, without loading weights.
 
     Raises:
+        ConfigError: both `path` and `revision` name a revision.
         ModelError: there is no configuration, it is invalid, or it requires code outside
             transformers.
     """
     check_plain_files(path)
+    source, revision = split_revision(path, revision)
     with reading("model", path):
-        written, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
+        written, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
         check_config_keys(written, path)
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+
+
+def commit_of(path: str) -> str:
+    """Return the commit of a hub id, with a revision or without.
+
+    Raises:
+        ModelError: the hub and its cache have no such model.
+    """
+    source, revision = split_revision(path)
+    with reading("model", path):
+        file = cached_file(source, CONFIG_NAME, revision=revision)
+        return str(extract_commit_hash(file, None))
 
 
 def count_parameters(path: str | Path, *, scores: bool = False) -> int:
     """Return the number of parameters of a model, without loading its weights.
 
+    Raises:
+        ModelError: see `empty_model`.
+    """
+    return int(empty_model(path, scores=scores).num_parameters())
+
+
+def empty_model(path: str | Path, *, scores: bool = False) -> "PreTrainedModel":
+    """Return a model of torch's meta device: it has shapes, and no weights.
+
     Args:
         path: folder or hub id.
-        scores: count the model with a score in the place of its LM head.
+        scores: return the model with a score in the place of its LM head.
 
     Raises:
         ModelError: there is no configuration, or transformers has no such model.
@@ -80,21 +110,23 @@ def count_parameters(path: str | Path, *, scores: bool = False) -> int:
         config.num_labels = 1
         auto_class = AutoModelForSequenceClassification
     with reading("model", path), torch.device("meta"):
-        return int(auto_class.from_config(config, trust_remote_code=False).num_parameters())
+        model: PreTrainedModel = auto_class.from_config(config, trust_remote_code=False)
+    return model
 
 
 def load_policy(
-    path: str | Path, *, dtype: Any = "float32", revision: str = "main", **options: Any
+    path: str | Path, *, dtype: Any = "float32", revision: str | None = None, **options: Any
 ) -> "PreTrainedModel":
     """Return a causal language model in evaluation mode.
 
     Args:
         path: folder or hub id.
         dtype: precision of the weights; "auto" keeps that of the files.
-        revision: branch, tag or commit of a hub id.
+        revision: branch, tag or commit of a hub id without `@REVISION`; None takes main.
         options: `attn_implementation` and `quantization_config` of transformers.
 
     Raises:
+        ConfigError: both `path` and `revision` name a revision.
         ModelError: the folder or hub id has no causal language model, it is not decoder-only, or
             a file is refused.
     """
@@ -128,8 +160,13 @@ def load_model(
         ModelError: a file is refused, or tensors are missing or left over.
     """
     check_model_folder(path)
+    source, revision = split_revision(path, options.get("revision"))
     model, found = auto_class.from_pretrained(
-        path, **options, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        source,
+        **{**options, "revision": revision},
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
     )
     left_over = {name for name in found["unexpected_keys"] if not name.startswith(tuple(unused))}
     for names, state in ((found["missing_keys"], "missing"), (left_over, "left over")):

@@ -25,7 +25,8 @@ class SupervisedArguments:
     """The model to start from, the data, and the folder for the trained model."""
 
     model_name_or_path: str
-    """Folder or hub id of the model to start from."""
+    """Folder or hub id of the model to start from; a hub id may name a revision, as in
+    `org/name@revision`."""
 
     dataset_name: str
     """A .jsonl, .json, .csv or .parquet file (the first three also as .gz), a folder, or a hub id.

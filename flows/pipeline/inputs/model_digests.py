@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ppo_core.config.hub_ids import split_revision
 from ppo_core.data.folder_cache import digest_of_folder
 from ppo_core.errors import ModelError
 
@@ -26,6 +27,6 @@ def digest_of_model(path: str) -> str:
     if folder.is_dir():
         return digest_of_folder(folder)
 
-    from ppo_core.models.loading import load_config
+    from ppo_core.models.loading import commit_of
 
-    return f"{path}@{load_config(path)._commit_hash}"
+    return f"{split_revision(path)[0]}@{commit_of(path)}"

@@ -6,6 +6,7 @@ This file imports no large library, so that a misspelt judge is reported at once
 import os
 from dataclasses import dataclass
 
+from ppo_core.config.hub_ids import split_revision
 from ppo_core.config.spelling import nearest_name
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
@@ -77,7 +78,8 @@ def check_judge_name(spec: str, reward_model: str) -> None:
 
 def _require_independence(part: JudgePart, reward_model: str) -> None:
     is_model = part.kind in ("reward-model", "transformers")
-    if is_model and reward_model and _same_source(part, reward_model):
+    # Another revision of the reward model was mostly trained on the same preferences.
+    if is_model and reward_model and _repository(part.source) == _repository(reward_model):
         raise ConfigError(
             f"judge={part.spec!r} is the reward model that PPO trains against. The win rate would "
             "only measure how well PPO exploits this model. Name another judge."
@@ -86,3 +88,7 @@ def _require_independence(part: JudgePart, reward_model: str) -> None:
 
 def _same_source(part: JudgePart, source: str) -> bool:
     return os.path.realpath(part.source) == os.path.realpath(source)
+
+
+def _repository(model: str) -> str:
+    return os.path.realpath(split_revision(model)[0])

@@ -73,6 +73,7 @@ def write_job(
             lora_r=settings.lora.r,
             lora_alpha=settings.lora.alpha,
             lora_target_modules=settings.lora.target_modules,
+            dtype=settings.lora.dtype,
         )
     path = folder / JOB_FILE
     everything = config | asdict(script) | asdict(model)

@@ -1,7 +1,7 @@
 """Settings of the policy's LoRA adapters."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ppo_core.config.checks import require, require_count, require_finite
 from ppo_core.errors import ConfigError
@@ -33,6 +33,10 @@ class LoraConfig:
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """Names of the modules that get adapters; `all-linear`, as the only entry, selects every
     linear layer except the output head."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the frozen policy in PPO; bfloat16 halves its memory. Adapters are always
+    trained in float32. With bfloat16, also set ppo.bf16 to true, to compute in bfloat16."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
@@ -66,7 +70,8 @@ class LoraConfig:
         )
 
     def _refuse_what_has_no_effect(self) -> None:
-        for name, default in (("alpha", LoraConfig.alpha), ("target_modules", [ALL_LINEAR])):
+        defaults = {"alpha": 32, "target_modules": [ALL_LINEAR], "dtype": "float32"}
+        for name, default in defaults.items():
             if (value := getattr(self, name)) != default:
                 raise ConfigError(
                     f"{name}={value!r} would be ignored, because r = 0 trains without adapters. "

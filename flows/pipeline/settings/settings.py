@@ -64,13 +64,15 @@ class Settings:
     """Built-in task, which generates all inputs; empty for your own inputs."""
 
     policy: str = ""
-    """Folder or hub id of the causal language model to improve."""
+    """Folder or hub id of the causal language model to improve; a hub id may name a revision, as in
+    `org/name@revision`."""
 
     sft_data: str = ""
     """Rows with prompt and completion, to fine-tune `policy` before PPO; empty skips this."""
 
     reward_model: str = ""
-    """Folder or hub id of a reward model with one label; empty trains one from the policy."""
+    """Folder or hub id, as `policy`, of a reward model with one label; empty trains one from the
+    policy."""
 
     preferences: str = ""
     """Rows with chosen, rejected and optionally prompt, to train the reward model on, and the judge

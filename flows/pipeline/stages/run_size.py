@@ -8,6 +8,7 @@ import pyarrow.compute
 from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs import data_sets
 from pipeline.launch.commands import gpus
+from pipeline.launch.ppo_memory import ppo_size
 from pipeline.settings.settings import Settings
 from pipeline.stages.run_time import describe_seconds, estimate_ppo_seconds
 from ppo_core.data.prompts import encode_prompt
@@ -15,6 +16,7 @@ from ppo_core.data.rows.reader import Rows
 from ppo_core.models.loading import count_parameters
 from ppo_core.ppo.schedule import Schedule, make_schedule
 from ppo_core.supervised.supervised_config import SupervisedConfig
+from ppo_core.training.memory import describe_memory, peak_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,9 @@ class RunSize:
     ppo_seconds: float
     """Rough time of PPO on machines like this one, see `estimate_ppo_seconds`."""
 
+    memory: str
+    """Memory of PPO on one device, in words."""
+
     evaluation_prompts: int
     """Number of prompts that the policies answer."""
 
@@ -91,7 +96,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     """
     tokenizer = data_sets.policy_tokenizer(settings)
     prompts = data_sets.training_prompts(settings).column("prompt")
-    prompt_tokens = sum(len(encode_prompt(tokenizer, prompt)) for prompt in prompts)
+    lengths = [len(encode_prompt(tokenizer, prompt)) for prompt in prompts]
     examples = data_sets.examples(settings)
     contestants = [
         "sft",
@@ -99,11 +104,12 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         *(["reference"] if data_sets.references_of(examples) else []),
         *(["champion"] if has_champion else []),
     ]
-    devices = gpus() or 1
+    found = gpus()
+    devices = found or 1
     processes = (settings.processes or devices) * settings.num_nodes
     policy = count_parameters(settings.policy)
     reward_model = count_parameters(settings.reward_model or settings.policy, scores=True)
-    ppo = make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=processes)
+    schedule = make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=processes)
     return RunSize(
         policy_parameters=policy,
         reward_parameters=reward_model,
@@ -116,17 +122,18 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         else _reward_size(data_sets.encoded_judge_pairs(settings), settings, devices),
         validation_pairs=len(data_sets.test_pairs(settings)),
         prompts=len(prompts),
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=sum(lengths),
         response_length=settings.ppo.response_length,
         processes=processes,
-        ppo=ppo,
+        ppo=schedule,
         ppo_seconds=estimate_ppo_seconds(
             settings,
             policy=policy,
             reward_model=reward_model,
-            episodes=ppo.total_episodes,
-            tokens=prompt_tokens / len(prompts) + settings.ppo.response_length,
+            episodes=schedule.total_episodes,
+            tokens=sum(lengths) / len(lengths) + settings.ppo.response_length,
         ),
+        memory=_memory(settings, schedule, max(lengths), processes, on_gpus=found > 0),
         evaluation_prompts=len(examples),
         contests=len(contests_between(contestants)),
     )
@@ -153,12 +160,24 @@ def describe_run(size: RunSize) -> str:
         f"episodes {ppo.total_episodes:,}, sampled tokens at most {tokens:,}, "
         f"updates {ppo.num_updates:,}, optimizer steps {ppo.num_optimizer_steps:,}, "
         f"processes {size.processes}",
+        size.memory,
         f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
         f"questions to each judge about {questions:,}",
         f"time: PPO about {describe_seconds(size.ppo_seconds)} on machines like this one, to a "
         "factor of two. Set another number of episodes with --total-episodes.",
     ]
     return "\n".join(lines)
+
+
+def _memory(
+    settings: Settings, schedule: Schedule, longest_prompt: int, processes: int, *, on_gpus: bool
+) -> str:
+    size = ppo_size(
+        settings, schedule, longest_prompt=longest_prompt, processes=processes, on_gpus=on_gpus
+    )
+    if size is None:
+        return "memory: not computed with offload or a file of DeepSpeed's settings."
+    return describe_memory(peak_memory(size), "GPU" if on_gpus else "process")
 
 
 def _sft_size(settings: Settings, devices: int) -> SupervisedSize | None:

@@ -115,6 +115,7 @@ def find_form(
 def _prompts(columns: Collection[str], is_chat: bool) -> Form:
     described, read = _find_prompt(columns) or _common_prompt(columns)
     named = next((name for name in _REFERENCE_COLUMNS if name in columns), None)
+    is_pair = named is None and {"chosen", "rejected"} <= set(columns)
 
     def convert(row: RawRow) -> Row:
         prompt, reference = read(row), None
@@ -122,11 +123,15 @@ def _prompts(columns: Collection[str], is_chat: bool) -> Form:
             prompt, reference = last_answer(prompt)
         for name in _REFERENCE_COLUMNS:
             reference = _text_or_none(row.get(name)) if reference is None else reference
+        if is_pair and reference is None:
+            reference = _chosen_or_none(row, None if described == _COMMON else prompt, is_chat)
         return {"prompt": as_prompt(prompt, is_chat=is_chat), "reference": reference}
 
     reading = {"prompt": described}
     if named:
         reading["reference"] = named
+    elif is_pair:
+        reading["reference"] = "chosen"
     elif described == "messages":
         reading["reference"] = "the last message, if it is the assistant's"
     return Form(reading, _schema(is_chat, "reference"), convert)
@@ -223,6 +228,14 @@ def _text_or_none(value: Any) -> str | None:
     """Return a reference as text, or None: training needs no reference."""
     try:
         return as_response(value, "the reference")
+    except RowError:
+        return None
+
+
+def _chosen_or_none(row: RawRow, prompt: Any, is_chat: bool) -> str | None:
+    """Return the preferred response of a pair as text, or None: training needs no reference."""
+    try:
+        return split_pair(prompt, row.get("chosen"), row.get("rejected"), is_chat=is_chat)[1]
     except RowError:
         return None
 

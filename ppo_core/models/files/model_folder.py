@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 
+from ppo_core.config.hub_ids import split_revision
 from ppo_core.errors import ModelError
 
 WEIGHTS = "model.safetensors"
@@ -152,7 +153,7 @@ def _require_hub_id(path: str | Path) -> None:
             f"'{path}' is no folder. Give the folder of a model, as save_pretrained writes it."
         )
     try:
-        validate_repo_id(str(path))
+        validate_repo_id(str(split_revision(path)[0]))
         is_hub_id = isinstance(path, str) and Path(path).suffix not in WEIGHT_SUFFIXES
     except HFValidationError:
         is_hub_id = False

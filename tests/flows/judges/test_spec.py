@@ -347,9 +347,11 @@ def test_a_reward_model_that_is_yet_to_be_trained_is_no_judge_in_this_folder(
     check("reward-model:.", "")
 
 
-def test_the_reward_models_name_on_the_hub_is_compared_as_it_is():
+@pytest.mark.parametrize("judge", ["team/reward", "team/reward@v2"])
+@pytest.mark.parametrize("reward_model", ["team/reward", "team/reward@v1"])
+def test_the_reward_models_name_on_the_hub_is_compared_without_its_revision(judge, reward_model):
     with pytest.raises(ConfigError, match="is the reward model that PPO trains against"):
-        check("reward-model:team/reward", "team/reward")
+        check(f"reward-model:{judge}", reward_model)
 
 
 def test_a_judging_reward_model_has_one_label(tmp_path: Path):

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 from transformers import T5Config, T5ForConditionalGeneration
 
-from ppo_core.errors import ModelError
+from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.loading import (
     check_reward_config,
     count_parameters,
@@ -13,6 +13,7 @@ from ppo_core.models.loading import (
     load_reward_model,
     load_tokenizer,
 )
+from tests.helpers.model_hub import model_hub
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 
 
@@ -88,3 +89,44 @@ def test_what_cannot_be_a_policy_or_a_reward_model_is_refused_by_name(tmp_path):
         load_policy(tmp_path / "nowhere")
     with pytest.raises(ModelError, match="nowhere"):
         load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_hub_id_names_its_revision_wherever_a_model_is_read(tmp_path):
+    """The pinned revision has other weights, sizes and words than main."""
+    made = {}
+    for number, revision in enumerate(("main", "refs/pr/1")):
+        folder = tmp_path / str(number)
+        for name, model in (("policy", make_policy()), ("reward", make_classifier())):
+            model.get_input_embeddings().weight.data.fill_(number)
+            model.save_pretrained(folder / name)
+            make_tokenizer(prefix=f"w{number}_").save_pretrained(folder / name)
+            made[f"org/{name}@{revision}"] = folder / name
+    with model_hub(made, tmp_path / "cache") as hub:
+        pinned = load_policy("org/policy@refs/pr/1")
+        assert (pinned.get_input_embeddings().weight == 1).all()
+        assert "w1_0" in load_tokenizer("org/policy@refs/pr/1").get_vocab()
+        assert count_parameters("org/policy@refs/pr/1") == pinned.num_parameters()
+        reward_model = load_reward_model("org/reward@refs/pr/1")
+        assert (reward_model.model.get_input_embeddings().weight == 1).all()
+        assert "w1_0" in reward_model.tokenizer.get_vocab()
+        assert hub.asked == {"org/policy@refs/pr/1", "org/reward@refs/pr/1"}
+        assert (load_policy("org/policy").get_input_embeddings().weight == 0).all()
+        with pytest.raises(ModelError, match=r"'org/policy@gone': 404.*Revision Not Found"):
+            load_policy("org/policy@gone")
+
+
+def test_a_folder_with_an_at_sign_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_policy().save_pretrained("org/policy@v1")
+    assert load_policy("org/policy@v1").num_parameters() == make_policy().num_parameters()
+
+
+def test_two_revisions_contradict_each_other():
+    with pytest.raises(ConfigError, match=r"'org/policy@v1' .*revision='v2' both name a revision"):
+        load_policy("org/policy@v1", revision="v2")
+
+
+@pytest.mark.parametrize("path", ["org/policy@", "@v1", "org/policy@../../x", "org/policy@v1@v2"])
+def test_a_name_that_is_no_hub_id_with_a_revision_is_called_a_path(path):
+    with pytest.raises(ModelError, match=r"^There is no folder '/.*'\. Check the path\.$"):
+        load_policy(path)

@@ -87,6 +87,35 @@ def test_the_reference_of_messages_is_their_last_answer():
     assert read_row("prompts", {"messages": [user("q")]}, is_chat=True)["reference"] is None
 
 
+PREFERENCES = {
+    "ultrafeedback": {
+        "prompt": "q",
+        "chosen": [user("q"), assistant("a")],
+        "rejected": [user("q"), assistant("b")],
+        "messages": [user("q"), assistant("a")],
+    },
+    "conversations": {
+        "chosen": [user("q"), assistant("a")],
+        "rejected": [user("q"), assistant("b")],
+    },
+    "hh": {
+        "chosen": "\n\nHuman: q\n\nAssistant: a",
+        "rejected": "\n\nHuman: q\n\nAssistant: b",
+    },
+    "texts": {"prompt": "q", "chosen": "a", "rejected": "b"},
+}
+
+
+@pytest.mark.parametrize("row", PREFERENCES.values(), ids=PREFERENCES)
+def test_the_reference_of_preferences_is_the_preferred_answer(row):
+    asked = {"prompt": [user("q")], "reference": "a"}
+    assert read_row("prompts", row, is_chat=True) == asked
+    assert find_form("prompts", set(row), is_chat=True).reading["reference"] == "chosen"
+    # A column of references is not replaced.
+    named = read_row("prompts", {**row, "reference": "c"}, is_chat=True)
+    assert named["reference"] == "c"
+
+
 PAIRS: dict[str, dict[str, Any]] = {
     "texts": {"prompt": "q", "chosen": "a", "rejected": "b"},
     "messages and texts": {"prompt": [user("q")], "chosen": "a", "rejected": "b"},

@@ -1,0 +1,109 @@
+"""The presets for real models, with tiny models of the same architecture and tokenizer type."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.launch.ppo_memory import ppo_size
+from pipeline.settings.settings import PRESETS, Settings, make_settings, read_preset
+from pipeline.stages.check import check_run
+from ppo_core.ppo.schedule import make_schedule
+from ppo_core.training.memory import peak_memory
+from tests.helpers.paths import ROOT
+from tests.helpers.pipeline_inputs import as_toml
+from tests.helpers.preset_inputs import tiny_preset, write_published_config
+
+BUILT_IN = {"tldr", "stories"}
+NAMES = sorted(path.stem for path in PRESETS.glob("*.toml") if path.stem not in BUILT_IN)
+COMMIT = re.compile(r"@([0-9a-f]{40}|refs/pr/\d+)(:|$)")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_read_and_names_the_command_that_runs_it(name: str):
+    text = (PRESETS / f"{name}.toml").read_text()
+    command = text[: text.index("--check")].replace("\\\n#", "")
+    assert f"python flows/rlhf.py --config settings flows/presets/{name}.toml run" in command
+    assert "--judge openai:MODEL" in command
+    settings = make_settings(read_preset(name), {"judge": "openai:gpt"})
+    assert settings.ppo.bf16
+    assert settings.processes > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_pins_everything_on_the_hub_or_says_how(name: str):
+    for setting, value in read_preset(name).items():
+        if isinstance(value, str) and "/" in value and not COMMIT.search(value):
+            repository = value.partition(":")[0]
+            assert f"{repository}@REVISION" in (PRESETS / f"{name}.toml").read_text(), setting
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_passes_every_check_of_a_run(name: str, tmp_path: Path, mlflow_client):
+    checked = check_run(make_settings(tiny_preset(name, tmp_path), {}))
+    assert "PPO: prompts 16," in checked
+    assert "memory: about " in checked
+    assert "evaluation: prompts 8" in checked
+
+
+LONGEST_PROMPT = {"pythia-1b-tldr": 512}
+"""Tokens of the longest prompt that a preset is for; 1,024 where it is not named."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_readme_has_the_memory_that_is_computed_for_a_preset(name: str, tmp_path: Path):
+    """The computation sees the sizes of the published models, and the settings of the preset."""
+    table = read_preset(name) | {"judge": "openai:gpt"}
+    policy = table["policy"].partition("@")[0]
+    for setting in {"policy", "reward_model"} & set(table):
+        table[setting] = write_published_config(table[setting].partition("@")[0], tmp_path)
+    settings = make_settings(table, {})
+    total = peak_memory(_size(settings, LONGEST_PROMPT.get(name, 1024))).total / 2**30
+    gpus = re.search(r"(?:one|over (\d) GPUs of) (\d+) GB", (PRESETS / f"{name}.toml").read_text())
+    assert gpus is not None
+    assert int(gpus[1] or 1) == settings.processes
+    # A tenth of the memory is left for CUDA, and for blocks that are not full.
+    assert total < 0.9 * int(gpus[2])
+    method = "LoRA" if settings.lora.r else "all parameters"
+    if settings.ppo.sharding:
+        method += f", {settings.ppo.sharding}"
+    cells = [
+        f"`{name}`",
+        policy,
+        method,
+        f"{settings.processes} x {gpus[2]} GB",
+        f"{total:.1f} GiB",
+    ]
+    assert f"| {' | '.join(cells)} |" in (ROOT / "README.md").read_text()
+
+
+def _size(settings: Settings, longest_prompt: int):
+    schedule = make_schedule(settings.ppo, num_prompts=1, num_processes=settings.processes)
+    return ppo_size(
+        settings,
+        schedule,
+        longest_prompt=longest_prompt,
+        processes=settings.processes,
+        on_gpus=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b-full", "qwen2.5-7b-lora"])
+def test_a_preset_runs_from_start_to_registered_version(name: str, tmp_path: Path):
+    # Of a random reward model nothing can be expected.
+    table = tiny_preset(name, tmp_path) | {"accept_reward_model": True}
+    (tmp_path / "preset.toml").write_text(as_toml(table))
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW_")}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment["METAFLOW_DATASTORE_SYSROOT_LOCAL"] = str(tmp_path)
+    flow = [sys.executable, str(ROOT / "flows" / "rlhf.py"), "--config", "settings", "preset.toml"]
+    ran = subprocess.run(
+        [*flow, "run"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f"models:/{table['registered_model']}/1" in ran.stdout
