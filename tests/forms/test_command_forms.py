@@ -1,5 +1,6 @@
 """Both commands of `ppo_core` train on every form; each form comes in another container."""
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
@@ -56,7 +57,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("use", "form", "container"), cases())
+@pytest.mark.slow
+@pytest.mark.parametrize(("use", "form", "container"), [*cases()])
 def test_a_command_trains_on_a_form(
     models: Path,
     tmp_path: Path,
@@ -82,3 +84,27 @@ def test_a_command_trains_on_a_form(
     assert ran.returncode == 0, ran.stderr
     assert ": 8 rows, reading" in ran.stderr
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+REFUSED: dict[str, tuple[str, str, str]] = {
+    "pairs as demonstrations": ("sft", "texts", "completion .*are chosen, prompt, rejected"),
+    "prompts as demonstrations": ("sft", "query", "completion .*are query"),
+    "demonstrations as pairs": ("reward", "messages", "chosen, rejected.*are messages"),
+    "TL;DR posts as pairs": ("reward", "info", "chosen, rejected.*are info"),
+    "texts as prompts": ("ppo_core", "text", "prompt .*are text"),
+    "renamed, without columns": ("ppo_core", "renamed", "prompt .*are better, post, worse"),
+}
+"""Command, form of the rows, and what the message says of the columns."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_command_refuses_a_form_of_another_use(models: Path, tmp_path: Path, case: str):
+    use, form, says = REFUSED[case]
+    make = {**PROMPTS, **DEMONSTRATIONS, **PAIRS}[form]
+    write_container(tmp_path, "rows", "jsonl", [make(n) for n in range(8)])
+    given = [*USES[use][1].split(), models / "chat", "--dataset_name", "rows.jsonl"]
+    ran = run_python(*given, "--output_dir", "out", folder=tmp_path)
+    assert ran.returncode == 1
+    assert re.search(f"rows.jsonl.*There is no column {says}.*Rename a column", ran.stderr)
+    assert "Traceback" not in ran.stderr
+    assert not (tmp_path / "out").exists()
