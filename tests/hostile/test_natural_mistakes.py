@@ -40,8 +40,8 @@ def versions_in(folder: Path) -> int:
 
 
 def is_slow(mistake: Mistake) -> bool:
-    """Whether a mistake starts a step of the flow, which imports the libraries anew."""
-    return "flows/rlhf.py" in mistake.command and not mistake.is_cheap
+    """Whether a mistake is run as a process of its own, which imports the libraries anew."""
+    return mistake.is_cheap or "flows/rlhf.py" in mistake.command
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_natural_mistake_is_answered_with_the_next_move(
 ):
     folder = Path(shutil.copytree(inputs, tmp_path / "here"))
     imported: set[str] = set()
-    if mistake.is_cheap or "flows/rlhf.py" in mistake.command:
+    if is_slow(mistake):
         code, told, imported = run_command(mistake, folder)
     else:
         _, words = words_of(mistake)
