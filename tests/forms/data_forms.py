@@ -84,7 +84,10 @@ PAIRS: dict[str, Make] = {
         "chosen": f"{asked(n)} {good(n)}",
         "rejected": f"{asked(n)} {bad(n)}",
     },
-    "texts without a prompt": lambda n: {"chosen": good(n), "rejected": bad(n + 1)},
+    "texts without a prompt": lambda n: {
+        "chosen": f"{asked(n)} {good(n)}",
+        "rejected": f"{asked(n)} {bad(n)}",
+    },
     "messages and texts": lambda n: {
         "prompt": [user(asked(n))],
         "chosen": good(n),

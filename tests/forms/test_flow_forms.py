@@ -3,12 +3,15 @@
 `make forms` runs them, and prints which version each form went into.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.preflight import check_inputs
+from pipeline.settings.settings import make_settings
 from tests.flows.test_flow_run import client_of, run_flow
 from tests.forms.data_forms import (
     CONTAINERS,
@@ -151,6 +154,20 @@ def test_every_form_goes_into_a_registered_version(
         record_property(f"{use}|{form}|{container}", f"{run}: {len(versions)} registered")
     assert ran.code == 0, ran.log
     assert [version.version for version in versions] == [1]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_form_passes_the_checks_of_a_run(
+    tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    settings = write_run(tmp_path, RUNS[run], is_chat=run.startswith("chat"))
+    check_inputs(make_settings(settings, {}))
+    told = capsys.readouterr().out
+    counts = {"prompts": 32, "eval_prompts": 16, "preferences": 64, "preferences-test": 16}
+    for name, count in {**counts, "sft": 16}.items():
+        assert re.search(rf"^{name}: .*: {count} rows, reading ", told, re.MULTILINE), told
+    assert "left out" not in told
 
 
 def test_every_form_and_every_container_is_in_a_run():
