@@ -69,6 +69,7 @@ def history(name: str) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     # Imported here: MLflow reads the prepared environment when it is imported.
+    from pipeline.registry.aliases import require_registered
     from pipeline.registry.champions import promote_by_hand, roll_back
     from pipeline.tracking.mlflow_client import (
         check_databases,
@@ -80,6 +81,7 @@ def _run(arguments: argparse.Namespace) -> None:
     check_model_name(name)
     check_databases(must_exist=True)
     check_registry(name)
+    require_registered(name)
     if arguments.command == "show":
         show(name)
     elif arguments.command == "history":

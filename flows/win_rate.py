@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
                 prog="python flows/win_rate.py",
                 usage="%(prog)s --model PATH_OR_URI --judge JUDGE [--name value ...]",
             ).parse(argv)
-            stages.given_settings.check_names(settings[0].judge, "")
+            stages.given_settings.check_names(settings[0].judge, "", settings[2])
             evaluation = stages.model_win_rate.compare_with_references(*settings)
             written = stages.model_win_rate.write_win_rate(evaluation, *settings)
             print(stages.model_win_rate.describe_evaluation(evaluation))

@@ -11,6 +11,7 @@ from pipeline.evaluation.notes import WITHOUT_REFERENCES
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.preference_pairs import label_pairs
+from pipeline.inputs.repeated_prompts import describe_repeats
 from pipeline.judges.judge_names import read_judges
 from pipeline.judges.spec import check_judge
 from pipeline.settings.settings import Settings
@@ -21,6 +22,7 @@ from ppo_core.data.sources.source import named_data
 from ppo_core.errors import ConfigError, DataError, ModelError, reason_of
 from ppo_core.models.files.model_folder import check_model_folder
 from ppo_core.models.loading import (
+    check_policy_config,
     check_reward_config,
     check_vocabulary,
     load_config,
@@ -90,13 +92,14 @@ def require_writable(folder: Path, name: str) -> None:
 
 
 def _check_models(settings: Settings) -> None:
-    """Raise if the files of a model are refused, or the reward model cannot score texts.
+    """Raise if files of a model are refused, the policy cannot write, or the reward model score.
 
     The reward model must have one score, and an end-of-sequence token if needed.
     """
     for path in filter(None, (settings.policy, settings.reward_model)):
         check_model_folder(path)
         check_vocabulary(load_config(path), load_tokenizer(path), path)
+    check_policy_config(settings.policy)
     path = settings.reward_model or settings.policy
     tokenizer = data_sets.reward_tokenizer(settings)
     if settings.reward_model:
@@ -130,6 +133,8 @@ def _check_prompts(settings: Settings) -> None:
         _report(data_sets.evaluation_rows(settings), "eval_prompts", settings)
         if data_sets.references_of(data_sets.examples(settings)) is None:
             print(f"eval_prompts: {WITHOUT_REFERENCES}", flush=True)
+    for warning in describe_repeats(rows, data_sets.examples(settings)):
+        print(warning, flush=True)
 
 
 def _check_pairs(settings: Settings) -> None:

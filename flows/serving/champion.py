@@ -196,8 +196,9 @@ def _find_version(name: str, alias: str, version: str | int | None, timeout: flo
         code = error.error_code if isinstance(error, MlflowException) else ""
         if version is None and code == "INVALID_PARAMETER_VALUE":
             raise ModelError(
-                f"'{name}' has no version with the alias '{alias}' in {registry}: {error} Promote "
-                "a version with flows/registry.py, or set the alias in MLflow."
+                f"'{name}' has no version with the alias '{alias}' in {registry}: {error} The "
+                "aliases of the flow are champion, previous-champion and challenger. Check the "
+                "alias, or promote a version with flows/registry.py."
             ) from None  # a traceback would show the address with its password
         if code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise ModelError(

@@ -132,14 +132,7 @@ def load_policy(
     """
     from transformers import AutoModelForCausalLM
 
-    config = load_config(path, revision)
-    if config.is_encoder_decoder:
-        raise ModelError(f"'{path}' has an encoder. Give a decoder-only model as the policy.")
-    if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
-        raise ModelError(
-            f"'{path}' is {', '.join(config.architectures)}, a model that scores, so it has no LM "
-            "head and would get a random one. Give a language model as the policy."
-        )
+    check_policy_config(path, revision)
     options = {"dtype": dtype, "revision": revision, **options}
     with reading("causal language model", path):
         return load_model(AutoModelForCausalLM, path, options).eval()
@@ -180,6 +173,28 @@ def load_model(
             )
     loaded: PreTrainedModel = model
     return loaded
+
+
+def check_policy_config(path: str | Path, revision: str | None = None) -> None:
+    """Raise unless a model's configuration may be that of a decoder-only language model.
+
+    Raises:
+        ModelError: the model is an encoder, has one, or has a head that scores.
+    """
+    config = load_config(path, revision)
+    names = config.architectures or []
+    if config.is_encoder_decoder:
+        raise ModelError(f"'{path}' has an encoder. Give a decoder-only model as the policy.")
+    if any(name.endswith("ForMaskedLM") for name in names):
+        raise ModelError(
+            f"'{path}' is {', '.join(names)}, an encoder, which fills gaps in a text and writes "
+            "none. Give a decoder-only model as the policy."
+        )
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        raise ModelError(
+            f"'{path}' is {', '.join(names)}, a model that scores, so it has no LM head and would "
+            "get a random one. Give a language model as the policy."
+        )
 
 
 def check_reward_config(path: str | Path) -> None:

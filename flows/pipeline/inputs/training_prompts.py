@@ -3,10 +3,16 @@
 import json
 from dataclasses import replace
 
+from ppo_core.data.chat_template import Messages
 from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import ROW, Rows, derive
 from ppo_core.errors import DataError
+
+
+def prompt_key(prompt: str | Messages) -> str:
+    """Return a text that is equal for equal prompts, texts or messages."""
+    return json.dumps(prompt)
 
 
 def prompts_without(rows: Rows, others: Rows) -> Rows:
@@ -17,11 +23,11 @@ def prompts_without(rows: Rows, others: Rows) -> Rows:
     """
 
     def convert(row: Row) -> Row | None:
-        if json.dumps(row["prompt"]) in taken:
+        if prompt_key(row["prompt"]) in taken:
             return None
         return {field: value for field, value in row.items() if field != ROW}
 
-    taken = {json.dumps(prompt) for prompt in others.column("prompt")}
+    taken = {prompt_key(prompt) for prompt in others.column("prompt")}
     inputs = {"others": others.digest, "code": digest_of_code(__name__)}
     kept = derive(rows, "training-prompts", inputs, convert)
     if not len(kept):

@@ -4,12 +4,14 @@ This file imports no large library, so that a misspelt judge is reported at once
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ppo_core.config.hub_ids import split_revision
 from ppo_core.config.spelling import nearest_name
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
+
+OPENAI_URL = "https://api.openai.com/v1"
 
 KINDS_WITH_SOURCE = ("python", "reward-model", "openai", "transformers")
 
@@ -26,6 +28,20 @@ class JudgePart:
 
     source: str
     """Text after `kind:`, which is a path, a function or a model's name; empty for `rule`."""
+
+
+@dataclass(frozen=True)
+class ServerAccess:
+    """Address and key of an OpenAI-compatible server."""
+
+    url: str
+    """Address of the API."""
+
+    key: str = field(repr=False)
+    """Key of the API; empty if there is none."""
+
+    is_openai: bool
+    """Whether the server is OpenAI's own."""
 
 
 def read_judges(spec: str) -> list[JudgePart]:
@@ -59,21 +75,42 @@ def _parse(spec: str) -> JudgePart:
     return JudgePart(spec, kind, source)
 
 
-def check_judge_name(spec: str, reward_model: str) -> None:
+def check_judge_name(spec: str, reward_model: str, base_url: str) -> None:
     """Raise if a specification is misspelt, or names PPO's reward model; nothing is read or asked.
 
     Args:
         spec: specification as for `make_judge`.
         reward_model: folder or hub id of the reward model of PPO; empty if the flow trains it.
+        base_url: address of a server, see `read_access`.
 
     Raises:
-        ConfigError: the judge is unknown, named twice, or the reward model, or its package is
-            missing.
+        ConfigError: the judge is unknown, named twice, or the reward model, its package is
+            missing, or its key is, see `read_access`.
     """
     for part in read_judges(spec):
         _require_independence(part, reward_model)
         if part.kind == "openai":
             require_package("openai", extra="judge", needed_by=f"judge={part.spec!r}")
+            try:
+                read_access(base_url)
+            except ConfigError as error:
+                raise ConfigError(f"judge={part.spec!r}: {error}") from error
+
+
+def read_access(base_url: str) -> ServerAccess:
+    """Return the address and the key of the server that openai:MODEL asks; no call is made.
+
+    The address is `base_url`, else the environment variable OPENAI_BASE_URL, else OpenAI's. The key
+    is the environment variable OPENAI_API_KEY, which is required only for OpenAI.
+
+    Raises:
+        ConfigError: the address is invalid, or the key is missing or cannot be sent.
+    """
+    url = base_url or os.environ.get("OPENAI_BASE_URL", "") or OPENAI_URL
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    is_openai = _host(url) == _host(OPENAI_URL)
+    _check_key(key, needed=is_openai)
+    return ServerAccess(url, key, is_openai)
 
 
 def _require_independence(part: JudgePart, reward_model: str) -> None:
@@ -92,3 +129,35 @@ def _same_source(part: JudgePart, source: str) -> bool:
 
 def _repository(model: str) -> str:
     return os.path.realpath(split_revision(model)[0])
+
+
+def _host(url: str) -> str | None:
+    # Imported here: only the address of a server needs it.
+    from pydantic import HttpUrl, ValidationError
+
+    try:
+        address = HttpUrl(url)
+    except ValidationError as error:
+        raise ConfigError(
+            f"judging.base_url={url!r} (or OPENAI_BASE_URL, if the setting is empty) is not a "
+            "valid address. Write it as http://HOST:PORT/v1."
+        ) from error
+    if address.username or address.password or address.query:
+        raise ConfigError(
+            f"The address of the judge at {address.host} holds a user, a password or a query, "
+            "which every error message would show. Set the key as OPENAI_API_KEY instead."
+        )
+    return address.host
+
+
+def _check_key(key: str, *, needed: bool) -> None:
+    if needed and not key:
+        raise ConfigError(
+            f"{OPENAI_URL} requires a key. Set the environment variable "
+            "OPENAI_API_KEY, or set judging.base_url to a server that needs no key."
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            "OPENAI_API_KEY holds characters that an HTTP header cannot carry. Set OPENAI_API_KEY "
+            "to the key alone, on one line."
+        )

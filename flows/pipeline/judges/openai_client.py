@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import re
 import time
 from collections.abc import Mapping
@@ -11,18 +10,17 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 import openai
-from pydantic import BaseModel, Field, HttpUrl, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from pipeline.judges.chat_model import Question
+from pipeline.judges.judge_names import read_access
 from pipeline.settings.judge_config import JudgingConfig
-from ppo_core.errors import ConfigError, JudgeError
+from ppo_core.errors import JudgeError
 from ppo_core.errors.redaction import mask_secrets, redact
 from ppo_core.rollout.http_client import make_async_client
 
 # The client logs a line per call at level INFO.
 logging.getLogger("httpx2").setLevel(logging.WARNING)
-
-OPENAI_URL = "https://api.openai.com/v1"
 
 CONNECT_SECONDS = 10.0
 """Timeout for opening a connection, in seconds; short, so that a wrong address is found soon."""
@@ -75,15 +73,13 @@ class OpenAIClient:
         Raises:
             ConfigError: the address is invalid, or the key is missing or cannot be sent.
         """
-        self.url = config.base_url or os.environ.get("OPENAI_BASE_URL", "") or OPENAI_URL
-        self._key = os.environ.get("OPENAI_API_KEY", "").strip()
+        access = read_access(config.base_url)
+        self.url, self._key = access.url, access.key
         self._model = model
         self._deadline = config.deadline_seconds
         self._greedy = config.sampling == "greedy"
-        is_openai = _host(self.url) == _host(OPENAI_URL)
-        _check_key(self._key, needed=is_openai)
         # OpenAI renamed the parameter, but some other servers know only the old name.
-        limit = "max_completion_tokens" if is_openai else "max_tokens"
+        limit = "max_completion_tokens" if access.is_openai else "max_tokens"
         self._request: dict[str, Any] = {"model": model, limit: config.max_reply_tokens}
         if self._greedy:
             self._request["temperature"] = 0.0
@@ -159,35 +155,6 @@ def _clean(words: str) -> str:
     """Redact and shorten a server's message: some servers repeat the key in messages."""
     # Redacted first: a part of the key would not be found.
     return " ".join(redact(words).split())[:MAX_MESSAGE_CHARACTERS]
-
-
-def _host(url: str) -> str | None:
-    try:
-        address = HttpUrl(url)
-    except ValidationError as error:
-        raise ConfigError(
-            f"judging.base_url={url!r} (or OPENAI_BASE_URL, if the setting is empty) is not a "
-            "valid address. Write it as http://HOST:PORT/v1."
-        ) from error
-    if address.username or address.password or address.query:
-        raise ConfigError(
-            f"The address of the judge at {address.host} holds a user, a password or a query, "
-            "which every error message would show. Set the key as OPENAI_API_KEY instead."
-        )
-    return address.host
-
-
-def _check_key(key: str, *, needed: bool) -> None:
-    if needed and not key:
-        raise ConfigError(
-            f"{OPENAI_URL} requires a key. Set the environment variable "
-            "OPENAI_API_KEY, or set judging.base_url to a server that needs no key."
-        )
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError(
-            "OPENAI_API_KEY holds characters that an HTTP header cannot carry. Set OPENAI_API_KEY "
-            "to the key alone, on one line."
-        )
 
 
 class _Message(BaseModel):

@@ -54,7 +54,7 @@ def check_judge(spec: str, reward_model: str, config: JudgingConfig) -> None:
         ModelError: a reward model gives no single score, a chat model has no chat template, or a
             model has no tokenizer.
     """
-    check_judge_name(spec, reward_model)
+    check_judge_name(spec, reward_model, config.base_url)
     for part in read_judges(spec):
         with _named_in_errors(part):
             _check_one(part, config)

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mlflow import MlflowClient
+from mlflow import MlflowClient, get_registry_uri
 from mlflow.exceptions import MlflowException
 
 from pipeline.registry.decisions import shortened
 from pipeline.tracking.limits import MAX_TAG_CHARACTERS
 from pipeline.tracking.mlflow_client import connect, explained
+from ppo_core.errors import ModelError
 
 CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous-champion", "challenger"
 
@@ -23,6 +24,26 @@ class VersionNotes:
 
     win_rates: Mapping[str, float]
     """Win rates of its MLflow run, by contest."""
+
+
+@explained()
+def require_registered(name: str) -> None:
+    """Raise if the registry has no such model.
+
+    Raises:
+        ModelError: the name is unknown; the message names other registered models.
+    """
+    client = connect()
+    try:
+        client.get_registered_model(name)
+    except MlflowException as error:
+        raise_unless_missing(error)
+        others = [repr(found.name) for found in client.search_registered_models(max_results=5)]
+        raise ModelError(
+            f"There is no registered model {name!r} in {get_registry_uri()}, which has "
+            f"{', '.join(others) or 'none'}. Check the name, or set MLFLOW_TRACKING_URI to the "
+            "registry that holds the model."
+        ) from error
 
 
 @explained()

@@ -1,6 +1,7 @@
 """What the command line of `flows/rlhf.py` does beyond Metaflow: hints, and `run --check`."""
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ def check_settings_file(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: the option is written in another form, or the file cannot be read.
     """
+    for word, following in pairwise(argv):
+        if word == "run" and following.endswith(".toml"):
+            raise ConfigError(
+                f"{following!r:.200} after `run` is no option. The settings file is named before "
+                f"`run`: {FILE_FORM}"
+            )
     for place, word in enumerate(argv):
         option, _, value = word.partition("=")
         if option != "--config" or "run" in argv[:place]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.judges.judge_names import check_judge_name
+from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings, make_settings
 from ppo_core.distributed.process import large_imports
 from ppo_core.errors.packages import require_package
@@ -26,7 +27,7 @@ def read_settings(
         ModelError: the configuration of the policy cannot be read.
     """
     given = make_settings(from_file, from_command_line, overrides)
-    check_names(given.judge, given.reward_model)
+    check_names(given.judge, given.reward_model, given.judging)
     return make_settings(
         from_file, from_command_line, overrides, parameters=_parameters(given.policy)
     )
@@ -41,8 +42,8 @@ def _parameters(policy: str) -> int:
     return count_parameters(policy)
 
 
-def check_names(judge: str, reward_model: str) -> None:
-    """Raise if the judge is misspelt, or a package that every evaluation needs is missing.
+def check_names(judge: str, reward_model: str, config: JudgingConfig) -> None:
+    """Raise if the judge is misspelt or has no key, or a package of every evaluation is missing.
 
     An empty `judge` is one that the run trains.
 
@@ -51,4 +52,4 @@ def check_names(judge: str, reward_model: str) -> None:
     """
     require_package("statsmodels", extra="evaluation", needed_by="The evaluation of a model")
     if judge:
-        check_judge_name(judge, reward_model)
+        check_judge_name(judge, reward_model, config.base_url)

@@ -334,6 +334,36 @@ def test_a_policy_that_is_not_there_is_refused(tmp_path: Path, monkeypatch):
         check(tmp_path, policy="nowhere/model")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["BertForMaskedLM"]}, "'.*policy' is BertForMaskedLM, an encoder"),
+        ({"is_encoder_decoder": True}, "has an encoder. Give a decoder-only model"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "a model that scores"),
+    ],
+)
+def test_a_policy_that_cannot_write_is_refused(tmp_path: Path, changes: Any, message: str):
+    table = tiny_table(tmp_path)
+    config = Path(table["policy"]) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    with pytest.raises(ModelError, match=message):
+        check_inputs(make_settings(table, {}))
+
+
+def test_repeated_prompts_are_warned_of(tmp_path: Path, capsys):
+    check(tmp_path)
+    assert "warning" not in capsys.readouterr().out
+    rows = [{"prompt": "w1"}] * 3 + [{"prompt": "w2"}] * 4
+    check(tmp_path, prompts=write_rows(tmp_path / "same.jsonl", rows))
+    assert re.search("warning: only 2 of the 7 prompts of .*same.jsonl", capsys.readouterr().out)
+    asked = write_rows(
+        tmp_path / "asked.jsonl", [{"prompt": f"w{i}", "reference": "w1"} for i in range(2, 5)]
+    )
+    rows = [{"prompt": f"w{i}"} for i in range(4)]
+    check(tmp_path, prompts=write_rows(tmp_path / "p.jsonl", rows), eval_prompts=asked)
+    assert "warning: 2 of the 3 prompts to evaluate on" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["preferences", "prompts", "eval_prompts", "sft_data"])
 def test_a_missing_file_is_refused_by_name(tmp_path: Path, name: str):
     with pytest.raises(DataError, match=r"There is no file .*gone\.jsonl"):
@@ -344,6 +374,7 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path, name: str):
     ("name", "missing"),
     [
         ("preferences", "chosen, rejected"),
+        ("preferences_test", "chosen, rejected"),
         ("prompts", "prompt"),
         ("eval_prompts", "prompt"),
         ("sft_data", "prompt, completion"),

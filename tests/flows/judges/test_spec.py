@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.judges.chat_judge import ChatJudge
 from pipeline.judges.ensemble import Ensemble
+from pipeline.judges.judge_names import check_judge_name
 from pipeline.judges.reward_model_judge import verdict_by_score
 from pipeline.judges.spec import check_judge, make_judge
 from pipeline.judges.verdict import Judge, Verdict, swapped
@@ -50,6 +51,13 @@ def write_chat(folder: Path, **template: str) -> str:
     path = write_model(folder)
     make_chat_tokenizer(**template).save_pretrained(folder)
     return path
+
+
+def test_a_key_that_is_missing_is_named_before_anything_is_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with pytest.raises(ConfigError, match=r"judge='openai:m': .* Set .*OPENAI_API_KEY"):
+        check_judge_name("rule,openai:m", "", "")
+    check_judge_name("openai:m", "", "http://127.0.0.1:1/v1")
 
 
 # --- Functions ---------------------------------------------------------------------

@@ -55,6 +55,11 @@ def test_an_unknown_option_names_the_one_that_was_meant(option: str, hint: str):
     assert hint in describe_unknown_option(option, ["policy", "eval-prompts"], SETTING_NAMES)
 
 
+def test_a_settings_file_behind_run_is_refused_with_the_right_form():
+    with pytest.raises(ConfigError, match=r"'my.toml' after `run` .*--config settings FILE run"):
+        check_settings_file(["flows/rlhf.py", "run", "my.toml"])
+
+
 @pytest.mark.parametrize(
     "words", ["--config x.toml run", "--config settings=x.toml run", "--config settings run"]
 )
