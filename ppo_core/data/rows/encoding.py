@@ -44,6 +44,20 @@ def encode_batch(
     ]
 
 
+def encode_row(
+    tokenizer: PreTrainedTokenizerBase, encoding: Encoding[Encoded], row: Row
+) -> Encoded:
+    """Return one row encoded.
+
+    Raises:
+        RowError: the row cannot be encoded.
+    """
+    [encoded] = encode_batch(tokenizer, encoding, [row])
+    if isinstance(encoded, RowError):
+        raise encoded
+    return encoded
+
+
 def _attempt(function: Callable[..., Result], *values: object) -> Result | RowError:
     try:
         return attempt(function, *values)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.config.row_settings import Overlong
 from ppo_core.data.chat_template import Messages, is_messages
 from ppo_core.data.rows.dialogues import HUMAN, is_hh
-from ppo_core.data.rows.encoding import Encoded, Encoding, encode_batch
+from ppo_core.data.rows.encoding import Encoded, Encoding, encode_batch, encode_row
 from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import ROW
 from ppo_core.data.rows.row_error import RowError, attempt
@@ -42,10 +42,7 @@ def fit_rows(
     """
 
     def encode(row: Row) -> Encoded:
-        [encoded] = encode_batch(tokenizer, encoding, [row])
-        if isinstance(encoded, RowError):
-            raise encoded
-        return encoded
+        return encode_row(tokenizer, encoding, row)
 
     def fit(row: Row, whole: Encoded) -> tuple[Row, Encoded]:
         if limit is None or (length := encoding.length(whole)) <= limit:
