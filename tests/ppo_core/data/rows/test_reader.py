@@ -55,6 +55,15 @@ def test_a_changed_byte_in_the_cache_is_not_used(tmp_path, cache):
     assert plain(read_rows(path, "prompts")) == PROMPTS
 
 
+def test_a_long_reading_shows_progress_and_a_short_one_shows_none(tmp_path, monkeypatch, capsys):
+    path = write_rows(tmp_path / "rows.jsonl", PROMPTS)
+    read_rows(path, "prompts")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(reader, "SECONDS_BETWEEN_LINES", 0)
+    read_rows(path, "prompts", is_chat=True)
+    assert "preparing rows.jsonl: 8row" in capsys.readouterr().err
+
+
 def test_the_rows_are_mapped_from_disk(tmp_path):
     rows = read_rows(write_rows(tmp_path / "rows.jsonl", PROMPTS), "prompts")
     assert isinstance(rows.table, Dataset)
