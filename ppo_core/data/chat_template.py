@@ -14,6 +14,7 @@ from jinja2.exceptions import SecurityError
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.row_settings import PromptFormat
+from ppo_core.data.segments import Segment, encode_sequence
 from ppo_core.errors import ConfigError, DataError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -160,16 +161,26 @@ def missing_end(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [] if text.rstrip().endswith(str(tokenizer.eos_token)) else [tokenizer.eos_token_id]
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, end: bool) -> list[int]:
-    """Return the token ids of a conversation; `end` appends a missing end-of-sequence token.
+def chat_segments(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, end: bool
+) -> list[Segment]:
+    """Return a conversation as segments; `end` appends a missing end-of-sequence token.
 
     Raises:
         DataError: `render_chat` fails, or `end` is True and the tokenizer has no end-of-sequence
             token.
     """
     text = render_chat(tokenizer, messages, answer_follows=False)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return [*ids, *missing_end(tokenizer, text)] if end else ids
+    return [Segment(text), *([Segment(missing_end(tokenizer, text))] if end else [])]
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, end: bool) -> list[int]:
+    """Return the token ids of a conversation, see `chat_segments`.
+
+    Raises:
+        DataError: see `chat_segments`.
+    """
+    return encode_sequence(tokenizer, chat_segments(tokenizer, messages, end=end))
 
 
 @lru_cache

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,9 +90,26 @@ def digest_of_folder(folder: Path) -> str:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != MADE_FILE:
             digest.update(str(path.relative_to(folder)).encode())
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+            digest.update(bytes.fromhex(digest_of_file(path)))
     return digest.hexdigest()[:16]
+
+
+def digest_of_file(path: Path) -> str:
+    """Return the digest of a file's content; a process reads a file again only if it was changed.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    state = path.stat()
+    return _digest_of_content(
+        path, (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+    )
+
+
+@lru_cache
+def _digest_of_content(path: Path, state: tuple[int, ...]) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _source_of(module: str) -> str:

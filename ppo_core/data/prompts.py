@@ -8,7 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.data.chat_template import Messages, encode_chat, is_messages, render_chat
+from ppo_core.data.chat_template import Messages, chat_segments, is_messages, render_chat
+from ppo_core.data.segments import Segment, encode_sequence, encode_sequences, joined
+from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.data.types import Rollout
 from ppo_core.errors import DataError
 
@@ -86,6 +88,19 @@ def _plain(ids: Any) -> Any:
 # --- From prompts and responses to token ids ---------------------------------------
 
 
+def prompt_segment(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Segment:
+    """Return a prompt as a segment, see `encode_prompt`.
+
+    Raises:
+        DataError: see `encode_prompt`.
+    """
+    if isinstance(prompt, str):
+        return Segment(prompt, has_start=True)
+    if is_messages(prompt):
+        return Segment(render_chat(tokenizer, prompt, answer_follows=True))
+    return Segment(_checked_ids(tokenizer, _plain(prompt)))
+
+
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Tokens:
     """Return the token ids of a prompt, without an added end-of-sequence token.
 
@@ -96,22 +111,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Tokens:
         DataError: the prompt is not text, messages or token ids, an id is outside the vocabulary,
             or messages cannot be rendered.
     """
-    if isinstance(prompt, str):
-        return _encode_text(tokenizer, prompt)
-    if is_messages(prompt):
-        text = render_chat(tokenizer, prompt, answer_follows=True)
-        ids: Tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-    return _checked_ids(tokenizer, _plain(prompt))
-
-
-def _encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tokens:
-    ids: Tokens = tokenizer(prompt)["input_ids"]
-    if ids[-1:] != [tokenizer.eos_token_id]:
-        return ids
-    plain: Tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    ends_by_itself = plain[-1:] == [tokenizer.eos_token_id]
-    return ids if ends_by_itself else ids[:-1]
+    return encode_sequence(tokenizer, [prompt_segment(tokenizer, prompt)])
 
 
 def _checked_ids(tokenizer: PreTrainedTokenizerBase, ids: object) -> Tokens:
@@ -144,28 +144,59 @@ def encode_prompts(
         DataError: `encode_prompt` fails for a prompt; the message names the row.
     """
     if num_proc is None or num_proc == 1:
-        return [_encode_row(tokenizer, prompt, row) for row, prompt in enumerate(prompts)]
+        encoded: list[Tokens] = []
+        while batch := prompts[len(encoded) : len(encoded) + ROWS_AT_ONCE]:
+            encoded += _encode_batch(tokenizer, batch, len(encoded))
+        return encoded
     from datasets import Dataset
 
     # JSON, because an Arrow column has a single type and adds missing keys to messages.
     rows = Dataset.from_dict({"prompt": [json.dumps(prompt, default=_plain) for prompt in prompts]})
-    encoded = rows.map(
-        _encode_json, with_indices=True, fn_kwargs={"tokenizer": tokenizer}, num_proc=num_proc
+    by_processes = rows.map(
+        _encode_json,
+        with_indices=True,
+        batched=True,
+        batch_size=ROWS_AT_ONCE,
+        fn_kwargs={"tokenizer": tokenizer},
+        num_proc=num_proc,
     )
-    return list(encoded["input_ids"])
-
-
-def _encode_row(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, row: int) -> Tokens:
-    try:
-        return encode_prompt(tokenizer, prompt)
-    except DataError as error:
-        raise DataError(f"Row {row}: {error}") from error
+    return list(by_processes["input_ids"])
 
 
 def _encode_json(
-    columns: Mapping[str, str], row: int, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Tokens]:
-    return {"input_ids": _encode_row(tokenizer, json.loads(columns["prompt"]), row)}
+    columns: Mapping[str, list[str]], rows: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, list[Tokens]]:
+    prompts = [json.loads(prompt) for prompt in columns["prompt"]]
+    return {"input_ids": _encode_batch(tokenizer, prompts, rows[0])}
+
+
+def _encode_batch(
+    tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], first: int
+) -> list[Tokens]:
+    """Encode consecutive prompts; `first` is the row of the first one."""
+    sequences = []
+    for row, prompt in enumerate(prompts, first):
+        try:
+            sequences.append([prompt_segment(tokenizer, prompt)])
+        except DataError as error:
+            raise DataError(f"Row {row}: {error}") from error
+    return list(map(joined, encode_sequences(tokenizer, sequences)))
+
+
+def response_segments(tokenizer: PreTrainedTokenizerBase, text: str, *, end: bool) -> list[Segment]:
+    """Return a response as segments, see `encode_response`.
+
+    Raises:
+        DataError: `end` is True and the tokenizer has no end-of-sequence token.
+    """
+    if not end:
+        return [Segment(text)]
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "The tokenizer has no end-of-sequence token, which must end a response. Set the "
+            "tokenizer's eos_token."
+        )
+    return [Segment(text), Segment([tokenizer.eos_token_id])]
 
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, text: str, *, end: bool) -> Tokens:
@@ -173,16 +204,30 @@ def encode_response(tokenizer: PreTrainedTokenizerBase, text: str, *, end: bool)
 
     Supervised training, validation and scoring all encode prompt and response separately and then
     concatenate the ids, so that all of them use identical tokens (TRL #1702).
+
+    Raises:
+        DataError: `end` is True and the tokenizer has no end-of-sequence token.
     """
-    ids: Tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not end:
-        return ids
-    if tokenizer.eos_token_id is None:
+    return encode_sequence(tokenizer, response_segments(tokenizer, text, end=end))
+
+
+def dialogue_segments(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, response: str, *, end: bool
+) -> list[Segment]:
+    """Return a prompt and its response as segments, see `encode_dialogue`.
+
+    Raises:
+        DataError: see `encode_dialogue`.
+    """
+    if is_messages(prompt):
+        reply = {"role": "assistant", "content": response}
+        return chat_segments(tokenizer, [*prompt, reply], end=end)
+    if not isinstance(prompt, str):
         raise DataError(
-            "The tokenizer has no end-of-sequence token, which must end a response. Set the "
-            "tokenizer's eos_token."
+            f"A reward model reads text or messages, but the prompt is {prompt!r:.80}. Decode "
+            "token ids with the tokenizer that encoded the prompt."
         )
-    return [*ids, tokenizer.eos_token_id]
+    return [prompt_segment(tokenizer, prompt), *response_segments(tokenizer, response, end=end)]
 
 
 def encode_dialogue(
@@ -195,18 +240,10 @@ def encode_dialogue(
     end in an end-of-sequence token.
 
     Raises:
-        DataError: the prompt is token ids, which may come from another tokenizer, or messages
-            cannot be rendered.
+        DataError: the prompt is token ids, which may come from another tokenizer, messages cannot
+            be rendered, or `end` is True and the tokenizer has no end-of-sequence token.
     """
-    if is_messages(prompt):
-        reply = {"role": "assistant", "content": response}
-        return encode_chat(tokenizer, [*prompt, reply], end=end)
-    if not isinstance(prompt, str):
-        raise DataError(
-            f"A reward model reads text or messages, but the prompt is {prompt!r:.80}. Decode "
-            "token ids with the tokenizer that encoded the prompt."
-        )
-    return _encode_text(tokenizer, prompt) + encode_response(tokenizer, response, end=end)
+    return encode_sequence(tokenizer, dialogue_segments(tokenizer, prompt, response, end=end))
 
 
 # --- From token ids to text --------------------------------------------------------

@@ -1,6 +1,6 @@
 """Encode the rows of supervised training once, and leave out or shorten rows that are too long."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -11,14 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.config.row_settings import Overlong
 from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.prompts import context_length
+from ppo_core.data.rows.encoding import Encoding
 from ppo_core.data.rows.forms import Row
-from ppo_core.data.rows.overlong import fit_row
+from ppo_core.data.rows.overlong import fit_rows
 from ppo_core.data.rows.reader import Rows, derive
+from ppo_core.data.rows.row_error import RowError
 from ppo_core.data.rows.tokenizer_digest import tokenizer_digest
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config
-from ppo_core.supervised.reward_pairs import PAIR_SCHEMA, encode_pair, pair_length
-from ppo_core.supervised.sft_examples import EXAMPLE_SCHEMA, encode_example
+from ppo_core.supervised.reward_pairs import PAIR_SCHEMA, pair_encoding
+from ppo_core.supervised.sft_examples import EXAMPLE_SCHEMA, example_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 TrainingKind: TypeAlias = Literal["demonstrations", "pairs"]
@@ -28,31 +30,17 @@ _MOVE = "Raise max_length up to the model's context, or shorten or remove these 
 
 
 @dataclass(frozen=True)
-class _Encoding:
+class _Training:
     """How the rows of one training are encoded."""
 
     name: str
-    encode: Callable[[PreTrainedTokenizerBase, Row, SupervisedConfig], Any]
-    length: Callable[[Any], int]
+    encoding: Callable[[PreTrainedTokenizerBase, SupervisedConfig], Encoding[Any]]
     schema: pyarrow.Schema
-    module: str
 
 
-_ENCODINGS = {
-    "demonstrations": _Encoding(
-        name="sft-tokens",
-        encode=encode_example,
-        length=lambda example: len(example["input_ids"]),
-        schema=EXAMPLE_SCHEMA,
-        module=encode_example.__module__,
-    ),
-    "pairs": _Encoding(
-        name="pair-tokens",
-        encode=encode_pair,
-        length=pair_length,
-        schema=PAIR_SCHEMA,
-        module=encode_pair.__module__,
-    ),
+_TRAININGS = {
+    "demonstrations": _Training("sft-tokens", example_encoding, EXAMPLE_SCHEMA),
+    "pairs": _Training("pair-tokens", pair_encoding, PAIR_SCHEMA),
 }
 
 
@@ -79,18 +67,19 @@ def encode_rows(
         DataError: a row is too long and `overlong` is "error", more than 1 % of the rows are left
             out, or all rows are ties.
     """
-    encoding = _ENCODINGS[kind]
+    training = _TRAININGS[kind]
+    encoding = training.encoding(tokenizer, config)
 
-    def encode(row: Row) -> Any:
-        return encoding.encode(tokenizer, row, config)
-
-    def convert(row: Row) -> Row | None:
-        if row.get("tie"):
-            return None
-        _, encoded = fit_row(
-            row, encode, encoding.length, limit=limit, overlong=overlong, move=_MOVE
-        )
-        return {**encoded, "length": encoding.length(encoded)}
+    def convert(batch: Sequence[Row]) -> Iterator[Row | RowError | None]:
+        kept = [row for row in batch if not row.get("tie")]
+        outcomes = fit_rows(tokenizer, encoding, kept, limit=limit, overlong=overlong, move=_MOVE)
+        for row in batch:
+            outcome = None if row.get("tie") else next(outcomes)
+            if isinstance(outcome, tuple):
+                _, encoded = outcome
+                yield {**encoded, "length": encoding.length(encoded)}
+            else:
+                yield outcome
 
     inputs = {
         "tokenizer": tokenizer_digest(tokenizer),
@@ -98,9 +87,14 @@ def encode_rows(
         "overlong": overlong,
         "end_of_text": config.end_of_text,
         "completion_only_loss": config.completion_only_loss,
-        "code": digest_of_code("ppo_core.data.prompts", __name__, encoding.module),
+        "code": digest_of_code(
+            "ppo_core.data.prompts",
+            "ppo_core.data.segments",
+            __name__,
+            training.encoding.__module__,
+        ),
     }
-    encoded = derive(rows, encoding.name, inputs, convert, encoding.schema)
+    encoded = derive(rows, training.name, inputs, convert, training.schema)
     if not len(encoded):
         raise DataError(
             f"'{rows.source}' has no row to train on: all of its rows are ties. Add other rows."

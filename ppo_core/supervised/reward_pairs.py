@@ -9,9 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.data.batching import pad_rows
-from ppo_core.data.prompts import encode_dialogue
+from ppo_core.data.prompts import dialogue_segments
+from ppo_core.data.rows.encoding import Encoding
 from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.row_error import RowError
+from ppo_core.data.segments import EncodedSegment, Segment, joined
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 
@@ -35,22 +37,26 @@ PAIR_SCHEMA = pyarrow.schema(
 """Types of an encoded pair on disk; `length` is that of the longer sequence."""
 
 
-def encode_pair(
-    tokenizer: PreTrainedTokenizerBase, row: Row, config: SupervisedConfig
-) -> RewardPair:
-    """Return token ids of the prompt with the chosen and the rejected response, and the margin.
+def pair_encoding(
+    tokenizer: PreTrainedTokenizerBase, config: SupervisedConfig
+) -> Encoding[RewardPair]:
+    """Return how a row becomes token ids of the prompt with each response, and the margin.
 
-    Texts are encoded by `encode_dialogue`, as when the trained model scores. The margin is 0 if the
-    row has none.
-
-    Raises:
-        DataError: the chat template rejects a conversation.
-        RowError: a text has no token.
+    Texts are encoded as by `encode_dialogue`, as when the trained model scores. The margin is 0 if
+    the row has none. A row with a text of no token cannot be used.
     """
-    chosen, rejected = (
-        encode_dialogue(tokenizer, row["prompt"], row[side], end=config.end_of_text)
-        for side in ("chosen", "rejected")
-    )
+
+    def sequences(row: Row) -> list[list[Segment]]:
+        return [
+            dialogue_segments(tokenizer, row["prompt"], row[side], end=config.end_of_text)
+            for side in ("chosen", "rejected")
+        ]
+
+    return Encoding(sequences, _pair, pair_length)
+
+
+def _pair(row: Row, sequences: Sequence[list[EncodedSegment]]) -> RewardPair:
+    chosen, rejected = map(joined, sequences)
     if not (chosen and rejected):
         raise RowError("without tokens", "Remove these rows, or set end_of_text to true.")
     return {"chosen": chosen, "rejected": rejected, "margin": row.get("margin") or 0.0}

@@ -17,17 +17,16 @@ from ppo_core.data.chat_template import (
     missing_end,
     render_chat,
 )
-from ppo_core.data.prompts import encode_prompt, encode_response
+from ppo_core.data.prompts import encode_prompt, prompt_segment, response_segments
+from ppo_core.data.rows.encoding import Encoding
 from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.row_error import RowError
+from ppo_core.data.segments import EncodedSegment, Segment, joined
 from ppo_core.errors import DataError
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 IGNORED_LABEL = -100
 """Label of a token that does not count in the loss; torch's cross entropy ignores this label."""
-
-Segments = list[tuple[list[int], bool]]
-"""Consecutive segments of a sequence: token ids, and whether these tokens count in the loss."""
 
 
 class SFTExample(TypedDict):
@@ -48,10 +47,10 @@ EXAMPLE_SCHEMA = pyarrow.schema(
 """Types of an encoded example on disk; `length` is the number of tokens."""
 
 
-def encode_example(
-    tokenizer: PreTrainedTokenizerBase, row: Row, config: SupervisedConfig
-) -> SFTExample:
-    """Return token ids and labels of one row.
+def example_encoding(
+    tokenizer: PreTrainedTokenizerBase, config: SupervisedConfig
+) -> Encoding[SFTExample]:
+    """Return how a row becomes token ids and labels.
 
     The columns of the row determine which tokens count in the loss:
     - "messages": the turns of the assistant, each with the token that ends it;
@@ -60,12 +59,22 @@ def encode_example(
     A chat template with a generation mask says itself which tokens are the assistant's. With
     completion_only_loss=False, all tokens of the row count.
 
-    Raises:
-        DataError: the chat template rejects the conversation, or renders the first messages
-            differently when more messages follow.
-        RowError: no token of the row counts.
+    A row cannot be used if no token counts, or if the chat template rejects the conversation or
+    renders the first messages differently when more messages follow.
     """
-    return _with_labels(_segments(tokenizer, row, config), config)
+
+    def sequences(row: Row) -> list[list[Segment]]:
+        return [_segments(tokenizer, row, config)]
+
+    def build(row: Row, encoded: Sequence[list[EncodedSegment]]) -> SFTExample:
+        return _with_labels(encoded[0], config)
+
+    return Encoding(sequences, build, example_length)
+
+
+def example_length(example: SFTExample) -> int:
+    """Return the number of tokens."""
+    return len(example["input_ids"])
 
 
 def collate_examples(examples: Sequence[SFTExample]) -> dict[str, Tensor]:
@@ -80,11 +89,13 @@ def collate_examples(examples: Sequence[SFTExample]) -> dict[str, Tensor]:
     }
 
 
-def _segments(tokenizer: PreTrainedTokenizerBase, row: Row, config: SupervisedConfig) -> Segments:
+def _segments(
+    tokenizer: PreTrainedTokenizerBase, row: Row, config: SupervisedConfig
+) -> list[Segment]:
     end = config.end_of_text
     if "text" in row:
-        text = encode_prompt(tokenizer, row["text"])
-        return [(text + encode_response(tokenizer, "", end=end), True)]
+        text = prompt_segment(tokenizer, row["text"])
+        return [text, *response_segments(tokenizer, "", end=end)]
     if "messages" in row:
         return _chat_segments(tokenizer, row["messages"], 0, end=end)
     prompt, completion = row["prompt"], row["completion"]
@@ -92,14 +103,14 @@ def _segments(tokenizer: PreTrainedTokenizerBase, row: Row, config: SupervisedCo
         answer = {"role": "assistant", "content": completion}
         return _chat_segments(tokenizer, [*prompt, answer], len(prompt), end=end)
     return [
-        (encode_prompt(tokenizer, prompt), False),
-        (encode_response(tokenizer, completion, end=end), True),
+        prompt_segment(tokenizer, prompt)._replace(counts=False),
+        *response_segments(tokenizer, completion, end=end),
     ]
 
 
 def _chat_segments(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, first: int, *, end: bool
-) -> Segments:
+) -> list[Segment]:
     """Split a conversation into segments; assistant turns from message `first` on count.
 
     An assistant segment starts after the chat template's generation prompt. So the tokens before
@@ -109,30 +120,29 @@ def _chat_segments(
     if has_generation_mask(tokenizer):
         return _masked_segments(tokenizer, messages, first)
     full = render_chat(tokenizer, messages, answer_follows=False)
-    texts, done = [], 0
+    segments, done = [], 0
     for turn in range(first, len(messages)):
         if messages[turn]["role"] == "assistant":
             begin = _prefix_length(tokenizer, messages[:turn], full, answer_follows=True)
             close = _prefix_length(tokenizer, messages[: turn + 1], full, answer_follows=False)
             answer, marker, _ = full[begin:close].rpartition(str(tokenizer.eos_token))
             counted = begin + len(answer + marker) if marker else close
-            texts += [(full[done:begin], False), (full[begin:counted], True)]
+            segments += [Segment(full[done:begin], counts=False), Segment(full[begin:counted])]
             done = counted
-    texts.append((full[done:], False))
-    segments = [(encode_response(tokenizer, text, end=False), counts) for text, counts in texts]
+    segments.append(Segment(full[done:], counts=False))
     if end and messages[-1]["role"] == "assistant":
-        segments.append((missing_end(tokenizer, full), True))
+        segments.append(Segment(missing_end(tokenizer, full)))
     return segments
 
 
 def _masked_segments(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, first: int
-) -> Segments:
+) -> list[Segment]:
     """Return one segment for each token, which counts where the template's mask says so."""
     ids, mask = encode_with_mask(tokenizer, messages)
     begin = len(encode_prompt(tokenizer, messages[:first])) if first else 0
     return [
-        ([token], bool(counts) and number >= begin)
+        Segment([token], counts=bool(counts) and number >= begin)
         for number, (token, counts) in enumerate(zip(ids, mask, strict=True))
     ]
 
@@ -150,7 +160,7 @@ def _prefix_length(
     return len(prefix)
 
 
-def _with_labels(segments: Segments, config: SupervisedConfig) -> SFTExample:
+def _with_labels(segments: list[EncodedSegment], config: SupervisedConfig) -> SFTExample:
     all_count = not config.completion_only_loss
     labels = [
         token if counts or all_count else IGNORED_LABEL for ids, counts in segments for token in ids
@@ -160,4 +170,4 @@ def _with_labels(segments: Segments, config: SupervisedConfig) -> SFTExample:
             "without a token to learn",
             "Remove these rows, or set end_of_text to true if empty responses are intended.",
         )
-    return {"input_ids": [token for ids, _ in segments for token in ids], "labels": labels}
+    return {"input_ids": joined(segments), "labels": labels}

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from ppo_core.data.model_files import replaced_together, save_tokenizer
+from ppo_core.data.progress_bar import progress
 from ppo_core.errors import ConfigError, TrainingError
-from ppo_core.reporting.progress_bar import progress
 from ppo_core.supervised.lora import save_and_merge
 from ppo_core.supervised.supervised_config import SupervisedConfig
 

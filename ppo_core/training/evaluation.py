@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.algorithm.kl import kl_per_token
+from ppo_core.data.progress_bar import progress
 from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import Prompt, encode_prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
@@ -15,7 +16,6 @@ from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.ppo.update import TrainState
-from ppo_core.reporting.progress_bar import progress
 from ppo_core.reporting.sample_table import Completions
 from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
 from ppo_core.rollout.sampler import SamplingSettings, stop_token

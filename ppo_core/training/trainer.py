@@ -16,6 +16,7 @@ from ppo_core.checkpointing.checkpointer import Checkpointer
 from ppo_core.checkpointing.contents import CheckpointContents
 from ppo_core.checkpointing.fingerprint import Fingerprint
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.progress_bar import progress
 from ppo_core.data.prompt_set import Collator, PromptSet, make_prompt_set
 from ppo_core.data.types import Record, Rollout, Scores, map_tensors
 from ppo_core.distributed.interruption import Interruption
@@ -41,7 +42,6 @@ from ppo_core.reporting.metrics import (
     objective_metrics,
     update_metrics,
 )
-from ppo_core.reporting.progress_bar import progress
 from ppo_core.reporting.sample_table import Completions, log_table, print_table
 from ppo_core.rollout.sampler import SamplingSettings, stop_token
 from ppo_core.training.evaluation import greedy_completions

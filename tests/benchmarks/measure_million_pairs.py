@@ -81,7 +81,9 @@ def start(folder: Path, environment: dict[str, str], imports: dict[str, int]) ->
                 most = {
                     name: max(most[name], value) for name, value in memory_of(process.pid).items()
                 }
-                steps = re.findall(r" (\d+)/\d+ \[", (folder / "log").read_text())
+                steps = re.findall(
+                    r"^reward model:.* (\d+)/\d+ \[", (folder / "log").read_text(), re.MULTILINE
+                )
                 done = max(map(int, steps), default=0)
                 if steps:
                     times.setdefault("training starts", time.monotonic() - began)

@@ -11,7 +11,7 @@ import pyarrow
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.rows.forms import Row
-from ppo_core.data.rows.reader import Rows, derive
+from ppo_core.data.rows.reader import Rows, derive, each
 from ppo_core.errors import DataError
 
 JUDGE_PART = 3
@@ -91,7 +91,7 @@ def training_pairs_of(rows: Rows, others: Rows) -> Rows:
     types = rows.table.features.arrow_schema
     schema = pyarrow.schema([types.field(name) for name in _TRAINED])
     inputs = {"others": others.digest, "code": digest_of_code(__name__)}
-    kept = derive(rows, "training-pairs", inputs, convert, schema)
+    kept = derive(rows, "training-pairs", inputs, each(convert), schema)
     if not len(kept):
         raise DataError(
             f"{rows.source}: no pair is left to train the reward model on after ties and "

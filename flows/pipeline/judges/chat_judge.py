@@ -9,8 +9,8 @@ from pipeline.judges.reply_cache import ReplyCache, reply_key
 from pipeline.judges.verdict import JudgedPrompt, Verdict
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.data.folder_cache import digest_of, digest_of_code
+from ppo_core.data.progress_bar import progress
 from ppo_core.data.rows.dialogues import shown_prompt
-from ppo_core.reporting.progress_bar import progress
 
 Case = tuple[str, str, str]
 """(prompt, first answer, second answer)."""

@@ -1,17 +1,19 @@
 """Leave out or shorten rows that are too long for a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.row_settings import Overlong
 from ppo_core.data.folder_cache import digest_of_code
-from ppo_core.data.prompts import encode_dialogue, encode_prompt
+from ppo_core.data.prompts import dialogue_segments, prompt_segment
+from ppo_core.data.rows.encoding import Encoding
 from ppo_core.data.rows.forms import Row
-from ppo_core.data.rows.overlong import fit_row
+from ppo_core.data.rows.overlong import fit_rows
 from ppo_core.data.rows.reader import ROW, Rows, derive
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.data.rows.tokenizer_digest import tokenizer_digest
+from ppo_core.data.segments import EncodedSegment, Segment, joined
 
 
 def fit_prompts(
@@ -31,15 +33,15 @@ def fit_prompts(
             left out.
     """
 
-    def length_of(row: Row) -> int:
-        return len(encode_prompt(tokenizer, row["prompt"]))
+    def sequences(row: Row) -> list[list[Segment]]:
+        return [[prompt_segment(tokenizer, row["prompt"])]]
 
     limit = None if context is None else context - response_length
     move = (
         f"The model's context has {context} tokens, {response_length} of them for the response. "
         "Lower response_length, or shorten or remove these prompts."
     )
-    return _fit(rows, "fitting-prompts", tokenizer, length_of, limit, overlong, move)
+    return _fit(rows, "fitting-prompts", tokenizer, sequences, limit, overlong, move)
 
 
 def fit_pairs(
@@ -56,39 +58,51 @@ def fit_pairs(
         DataError: see `fit_prompts`.
     """
 
-    def length_of(row: Row) -> int:
-        lengths = [
-            len(encode_dialogue(tokenizer, row["prompt"], row[side], end=end_of_text))
+    def sequences(row: Row) -> list[list[Segment]]:
+        return [
+            dialogue_segments(tokenizer, row["prompt"], row[side], end=end_of_text)
             for side in ("chosen", "rejected")
         ]
-        return max(lengths) if all(lengths) else 0
 
     name = f"fitting-pairs-{'ended' if end_of_text else 'open'}"
     move = "Shorten or remove these rows, which the reward model cannot read."
-    return _fit(rows, name, tokenizer, length_of, limit, overlong, move)
+    return _fit(rows, name, tokenizer, sequences, limit, overlong, move)
 
 
 def _fit(
     rows: Rows,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
-    length_of: Callable[[Row], int],
+    sequences: Callable[[Row], list[list[Segment]]],
     limit: int | None,
     overlong: Overlong,
     move: str,
 ) -> Rows:
-    def convert(row: Row) -> Row:
-        fitting, length = fit_row(
-            row, length_of, lambda length: length, limit=limit, overlong=overlong, move=move
-        )
-        if length == 0:
-            raise RowError("without tokens")
-        return {field: value for field, value in fitting.items() if field != ROW}
+    """Return the rows whose longest sequence fits, and whose sequences all have tokens."""
+
+    def length_of(row: Row, encoded: Sequence[list[EncodedSegment]]) -> int:
+        lengths = [len(joined(sequence)) for sequence in encoded]
+        return max(lengths) if all(lengths) else 0
+
+    encoding = Encoding(sequences, length_of, length=int)
+
+    def convert(batch: Sequence[Row]) -> Iterator[Row | RowError]:
+        for outcome in fit_rows(
+            tokenizer, encoding, batch, limit=limit, overlong=overlong, move=move
+        ):
+            if isinstance(outcome, RowError):
+                yield outcome
+                continue
+            fitting, length = outcome
+            if length == 0:
+                yield RowError("without tokens")
+            else:
+                yield {field: value for field, value in fitting.items() if field != ROW}
 
     inputs = {
         "tokenizer": tokenizer_digest(tokenizer),
         "limit": limit,
         "overlong": overlong,
-        "code": digest_of_code("ppo_core.data.prompts"),
+        "code": digest_of_code("ppo_core.data.prompts", "ppo_core.data.segments"),
     }
     return derive(rows, name, inputs, convert)

@@ -1,64 +1,67 @@
 """Rows that are too long for a model: an error, left out, or with a shortened prompt."""
 
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.row_settings import Overlong
 from ppo_core.data.chat_template import Messages, is_messages
 from ppo_core.data.rows.dialogues import HUMAN, is_hh
+from ppo_core.data.rows.encoding import Encoded, Encoding, encode_batch, encode_row
 from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import ROW
-from ppo_core.data.rows.row_error import RowError
+from ppo_core.data.rows.row_error import RowError, attempt
 from ppo_core.errors import DataError
 
-Encoded = TypeVar("Encoded")
 
-
-def fit_row(
-    row: Row,
-    encode: Callable[[Row], Encoded],
-    length_of: Callable[[Encoded], int],
+def fit_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    encoding: Encoding[Encoded],
+    rows: Sequence[Row],
     *,
     limit: int | None,
     overlong: Overlong,
     move: str,
-) -> tuple[Row, Encoded]:
-    """Return a row and its encoded form; with overlong="truncate" the prompt may be shortened.
+) -> Iterator[tuple[Row, Encoded] | RowError]:
+    """Yield each row and its encoded form; with overlong="truncate" the prompt may be shortened.
+
+    A row that cannot be encoded, or is too long, is a RowError.
 
     Args:
-        row: the row; its prompt is the field `prompt`, or the conversation in `messages`.
-        encode: function that encodes a row.
-        length_of: function that returns the number of tokens of an encoded row.
+        tokenizer: the tokenizer.
+        encoding: how a row is encoded.
+        rows: rows whose prompt is the field `prompt`, or the conversation in `messages`.
         limit: maximum number of tokens; None is no limit.
         overlong: what happens to a longer row.
         move: advice for a row that is too long.
 
     Raises:
-        DataError: the row is too long and `overlong` is "error".
-        RowError: the row cannot be encoded, or is too long.
+        DataError: a row is too long and `overlong` is "error".
     """
 
-    def encoded(candidate: Row) -> Encoded:
-        try:
-            return encode(candidate)
-        except DataError as error:
-            raise RowError(f"that cannot be encoded ({error})") from error
+    def encode(row: Row) -> Encoded:
+        return encode_row(tokenizer, encoding, row)
 
-    whole = encoded(row)
-    if limit is None or (length := length_of(whole)) <= limit:
-        return row, whole
-    if overlong == "error":
-        raise DataError(
-            f"Row {row[ROW]} has {length} tokens, and at most {limit} fit. {move} Or set overlong "
-            "to drop or truncate."
-        )
-    shorter = None
-    if overlong == "truncate":
-        shorter = _shortened(row, limit, lambda each: length_of(encoded(each)) <= limit)
-    if shorter is None:
-        raise RowError(f"with more than {limit} tokens", move)
-    return shorter, encoded(shorter)
+    def fit(row: Row, whole: Encoded) -> tuple[Row, Encoded]:
+        if limit is None or (length := encoding.length(whole)) <= limit:
+            return row, whole
+        if overlong == "error":
+            raise DataError(
+                f"Row {row[ROW]} has {length} tokens, and at most {limit} fit. {move} Or set "
+                "overlong to drop or truncate."
+            )
+        shorter = None
+        if overlong == "truncate":
+            shorter = _shortened(row, limit, lambda each: encoding.length(encode(each)) <= limit)
+        if shorter is None:
+            raise RowError(f"with more than {limit} tokens", move)
+        return shorter, encode(shorter)
+
+    wholes = encode_batch(tokenizer, encoding, rows)
+    for row, whole in zip(rows, wholes, strict=True):
+        yield whole if isinstance(whole, RowError) else attempt(fit, row, whole)
 
 
 def _shortened(row: Row, limit: int, fits: Callable[[Row], bool]) -> Row | None:

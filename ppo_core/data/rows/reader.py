@@ -1,20 +1,23 @@
 """Read the rows of a data set, write them once to the cache, and map them into memory."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow
 from datasets import Dataset, config, disable_progress_bars
+from tqdm import tqdm
 
 from ppo_core.data.atomic_files import explained_writes
 from ppo_core.data.folder_cache import Cached, digest_of, digest_of_code, make_once
+from ppo_core.data.progress_bar import SECONDS_BETWEEN_LINES, progress
 from ppo_core.data.rows.forms import Kind, Row, find_form
-from ppo_core.data.rows.row_error import RowError, list_reasons
+from ppo_core.data.rows.row_error import RowError, attempt, list_reasons
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE, RawRow
 from ppo_core.data.sources.source import Source, named_data, open_source
 from ppo_core.errors import DataError
@@ -41,6 +44,11 @@ _CODE = (
     ),
 )
 """Modules whose code decides how a row is read."""
+
+
+Convert: TypeAlias = Callable[[Sequence[RawRow]], Iterable[Row | RowError | None]]
+"""Function that converts a batch of rows. For each row it returns the converted row, a RowError to
+leave the row out and count it, or None to skip the row without counting it."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,10 @@ class Rows:
         """Return the number of usable rows."""
         return len(self.table)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[RawRow]:
         """Yield the rows, one after the other."""
-        return iter(self.table)
+        for batch in self.table.with_format("arrow").iter(ROWS_AT_ONCE):
+            yield from batch.to_pylist()
 
     def column(self, name: str, limit: int | None = None) -> list[Any]:
         """Return the values of a column, or its first `limit` values."""
@@ -175,7 +184,7 @@ def read_source(
                 renamed=renamed,
             )
         numbered = enumerate(chain(first, rows))
-        facts = _write(folder, numbered, found.convert, found.schema, source)
+        facts = _write(folder, numbered, each(found.convert), found.schema, source)
         return facts | {"reading": found.reading}
 
     return _opened(_made(f"rows-{kind}", inputs, make), source)
@@ -185,7 +194,7 @@ def derive(
     rows: Rows,
     name: str,
     inputs: Mapping[str, Any],
-    convert: Callable[[Row], Row | None],
+    convert: Convert,
     schema: pyarrow.Schema | None = None,
 ) -> Rows:
     """Return converted rows; a second call with the same rows and inputs takes the cached rows.
@@ -194,8 +203,7 @@ def derive(
         rows: rows to convert.
         name: name of the conversion, and of its folder in the cache.
         inputs: everything beside `rows` that decides the result; must be serializable as JSON.
-        convert: function that returns a row, or None to skip the row without counting it; RowError
-            leaves the row out and counts it.
+        convert: function that converts a batch of rows.
         schema: types of the converted rows; those of `rows` by default.
 
     Raises:
@@ -206,8 +214,9 @@ def derive(
         types = types.remove(types.get_field_index(ROW))
 
     def make(folder: Path) -> dict[str, Any]:
-        numbered = ((row[ROW], dict(row)) for row in rows)
-        facts = _write(folder, numbered, convert, types, rows.source, sum(rows.left_out.values()))
+        numbered = ((row[ROW], row) for row in rows)
+        earlier = sum(rows.left_out.values())
+        facts = _write(folder, numbered, convert, types, rows.source, earlier, len(rows))
         return facts | {"reading": rows.reading}
 
     everything = {"rows": rows.key, "code": digest_of_code(*_CODE), **inputs}
@@ -218,6 +227,11 @@ def derive(
     }
     files = (*rows.left_out_files, *made.left_out_files)
     return replace(made, left_out=counts, left_out_files=files)
+
+
+def each(convert: Callable[[RawRow], Row | None]) -> Convert:
+    """Return a function for batches from one that converts a row, or raises RowError."""
+    return lambda batch: (attempt(convert, row) for row in batch)
 
 
 def _made(
@@ -245,48 +259,53 @@ def _opened(made: Cached, source: str) -> Rows:
 def _write(
     folder: Path,
     rows: Iterator[tuple[int, RawRow]],
-    convert: Callable[[RawRow], Row | None],
+    convert: Convert,
     schema: pyarrow.Schema,
     source: str,
     earlier: int = 0,
+    count: int | None = None,
 ) -> dict[str, Any]:
     """Write the converted rows and the rows that are left out; return digest and counts.
 
-    `earlier` is the number of rows that were left out before.
+    `earlier` is the number of rows that were left out before, `count` that of `rows` if known.
     """
     digest = sha256()
     counts: dict[str, int] = {}
     first: tuple[int, RawRow, RowError] | None = None
     total = 0
     types = schema.append(pyarrow.field(ROW, pyarrow.int64()))
-    waiting: list[Row] = []
+    as_json = json.JSONEncoder(sort_keys=True).encode
     with (
         (folder / _LEFT_OUT).open("w", encoding="utf-8") as aside,
         (folder / _TABLE).open("wb") as file,
         pyarrow.ipc.new_stream(file, types) as table,
+        _progress(source, count) as bar,
     ):
-        for number, raw in rows:
-            total += 1
-            try:
-                row = convert(raw)
-            except RowError as error:
-                first = first or (number, raw, error)
-                counts[str(error)] = counts.get(str(error), 0) + 1
-                entry = {ROW: number, "reason": str(error), "values": raw}
-                aside.write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
-                continue
-            if row is None:
-                continue
-            digest.update(json.dumps(row, sort_keys=True).encode())
-            waiting.append({**row, ROW: number})
-            if len(waiting) == ROWS_AT_ONCE:
-                table.write_batch(pyarrow.RecordBatch.from_pylist(waiting, types))
-                waiting = []
-        table.write_batch(pyarrow.RecordBatch.from_pylist(waiting, types))
+        while batch := list(islice(rows, ROWS_AT_ONCE)):
+            kept = []
+            for (number, raw), row in zip(batch, convert([raw for _, raw in batch]), strict=True):
+                if isinstance(row, RowError):
+                    first = first or (number, raw, row)
+                    counts[str(row)] = counts.get(str(row), 0) + 1
+                    entry = {ROW: number, "reason": str(row), "values": raw}
+                    aside.write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
+                elif row is not None:
+                    digest.update(as_json(row).encode())
+                    kept.append({**row, ROW: number})
+            table.write_batch(pyarrow.RecordBatch.from_pylist(kept, types))
+            total += len(batch)
+            bar.update(len(batch))
     left_out = sum(counts.values())
     if first is not None and left_out + earlier > MAX_LEFT_OUT * (total + earlier):
         raise _too_many(source, total, counts, *first)
     return {"digest": digest.hexdigest()[:16], "left_out": counts}
+
+
+def _progress(source: str, count: int | None) -> tqdm:
+    # The variable of torchrun and accelerate: all processes read the rows.
+    hidden = os.environ.get("RANK", "0") != "0"
+    description = f"preparing {Path(source).name:.40}"
+    return progress(count, description, "row", hidden=hidden, delay=SECONDS_BETWEEN_LINES)
 
 
 def _too_many(

@@ -1,6 +1,9 @@
 """The error of a row that is left out, and the reasons in words."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 class RowError(ValueError):
@@ -10,6 +13,14 @@ class RowError(ValueError):
         """Take the reason, which counts as one for all rows with this text, and the next move."""
         super().__init__(reason)
         self.move = move
+
+
+def attempt(function: Callable[..., Result], *values: object) -> Result | RowError:
+    """Return what a function returns, or the RowError that it raises."""
+    try:
+        return function(*values)
+    except RowError as error:
+        return error
 
 
 def list_reasons(counts: Mapping[str, int]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import datasets
 
-from ppo_core.data.folder_cache import digest_of, digest_of_folder
+from ppo_core.data.folder_cache import digest_of, digest_of_file, digest_of_folder
 from ppo_core.data.sources.compression import GZIP, format_of
 from ppo_core.data.sources.csv_rows import read_csv_rows
 from ppo_core.data.sources.data_addresses import download, is_data_address, require_allowed
@@ -139,8 +139,7 @@ def _open_local(path: Path, split: str) -> Source:
 def _digest_of_file(path: Path) -> str:
     # A file that cannot be read is refused by its first row, before all of it is read.
     next(_read_file(path), None)
-    with path.open("rb") as file:
-        return format_of(path) + hashlib.file_digest(file, "sha256").hexdigest()
+    return format_of(path) + digest_of_file(path)
 
 
 def _read_file(path: Path) -> Iterator[RawRow]:

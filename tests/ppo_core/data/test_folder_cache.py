@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from ppo_core.data import folder_cache
-from ppo_core.data.folder_cache import digest_of, digest_of_folder, make_once
+from ppo_core.data.folder_cache import digest_of, digest_of_file, digest_of_folder, make_once
 
 
 def test_the_same_inputs_are_made_once(tmp_path: Path):
@@ -66,3 +66,15 @@ def test_digests_tell_contents_and_names_apart(tmp_path: Path):
     (tmp_path / "a").rename(tmp_path / "b")
     assert len({first, second, digest_of_folder(tmp_path)}) == 3
     assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
+
+
+def test_a_file_is_read_again_only_if_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "file"
+    path.write_text("one")
+    first = digest_of_file(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_cache.hashlib, "file_digest", pytest.fail)
+        assert digest_of_file(path) == first
+    path.unlink()
+    path.write_text("two")
+    assert digest_of_file(path) != first

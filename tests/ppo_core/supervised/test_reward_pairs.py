@@ -3,8 +3,9 @@
 import pytest
 
 from ppo_core.data.prompts import encode_dialogue
+from ppo_core.data.rows.encoding import encode_row
 from ppo_core.data.rows.row_error import RowError
-from ppo_core.supervised.reward_pairs import collate_pairs, encode_pair
+from ppo_core.supervised.reward_pairs import collate_pairs, pair_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.chat import ASSISTANT, ENDED, make_chat_tokenizer, say
 from tests.helpers.rows import read_row
@@ -12,11 +13,9 @@ from tests.helpers.tiny import EOS
 
 
 def pair(row, template=None, **changes):
-    return encode_pair(
-        make_chat_tokenizer(template),
-        read_row("pairs", row, is_chat=template is not None),
-        SupervisedConfig(**changes),
-    )
+    tokenizer = make_chat_tokenizer(template)
+    read = read_row("pairs", row, is_chat=template is not None)
+    return encode_row(tokenizer, pair_encoding(tokenizer, SupervisedConfig(**changes)), read)
 
 
 def test_a_pair_of_texts_has_its_prompt_in_front_or_none():

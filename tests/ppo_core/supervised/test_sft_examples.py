@@ -5,9 +5,9 @@ from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
 from ppo_core.data.prompts import encode_prompt
+from ppo_core.data.rows.encoding import encode_row
 from ppo_core.data.rows.row_error import RowError
-from ppo_core.errors import DataError
-from ppo_core.supervised.sft_examples import IGNORED_LABEL, collate_examples, encode_example
+from ppo_core.supervised.sft_examples import IGNORED_LABEL, collate_examples, example_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.chat import (
     ASSISTANT,
@@ -29,7 +29,7 @@ def example(row, template=None, **changes):
     """Token ids and labels of one row."""
     tokenizer = make_chat_tokenizer(template)
     read = read_row("demonstrations", row, is_chat=template is not None)
-    encoded = encode_example(tokenizer, read, SupervisedConfig(**changes))
+    encoded = encode_row(tokenizer, example_encoding(tokenizer, SupervisedConfig(**changes)), read)
     return encoded["input_ids"], encoded["labels"]
 
 
@@ -52,7 +52,7 @@ def test_the_prompt_keeps_the_tokenizers_start_token():
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<unk> $A", special_tokens=[("<unk>", 2)]
     )
-    row = encode_example(tokenizer, TEXTS, SupervisedConfig())
+    row = encode_row(tokenizer, example_encoding(tokenizer, SupervisedConfig()), TEXTS)
     assert row == {"input_ids": [2, 3, 4, 5, EOS], "labels": [_, _, _, 5, EOS]}
 
 
@@ -110,7 +110,7 @@ def test_rows_of_a_data_set_are_read_as_those_of_a_list():
 
 
 def test_a_template_that_renders_turns_differently_later_is_refused():
-    with pytest.raises(DataError, match="first 1 messages differently"):
+    with pytest.raises(RowError, match="first 1 messages differently"):
         example({"messages": say("w0", "w1", "w2", "w3")}, FORGETFUL)
 
 

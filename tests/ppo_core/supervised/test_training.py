@@ -17,8 +17,9 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pipeline.demo.task import write_base_model
+from ppo_core.data.rows.encoding import encode_row
 from ppo_core.errors import ConfigError, DataError, TrainingError
-from ppo_core.supervised.reward_pairs import encode_pair
+from ppo_core.supervised.reward_pairs import pair_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
 from tests.helpers.rows import read_row
@@ -70,7 +71,8 @@ def test_reward_model_learns_its_pairs_and_loads_as_a_classifier_with_one_label(
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
     assert saved.config.num_labels == 1
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rm")
-    ids = [encode_pair(tokenizer, read_row("pairs", pair), settings()) for pair in PAIRS]
+    encoding = pair_encoding(tokenizer, settings())
+    ids = [encode_row(tokenizer, encoding, read_row("pairs", pair)) for pair in PAIRS]
     chosen, rejected = (
         [saved(torch.tensor([pair[name]])).logits.item() for pair in ids]
         for name in ("chosen", "rejected")

@@ -27,6 +27,7 @@ from ppo_core import answer_prompts
 from ppo_core.algorithm.masking import standardize
 from ppo_core.algorithm.token_rewards import token_rewards
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.rows.encoding import encode_row
 from ppo_core.data.types import Rollout, Scores
 from ppo_core.errors import ConfigError, JudgeError, TrainingError
 from ppo_core.models.actor_critic import Critic
@@ -36,7 +37,7 @@ from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import critic_values
 from ppo_core.reporting.health import HealthMonitor
 from ppo_core.reporting.metrics import objective_metrics, update_metrics
-from ppo_core.supervised.reward_pairs import encode_pair
+from ppo_core.supervised.reward_pairs import pair_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.fault_server import fault_server, say
 from tests.helpers.paths import ROOT
@@ -508,7 +509,7 @@ def test_a_reward_model_is_trained_on_the_tokens_that_it_is_scored_on():
     # Together the two texts are one unknown word, apart they are two known ones.
     tokenizer = make_tokenizer()
     pair = {"prompt": "w1", "chosen": "w2", "rejected": "w3"}
-    trained_on = encode_pair(tokenizer, pair, SupervisedConfig())
+    trained_on = encode_row(tokenizer, pair_encoding(tokenizer, SupervisedConfig()), pair)
     reward_model = RewardModel(make_classifier(), tokenizer)
     assert trained_on["chosen"] == reward_model.encode("w1", "w2") == [4, 5, EOS]
     assert trained_on["rejected"] == reward_model.encode("w1", "w3") == [4, 6, EOS]

@@ -9,7 +9,7 @@ from datasets import Dataset, config
 from ppo_core.data.rows import reader
 from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.fitting import fit_pairs, fit_prompts
-from ppo_core.data.rows.reader import derive, read_rows
+from ppo_core.data.rows.reader import derive, each, read_rows
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.errors import DataError, TrainingError
 from tests.helpers.chat import ENDED, make_chat_tokenizer, say
@@ -55,6 +55,15 @@ def test_a_changed_byte_in_the_cache_is_not_used(tmp_path, cache):
     assert plain(read_rows(path, "prompts")) == PROMPTS
 
 
+def test_a_long_reading_shows_progress_and_a_short_one_shows_none(tmp_path, monkeypatch, capsys):
+    path = write_rows(tmp_path / "rows.jsonl", PROMPTS)
+    read_rows(path, "prompts")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(reader, "SECONDS_BETWEEN_LINES", 0)
+    read_rows(path, "prompts", is_chat=True)
+    assert "preparing rows.jsonl: 8row" in capsys.readouterr().err
+
+
 def test_the_rows_are_mapped_from_disk(tmp_path):
     rows = read_rows(write_rows(tmp_path / "rows.jsonl", PROMPTS), "prompts")
     assert isinstance(rows.table, Dataset)
@@ -89,7 +98,7 @@ def test_rows_of_equal_content_keep_their_own_numbers(tmp_path):
     last = write_rows(tmp_path / "last.jsonl", [*good, {"prompt": ""}])
     read = [read_rows(path, "prompts") for path in (first, last)]
     assert read[0].digest == read[1].digest
-    derived = [derive(rows, "same", {}, dict) for rows in read]
+    derived = [derive(rows, "same", {}, each(dict)) for rows in read]
     assert [rows.table[0]["row"] for rows in derived] == [1, 0]
 
 
@@ -103,7 +112,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 def test_at_most_one_row_in_a_hundred_is_left_out_of_all_stages():
     rows = rows_of("prompts", [{"prompt": "w0"}] * 149 + [{"prompt": ""}])
     with pytest.raises(DataError, match="1 of the 149 rows"):
-        derive(rows, "one more", {}, leave_out_first)
+        derive(rows, "one more", {}, each(leave_out_first))
 
 
 def leave_out_first(row):
@@ -160,7 +169,7 @@ def test_derived_rows_count_what_was_left_out_before():
             raise RowError("called three")
         return None if row["prompt"] == "w4" else {**row, "prompt": row["prompt"] + "!"}
 
-    found = derive(rows, "shouted", {"by": 1}, convert)
+    found = derive(rows, "shouted", {"by": 1}, each(convert))
     assert len(found) == 297
     assert found.left_out == {"with an empty prompt": 1, "called three": 1}
     assert found.table[3]["prompt"] == "w5!"

@@ -23,14 +23,17 @@ class _OneLineEach:
         self._stream.flush()
 
 
-def progress(total: int, description: str, unit: str, *, hidden: bool = False) -> tqdm:
+def progress(
+    total: int | None, description: str, unit: str, *, hidden: bool = False, delay: float = 0.0
+) -> tqdm:
     """Return a progress bar: a context manager with the method `update(n)`.
 
     On a terminal the bar is redrawn in place. In a log (of a Metaflow task, for example), the bar
-    is written as a line every few seconds.
+    is written as a line every few seconds. A total of None is not known. A phase that ends within
+    `delay` seconds shows no bar.
     """
     if sys.stderr.isatty():
-        return tqdm(total=total, desc=description, unit=unit, disable=hidden)
+        return tqdm(total=total, desc=description, unit=unit, disable=hidden, delay=delay)
     return tqdm(
         total=total,
         desc=description,
@@ -40,4 +43,5 @@ def progress(total: int, description: str, unit: str, *, hidden: bool = False) -
         ncols=100,
         ascii=True,
         disable=hidden,
+        delay=delay,
     )

@@ -1,0 +1,65 @@
+"""Encode rows in batches; a row that cannot be encoded does not stop the other rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Generic, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from ppo_core.data.rows.forms import Row
+from ppo_core.data.rows.row_error import Result, RowError, attempt
+from ppo_core.data.segments import EncodedSegment, Segment, encode_sequences
+from ppo_core.errors import DataError
+
+Encoded = TypeVar("Encoded")
+
+
+@dataclass(frozen=True)
+class Encoding(Generic[Encoded]):
+    """How a row is encoded. The tokenizer works between the two functions, on many rows at once."""
+
+    sequences: Callable[[Row], Sequence[Sequence[Segment]]]
+    """Return the sequences of a row. Raise RowError or DataError if the row cannot be encoded."""
+
+    build: Callable[[Row, Sequence[list[EncodedSegment]]], Encoded]
+    """Return the encoded row, from the row and its encoded sequences. Raise as `sequences`."""
+
+    length: Callable[[Encoded], int]
+    """Return the number of tokens of an encoded row."""
+
+
+def encode_batch(
+    tokenizer: PreTrainedTokenizerBase, encoding: Encoding[Encoded], rows: Sequence[Row]
+) -> list[Encoded | RowError]:
+    """Return each row encoded, or the error of a row that cannot be encoded."""
+    given = [_attempt(encoding.sequences, row) for row in rows]
+    texts = [sequences for sequences in given if not isinstance(sequences, RowError)]
+    encoded = iter(encode_sequences(tokenizer, list(chain.from_iterable(texts))))
+    return [
+        sequences
+        if isinstance(sequences, RowError)
+        else _attempt(encoding.build, row, list(islice(encoded, len(sequences))))
+        for row, sequences in zip(rows, given, strict=True)
+    ]
+
+
+def encode_row(
+    tokenizer: PreTrainedTokenizerBase, encoding: Encoding[Encoded], row: Row
+) -> Encoded:
+    """Return one row encoded.
+
+    Raises:
+        RowError: the row cannot be encoded.
+    """
+    [encoded] = encode_batch(tokenizer, encoding, [row])
+    if isinstance(encoded, RowError):
+        raise encoded
+    return encoded
+
+
+def _attempt(function: Callable[..., Result], *values: object) -> Result | RowError:
+    try:
+        return attempt(function, *values)
+    except DataError as error:
+        return RowError(f"that cannot be encoded ({error})")
