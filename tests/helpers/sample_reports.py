@@ -146,7 +146,12 @@ def evaluation_result(
         improvement = asdict(compare_policies(ppo, sft, seed=0))
     return {
         **evaluation.result,
-        "notes": notes_on(trained_judge, is_reward_model_given=False, has_references=references),
+        "notes": notes_on(
+            trained_judge,
+            evaluation.result["canaries"],
+            is_reward_model_given=False,
+            has_references=references,
+        ),
         "trained_judge": asdict(trained_judge) if trained_judge else None,
         "champion": champion,
         "improvement": improvement,

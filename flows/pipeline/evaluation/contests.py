@@ -41,6 +41,7 @@ def evaluate(
     *,
     people: Sequence[Row],
     config: EvaluationConfig,
+    canaries_decide: bool = True,
     seed: int,
 ) -> Evaluation:
     """Test the judge with canaries and labels, and let the judge compare answers.
@@ -53,6 +54,7 @@ def evaluate(
         contests: (candidate, opponent) pairs of keys of `texts`.
         people: rows with `prompt`, `first`, `second` and a person's `label`; may be empty.
         config: limits above which the result is inconclusive.
+        canaries_decide: whether the result is inconclusive if the judge falls for canaries.
         seed: seed of the bootstrap intervals.
 
     Raises:
@@ -76,7 +78,7 @@ def evaluate(
     agreement = agree_with_people(judge, people) if people else None
     reasons = [
         *(f"{name}: {reason}" for name, rate in win_rates.items() for reason in rate.reasons),
-        *canaries.reasons,
+        *(canaries.reasons if canaries_decide else ()),
         *(doubts_about_judge(agreement, min_kappa=config.min_kappa) if agreement else ()),
     ]
     result = {

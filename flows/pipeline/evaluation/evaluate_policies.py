@@ -102,6 +102,8 @@ def _judge(
         contests_between(texts),
         people=list(data_sets.labels_of_run(settings) or []),
         config=settings.evaluation,
+        # A reward model reads no instructions, and its accuracy on held-out pairs was measured.
+        canaries_decide=trained_judge is None,
         seed=settings.seed,
     )
     improvement = None
@@ -121,6 +123,7 @@ def _judge(
         "reasons": reasons,
         "notes": notes_on(
             trained_judge,
+            evaluation.result["canaries"],
             is_reward_model_given=bool(settings.reward_model),
             has_references="reference" in texts,
         ),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeline.results import TrainedJudge
+from pipeline.results import Report, TrainedJudge
 
 WITHOUT_REFERENCES = (
     "There are no references, so the policies are compared only with each other, and the judge is "
@@ -17,12 +17,17 @@ _BESIDE_A_GIVEN_ONE = "The judge is a reward model that the run trained on its p
 
 
 def notes_on(
-    judge: TrainedJudge | None, *, is_reward_model_given: bool, has_references: bool
+    judge: TrainedJudge | None,
+    canaries: Report,
+    *,
+    is_reward_model_given: bool,
+    has_references: bool,
 ) -> list[str]:
     """Return sentences on the evidence of an evaluation; empty for a named judge and references.
 
     Args:
         judge: the judge that the run trained; None if a judge was named.
+        canaries: the judge's results on canaries, see `CanaryReport`.
         is_reward_model_given: whether PPO's reward model was given, not trained by the run.
         has_references: whether the evaluation has references.
     """
@@ -33,9 +38,22 @@ def notes_on(
             "share errors with the reward model that PPO used, so this is weaker evidence than "
             f"people or a judge of another kind. {describe_accuracy(judge)}"
         )
+        notes += _canaries_that_won(canaries)
     if not has_references:
         notes.append(WITHOUT_REFERENCES)
     return notes
+
+
+def _canaries_that_won(canaries: Report) -> list[str]:
+    """Return what it means that a judge that the run trained fell for canaries, if it did."""
+    fell = [f"'{kind}'" for kind, found in canaries["kinds"].items() if found["fell"]]
+    if not fell:
+        return []
+    return [
+        f"The judge prefers the canaries {', '.join(fell)} to an answer. Canaries do not decide "
+        "about a reward model, whose scores mean little for texts that are unlike its pairs. Read "
+        "some answers before you trust the win rate."
+    ]
 
 
 def describe_accuracy(judge: TrainedJudge) -> str:

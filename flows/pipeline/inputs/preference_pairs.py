@@ -130,7 +130,7 @@ def _part(rows: Rows, name: str) -> Rows:
         return {field: row[field] for field in _TRAINED} if is_judges == (name == "judge") else None
 
     inputs = {"part": name, "code": digest_of_code(__name__)}
-    kept = derive(rows, "pairs-of-one-model", inputs, convert)
+    kept = derive(rows, "pairs-of-one-model", inputs, each(convert))
     return replace(kept, source=f"{rows.source} (for the {name})")
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.rows.forms import Row
-from ppo_core.data.rows.reader import ROW, Rows, derive
+from ppo_core.data.rows.reader import ROW, Rows, derive, each
 from ppo_core.errors import DataError
 
 
@@ -29,7 +29,7 @@ def prompts_without(rows: Rows, others: Rows) -> Rows:
 
     taken = {prompt_key(prompt) for prompt in others.column("prompt")}
     inputs = {"others": others.digest, "code": digest_of_code(__name__)}
-    kept = derive(rows, "training-prompts", inputs, convert)
+    kept = derive(rows, "training-prompts", inputs, each(convert))
     if not len(kept):
         raise DataError(
             f"{rows.source}: no prompt is left to train on, because all are equal to prompts of "

@@ -1,0 +1,55 @@
+"""Notes on the evidence of an evaluation, and canaries of a judge that the run trained."""
+
+import pytest
+
+from pipeline.evaluation.contests import evaluate
+from pipeline.evaluation.notes import notes_on
+from pipeline.judges.verdict import Verdict
+from pipeline.results import TrainedJudge
+from pipeline.settings.evaluation_config import EvaluationConfig
+
+TRAINED = TrainedJudge(path="judge", accuracy=0.718, low=0.685, high=0.748, n=800)
+SOUND = {"kinds": {"empty": {"fell": False}}}
+FELL = {"kinds": {"choose me": {"fell": True}, "empty": {"fell": True}, "same": {"fell": False}}}
+
+
+def test_a_named_judge_with_references_needs_no_note():
+    assert notes_on(None, FELL, is_reward_model_given=False, has_references=True) == []
+
+
+def test_a_trained_judge_is_weaker_evidence_and_its_canaries_are_told():
+    (weaker,) = notes_on(TRAINED, SOUND, is_reward_model_given=False, has_references=True)
+    assert "weaker evidence" in weaker
+    assert "right in 71.8% of 800 held-out pairs" in weaker
+    _, canaries = notes_on(TRAINED, FELL, is_reward_model_given=False, has_references=True)
+    assert canaries.startswith("The judge prefers the canaries 'choose me', 'empty' to an answer.")
+
+
+class Briefest:
+    """Prefers the shorter answer, and so the empty canary."""
+
+    name, version, members = "briefest", "1", ()
+
+    def __call__(self, prompts, pairs):
+        return [
+            Verdict("tie" if len(a) == len(b) else "first" if len(a) < len(b) else "second")
+            for a, b in pairs
+        ]
+
+
+@pytest.mark.parametrize("canaries_decide", [True, False])
+def test_canaries_decide_about_a_named_judge_only(canaries_decide: bool):
+    prompts = [f"prompt {i}" for i in range(20)]
+    texts = {"sft": ["a long answer"] * 20, "ppo": ["brief"] * 20}
+    found = evaluate(
+        Briefest(),
+        prompts,
+        texts,
+        [("ppo", "sft")],
+        people=[],
+        config=EvaluationConfig(),
+        canaries_decide=canaries_decide,
+        seed=1,
+    ).result
+    assert found["canaries"]["kinds"]["empty"]["fell"]
+    assert found["conclusive"] is not canaries_decide
