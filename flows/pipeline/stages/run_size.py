@@ -11,7 +11,7 @@ from pipeline.launch.commands import gpus
 from pipeline.launch.ppo_memory import ppo_size
 from pipeline.settings.settings import Settings
 from pipeline.stages.run_time import describe_seconds, estimate_ppo_seconds
-from ppo_core.data.prompts import encode_prompt
+from ppo_core.data.prompts import encode_prompts
 from ppo_core.data.rows.reader import Rows
 from ppo_core.models.loading import count_parameters
 from ppo_core.ppo.schedule import Schedule, make_schedule
@@ -96,7 +96,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     """
     tokenizer = data_sets.policy_tokenizer(settings)
     prompts = data_sets.training_prompts(settings).column("prompt")
-    lengths = [len(encode_prompt(tokenizer, prompt)) for prompt in prompts]
+    lengths = [len(ids) for ids in encode_prompts(tokenizer, prompts)]
     examples = data_sets.examples(settings)
     contestants = [
         "sft",
