@@ -18,6 +18,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.data.progress_bar import progress
@@ -56,7 +57,7 @@ def run_training(
         Path(output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir='{output_dir}' cannot be created: {error}.") from error
-    trainer = Trainer(
+    trainer = _LengthGroupingTrainer(
         model=model,
         args=_training_arguments(config, output_dir),
         train_dataset=rows,
@@ -119,6 +120,15 @@ def _training_arguments(config: SupervisedConfig, output_dir: str | Path) -> Tra
         report_to="none",
         disable_tqdm=True,
     )
+
+
+class _LengthGroupingTrainer(Trainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(train_dataset)
+        assert isinstance(sampler, LengthGroupedSampler)
+        # The column of a data set would be read from disk number by number, in random order.
+        sampler.lengths = sampler.lengths[:]
+        return sampler
 
 
 class _ProgressCallback(TrainerCallback):
