@@ -1,5 +1,7 @@
 """Tokenizers with the chat templates of instruct models, and tiny models that read them."""
 
+from typing import Any
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
@@ -83,18 +85,21 @@ def make_instruct_tokenizer(family: str) -> PreTrainedTokenizerFast:
     return made
 
 
-def make_instruct_config(
-    family: str, tokenizer: PreTrainedTokenizerFast
-) -> LlamaConfig | Qwen2Config:
+def make_instruct_config(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
     """The configuration of a tiny model of the family's architecture."""
     kind = Qwen2Config if family in ("qwen-2", "chatml", "marked") else LlamaConfig
+    return make_tiny_config(kind, tokenizer, num_key_value_heads=2)
+
+
+def make_tiny_config(kind: Any, tokenizer: PreTrainedTokenizerFast, **heads: int) -> Any:
+    """A tiny configuration of any architecture with the common names of sizes."""
     return kind(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        **heads,
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

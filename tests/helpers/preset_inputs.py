@@ -5,6 +5,7 @@ columns of the data set on the hub.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ from transformers import (
 )
 
 from pipeline.settings.settings import read_preset
-from tests.helpers.chat_models import make_instruct_config, make_instruct_tokenizer
+from tests.helpers.chat_models import (
+    make_instruct_config,
+    make_instruct_tokenizer,
+    make_tiny_config,
+)
 from tests.helpers.pipeline_inputs import JUDGE, write_rows
 
 Row = dict[str, Any]
@@ -111,27 +116,7 @@ def _llama_3_config(tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
     return make_instruct_config("llama-3", tokenizer)
 
 
-def _config_of(
-    kind: type[PreTrainedConfig], **heads: int
-) -> Callable[[PreTrainedTokenizerFast], Any]:
-    def make(tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-        return kind(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            **heads,
-            max_position_embeddings=512,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-
-    return make
-
-
-_QWEN_3 = _config_of(Qwen3Config, num_key_value_heads=2, head_dim=8)
+_QWEN_3 = partial(make_tiny_config, Qwen3Config, num_key_value_heads=2, head_dim=8)
 
 MODELS: dict[str, tuple[Callable[..., Any], Callable[[], PreTrainedTokenizerFast], bool]] = {
     "Qwen/Qwen2.5-0.5B-Instruct": (_qwen_2_config, _qwen_2, False),
@@ -139,8 +124,8 @@ MODELS: dict[str, tuple[Callable[..., Any], Callable[[], PreTrainedTokenizerFast
     "meta-llama/Llama-3.1-8B-Instruct": (_llama_3_config, _llama_3, False),
     "Skywork/Skywork-Reward-V2-Qwen3-0.6B": (_QWEN_3, _qwen_3, True),
     "Skywork/Skywork-Reward-V2-Llama-3.1-8B": (_llama_3_config, _llama_3, True),
-    "trl-lib/pythia-1b-deduped-tldr-sft": (_config_of(GPTNeoXConfig), _neox, False),
-    "trl-lib/pythia-1b-deduped-tldr-rm": (_config_of(GPTNeoXConfig), _neox, True),
+    "trl-lib/pythia-1b-deduped-tldr-sft": (partial(make_tiny_config, GPTNeoXConfig), _neox, False),
+    "trl-lib/pythia-1b-deduped-tldr-rm": (partial(make_tiny_config, GPTNeoXConfig), _neox, True),
 }
 """Configuration, tokenizer, and whether the model scores, by hub id."""
 
