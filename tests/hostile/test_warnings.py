@@ -205,7 +205,7 @@ def pairs(count: int):
 def test_the_gate_names_swapped_labels(right, words):
     chosen = [1.0] * right + [-1.0] * (100 - right)
     accuracy = measure_accuracy(chosen, [0.0] * 100, pairs(100))
-    reason = _chance(accuracy, RewardGateConfig())
+    reason = _chance(accuracy, RewardGateConfig(), {})
     assert words in reason and bool(reason) == bool(words)
 
 

@@ -511,7 +511,7 @@ class TestNotFound:
 
     def test_no_such_alias(self, client):
         client.create_registered_model(NAME)
-        with pytest.raises(ModelError, match=r"no version with the alias 'champion'.*Promote a"):
+        with pytest.raises(ModelError, match=r"no version with the alias 'champion'.*promote a"):
             champion_version(NAME)
 
     @pytest.mark.parametrize("number", ["7", "x"])
