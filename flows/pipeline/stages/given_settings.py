@@ -24,7 +24,7 @@ def read_settings(
 
     Raises:
         ConfigError: see `make_settings` and `check_names`.
-        ModelError: the configuration of the policy cannot be read.
+        ModelError: the policy cannot be read, or is no language model that writes.
     """
     given = make_settings(from_file, from_command_line, overrides)
     check_names(given.judge, given.reward_model, given.judging)
@@ -38,7 +38,11 @@ def _parameters(policy: str) -> int:
     if not policy:
         return 0
     with large_imports():
-        from ppo_core.models.loading import count_parameters
+        from ppo_core.models.files.model_folder import check_model_folder
+        from ppo_core.models.loading import check_policy_config, count_parameters
+    # First, because their messages say what a folder is if it is no policy.
+    check_model_folder(policy)
+    check_policy_config(policy)
     return count_parameters(policy)
 
 
