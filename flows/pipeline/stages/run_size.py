@@ -163,8 +163,8 @@ def describe_run(size: RunSize) -> str:
         size.memory,
         f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
         f"questions to each judge about {questions:,}",
-        f"time: PPO about {describe_seconds(size.ppo_seconds)} on machines like this one, to a "
-        "factor of two. Set another number of episodes with --total-episodes.",
+        f"time: PPO roughly {describe_seconds(size.ppo_seconds)} on machines like this one. Set "
+        "another number of episodes with --total-episodes.",
     ]
     return "\n".join(lines)
 
