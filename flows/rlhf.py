@@ -287,7 +287,10 @@ class RLHF(FlowSpec):
                 print(stages.check.check_run(given))
         except PPOError as error:
             raise RunStoppedError(str(error)) from error
-        print("All checks passed. Nothing was trained or registered; leave --check out to start.")
+        print(
+            "All checks passed. Nothing was trained or registered; leave --check out to start. "
+            "The reward model is validated after its training."
+        )
 
     def _given_settings(self) -> Any:
         """Return the settings from the file and the command line.

@@ -50,9 +50,10 @@ def _canaries_that_won(canaries: Report) -> list[str]:
     if not fell:
         return []
     return [
-        f"The judge prefers the canaries {', '.join(fell)} to an answer. Canaries do not decide "
-        "about a reward model, whose scores mean little for texts that are unlike its pairs. Read "
-        "some answers before you trust the win rate."
+        f"The judge prefers the canaries {', '.join(fell)} to an answer. Canaries are test texts "
+        "that should lose. They do not decide about a reward model, whose scores mean little for "
+        "texts that are unlike its pairs. Read some answers, in samples.jsonl in the folder of "
+        "the run, before you trust the win rate."
     ]
 
 
