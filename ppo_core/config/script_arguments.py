@@ -6,6 +6,9 @@ from typing import Literal
 from ppo_core.config.row_settings import Overlong, PromptFormat
 from ppo_core.errors import ConfigError
 
+ALL_LINEAR = "all-linear"
+"""Name that selects every linear layer but the output head for adapters."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptArguments:

@@ -5,16 +5,16 @@ the reverse destroys the model. Sources of the rates, by the size of the model:
 
 - 1M: measured on the two small tasks of this project, a story model of 0.7M and a summarizer of
   0.9M parameters.
-- 10M: between its neighbours; not measured, and no source.
-- 100M: PPO from GPT-2 124M, arXiv:1909.08593 (1.41e-5). Its weight of the KL divergence, which
-  starts at 0.15 and adapts, is also that of the smaller models: their high rates move them far from
-  the reference.
+- 10M: chosen between its neighbours; not measured, and no source.
+- 100M: PPO from GPT-2 124M, arXiv:1909.08593 (1.41e-5); the other two rates are chosen as for 10M.
+  The weight of the KL divergence starts at 0.15 in that paper and adapts. Smaller models have it,
+  too, because their high rates move them far from the reference.
 - 1B: PPO from "The N+ Implementation Details of RLHF with PPO", arXiv:2403.17031 (3e-6, and 0.05
   for the KL divergence, for Pythia 1B to 6.9B); SFT and reward model from InstructGPT,
   arXiv:2203.02155, appendix C (9.65e-6 and 9e-6).
 - 8B: reward model and PPO from the cards of OpenRLHF/Llama-3-8b-rm-700k (9e-6) and
   OpenRLHF/Llama-3-8b-rlhf-100k (5e-7, 100,000 responses); PPO takes a rate between that and the
-  3e-6 of the paper.
+  3e-6 of the paper. The rate of SFT has no source.
 
 With LoRA, every rate is ten times as high: Schulman et al., "LoRA Without Regret" (2025).
 """

@@ -184,7 +184,10 @@ def _encode_batch(
 
 
 def response_segments(tokenizer: PreTrainedTokenizerBase, text: str, *, end: bool) -> list[Segment]:
-    """Return a response as segments, see `encode_response`.
+    """Return a response as segments; `end` appends the end-of-sequence token.
+
+    Supervised training, validation and scoring all encode prompt and response separately and then
+    concatenate the ids, so that all of them use identical tokens (TRL #1702).
 
     Raises:
         DataError: `end` is True and the tokenizer has no end-of-sequence token.
@@ -197,18 +200,6 @@ def response_segments(tokenizer: PreTrainedTokenizerBase, text: str, *, end: boo
             "tokenizer's eos_token."
         )
     return [Segment(text), Segment([tokenizer.eos_token_id])]
-
-
-def encode_response(tokenizer: PreTrainedTokenizerBase, text: str, *, end: bool) -> Tokens:
-    """Return the token ids of a response; `end` appends the end-of-sequence token.
-
-    Supervised training, validation and scoring all encode prompt and response separately and then
-    concatenate the ids, so that all of them use identical tokens (TRL #1702).
-
-    Raises:
-        DataError: `end` is True and the tokenizer has no end-of-sequence token.
-    """
-    return encode_sequence(tokenizer, response_segments(tokenizer, text, end=end))
 
 
 def dialogue_segments(

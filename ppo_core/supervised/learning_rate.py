@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 
-from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.errors import DataError, TrainingError
 from ppo_core.supervised.pair_ranker import PairRanker
 from ppo_core.supervised.reward_pairs import collate_pairs
@@ -16,7 +15,7 @@ from ppo_core.supervised.supervised_config import LOSS_AT, SupervisedConfig
 from ppo_core.supervised.training_loop import run_training
 
 FACTORS = (1 / 3, 1, 3)
-"""The rates that a search tries, as factors of the default for the model's size."""
+"""The rates that a search tries, as factors of the rate in the middle."""
 
 SHARE = 0.05
 """Fraction of the pairs that a search trains on."""
@@ -33,8 +32,7 @@ def search_learning_rate(
     pairs: Dataset,
     config: SupervisedConfig,
     output_dir: str | Path,
-    *,
-    lora: bool,
+    middle: float,
 ) -> tuple[float, dict[str, float]]:
     """Return the best of three learning rates for a reward model, and the loss with each.
 
@@ -46,15 +44,13 @@ def search_learning_rate(
         pairs: encoded pairs, with the types of `PAIR_SCHEMA`.
         config: settings of the training; its learning rate is not read.
         output_dir: folder that `run_training` creates.
-        lora: whether adapters are trained.
+        middle: the rate in the middle, which is the default for the model's size.
 
     Raises:
         DataError: there is only one pair.
         TrainingError: the training diverges with every rate.
     """
     trained, judged = _parts(pairs, config.seed)
-    parameters = make_ranker().classifier.num_parameters()
-    middle = sized_defaults(parameters, lora=lora).reward_learning_rate
     losses: dict[float, float] = {}
     for rate in (factor * middle for factor in FACTORS):
         ranker = make_ranker()

@@ -17,7 +17,7 @@ from ppo_core.data.rows.reader import Rows, read_source
 from ppo_core.data.sources.source import source_of_rows
 from ppo_core.errors import ConfigError
 from ppo_core.models.files.model_folder import refuse_adapter
-from ppo_core.models.loading import load_policy, load_tokenizer
+from ppo_core.models.loading import count_parameters, load_policy, load_tokenizer
 from ppo_core.supervised.encoded_rows import TrainingKind, encode_rows, max_tokens
 from ppo_core.supervised.learning_rate import search_learning_rate
 from ppo_core.supervised.lora import add_task_adapter, require_plain
@@ -126,17 +126,16 @@ def train_reward_model(
     limit = max_tokens(model, config)
     encoded = encode_rows("pairs", rows, tokenizer, config, limit=limit, overlong=overlong)
     make = partial(_make_ranker, model, tokenizer.pad_token_id, config, peft_config)
-    is_lora = peft_config is not None
     tried: dict[str, float] = {}
-    if config.learning_rate == "auto":
-        rate, tried = search_learning_rate(
-            lambda: make()[0], encoded.table, config, output_dir, lora=is_lora
-        )
+    if config.learning_rate in (None, "auto"):
+        sized = sized_defaults(count_parameters(model, scores=True), lora=peft_config is not None)
+        rate = sized.reward_learning_rate
+        if config.learning_rate == "auto":
+            rate, tried = search_learning_rate(
+                lambda: make()[0], encoded.table, config, output_dir, rate
+            )
         config = replace(config, learning_rate=rate)
     ranker, trained = make()
-    if config.learning_rate is None:
-        sized = sized_defaults(ranker.classifier.num_parameters(), lora=is_lora)
-        config = replace(config, learning_rate=sized.reward_learning_rate)
     metrics = run_training(ranker, encoded.table, collate_pairs, config, "reward model", output_dir)
     save_model(trained, tokenizer, output_dir)
     return metrics | tried

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
+from ppo_core.config.script_arguments import ALL_LINEAR
 from ppo_core.training.memory import ModelSize
-
-ALL_LINEAR = "all-linear"
 
 
 def model_size(model: PreTrainedModel) -> ModelSize:

@@ -4,13 +4,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ppo_core.config.checks import require, require_count, require_finite
+from ppo_core.config.script_arguments import ALL_LINEAR
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
 
 if TYPE_CHECKING:
     import peft
-
-ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,11 @@ from ppo_core.data.prompts import (
     encode_dialogue,
     encode_prompt,
     encode_prompts,
-    encode_response,
     prompt_text,
     prompts_of,
+    response_segments,
 )
+from ppo_core.data.segments import encode_sequence
 from ppo_core.errors import DataError
 from tests.helpers.chat import ASSISTANT, ENDED, OPEN, USER, make_chat_tokenizer, say
 from tests.helpers.tiny import EOS, make_tokenizer
@@ -120,7 +121,8 @@ def test_a_prompt_that_cannot_be_encoded_is_named_by_its_row(num_proc):
 def test_text_is_encoded_apart_and_joined():
     tokenizer = make_tokenizer()
     dialogue = encode_dialogue(tokenizer, "w0", "w1", end=True)
-    assert dialogue == encode_prompt(tokenizer, "w0") + encode_response(tokenizer, "w1", end=True)
+    response = encode_sequence(tokenizer, response_segments(tokenizer, "w1", end=True))
+    assert dialogue == encode_prompt(tokenizer, "w0") + response
     assert dialogue == [3, 4, EOS]
     assert encode_dialogue(tokenizer, "w0", "w1", end=False) == [3, 4]
 

@@ -20,9 +20,10 @@ from ppo_core.data.prompts import (
     PromptStream,
     check_prompt_lengths,
     encode_prompt,
-    encode_response,
+    response_segments,
     response_text,
 )
+from ppo_core.data.segments import encode_sequence
 from ppo_core.errors import DataError, ModelError, RunInterruptedError
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.decoder import can_add_prompts
@@ -397,8 +398,8 @@ def test_the_stop_token_is_the_one_that_is_set_else_the_end_of_sequence():
 def test_prompts_keep_their_start_token_and_lose_an_end_token():
     tokenizer = make_tokenizer()
     assert encode_prompt(tokenizer, "w0 w1") == [3, 4]
-    assert encode_response(tokenizer, "w0", end=True) == [3, EOS]
-    assert encode_response(tokenizer, "w0", end=False) == [3]
+    assert encode_sequence(tokenizer, response_segments(tokenizer, "w0", end=True)) == [3, EOS]
+    assert encode_sequence(tokenizer, response_segments(tokenizer, "w0", end=False)) == [3]
     tokenizer.backend_tokenizer.post_processor = ends_everything()
     assert tokenizer("w0")["input_ids"] == [3, EOS]
     assert encode_prompt(tokenizer, "w0 w1") == [3, 4]
