@@ -364,9 +364,10 @@ def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
 
 def _may_be_unset(kind: Any, default: object) -> bool:
     """Return whether the text NO_VALUE means None for a setting of this type and default."""
-    return needs_no_value(kind, default) or (
-        NoneType in get_args(kind) and str not in get_args(kind)
-    )
+    parts = get_args(kind)
+    # NO_VALUE is a text like any other, and one of the values of `ppo.sharding`.
+    is_value = str in parts or any(NO_VALUE in get_args(part) for part in parts)
+    return needs_no_value(kind, default) or (NoneType in parts and not is_value)
 
 
 def _as_tables(from_command_line: Mapping[str, Any]) -> dict[str, Any]:

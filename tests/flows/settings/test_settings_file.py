@@ -68,6 +68,12 @@ def test_none_is_written_where_leaving_it_out_would_be_another_run():
     assert read_again(settings).ppo.stop_token is None
 
 
+def test_none_stays_a_text_where_it_is_a_value_of_the_setting():
+    settings = make_settings({**OWN, "ppo": {"sharding": "none"}}, {})
+    assert settings.ppo.sharding == "none"
+    assert read_again(settings) == settings
+
+
 def test_another_seed_is_asked_for_on_the_command_line():
     settings = make_settings({**OWN, "seed": 2, "reward_model_training": {"seed": 1}}, {})
     again = read_again(settings, seed=9)
