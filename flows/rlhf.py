@@ -36,6 +36,7 @@ from pipeline.settings.command_line import (
     check_instead_of_run,
     check_settings_file,
     explain_unknown_options,
+    name_resumed_run,
 )
 from pipeline.settings.environment import prepare_environment
 from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
@@ -328,6 +329,7 @@ if __name__ == "__main__":
     try:
         keep_secrets_from_metaflow(sys.argv[1:])
         check_settings_file(sys.argv)
+        name_resumed_run(sys.argv, RLHF.__name__)
     except PPOError as wrong:
         sys.exit(f"{RunStoppedError.headline}:\n{wrong}")
     explain_unknown_options(

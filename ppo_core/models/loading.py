@@ -6,6 +6,7 @@ in `org/name@REVISION`. Classes that load weights are imported only where they a
 a configuration or a tokenizer does not need them.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 
 NAMED_TENSORS = 3
 """Number of tensors that an error message names."""
+
+# To save a model, transformers imports DeepSpeed, which warns on every machine without a GPU.
+logging.getLogger("DeepSpeed").addFilter(
+    lambda record: not record.getMessage().startswith("Setting accelerator to CPU")
+)
 
 
 def load_tokenizer(

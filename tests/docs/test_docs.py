@@ -75,6 +75,17 @@ def test_the_published_python_examples_run(tmp_path, monkeypatch):
     assert run_block(loading)["champion"].version == "1"
 
 
+def test_the_published_script_adds_pairs_against_repeated_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    (script,) = blocks(TRUSTING, "python")
+    run_block(script)
+    rows = read_rows("taught.jsonl", "pairs").table
+    repeated = [row for row in rows if row["category"] == "repeated"]
+    assert (len(rows), len(repeated)) == (64 + 8, 8)
+    assert all(row["rejected"] == f"{row['chosen']} {row['chosen']}" for row in repeated)
+
+
 def test_the_published_classic_loop_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (loop,) = blocks(MIGRATING, "python")

@@ -151,7 +151,9 @@ def test_a_failing_step_says_what_to_mend_and_registers_nothing(journey: Journey
 
 
 def test_a_resumed_run_does_not_train_again(journey: Journey, summary: dict[str, Any]):
-    assert "train_policy" in journey.failed.log
+    failed_id = re.search(r"\[(\d+)/train_policy/\d+ ", journey.failed.log)
+    assert failed_id, journey.failed.log
+    assert f"Resuming run {failed_id[1]}." in journey.resumed.log
     assert "Cloning previously run task" in journey.resumed.log
     assert not re.search(r"/train_policy/\d+ \(pid", journey.resumed.log)
     assert re.search(r"/evaluate_win_rate/\d+ \(pid", journey.resumed.log)

@@ -208,5 +208,5 @@ def _reason(name: str, probe: Probe, limit: float) -> str:
         f"95 % interval {probe.low:.1%} .. {probe.high:.1%}. The lower end is above "
         f"max_degenerate_preferred={limit:.1%}; an indifferent model would have 33 to 50 %. PPO "
         f"would teach the policy to {GATING[name]}. Train the reward model on preferences in "
-        "which such text is rejected."
+        "which such text is rejected: docs/trusting-a-result.md shows how to add them."
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from metaflow._vendor.click import Context, Option
 from metaflow._vendor.click.exceptions import NoSuchOption
+from metaflow.util import get_latest_run_id
 
 from pipeline.settings.unknown_names import FILE_FORM, describe_unknown_option
 from ppo_core.config.text_files import read_text_file
@@ -39,6 +40,24 @@ def check_settings_file(argv: Sequence[str]) -> None:
                 f"Write: {FILE_FORM}"
             )
         read_text_file(Path(rest[0]), ConfigError)
+
+
+def name_resumed_run(argv: Sequence[str], flow_name: str) -> None:
+    """Print the id of the run that `resume` continues if the command line does not give it.
+
+    Raises:
+        ConfigError: the working directory has no run.
+    """
+    options = {word.partition("=")[0] for word in argv}
+    if "resume" not in argv or options & {"run", "--origin-run-id", "--help"}:
+        return
+    latest = get_latest_run_id(lambda *_, **__: None, flow_name)
+    if latest is None:
+        raise ConfigError(
+            f"{str(Path.cwd())!r} has no run to resume. Start `resume` in the folder in which the "
+            "run was started, or give the run: resume --origin-run-id ID."
+        )
+    print(f"Resuming run {latest}. For another run: resume --origin-run-id ID.", flush=True)
 
 
 def explain_unknown_options(options: Collection[str]) -> None:

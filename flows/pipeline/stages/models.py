@@ -73,6 +73,7 @@ def _train_once(
     """Return the cached model in `prefix`-DIGEST; train it with `ppo_core` if it is missing."""
 
     def train(folder: Path) -> Mapping[str, float]:
+        print(f"{prefix.name}: training on {len(rows):,} rows", flush=True)
         with large_imports():
             call: Trainer = getattr(ppo_core, trainer)
         return call(model, rows, config, folder, **reading)

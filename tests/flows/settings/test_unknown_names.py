@@ -68,13 +68,23 @@ def test_another_form_of_the_settings_file_is_refused_with_the_right_one(words: 
         check_settings_file(["flows/rlhf.py", *words.split()])
 
 
-def test_metaflow_s_message_about_an_option_has_the_hint(tmp_path: Path):
-    ran = subprocess.run(
-        [sys.executable, str(ROOT / "flows" / "rlhf.py"), "run", "--kl-coef", "0.1"],
-        cwd=tmp_path,
+def test_resume_without_a_run_says_where_to_start_it(tmp_path: Path):
+    ran = rlhf(tmp_path, "resume")
+    assert ran.returncode == 1
+    assert f"{str(tmp_path)!r} has no run to resume" in ran.stderr
+
+
+def rlhf(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "flows" / "rlhf.py"), *words],
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_metaflow_s_message_about_an_option_has_the_hint(tmp_path: Path):
+    ran = rlhf(tmp_path, "run", "--kl-coef", "0.1")
     assert ran.returncode == 2
     assert "no such option: --kl-coef. Did you mean --set ppo.kl_coef=VALUE?" in ran.stderr
