@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.flow_runs import Ran, artifacts_of, client_of, run_flow, runs_of
 from tests.helpers.pipeline_inputs import as_toml, tiny_table
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 THREE = ("policy", "preferences", "prompts")
 

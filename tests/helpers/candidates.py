@@ -1,12 +1,9 @@
 """Candidates, champions and judges whose contests a reader can foresee, on a real MLflow server."""
 
-import atexit
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -33,7 +30,6 @@ from pipeline.tracking.mlflow_client import connect
 from ppo_core.data.folder_cache import digest_of_folder
 from serving.manifest import MANIFEST_TAG
 from tests.helpers.pipeline_inputs import tiny_table
-from tests.helpers.servers import MlflowServer
 from tests.helpers.tiny import PAD, make_policy, make_tokenizer
 
 FIT = ValidatedReward(
@@ -56,21 +52,6 @@ def judge(prompts, pairs):
 
 ALWAYS_FIRST = "def judge(prompts, pairs):\n    return ['first'] * len(pairs)\n"
 """Follows the position, so that nothing it says is conclusive."""
-
-
-@cache
-def shared_server() -> MlflowServer:
-    """One server for all files of a process that ask for it."""
-    folder = Path(tempfile.mkdtemp())
-    server = MlflowServer(folder, str(folder / "artifacts"))
-    server.start()
-
-    def end() -> None:
-        server.kill()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(end)
-    return server
 
 
 def write_policy(

@@ -1,14 +1,18 @@
 """Real servers on 127.0.0.1: MLflow, which can be killed and restarted, and moto's S3."""
 
+import atexit
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import boto3
@@ -81,6 +85,21 @@ def mlflow_server(
     finally:
         if server.process is not None:
             server.kill()
+
+
+@cache
+def shared_server() -> MlflowServer:
+    """One server for all files of a process that ask for it."""
+    folder = Path(tempfile.mkdtemp())
+    server = MlflowServer(folder, str(folder / "artifacts"))
+    server.start()
+
+    def end() -> None:
+        server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    return server
 
 
 @contextmanager

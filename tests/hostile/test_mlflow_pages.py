@@ -13,7 +13,6 @@ import pytest
 from pipeline.registry.ledger import RUN_TAG
 from pipeline.tracking.mlflow_client import connect
 from tests.helpers.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium
-from tests.helpers.candidates import shared_server
 from tests.helpers.hostile_run import (
     FOLDER,
     MARKDOWN,
@@ -25,6 +24,7 @@ from tests.helpers.hostile_run import (
 )
 from tests.helpers.mlflow_store import tracking_to
 from tests.helpers.sample_reports import HOSTILE
+from tests.helpers.servers import shared_server
 
 pytestmark = pytest.mark.skipif(
     not (CHROMIUM and CHROMEDRIVER), reason="needs Chromium and its driver"

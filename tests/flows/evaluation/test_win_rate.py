@@ -162,6 +162,7 @@ def test_the_interval_of_identical_policies_holds_one_half():
     assert hits >= 0.925 * 600
 
 
+@pytest.mark.slow
 def test_a_hundred_identical_policies_at_full_size():
     hits = 0
     for seed in range(100):

@@ -195,6 +195,7 @@ def start_command(url: str, folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_killed_command_answers_as_before_and_asks_only_what_is_left(tmp_path: Path):
     write_model(tmp_path / "policy")
     rows = [{"prompt": f"w{i} w{i + 1}", "reference": f"w{i}"} for i in range(12)]

@@ -35,13 +35,12 @@ from tests.helpers.candidates import (
     artifact_root,
     judge_says,
     make_world,
-    shared_server,
     write_policy,
 )
 from tests.helpers.fault_proxy import Fault, fault_proxy, fork, start_process
 from tests.helpers.mlflow_store import tracking_to
 from tests.helpers.pipeline_inputs import write_model
-from tests.helpers.servers import MlflowServer
+from tests.helpers.servers import MlflowServer, shared_server
 from tests.helpers.tiny import make_tokenizer
 
 

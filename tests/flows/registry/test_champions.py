@@ -27,19 +27,13 @@ from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
 from tests.helpers.fault_proxy import Fault, FaultProxy, fault_proxy, fork, start_process, stop
 from tests.helpers.mlflow_store import tracking_to, write_database
-from tests.helpers.servers import MlflowServer, mlflow_server
+from tests.helpers.servers import MlflowServer, shared_server
 
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory) -> str:
     """A database without a server, where nobody else is at work."""
     return write_database(tmp_path_factory.mktemp("mlflow") / "mlflow.db")
-
-
-@pytest.fixture(scope="module")
-def running_server(tmp_path_factory) -> Iterator[MlflowServer]:
-    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as running:
-        yield running
 
 
 @pytest.fixture
@@ -56,9 +50,9 @@ def model(database: str, impatient: None) -> Iterator[str]:
 
 
 @pytest.fixture
-def server(running_server: MlflowServer) -> Iterator[MlflowServer]:
-    with tracking_to(running_server.url):
-        yield running_server
+def server() -> Iterator[MlflowServer]:
+    with tracking_to(shared_server().url):
+        yield shared_server()
 
 
 @pytest.fixture

@@ -16,19 +16,13 @@ from ppo_core.errors import ModelError
 from tests.flows.registry.test_decisions import FIRST
 from tests.helpers.fault_proxy import Fault, FaultProxy, fault_proxy, fork, start_process
 from tests.helpers.mlflow_store import tracking_to
-from tests.helpers.servers import MlflowServer, mlflow_server
-
-
-@pytest.fixture(scope="module")
-def running_server(tmp_path_factory) -> Iterator[MlflowServer]:
-    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as running:
-        yield running
+from tests.helpers.servers import MlflowServer, shared_server
 
 
 @pytest.fixture
-def server(running_server: MlflowServer) -> Iterator[MlflowServer]:
-    with tracking_to(running_server.url):
-        yield running_server
+def server() -> Iterator[MlflowServer]:
+    with tracking_to(shared_server().url):
+        yield shared_server()
 
 
 @pytest.fixture
