@@ -140,10 +140,10 @@ class ModelArguments(LoraArguments):
     """Adapt magnitude and direction of the weights separately (DoRA, arXiv:2402.09353)."""
 
     load_in_8bit: bool = False
-    """Load the frozen base model in 8 bits; requires bitsandbytes and a GPU."""
+    """Load the frozen base model in 8 bits; requires bitsandbytes."""
 
     load_in_4bit: bool = False
-    """Load the frozen base model in 4 bits; requires bitsandbytes and a GPU."""
+    """Load the frozen base model in 4 bits; requires bitsandbytes."""
 
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
     """Number format of 4-bit weights (nf4: arXiv:2305.14314)."""

@@ -32,11 +32,7 @@ def save_plain(
     folder: Path,
     weights: dict[str, Tensor] | None,
 ) -> None:
-    """Write a model with the weights of `gather_weights`; merge an adapter into a copy first.
-
-    Raises:
-        ModelError: the adapter's base model is quantized.
-    """
+    """Write a model with the weights of `gather_weights`; merge an adapter into a copy first."""
     if adapted is None:
         model.save_pretrained(folder, state_dict=weights)
     else:

@@ -19,12 +19,12 @@ def bitsandbytes_config(
 ) -> BitsAndBytesConfig | None:
     """Return the `quantization_config` of `from_pretrained`, or None if nothing is quantized.
 
-    Matmuls with 4-bit weights are computed in bfloat16, or in float16 if the GPU does not support
-    bfloat16 (QLoRA, arXiv:2305.14314).
+    Matmuls with 4-bit weights are computed in bfloat16 (QLoRA, arXiv:2305.14314), in float16 if the
+    GPU does not support bfloat16, and in float32 without a GPU.
 
     Raises:
         ConfigError: both 4 and 8 bits are set, or `bnb_4bit_quant_type` is unknown.
-        ModelError: there is no CUDA GPU, or bitsandbytes is not installed.
+        ModelError: bitsandbytes is not installed.
     """
     if load_in_4bit and load_in_8bit:
         raise ConfigError(
@@ -36,26 +36,23 @@ def bitsandbytes_config(
         )
     if not (load_in_4bit or load_in_8bit):
         return None
-    _check_machine("load_in_4bit" if load_in_4bit else "load_in_8bit")
+    setting = "load_in_4bit" if load_in_4bit else "load_in_8bit"
+    require_package("bitsandbytes", extra="quantised", needed_by=setting, kind=ModelError)
     if load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
-    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=use_bnb_nested_quant,
-        bnb_4bit_compute_dtype=torch.bfloat16 if has_bf16 else torch.float16,
+        bnb_4bit_compute_dtype=_compute_dtype(),
     )
 
 
-def _check_machine(setting: str) -> None:
+def _compute_dtype() -> torch.dtype:
     if not torch.cuda.is_available():
-        raise ModelError(
-            f"{setting} needs a CUDA GPU, and torch finds no such GPU. Run on a machine with a GPU "
-            f"and a CUDA build of torch, or leave {setting} out: adapters can also be trained on a "
-            "base model in full precision."
-        )
-    require_package("bitsandbytes", extra="quantised", needed_by=setting, kind=ModelError)
+        return torch.float32
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_bf16 else torch.float16
 
 
 def is_quantized(model: nn.Module) -> bool:

@@ -73,7 +73,6 @@ class VLLMSampler:
 
         Raises:
             TrainingError: the weights cannot be written, or the server does not load them.
-            ModelError: the policy is an adapter on a quantized base.
         """
         weights = gather_weights(self._engine, self._policy.model, self._adapted)
         version: str = self._peers.together(partial(self._publish, weights))[0]

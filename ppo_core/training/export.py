@@ -1,6 +1,5 @@
 """Save the trained policy with its model card, and upload it to the hub."""
 
-import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,11 @@ from torch import nn
 from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.models.files.adapter_weights import save_adapter
-from ppo_core.models.quantization import is_quantized
 from ppo_core.ppo.run_state import RunContext
 from ppo_core.training.model_card import push_folder, write_model_card
 
 ADAPTER = "adapter"
 """Subfolder for the adapter, inside the folder of the merged policy."""
-
-logger = logging.getLogger(__name__)
 
 
 class PolicyExporter(RunContext):
@@ -48,14 +44,7 @@ class PolicyExporter(RunContext):
         with replaced_together(folder) as unfinished:
             if adapted is not None:
                 save_adapter(adapted, unfinished / ADAPTER, weights=weights)
-            if adapted is not None and is_quantized(adapted):
-                # Merging would quantize the adapter, too.
-                logger.warning(
-                    "The base model is quantized, so only the adapter is saved, in '%s'.",
-                    folder / ADAPTER,
-                )
-            else:
-                save_plain(model, adapted, unfinished, weights)
+            save_plain(model, adapted, unfinished, weights)
             save_tokenizer(self.tokenizer, unfinished)
 
     def write_card(self, *, model_name: str | None = None, **details: Any) -> None:

@@ -3,12 +3,14 @@
 import copy
 import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ppo_core.errors import ModelError
 from ppo_core.models.adapters import check_adapter, load_peft, plain_model, using_adapter
@@ -27,18 +29,16 @@ def merged_copy(
     """Return a plain transformers model: the base with one adapter (default: the active) merged.
 
     Saving and loading the copy need no peft; the PeftModel is not changed. If the PeftModel is
-    sharded, pass its unsharded state dict as `weights`, and use the copy only for saving.
+    sharded, pass its unsharded state dict as `weights`, and use the copy only for saving. The copy
+    of a quantized base has the values of its quantized weights in the precision in which they were
+    loaded, because a merged weight that is quantized again would be another policy.
 
     Raises:
-        ModelError: there is no adapter of this name, or the base is quantized.
+        ModelError: there is no adapter of this name.
     """
-    if is_quantized(model):
-        raise ModelError(
-            "Weights merged into a quantized base are rounded to their few bits, so the merged "
-            "policy would differ from the trained policy. Save the adapter, load the base in full "
-            "precision, and merge the adapter into that base."
-        )
     name = name or model.active_adapter
+    if is_quantized(model):
+        weights = _dequantized(model)
     if weights is not None:
         return plain_model(_rebuilt(model, name, weights).merge_and_unload())
     with using_adapter(model, name):
@@ -47,20 +47,44 @@ def merged_copy(
 
 
 def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "PeftModel":
-    """Return a new model with one adapter and unsharded weights; shards cannot be copied."""
+    """Return a new model with one adapter and these weights, which are neither shards nor bits."""
     from torch.distributed.fsdp import FSDPModule
 
     base = plain_model(model)
     # FSDP2 prepends its own classes to the model's class.
     kind: Any = next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
+    config = copy.deepcopy(base.config)
+    # Or the saved model would be quantized when it is loaded.
+    config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
-        plain = kind(copy.deepcopy(base.config))
+        plain = kind(config)
         adapted = load_peft().get_peft_model(
             plain, copy.deepcopy(model.peft_config[name]), adapter_name=name
         )
     own = {key: _plain_or_wrapped(key, weights) for key in adapted.state_dict()}
+    for layer, module in adapted.named_modules():
+        if is_quantized(model) and isinstance(module, Conv1D):
+            # bitsandbytes replaces it by a linear layer, whose weight is transposed.
+            own[f"{layer}.weight"] = own[f"{layer}.weight"].T.contiguous()
     adapted.load_state_dict(own, assign=True)
     return adapted
+
+
+def _dequantized(model: "PeftModel") -> dict[str, Tensor]:
+    """Return the weights of a model with a quantized base in full precision, on the CPU."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    named = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    weights = {name: tensor.detach().cpu() for name, tensor in named}
+    for name, module in model.named_modules():
+        if f"{name}.weight" in weights:
+            quantized = module.weight
+            weights[f"{name}.weight"] = dequantize_module_weight(module).detach().cpu()
+            # PEFT may have replaced it by a copy without its state.
+            module.weight = quantized
+    return weights
 
 
 def _plain_or_wrapped(key: str, weights: Mapping[str, Tensor]) -> Tensor:

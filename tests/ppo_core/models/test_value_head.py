@@ -404,7 +404,6 @@ def test_gradients_reach_the_adapter_under_checkpointing(tmp_path: Path):
         ({"trust_remote_code": True}, "run code"),
         ({"use_safetensors": False}, "pickle"),
         ({"dtype": "auto", "torch_dtype": "auto"}, "the same setting"),
-        ({"load_in_8bit": True}, "load_in_8bit needs"),
         ({"no_such_argument": 1}, "no_such_argument"),
     ],
 )

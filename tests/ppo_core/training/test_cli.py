@@ -312,12 +312,6 @@ def test_the_adapters_are_as_the_flags_say():
     assert (config.target_modules, config.use_rslora) == ("all-linear", True)
 
 
-def test_quantised_weights_without_a_gpu_are_refused(models, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ModelError, match="load_in_4bit needs a CUDA GPU"):
-        load_start(str(models / "policy"), ModelArguments(use_peft=True, load_in_4bit=True))
-
-
 def test_a_policy_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"There is no folder '.*nowhere'\. Check"):
         load_start(str(tmp_path / "nowhere"), ModelArguments())
@@ -435,6 +429,29 @@ def test_a_run_goes_on_from_its_latest_checkpoint(models, data, tmp_path):
     whole.unlink()
     run(*flags, "--resume_from_checkpoint", "latest")
     assert whole.read_bytes() == at_the_end
+
+
+@pytest.mark.parametrize("precision", ["--load_in_4bit", "--load_in_8bit"])
+def test_adapters_on_a_quantised_base_are_trained_saved_and_resumed(
+    models, data, tmp_path, precision: str
+):
+    pytest.importorskip("bitsandbytes")
+    flags = (
+        f"--dataset_name {data} --model_name_or_path {models / 'policy'} --output_dir {tmp_path} "
+        f"--reward_model_path {models / 'reward'} --per_device_train_batch_size 4 "
+        f"--total_episodes 8 --response_length 6 --save_steps 1 --use_peft {precision} "
+        "--learning_rate 1e-2 --temperature 1.0"
+    ).split()
+    run(*flags)
+    adapter, merged = tmp_path / "adapter/adapter_model.safetensors", tmp_path / "model.safetensors"
+    at_the_end = (adapter.read_bytes(), merged.read_bytes())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.float32
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["val/first_ratio_error"] < 1e-5 for line in lines)
+    (tmp_path / "checkpoint-2").rename(tmp_path / "put_aside")
+    adapter.unlink()
+    run(*flags, "--resume_from_checkpoint", "latest")
+    assert (adapter.read_bytes(), merged.read_bytes()) == at_the_end
 
 
 def test_prompts_have_to_be_named(models):
