@@ -28,6 +28,7 @@ from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.config.trl_names import PPO_ALIASES, SUPERVISED_ALIASES, SUPERVISED_INSTEAD
 from ppo_core.config.unsupported_settings import INSTEAD
+from ppo_core.data.rows.reader import read_rows
 from ppo_core.supervised.supervised_cli import SupervisedArguments, SupervisedLoraArguments
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.forked_python import run_python
