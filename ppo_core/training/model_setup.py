@@ -177,6 +177,23 @@ def require_loaded(model: object, **others: object) -> None:
             )
 
 
+def require_equal_models(prints: dict[str, Layout], engine: Engine) -> None:
+    """Raise if the models differ between processes, as fingerprints of their weights tell.
+
+    Raises:
+        ModelError: another process has other weights.
+    """
+    by_rank = engine.peers.exchange(prints)
+    for part, found in prints.items():
+        different = [rank for rank, other in enumerate(by_rank) if other.get(part) != found]
+        if different:
+            raise ModelError(
+                f"The {part} has other weights in process {different[0]} than in process "
+                f"{engine.rank}. Load it alike in all processes; with FSDP, set "
+                "fsdp_cpu_ram_efficient_loading: false, which otherwise loads it in one of them."
+            )
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout to 0: the update must see the policy that sampled (detail 8)."""
     for module in model.modules():
