@@ -93,6 +93,7 @@ def given_models(
     model: nn.Module,
     ref_model: nn.Module | None,
     reward_models: Iterable[RewardModel],
+    reward_modules: Iterable[nn.Module] = (),
     *,
     adds_adapter: bool,
 ) -> dict[str, Layout]:
@@ -112,6 +113,8 @@ def given_models(
     for number, reward in enumerate(reward_models):
         reading = {name: str(getattr(reward, name)) for name in ("bias", "gain", "end_of_text")}
         fingerprints[f"reward model {number}"] = fingerprint(reward.model) | reading
+    for number, module in enumerate(reward_modules):
+        fingerprints[f"reward module {number}"] = fingerprint(module)
     return fingerprints
 
 
