@@ -31,7 +31,7 @@ class PolicyExporter(RunContext):
     def save_policy(self, folder: Path) -> None:
         """Save policy and tokenizer completely or not at all.
 
-        With `ema_decay`, save the averaged weights.
+        With `ema_decay`, save the averaged weights. An adapter of a quantized base is not merged.
 
         Raises:
             TrainingError: a file cannot be written, for example because the disk is full.
@@ -49,13 +49,16 @@ class PolicyExporter(RunContext):
             if adapted is not None:
                 save_adapter(adapted, unfinished / ADAPTER, weights=weights)
             if adapted is not None and is_quantized(adapted):
-                # Merging would quantize the adapter, too.
+                # Merging would quantize the adapter, too. transformers loads the base with it.
+                save_adapter(adapted, unfinished, weights=weights)
                 logger.warning(
-                    "The base model is quantized, so only the adapter is saved, in '%s'.",
-                    folder / ADAPTER,
+                    "The base model is quantized, so '%s' gets the adapter alone, which "
+                    "from_pretrained puts on the base model.",
+                    folder,
                 )
             else:
-                save_plain(model, adapted, unfinished, weights)
+                dtype = self.models.saved_dtype
+                save_plain(model, adapted, unfinished, weights, dtype)
             save_tokenizer(self.tokenizer, unfinished)
 
     def write_card(self, *, model_name: str | None = None, **details: Any) -> None:

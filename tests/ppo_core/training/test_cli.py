@@ -184,6 +184,14 @@ def test_a_docstring_is_the_text_below_its_field_in_one_line():
     assert "\n" not in field_docs(PPOConfig)["total_episodes"]
 
 
+def test_a_policy_is_loaded_in_the_precision_of_its_files(tmp_path: Path):
+    make_policy().to(torch.bfloat16).save_pretrained(tmp_path)
+    _, _, model = parse("--dataset_name x")
+    assert load_start(str(tmp_path), model).dtype == torch.bfloat16
+    _, _, adapted = parse("--dataset_name x --use_peft")
+    assert load_start(str(tmp_path), adapted).dtype == torch.float32
+
+
 # --- Running ---------------------------------------------------------------------
 
 

@@ -3,9 +3,10 @@
 import dataclasses
 import json
 
+import peft
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from ppo_core.errors import TrainingError
 from ppo_core.models.loading import load_policy
@@ -93,6 +94,40 @@ def test_with_a_running_mean_it_is_the_mean_that_is_saved(tmp_path):
     assert torch.equal(saved[name], mean[f"model.{name}"])
     assert not torch.equal(saved[name], before[name])
     assert all(torch.equal(weight, before[n]) for n, weight in weights(trainer).items())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_policy_in_half_precision_is_saved_in_it(tmp_path, family):
+    config = dataclasses.replace(CONFIG, output_dir=str(tmp_path), total_episodes=16, bf16=False)
+    policy = make_policy(family).to(torch.bfloat16)
+    trainer = make_trainer(config, model=policy, ref_model=None)
+    trainer.train()
+    trainer.save_model()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    trained = weights(trainer)
+    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, trained[name].bfloat16())
+
+
+def test_the_adapter_of_a_quantized_base_is_saved_as_transformers_loads_it(tmp_path):
+    make_policy().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.is_loaded_in_4bit = True
+    config = dataclasses.replace(CONFIG, output_dir=str(tmp_path / "out"), total_episodes=16)
+    trainer = make_trainer(
+        config, model=base, ref_model=None, peft_config=peft.LoraConfig(task_type="CAUSAL_LM")
+    )
+    trainer.train()
+    trainer.save_model()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.arange(3, 12)[None]
+    torch.testing.assert_close(loaded(ids).logits, trainer.policy_model(ids).logits)
+    torch.testing.assert_close(
+        peft.PeftModel.from_pretrained(make_policy(), tmp_path / "out" / "adapter")(ids).logits,
+        loaded(ids).logits,
+    )
 
 
 def test_the_model_card_names_settings_and_last_metrics(tmp_path):
