@@ -18,7 +18,7 @@ from ppo_core.ppo.schedule import Schedule
 AROUND = re.compile(
     "output_dir|exp_name|run_name|report_to|disable_tqdm|dataset_num_proc|num_sample_generations|"
     "local_rollout_forward_batch_size|per_device_eval_batch_size|(logging|eval|save|hub|warn)_.*|"
-    "push_to_hub|.*_model_path|max_skipped_steps|async_save|vllm_(server|weights)_.*|"
+    "push_to_hub|.*_model_path|max_skipped_steps|max_steps|async_save|vllm_(server|weights)_.*|"
     # The number of processes and the sharding change results by rounding only.
     "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout"
 )

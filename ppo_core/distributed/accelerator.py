@@ -66,7 +66,7 @@ def _forget_unconnected_state() -> None:
     use the CPU, and accelerate keeps the first state of a process.
     """
     known = PartialState._shared_state
-    if known and known["num_processes"] != _launched_processes():
+    if known and "RANK" in os.environ and known.get("num_processes") != _launched_processes():
         AcceleratorState._reset_state(reset_partial_state=True)
 
 

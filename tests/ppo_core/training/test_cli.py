@@ -12,8 +12,9 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ppo_core import ConfigError, ModelError, PPOConfig
+from ppo_core import ConfigError, ModelError
 from ppo_core.config.argument_parser import field_docs, parse_arguments
+from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.training.cli import load_prompts, load_reward, load_start, lora_of
 from tests.helpers.forked_python import Ended, run_python
