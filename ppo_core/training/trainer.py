@@ -77,12 +77,14 @@ class PPOTrainer(ScriptNames):
         model: the policy, trained in place: a causal language model, with or without a value
             head, or a PeftModel.
         ref_model: the reference; None takes a copy of the policy, or its base without adapter.
-        reward_model: a `RewardModel`, a `...ForSequenceClassification`, a function of prompts
-            and responses, or several of these as a list or a dict.
+        reward_model: a `RewardModel`, a `...ForSequenceClassification` or another module
+            (`ppo_core.models.script_modules`), a function of prompts and responses, or several of
+            these as a list or a dict.
         train_dataset: prompts as a list, or a data set with the column "prompt" (text or chat
             messages), "messages" or "input_ids".
-        value_model: the critic, a `...ForSequenceClassification` or a `Critic`, trained in
-            place; None copies the reward model, or else the policy's backbone.
+        value_model: the critic, a `...ForSequenceClassification`, a `Critic` or another module
+            that returns a value for each token, trained in place; None copies the reward model, or
+            else the policy's backbone.
         data_collator: function that returns the "input_ids" of rows without these columns.
         eval_dataset: prompts for sample completions and evaluations.
         optimizers: optimizer and learning-rate scheduler; (None, None) makes AdamW and the
