@@ -79,7 +79,8 @@ class Generation:
         """Read the arguments of a script; `temperature` is the default.
 
         Raises:
-            ConfigError: an argument asks for several sequences for a query.
+            ConfigError: an argument asks for several sequences for a query, or the
+                temperature is 0.
         """
         if (config := given.pop("generation_config", None)) is not None:
             given = {**config.to_diff_dict(), **given}
@@ -90,21 +91,27 @@ class Generation:
                     f"{name}={given[name]!r} is not supported: generate() returns one response, "
                     "as token ids, for each query. Leave the argument out."
                 )
-        settings = SamplingSettings(
-            stop_token_id=NO_STOP_TOKEN,
-            temperature=given.get("temperature") or temperature,
-            top_k=int(given.get("top_k") or 0),
-            top_p=float(given.get("top_p") or 1.0),
-        )
+        policy: dict[str, Any] = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        chosen = policy | {name: given[name] for name in policy if given.get(name) is not None}
+        if not chosen["temperature"] > 0:
+            raise ConfigError(
+                f"temperature={chosen['temperature']} must be above 0. For the likeliest tokens, "
+                "set do_sample=False."
+            )
+        chosen["top_k"] = int(chosen["top_k"])
         neutral = {name for name, values in POLICY.items() if given.get(name) in values}
-        accounted = {"temperature", "top_k", "top_p", *ONE_SEQUENCE, *LENGTH_AND_SPEED, *OTHER_ENDS}
+        accounted = {*chosen, *ONE_SEQUENCE, *LENGTH_AND_SPEED, *OTHER_ENDS}
         others = {name: value for name, value in given.items() if name not in neutral}
         defaults = {name: values[0] for name, values in (POLICY | ONE_SEQUENCE).items()}
-        sampled = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
+        unaccounted = [name for name in others if name not in accounted]
+        known = chosen
+        if unaccounted:
+            # The distribution is unknown, so step() takes the policy itself.
+            known = policy if "do_sample" in others else {**chosen, "top_k": 0, "top_p": 1.0}
         return cls(
-            {**defaults, **others, **sampled},
-            settings,
-            [f"{name}={value!r:.40}" for name, value in others.items() if name not in accounted],
+            {**defaults, **others, **chosen},
+            SamplingSettings(stop_token_id=NO_STOP_TOKEN, **known),
+            [f"{name}={others[name]!r:.40}" for name in unaccounted],
         )
 
     def warning(self, estimator: str) -> str | None:

@@ -482,10 +482,17 @@ def test_the_reference_answers_for_itself(given: bool):
     assert ((ref_single if given else single)[0, len(QUERIES[0]) :] == 9).all()
 
 
-@pytest.mark.parametrize("name", ["num_return_sequences", "return_dict_in_generate"])
-def test_arguments_for_several_sequences_are_refused(name: str):
-    with pytest.raises(ConfigError, match=f"{name}=7 is not supported"):
-        make_trainer().generate(QUERIES[0], **{name: 7})
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_return_sequences": 7}, "num_return_sequences=7 is not supported"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate=True is not supported"),
+        ({"temperature": 0.0}, "temperature=0.0 must be above 0.*do_sample=False"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_refused(arguments, words: str):
+    with pytest.raises(ConfigError, match=words):
+        make_trainer().generate(QUERIES[0], **arguments)
 
 
 def test_arguments_that_do_not_change_the_distribution_cause_no_warning(caplog):

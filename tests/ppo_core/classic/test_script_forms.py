@@ -176,7 +176,7 @@ def nucleus(row: torch.Tensor, share: float) -> int:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"do_sample": False}, "samples with do_sample=False"),
+        ({"do_sample": False, "top_k": 3}, "samples with do_sample=False"),
         ({"repetition_penalty": 1.3}, "samples with repetition_penalty=1.3"),
         ({"min_length": 3, "no_repeat_ngram_size": 2}, "min_length=3, no_repeat_ngram_size=2"),
         ({"top_k": 3}, "top_k=3 and top_p=1.0: step() corrects the loss"),
@@ -194,6 +194,7 @@ def test_statistics_that_are_biased_cause_one_warning(arguments, words: str, cap
         step(trainer, responses=responses)
     (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("ppo_core.classic")]
     assert words in warning
+    assert trainer._step.sampled.is_restricted == ("top_k" in words)
 
 
 def test_greedy_responses_are_the_likeliest():
