@@ -13,7 +13,15 @@ from ppo_core.models.reward_model import RewardModel
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer
 
-ONE_UPDATE = replace(CONFIG, total_episodes=16, missing_eos_penalty=None)
+ONE_UPDATE = replace(
+    CONFIG,
+    total_episodes=8,
+    batch_size=8,
+    num_ppo_epochs=1,
+    response_length=4,
+    missing_eos_penalty=None,
+    num_sample_generations=0,
+)
 
 
 class WithBackbone(nn.Module):
