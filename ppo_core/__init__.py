@@ -9,8 +9,9 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+# Name -> module of the package, and the name there if it is another.
 _HOMES = {
-    "PPOConfig": "config.ppo_config",
+    "PPOConfig": "config.script_config:ScriptPPOConfig",
     "PPOTrainer": "training.trainer",
     "load_policy": "models.loading",
     "load_reward_model": "models.loading",
@@ -42,7 +43,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name from its module on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ppo_core' has no attribute {name!r}")
-    return getattr(import_module(f"ppo_core.{_HOMES[name]}"), name)
+    home, _, own_name = _HOMES[name].partition(":")
+    return getattr(import_module(f"ppo_core.{home}"), own_name or name)
 
 
 def __dir__() -> list[str]:

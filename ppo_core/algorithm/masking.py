@@ -15,13 +15,22 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of the values where the mask is True; the other values may be NaN."""
+    """Return the sum of the values where the mask is True; the other values may be NaN.
+
+    A mask of numbers holds the weight of each value.
+    """
+    if mask.dtype != torch.bool:
+        values, mask = values * mask, mask != 0
     return torch.where(mask, values, 0).sum()
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of the values where the mask is True, or 0 if the mask is all False."""
-    return masked_sum(values, mask) / mask.sum().clamp(min=1)
+    """Return the mean of the values where the mask is True, or 0 if the mask is all False.
+
+    A mask of numbers holds the weight of each value; the mean is 0 if all weights are 0.
+    """
+    total = mask.sum()
+    return masked_sum(values, mask) / torch.where(total > 0, total, 1)
 
 
 def standardize(values: Tensor, mask: Tensor, *, keep_mean: bool, epsilon: float = 1e-8) -> Tensor:

@@ -18,7 +18,7 @@ from ppo_core.ppo.schedule import Schedule
 AROUND = re.compile(
     "output_dir|exp_name|run_name|report_to|disable_tqdm|dataset_num_proc|num_sample_generations|"
     "local_rollout_forward_batch_size|per_device_eval_batch_size|(logging|eval|save|hub|warn)_.*|"
-    "push_to_hub|.*_model_path|max_skipped_steps|async_save|vllm_(server|weights)_.*|"
+    "push_to_hub|.*_model_path|max_skipped_steps|max_steps|async_save|vllm_(server|weights)_.*|"
     # The number of processes and the sharding change results by rounding only.
     "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout"
 )
@@ -93,6 +93,7 @@ def given_models(
     model: nn.Module,
     ref_model: nn.Module | None,
     reward_models: Iterable[RewardModel],
+    reward_modules: Iterable[nn.Module] = (),
     *,
     adds_adapter: bool,
 ) -> dict[str, Layout]:
@@ -112,6 +113,8 @@ def given_models(
     for number, reward in enumerate(reward_models):
         reading = {name: str(getattr(reward, name)) for name in ("bias", "gain", "end_of_text")}
         fingerprints[f"reward model {number}"] = fingerprint(reward.model) | reading
+    for number, module in enumerate(reward_modules):
+        fingerprints[f"reward module {number}"] = fingerprint(module)
     return fingerprints
 
 

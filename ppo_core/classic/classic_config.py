@@ -18,10 +18,10 @@ KL_ESTIMATORS: dict[str, Literal["k1", "k2", "abs", "full"]] = {
 }
 """Value of kl_penalty -> estimator of the KL divergence."""
 
-_COUNTED = "the trainer counts the processes, so leave the setting out"
+_COUNTED = "the trainer counts the processes"
 _LAUNCHED = "start the script with accelerate launch --config_file FILE, or torchrun"
-_READ = "the trainer reads this property from the model, so leave the setting out"
-_MEMORY = "leave the setting out, and lower mini_batch_size if memory is short"
+_READ = "the trainer reads this property from the model"
+_MEMORY = "lower mini_batch_size if memory is short"
 _BEST = "compare the statistics of step() in the script, and call trainer.push_to_hub(repo_id)"
 _PASS = "set mini_batch_size and gradient_accumulation_steps, whose product is this setting"
 
@@ -47,8 +47,15 @@ CLASSIC_INSTEAD: dict[str, tuple[tuple[object, ...], str]] = {
 }
 """Setting of TRL 0.11 without effect here -> (accepted values, advice for other values)."""
 
+CLASSIC_NO_EFFECT = CLASSIC_INSTEAD.keys() - {
+    "accelerator_kwargs",
+    "forward_batch_size",
+    "push_to_hub_if_best_kwargs",
+}
+"""Settings of which no value would change a result; any value causes one log line."""
 
-@partial(refusing_unsupported, instead=CLASSIC_INSTEAD)
+
+@partial(refusing_unsupported, instead=CLASSIC_INSTEAD, no_effect=CLASSIC_NO_EFFECT)
 @dataclass(frozen=True, kw_only=True)
 class ClassicPPOConfig:
     """Settings of the classic PPO of TRL (up to 0.11), under the same names.

@@ -1,7 +1,6 @@
 """One PPO step of the classic loop: run the models on the responses, then update the policy."""
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,11 +20,15 @@ from ppo_core.errors import DataError
 from ppo_core.models.actor_critic import ActorCritic
 from ppo_core.ppo.experience import divergence, make_experience, shaped_scores
 from ppo_core.ppo.model_bundle import ModelBundle
-from ppo_core.ppo.optimizer import check_optimizer, check_sharding
+from ppo_core.ppo.optimizer import make_train_state
+from ppo_core.ppo.reward_functions import RewardMix
 from ppo_core.ppo.run_state import make_adaptive_kl
-from ppo_core.ppo.scoring import critic_values, exact_kl, response_logprobs
+from ppo_core.ppo.schedule import make_schedule
+from ppo_core.ppo.scoring import response_logprobs, score, truncated_logprobs
 from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
 from ppo_core.reporting.health import HealthMonitor
+from ppo_core.reporting.metrics import PhaseTimer
+from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +59,18 @@ class ClassicStep:
         self._config, self._settings = config, config.update_settings()
         self._models, self._engine = models, engine
         self._eos_token_id = eos_token_id
+        self._schedule = make_schedule(
+            self._settings, num_prompts=config.steps, num_processes=engine.num_processes
+        )
+        self._global_batch_size = self._schedule.batch_size
         self.train_state = self._make_train_state(optimizer)
-        self._global_batch_size = config.batch_size * engine.num_processes
+        self.sampled = SamplingSettings(stop_token_id=NO_STOP_TOKEN, temperature=config.temperature)
+        """The distribution that the responses of the next step were sampled from."""
         self._adaptive_kl = make_adaptive_kl(self._settings, self._global_batch_size)
         self._moments = RunningMoments()
         self._health = HealthMonitor(self._settings)
         self._shuffling = torch.Generator().manual_seed(config.seed)
+        self._timer = PhaseTimer()
 
     @contextmanager
     def full_policy(self) -> Iterator[None]:
@@ -76,28 +85,31 @@ class ClassicStep:
             DataError: the number of rows is not `batch_size`, or a row is invalid.
             TrainingError: too many optimizer steps in a row were skipped.
         """
-        started = time.monotonic()
+        config, timer = self._settings, self._timer
         given = check_scores(inputs.scores, self._config.batch_size)
-        with self.full_policy():
-            rollout = self._make_rollout(inputs)
-            scores = self._score(rollout, given.to(self._engine.device))
-        rollout, scores = self._gather(rollout), self._gather(scores)
-        shaped = shaped_scores(scores.scores, rollout, self._settings, self._moments)
-        scores = replace(scores, scores=shaped)
-        scored = time.monotonic()
-        kl_coef = self._adaptive_kl.kl_coef if self._adaptive_kl else self._settings.kl_coef
-        kl = divergence(rollout, scores, self._settings.kl_estimator)
-        experience = make_experience(rollout, scores, kl, self._settings, kl_coef=kl_coef)
-        learning_rate = self.train_state.optimizer.param_groups[0]["lr"]
-        sums = self._update(experience)
-        vf_coef = self._settings.vf_coef
-        stats = step_stats(experience, scores, kl, sums, kl_coef=kl_coef, vf_coef=vf_coef)
-        stats["ppo/learning_rate"] = learning_rate
-        stats["ppo/skipped_steps"] = float(self.train_state.skipped_steps)
-        stats["time/ppo/forward_pass"] = scored - started
-        stats["time/ppo/total"] = time.monotonic() - started
-        self._adapt_and_warn(stats)
-        return stats
+        with timer("ppo/total"):
+            with timer("ppo/forward_pass"):
+                rollout = self._make_rollout(inputs)
+                scores = self._score(rollout, given.to(self._engine.device))
+                rollout, scores = self._gather(rollout), self._gather(scores)
+            with timer("ppo/compute_rewards"):
+                shaped = shaped_scores(scores.scores, rollout, config, self._moments)
+                scores = replace(scores, scores=shaped)
+                kl_coef = self._adaptive_kl.kl_coef if self._adaptive_kl else config.kl_coef
+                kl = divergence(rollout, scores, config.kl_estimator)
+            with timer("ppo/compute_advantages"):
+                experience = make_experience(rollout, scores, kl, config, kl_coef=kl_coef)
+            learning_rate = self.train_state.optimizer.param_groups[0]["lr"]
+            with timer("ppo/optimize_step"):
+                sums = self._update(experience)
+            with timer("ppo/calc_stats"):
+                stats = step_stats(
+                    experience, scores, kl, sums, kl_coef=kl_coef, vf_coef=config.vf_coef
+                )
+                stats["ppo/learning_rate"] = learning_rate
+                stats["ppo/skipped_steps"] = float(self.train_state.skipped_steps)
+                self._adapt_and_warn(stats)
+        return stats | timer.pop()
 
     def _make_rollout(self, inputs: StepInputs) -> Rollout:
         config: PretrainedConfig = self._models.policy.model.config
@@ -108,13 +120,19 @@ class ClassicStep:
             batch_size=self._config.batch_size,
             start_token_id=config.decoder_start_token_id if config.is_encoder_decoder else None,
             eos_token_id=self._eos_token_id,
-            temperature=self._config.temperature,
+            temperature=self.sampled.temperature,
             device=self._engine.device,
         )
-        # Recompute log-probabilities, because generation rounds differently (TRL #2358).
-        size = self._config.mini_batch_size
-        rollout.logprobs.copy_(response_logprobs(self._models.policy, rollout, size))
-        return rollout
+        policy, size, sampled = self._models.policy, self._config.mini_batch_size, self.sampled
+        with self.full_policy():
+            # Recompute log-probabilities, because generation rounds differently (TRL #2358).
+            rollout.logprobs.copy_(response_logprobs(policy, rollout, size))
+            if not sampled.is_restricted:
+                return rollout
+            cut = truncated_logprobs(
+                policy, rollout, size, top_k=sampled.top_k, top_p=sampled.top_p
+            )
+        return replace(rollout, behaviour_logprobs=cut)
 
     def _score(self, rollout: Rollout, given: Tensor) -> Scores:
         if self._engine.any(not bool(given.isfinite().all())):
@@ -122,14 +140,8 @@ class ClassicStep:
                 f"Scores must be finite in all processes; in this process they are "
                 f"{given.tolist()}."
             )
-        policy, reference = self._models.policy, self._models.reference
-        size, exact = self._config.mini_batch_size, self._settings.kl_estimator == "full"
-        return Scores(
-            scores=given,
-            ref_logprobs=response_logprobs(reference, rollout, size),
-            values=critic_values(self._models.critic, rollout, size),
-            full_kl=exact_kl(policy, reference, rollout, size) if exact else None,
-        )
+        models = replace(self._models, rewards=RewardMix({"given": lambda *_: given}, None))
+        return score(rollout, [], models, self.train_state.module, self._engine, self._settings)
 
     def _gather(self, record: Record) -> Record:
         """Gather the sequences of all processes into one record, in every process."""
@@ -156,16 +168,17 @@ class ClassicStep:
         if optimizer is None:
             trained = [p for p in module.parameters() if p.requires_grad]
             optimizer = torch.optim.Adam(trained, lr=self._config.learning_rate)
-        check_optimizer(optimizer, module)
-        check_sharding(self._settings, self._engine, module)
-        prepared, optimizer = self._engine.prepare(module, optimizer)
-        # Constant, because the script's lr_scheduler advances once per call of step().
-        constant = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 1.0)
-        return TrainState(
-            module=prepared,
-            optimizer=optimizer,
-            scheduler=constant,
-            engine=self._engine,
-            # Like TRL's classic loop, never fail because of steps with a large ratio.
-            large_ratios_end_run=False,
+        state = make_train_state(
+            self._settings,
+            module,
+            self._models.reference,
+            self._schedule,
+            self._engine,
+            optimizer,
+            # Constant, because the script's lr_scheduler advances once per call of step().
+            torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 1.0),
+            pretraining=None,
         )
+        # Like TRL's classic loop, never fail because of steps with a large ratio.
+        state.large_ratios_end_run = False
+        return state

@@ -1,6 +1,8 @@
 """The trainer of the classic loop, with the methods and arguments of TRL 0.11."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,11 +15,13 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from ppo_core.classic.classic_config import ClassicPPOConfig
 from ppo_core.classic.classic_step import ClassicStep, StepInputs
 from ppo_core.classic.dataloader import shuffled_batches, without_unused_columns
-from ppo_core.classic.generation import generate_responses, unrestricted
+from ppo_core.classic.generation import Generation, generate_responses
 from ppo_core.classic.step_inputs import Masks, check_vectors
 from ppo_core.classic.step_stats import Stats, numbers, texts_table
+from ppo_core.config.unsupported_settings import seal
 from ppo_core.data.prompt_set import Collator
 from ppo_core.distributed.engine import Engine
+from ppo_core.distributed.saving import cast_weights, name_dtype
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.value_head import ModelWithValueHead
@@ -26,6 +30,8 @@ from ppo_core.reporting.callbacks import Reporter
 from ppo_core.reporting.sample_table import log_table
 from ppo_core.training.model_card import push_folder, write_model_card
 from ppo_core.training.model_setup import ScriptModels, make_models
+
+logger = logging.getLogger(__name__)
 
 
 class ClassicPPOTrainer:
@@ -56,7 +62,7 @@ class ClassicPPOTrainer:
             optimizer: the optimizer; None uses Adam.
             data_collator: makes a batch from a list of rows; None makes a list for each column.
             num_shared_layers: number of frozen layers that the policy shares with the reference;
-                only without a ref_model.
+                ignored with a warning if there is a ref_model.
             lr_scheduler: advanced after each `step`; None keeps the learning rate constant.
             training_data_collator: must be None, because `step` pads its own rows.
 
@@ -65,19 +71,30 @@ class ClassicPPOTrainer:
             ModelError: a model has the wrong type or cannot be trained.
             DataError: the data set is too small for one batch.
         """
-        self.config = config or ClassicPPOConfig()
-        _check_arguments(self.config, ref_model, num_shared_layers, training_data_collator)
+        config = config or ClassicPPOConfig()
+        _check_arguments(config, training_data_collator)
+        seal(config)
+        self.config = replace(config)
+        seal(self.config)
         self.model, self.tokenizer = _require_model(model, tokenizer)
         set_seed(self.config.seed)
         self.model.eval()
         self.engine = Engine()
         self._settings = self.config.update_settings()
-        if ref_model is None and num_shared_layers is not None:
+        if ref_model is not None and num_shared_layers is not None:
+            logger.warning(
+                "num_shared_layers=%s has no effect: ref_model is a model of its own.",
+                num_shared_layers,
+            )
+        elif num_shared_layers is not None:
             ref_model = create_reference_model(self.model, num_shared_layers=num_shared_layers)
         self._step = self._make_step(ref_model, optimizer)
-        self.ref_model = ref_model or self.reference.model
+        self.ref_model = ref_model
+        if ref_model is None and not self.model.is_peft_model:
+            self.ref_model = self.reference.model
         self.lr_scheduler = lr_scheduler
         self._last_stats: Stats = {}
+        self._warned: set[str] = set()
         self._reporter = self._make_reporter()
         self._reporter.begin()
         self.dataloader = None
@@ -91,6 +108,7 @@ class ClassicPPOTrainer:
         given = ScriptModels(self.model, ref_model, None, no_rewards)
         models = make_models(self._settings, self.tokenizer, given, self.engine)
         self.policy, self.reference, self.critic = models.policy, models.reference, models.critic
+        self._dtype = models.saved_dtype
         eos = self.tokenizer.eos_token_id
         return ClassicStep(self.config, models, self.engine, optimizer, eos_token_id=eos)
 
@@ -155,16 +173,20 @@ class ClassicPPOTrainer:
         samples in batches of `batch_size` and returns a list of tensors (L,), each cut after the
         first end-of-sequence token of the response. With `generate_ref_response`, returns a pair:
         responses of the policy and of the reference. `length_sampler` draws max_new_tokens for
-        each batch.
+        each batch. The next calls of `step` account for `temperature`, `top_k` and `top_p`; other
+        arguments that change the distribution cause a warning.
 
         Raises:
-            ConfigError: an argument is unknown, or would change the sampling distribution.
+            ConfigError: an argument asks for several responses to a query.
             DataError: a query is not a non-empty vector of token ids.
         """
         single = isinstance(query_tensor, Tensor)
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
         check_vectors("query", queries)
-        arguments = unrestricted(generation_kwargs, self.config.temperature)
+        generation = Generation.of(generation_kwargs, self.config.temperature)
+        self._step.sampled = generation.settings
+        self._warn_once(generation.warning(self._settings.kl_estimator))
+        arguments = generation.arguments
         eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
         given_pad = arguments.pop("pad_token_id", None)
         given_ends = arguments.setdefault("eos_token_id", eos)
@@ -186,6 +208,11 @@ class ClassicPPOTrainer:
                 )
             results.append(responses[0][None] if single else responses)
         return tuple(results) if generate_ref_response else results[0]
+
+    def _warn_once(self, warning: str | None) -> None:
+        if warning is not None and warning not in self._warned and self.engine.is_main:
+            self._warned.add(warning)
+            logger.warning(warning)
 
     def step(
         self,
@@ -248,8 +275,12 @@ class ClassicPPOTrainer:
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write policy, value head, tokenizer and model card; call this in every process."""
         weights = self.engine.full_state_dict(self.model)
-        if self.engine.is_main:
+        if weights is not None:
+            if not self.model.is_peft_model:
+                weights = cast_weights(weights, self._dtype)
             self.model.save_pretrained(save_directory, state_dict=weights)
+            if not self.model.is_peft_model:
+                name_dtype(save_directory, self._dtype)
             self.tokenizer.save_pretrained(save_directory)
             self.create_model_card(save_directory)
 
@@ -293,21 +324,11 @@ class ClassicPPOTrainer:
             )
 
 
-def _check_arguments(
-    config: ClassicPPOConfig,
-    ref_model: nn.Module | None,
-    num_shared_layers: int | None,
-    training_data_collator: object,
-) -> None:
+def _check_arguments(config: ClassicPPOConfig, training_data_collator: object) -> None:
     if not isinstance(config, ClassicPPOConfig):
         raise ConfigError(
             f"config is a {type(config).__module__}.{type(config).__name__}, but the classic loop "
             "takes ppo_core.classic.PPOConfig."
-        )
-    if ref_model is not None and num_shared_layers is not None:
-        raise ConfigError(
-            f"num_shared_layers={num_shared_layers} has no effect if a ref_model is passed. "
-            "Leave out num_shared_layers or ref_model."
         )
     if training_data_collator is not None:
         raise ConfigError(

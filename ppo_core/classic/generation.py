@@ -1,6 +1,7 @@
 """Sampling of responses for the classic loop, by transformers' `generate`."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,41 +10,40 @@ from torch import Tensor, nn
 from ppo_core.algorithm.masking import length_mask
 from ppo_core.data.batching import pad_rows
 from ppo_core.errors import ConfigError
+from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
 
-_ONLY_NONE = (None,)
-UNRESTRICTED: dict[str, tuple[Any, ...]] = {
+POLICY: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,),
-    "top_k": (0, None),
-    "top_p": (1.0, None),
-    "min_p": _ONLY_NONE,
-    "top_h": _ONLY_NONE,
+    "min_p": (None,),
+    "top_h": (None,),
     "typical_p": (1.0, None),
     "epsilon_cutoff": (0.0, None),
     "eta_cutoff": (0.0, None),
     "min_length": (0, -1, None),
     "min_new_tokens": (None, 0, -1),
     "num_beams": (1, None),
-    "num_return_sequences": (1, None),
     "repetition_penalty": (1.0, None),
     "encoder_repetition_penalty": (1.0, None),
     "no_repeat_ngram_size": (0, None),
     "encoder_no_repeat_ngram_size": (0, None),
-    "exponential_decay_length_penalty": _ONLY_NONE,
-    "bad_words_ids": _ONLY_NONE,
-    "suppress_tokens": _ONLY_NONE,
-    "begin_suppress_tokens": _ONLY_NONE,
-    "forced_bos_token_id": _ONLY_NONE,
-    "forced_eos_token_id": _ONLY_NONE,
-    "sequence_bias": _ONLY_NONE,
-    "guidance_scale": _ONLY_NONE,
-    "watermarking_config": _ONLY_NONE,
-    "prompt_lookup_num_tokens": _ONLY_NONE,
+    "exponential_decay_length_penalty": (None,),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None,),
+    "begin_suppress_tokens": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "sequence_bias": (None,),
+    "guidance_scale": (None,),
+    "watermarking_config": (None,),
+    "prompt_lookup_num_tokens": (None,),
+}
+"""Argument of `generate` -> values with which it samples from the policy itself, default first."""
+
+ONE_SEQUENCE: dict[str, tuple[Any, ...]] = {
+    "num_return_sequences": (1, None),
     "return_dict_in_generate": (False, None),
 }
-"""Argument of `generate` -> values that leave the sampling distribution unchanged, default first.
-
-With any other value, `generate` does not sample from the policy's distribution.
-"""
+"""Argument of `generate` -> values with which it returns one sequence for each query."""
 
 OTHER_ENDS = {"stop_strings", "stopping_criteria", "max_time"}
 """Arguments that may end a response without an end token."""
@@ -61,35 +61,76 @@ LENGTH_AND_SPEED = {
 """Arguments that change length or speed, but not the distribution of tokens."""
 
 
-def unrestricted(given: dict[str, Any], temperature: float) -> dict[str, Any]:
-    """Return arguments with which `generate` samples from the policy's distribution.
+@dataclass(frozen=True)
+class Generation:
+    """Arguments of transformers' `generate`, and the distribution that they sample from."""
 
-    The returned arguments override the model's generation config, which may truncate sampling.
+    arguments: dict[str, Any]
+    """All arguments; they override the model's generation config."""
 
-    Raises:
-        ConfigError: an argument is unknown or changes the distribution. `step` would treat the
-            responses as samples of the policy, and its estimate of the KL divergence could become
-            negative (TRL #235, #256, #262).
-    """
-    harmless = {**UNRESTRICTED, "temperature": (temperature,)}
-    for name, value in given.items():
-        if name in LENGTH_AND_SPEED | OTHER_ENDS:
-            continue
-        if name not in harmless:
+    settings: SamplingSettings
+    """Temperature, top_k and top_p, which `step` accounts for."""
+
+    unaccounted: list[str]
+    """Arguments, as "name=value", of which `step` knows nothing."""
+
+    @classmethod
+    def of(cls, given: dict[str, Any], temperature: float) -> "Generation":
+        """Read the arguments of a script; `temperature` is the default.
+
+        Raises:
+            ConfigError: an argument asks for several sequences for a query, or the
+                temperature is 0.
+        """
+        if (config := given.pop("generation_config", None)) is not None:
+            given = {**config.to_diff_dict(), **given}
+            given.pop("transformers_version", None)
+        for name, values in ONE_SEQUENCE.items():
+            if given.get(name, values[0]) not in values:
+                raise ConfigError(
+                    f"{name}={given[name]!r} is not supported: generate() returns one response, "
+                    "as token ids, for each query. Leave the argument out."
+                )
+        policy: dict[str, Any] = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        chosen = policy | {name: given[name] for name in policy if given.get(name) is not None}
+        if not chosen["temperature"] > 0:
             raise ConfigError(
-                f"{name}={value!r} is not an argument of generate() that is known to leave the "
-                "policy's distribution unchanged. Leave the argument out, or call "
-                "trainer.model.generate for responses that are not used in step()."
+                f"temperature={chosen['temperature']} must be above 0. For the likeliest tokens, "
+                "set do_sample=False."
             )
-        if value not in harmless[name]:
-            raise ConfigError(
-                f"{name}={value!r} would sample from another distribution than the policy, so "
-                "step() would compute a wrong KL divergence. Leave the argument out, or call "
-                "trainer.model.generate for responses that are not used in step(). The "
-                "temperature is a setting of PPOConfig."
+        chosen["top_k"] = int(chosen["top_k"])
+        neutral = {name for name, values in POLICY.items() if given.get(name) in values}
+        accounted = {*chosen, *ONE_SEQUENCE, *LENGTH_AND_SPEED, *OTHER_ENDS}
+        others = {name: value for name, value in given.items() if name not in neutral}
+        defaults = {name: values[0] for name, values in (POLICY | ONE_SEQUENCE).items()}
+        unaccounted = [name for name in others if name not in accounted]
+        known = chosen
+        if unaccounted:
+            # The distribution is unknown, so step() takes the policy itself.
+            known = policy if "do_sample" in others else {**chosen, "top_k": 0, "top_p": 1.0}
+        return cls(
+            {**defaults, **others, **chosen},
+            SamplingSettings(stop_token_id=NO_STOP_TOKEN, **known),
+            [f"{name}={others[name]!r:.40}" for name in unaccounted],
+        )
+
+    def warning(self, estimator: str) -> str | None:
+        """Return what is wrong with the statistics of `step` on these responses, if anything."""
+        if self.unaccounted:
+            return (
+                f"generate() samples with {', '.join(self.unaccounted)}, and so not from the "
+                "policy: step() takes the policy's own log-probabilities, as TRL does. The "
+                "gradient and the KL divergence are then biased, and the divergence can become "
+                "negative. Leave the argument out to sample from the policy."
             )
-    kept = {name: value for name, value in given.items() if name not in harmless}
-    return {name: values[0] for name, values in harmless.items()} | kept
+        if self.settings.is_restricted and estimator != "full":
+            return (
+                f"generate() samples with top_k={self.settings.top_k} and "
+                f"top_p={self.settings.top_p}: step() corrects the loss, but the estimated KL "
+                "divergence is biased, and can become negative. Set kl_penalty='full', or leave "
+                "both out."
+            )
+        return None
 
 
 def generate_responses(

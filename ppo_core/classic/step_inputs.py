@@ -28,14 +28,15 @@ def check_scores(scores: Sequence[Tensor | float], batch_size: int) -> Tensor:
     """Return the scores as a tensor (B,) on the CPU, without a check for non-finite scores.
 
     Raises:
-        DataError: the number of scores is not `batch_size`, or a score is a tensor of more or
-            less than one number.
+        DataError: the number of scores is not `batch_size`, or a score is neither a number nor a
+            tensor () or (1,).
     """
     _check_count("score", scores, batch_size)
     for number, score in enumerate(scores):
-        if isinstance(score, Tensor) and score.numel() != 1:
+        if isinstance(score, Tensor) and score.shape not in ((), (1,)):
             raise DataError(
-                f"Score {number} is a tensor {tuple(score.shape)}. Give one number per response."
+                f"Score {number} is a tensor {tuple(score.shape)}. Give one number per response, "
+                "as a tensor () or (1,)."
             )
     return torch.tensor([float(score) for score in scores])
 

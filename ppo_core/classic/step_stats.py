@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ppo_core.algorithm.masking import masked_mean
@@ -12,7 +13,7 @@ from ppo_core.reporting.metrics import Metrics, explained_variance
 from ppo_core.reporting.sample_table import Completions
 
 Stats = dict[str, Any]
-"""Name -> number; for names that end in "_dist", name -> list with one number per response."""
+"""Name -> number, or an array (B,) of a number per response, or (B, T) of one per token."""
 
 
 def step_stats(
@@ -41,13 +42,16 @@ def step_stats(
     response_kl = kl.sum(dim=1)
     return {
         "objective/kl": _mean(response_kl),
-        "objective/kl_dist": response_kl.tolist(),
+        "objective/kl_dist": _array(response_kl),
+        "objective/logprobs": _array(rollout.logprobs),
+        "objective/ref_logprobs": _array(experience.ref_logprobs),
         "objective/kl_coef": kl_coef,
         "objective/entropy": _mean(-rollout.logprobs.sum(dim=1)),
         "ppo/mean_non_score_reward": -kl_coef * token_mean(kl),
         "ppo/mean_scores": _mean(scores.scores),
         "ppo/std_scores": _std(scores.scores),
         **_loss_stats(sums, vf_coef),
+        "ppo/policy/advantages": _array(experience.advantages),
         "ppo/policy/advantages_mean": token_mean(experience.advantages),
         "ppo/returns/mean": token_mean(experience.returns),
         "ppo/returns/var": token_variance(experience.returns),
@@ -71,6 +75,7 @@ def _loss_stats(sums: TokenSums, vf_coef: float) -> Stats:
         "ppo/policy/policykl": sums.kl_from_old / tokens,
         "ppo/policy/clipfrac": sums.clipped / tokens,
         "ppo/policy/ratio": 1 + sums.ratio_error / tokens,
+        "ppo/val/vpred": sums.new_values / tokens,
         "ppo/val/clipfrac": sums.value_clipped / tokens,
     }
 
@@ -79,7 +84,7 @@ def _length_stats(kind: str, lengths: Tensor) -> Stats:
     return {
         f"tokens/{kind}_len_mean": _mean(lengths),
         f"tokens/{kind}_len_std": _std(lengths),
-        f"tokens/{kind}_dist": lengths.tolist(),
+        f"tokens/{kind}_dist": _array(lengths),
     }
 
 
@@ -132,6 +137,10 @@ def _plain(value: Any) -> Any:
 
 def _mean(values: Tensor) -> float:
     return values.mean().item()
+
+
+def _array(values: Tensor) -> np.ndarray[Any, Any]:
+    return values.cpu().numpy()
 
 
 def _std(values: Tensor) -> float:

@@ -5,7 +5,7 @@ import inspect
 import math
 import re
 from argparse import SUPPRESS, ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -15,7 +15,12 @@ from transformers import HfArgumentParser
 from ppo_core.config.checks import check_type, refuse_secrets
 from ppo_core.config.text_files import parse_strict_json, read_json_file, read_toml_file
 from ppo_core.config.trl_names import PPO_ALIASES
-from ppo_core.config.unsupported_settings import INSTEAD, Unsupported, refuse_unsupported
+from ppo_core.config.unsupported_settings import (
+    INSTEAD,
+    NO_EFFECT,
+    Unsupported,
+    refuse_unsupported,
+)
 from ppo_core.errors import ConfigError
 
 MAY_BE_SECRET = ("hub_token",)
@@ -41,6 +46,7 @@ def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
         usage="%(prog)s [SETTINGS.toml] [--name value ...]",
         aliases=PPO_ALIASES,
         instead=INSTEAD,
+        no_effect=NO_EFFECT,
     )
     if argv and not argv[0].startswith("-"):
         argv = [*_flags_of_file(Path(argv[0])), *argv[1:]]
@@ -58,6 +64,7 @@ class DocumentedParser(HfArgumentParser):
         usage: str,
         aliases: Mapping[str, str] | None = None,
         instead: Unsupported | None = None,
+        no_effect: Collection[str] = (),
     ) -> None:
         """Add one flag for each field of the dataclasses.
 
@@ -67,9 +74,11 @@ class DocumentedParser(HfArgumentParser):
             usage: usage line of the help.
             aliases: further name of a flag -> field.
             instead: flags that are refused with advice, as for `refuse_unsupported`.
+            no_effect: flags of `instead` that are only logged.
         """
         self._kinds = kinds
         self._instead = instead or {}
+        self._no_effect = no_effect
         self._aliases = aliases or {}
         self._field_docs = {name: doc for kind in kinds for name, doc in field_docs(kind).items()}
         self._field_defaults = {
@@ -98,7 +107,9 @@ class DocumentedParser(HfArgumentParser):
         namespace, rest = self.parse_known_args(list(argv))
         unknown = _read_flags(rest, self.prog)
         refuse_secrets(unknown)
-        refuse_unsupported(unknown, [*self._field_docs], self._instead, prefix="--")
+        refuse_unsupported(
+            unknown, [*self._field_docs], self._instead, no_effect=self._no_effect, prefix="--"
+        )
         given = vars(namespace)
         if missing := [f"--{name}" for name in self._field_docs if name not in given]:
             self.error(f"the following flags are required: {', '.join(missing)}")
@@ -171,7 +182,8 @@ def _read_json(kinds: Sequence[type], path: Path) -> list[Any]:
         )
     known = [name for kind in kinds for name in field_docs(kind)]
     refuse_secrets(settings, allowed=MAY_BE_SECRET)
-    refuse_unsupported({n: value for n, value in settings.items() if n not in known}, known)
+    others = {name: value for name, value in settings.items() if name not in known}
+    refuse_unsupported(others, known, no_effect=NO_EFFECT)
     return [_read_object(kind, settings) for kind in kinds]
 
 

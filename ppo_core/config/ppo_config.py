@@ -29,8 +29,8 @@ class PPOConfig(RunConfig):
     # --- Length of the run and sizes of batches ---
 
     total_episodes: int | None = None
-    """Responses sampled in the run, rounded up to a multiple of the batch size; None: one
-    response per prompt in each of `num_train_epochs` passes."""
+    """Responses sampled in the run, rounded up to a multiple of the batch size; None: the batch
+    size times `max_steps`, or one response per prompt in each of `num_train_epochs` passes."""
 
     batch_size: int | None = None
     """Responses sampled for one PPO update, over all processes; None:
@@ -288,6 +288,8 @@ def _check_ranges(config: PPOConfig) -> None:
     ).split():
         if getattr(config, name) is not None:
             require_count(config, name)
+    if config.max_steps != -1:
+        require_count(config, "max_steps")
     if config.save_total_limit == 1:
         raise ConfigError(
             "save_total_limit=1 would keep only one checkpoint. If its files were damaged, the run "
@@ -362,6 +364,11 @@ def _check_combinations(config: PPOConfig) -> None:
             f"num_mini_batches={config.num_mini_batches} does not divide "
             f"batch_size={config.batch_size}, so {left} responses would be dropped in every epoch. "
             "Set batch_size to a multiple of num_mini_batches."
+        )
+    if config.max_steps != -1 and config.total_episodes is not None:
+        raise ConfigError(
+            f"max_steps={config.max_steps} and total_episodes={config.total_episodes} both set the "
+            "length of the run. Leave one of the settings out."
         )
     if config.warmup_steps and config.warmup_ratio:
         raise ConfigError(

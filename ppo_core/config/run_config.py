@@ -36,7 +36,10 @@ class RunConfig:
     """Factor in the default of `batch_size`."""
 
     num_train_epochs: float = 3.0
-    """Passes over the prompts; used if `total_episodes` is None."""
+    """Passes over the prompts; used if neither `total_episodes` nor `max_steps` is set."""
+
+    max_steps: int = -1
+    """PPO updates of the run, instead of `num_train_epochs`; -1: no such limit."""
 
     learning_rate: float = 3e-6
     """Peak learning rate of the policy, and of the critic unless `critic_learning_rate` is set."""

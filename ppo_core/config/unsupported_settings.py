@@ -1,5 +1,7 @@
 """Settings of TRL and transformers that are not supported, and their replacements."""
 
+import logging
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from functools import wraps
@@ -7,6 +9,8 @@ from typing import Any, TypeVar
 
 from ppo_core.config.spelling import nearest_name
 from ppo_core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 Settings = TypeVar("Settings")
 
@@ -33,7 +37,6 @@ _CHECKPOINTING = "set gradient_checkpointing=True, which is non-reentrant"
 
 INSTEAD: Unsupported = {
     # transformers.TrainingArguments: length, optimizer, precision
-    "max_steps": ((-1,), "set total_episodes, the responses of the whole run"),
     "lr_scheduler_kwargs": ((None, {}), _OPTIMIZER),
     "optim": (("adamw_torch", "adamw_torch_fused"), _OPTIMIZER),
     "optim_args": ((None,), _OPTIMIZER),
@@ -217,30 +220,51 @@ INSTEAD: Unsupported = {
 }
 """Name -> (values that match the fixed behaviour of this trainer, advice for other values)."""
 
+NO_EFFECT = frozenset(
+    "average_tokens_across_devices dataloader_drop_last dataloader_in_order "
+    "dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers "
+    "dataloader_pin_memory dataloader_prefetch_factor ddp_bucket_cap_mb "
+    "ddp_find_unused_parameters eval_accumulation_steps eval_do_concat_batches "
+    "gradient_checkpointing_kwargs group_by_length include_num_input_tokens_seen "
+    "length_column_name log_level log_level_replica log_on_each_node logging_first_step "
+    "logging_nan_inf_filter save_safetensors skip_memory_metrics torch_compile "
+    "torch_compile_backend torch_compile_mode torch_empty_cache_steps train_sampling_strategy "
+    "trackio_bucket_id trackio_space_id trackio_static_space_id project use_cache use_liger_kernel "
+    "liger_kernel_config".split()
+)
+"""Names in `INSTEAD` of which no value would change a result; any value causes one log line."""
+
 
 def refuse_unsupported(
     given: Mapping[str, Any],
     supported: Collection[str],
     instead: Unsupported = INSTEAD,
     *,
+    no_effect: Collection[str] = (),
     prefix: str = "",
 ) -> dict[str, Any]:
     """Return the settings of `given` whose names are in `supported`.
 
-    Settings listed in `instead` with an accepted value are dropped. `prefix` precedes the names in
-    messages: `--` for flags.
+    Settings listed in `instead` with an accepted value are dropped, and so are those named in
+    `no_effect`: another value of these is logged. `prefix` precedes the names in messages: `--` for
+    flags.
 
     Raises:
         ConfigError: any other setting is given.
     """
     for name, value in given.items():
         if name not in supported:
-            _check_unsupported(name, value, supported, instead, prefix)
+            _check_unsupported(name, value, supported, instead, no_effect, prefix)
     return {name: value for name, value in given.items() if name in supported}
 
 
 def _check_unsupported(
-    name: str, value: object, supported: Collection[str], unsupported: Unsupported, prefix: str
+    name: str,
+    value: object,
+    supported: Collection[str],
+    unsupported: Unsupported,
+    no_effect: Collection[str],
+    prefix: str,
 ) -> None:
     if name not in unsupported:
         similar = nearest_name(name, supported)
@@ -249,14 +273,21 @@ def _check_unsupported(
             f"There is no setting {prefix}{name}, so {value!r:.80} would change nothing. {hint}"
         )
     accepted, instead = unsupported[name]
-    if value not in accepted:
+    if value in accepted:
+        return
+    if name not in no_effect:
         raise ConfigError(f"{prefix}{name}={value!r:.80} is not supported: {instead}.")
+    logger.warning("%s%s=%.80r has no effect here: %s.", prefix, name, value, instead)
 
 
 def refusing_unsupported(
-    settings: type[Settings], instead: Unsupported = INSTEAD
+    settings: type[Settings],
+    instead: Unsupported = INSTEAD,
+    no_effect: Collection[str] = NO_EFFECT,
 ) -> type[Settings]:
     """Make the constructor of a settings dataclass call `refuse_unsupported`.
+
+    A script may also assign a setting, until `seal` is called for the object.
 
     Raises:
         TypeError: `settings` is not a dataclass.
@@ -266,7 +297,28 @@ def refusing_unsupported(
 
     @wraps(generated)
     def init(self: Settings, **given: Any) -> None:
-        generated(self, **refuse_unsupported(given, supported, instead))
+        generated(self, **refuse_unsupported(given, supported, instead, no_effect=no_effect))
+
+    def assign(self: Settings, name: str, value: object) -> None:
+        if id(self) in _SEALED:
+            raise ConfigError(
+                f"{name}={value!r:.80} is set after the trainer was made, where it has no effect. "
+                "Set it before, or make another trainer with dataclasses.replace(config, "
+                f"{name}=...)."
+            )
+        if refuse_unsupported({name: value}, supported, instead, no_effect=no_effect):
+            object.__setattr__(self, name, value)
 
     settings.__init__ = init  # type: ignore[method-assign, assignment]
+    settings.__setattr__ = assign  # type: ignore[method-assign, assignment]
     return settings
+
+
+_SEALED: set[int] = set()
+
+
+def seal(settings: object) -> None:
+    """Refuse assignments to a settings object from now on, because a trainer has read it."""
+    if id(settings) not in _SEALED:
+        _SEALED.add(id(settings))
+        weakref.finalize(settings, _SEALED.discard, id(settings))

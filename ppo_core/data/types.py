@@ -156,6 +156,9 @@ class TokenSums:
     tokens: float = 0.0
     policy_loss: float = 0.0
     value_loss: float = 0.0
+    new_values: float = 0.0
+    """Sum of the critic's values in the update."""
+
     entropy: float = 0.0
     approxkl: float = 0.0
     kl_from_old: float = 0.0

@@ -4,11 +4,16 @@ import os
 from datetime import timedelta
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+)
 
 from ppo_core.distributed import deepspeed_engine
-from ppo_core.distributed.strategy import Sharding, uses_deepspeed
+from ppo_core.distributed.strategy import Sharding, launched_by_accelerate, uses_deepspeed
 from ppo_core.errors import ConfigError, TrainingError
 
 
@@ -36,6 +41,7 @@ def make_accelerator(
     """
     on_cpu = use_cpu or not torch.cuda.is_available()
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
+    _forget_unconnected_state()
     if sharding is None or uses_deepspeed(sharding):
         accelerator = _deepspeed_accelerator(sharding, offload, settings_path, use_cpu, group)
         sharding = deepspeed_engine.sharding_of(accelerator.deepspeed_plugin)
@@ -44,9 +50,28 @@ def make_accelerator(
             _init_single_process_group("gloo" if on_cpu else "nccl")
             if offload and not on_cpu:
                 group.backend = "cuda:nccl,cpu:gloo"
-        accelerator = Accelerator(cpu=on_cpu, kwargs_handlers=[group])
+        plugin = None
+        if launched_by_accelerate() == "fsdp":
+            # Of its own accord, accelerate would make a plugin of the version that was launched.
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
+        accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, kwargs_handlers=[group])
     _check_connection(accelerator)
     return accelerator, sharding
+
+
+def _forget_unconnected_state() -> None:
+    """Reset accelerate's state if a script made one that does not connect the processes.
+
+    `PartialState()` and `Accelerator()` connect no processes without a GPU unless they are told to
+    use the CPU, and accelerate keeps the first state of a process.
+    """
+    known = PartialState._shared_state
+    if known and "RANK" in os.environ and known.get("num_processes") != _launched_processes():
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _launched_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _check_connection(accelerator: Accelerator) -> None:
@@ -56,7 +81,7 @@ def _check_connection(accelerator: Accelerator) -> None:
             f"distributed_type={kind.value} of accelerate launch is not supported: the weights "
             "would not be sharded. Use FSDP with fsdp_version 2, or DEEPSPEED."
         )
-    expected = int(os.environ.get("WORLD_SIZE", "1"))
+    expected = _launched_processes()
     # Accelerate can count the processes without connecting them; its distributed_type is then NO.
     connected = expected == 1 or kind != DistributedType.NO
     if found != expected or not connected:

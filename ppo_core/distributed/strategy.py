@@ -1,9 +1,12 @@
 """Choose the sharding of a run from the settings and the launcher's variables."""
 
+import logging
 import os
 from typing import Literal, get_args
 
 from ppo_core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 """One process, data parallel, the three stages of DeepSpeed's ZeRO, or PyTorch's FSDP2."""
@@ -27,6 +30,7 @@ def choose_sharding(
     Raises:
         ConfigError: two settings contradict each other; the message names both.
     """
+    _check_number_launched()
     launched = launched_by_accelerate()
     if launched == "deepspeed" or deepspeed is not None:
         chosen = _with_deepspeed(sharding, deepspeed, offload)
@@ -59,6 +63,21 @@ def fsdp_offloads() -> bool:
     return launched_by_accelerate() == "fsdp" and _is_on("FSDP_OFFLOAD_PARAMS")
 
 
+def _check_number_launched() -> None:
+    """Raise if `accelerate launch` was asked for several processes and started one.
+
+    Then it sets the address for connecting them, and not their number.
+    """
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if by_accelerate and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            "accelerate launch was asked for several processes and started one, as it does with "
+            "--cpu, use_cpu: true and distributed_type: MULTI_CPU. The run would have smaller "
+            "batches and more updates. Start the processes with torchrun --nproc-per-node N, or "
+            "with distributed_type: MULTI_GPU (--multi_gpu), which works without a GPU too."
+        )
+
+
 def _with_deepspeed(
     sharding: Sharding | None, deepspeed: str | None, offload: bool
 ) -> Sharding | None:
@@ -76,11 +95,15 @@ def _with_deepspeed(
 
 
 _FSDP_ACCEPTED = {
-    "FSDP_VERSION": (("2",), "1", "sets fsdp_version: 2, which shards each parameter separately"),
     "FSDP_RESHARD_AFTER_FORWARD": (
         ("true", "full_shard"),
         "true",
         "sets fsdp_reshard_after_forward: true, which reshards a layer after its forward pass",
+    ),
+    "FSDP_SHARDING_STRATEGY": (
+        ("full_shard", "1"),
+        "full_shard",
+        "sets fsdp_sharding_strategy: FULL_SHARD, or leaves it out",
     ),
     "FSDP_ACTIVATION_CHECKPOINTING": (
         ("false",),
@@ -102,6 +125,9 @@ def _with_fsdp(sharding: Sharding | None) -> Sharding:
             f"sharding={sharding!r} and accelerate launch with FSDP contradict each other. Remove "
             "one of the two."
         )
+    is_main = os.environ.get("RANK", "0") == "0"
+    if is_main and os.environ.get("FSDP_VERSION", "1") != "2":
+        logger.warning("FSDP version 1 of accelerate launch is run as version 2.")
     for name, (accepted, default, instead) in _FSDP_ACCEPTED.items():
         value = os.environ.get(name, default)
         if value.lower() not in accepted:

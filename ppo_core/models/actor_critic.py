@@ -16,15 +16,23 @@ from ppo_core.models.backbones import Backbone, DecoderBackbone
 from ppo_core.models.kernels.fused_linear_loss import TokenLoss
 from ppo_core.models.policy import LanguageModel, Predictions
 from ppo_core.models.reward_model import RewardModel
+from ppo_core.models.script_modules import (
+    ModuleBackbone,
+    has_backbone_and_score,
+    hidden_states,
+    token_values,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 
 class Critic(nn.Module):
-    """A backbone and a linear head that predict the return from the state before each token."""
+    """A backbone and a head that predict the return from the state before each token."""
 
-    def __init__(self, backbone: Backbone, head: nn.Linear, *, adapter: str | None = None) -> None:
+    def __init__(
+        self, backbone: Backbone | ModuleBackbone, head: nn.Module, *, adapter: str | None = None
+    ) -> None:
         """Wrap a backbone, which may be the policy's, and a head; both are trained in place.
 
         `adapter` names the critic's own adapter on the policy's base, if there is one.
@@ -52,17 +60,36 @@ class Critic(nn.Module):
         return cls(DecoderBackbone(cast(nn.Module, model.base_model)), score)
 
     @classmethod
+    def from_module(cls, model: nn.Module) -> "Critic":
+        """Return the value model of a script as a critic, trained in place.
+
+        It is a `...ForSequenceClassification`, a module with a backbone and a `score` as TRL reads
+        it, or a module that returns one value for each token.
+
+        Raises:
+            ModelError: see `from_classifier`.
+        """
+        if isinstance(model, PreTrainedModel):
+            return cls.from_classifier(model)
+        if not has_backbone_and_score(model):
+            return cls(ModuleBackbone(model, token_values), nn.Identity())
+        own = getattr(model, str(model.base_model_prefix))
+        is_known = isinstance(own, PreTrainedModel)
+        backbone = DecoderBackbone(own) if is_known else ModuleBackbone(own, hidden_states)
+        return cls(backbone, cast(nn.Module, model.score))
+
+    @classmethod
     def from_reward_model(cls, reward_model: RewardModel) -> "Critic":
         """Return a copy of the reward model: its initial value is the score of the prefix."""
         critic = cls.from_classifier(copy.deepcopy(reward_model.model).requires_grad_(True))
-        score = critic.head
-        critic.head = nn.Linear(score.in_features, 1).to(score.weight)
+        score = cast(nn.Linear, critic.head)
+        critic.head = head = nn.Linear(score.in_features, 1).to(score.weight)
         with torch.no_grad():
-            critic.head.weight.copy_(score.weight * reward_model.gain)
-            critic.head.bias.fill_(-reward_model.bias)
+            head.weight.copy_(score.weight * reward_model.gain)
+            head.bias.fill_(-reward_model.bias)
             if score.bias is not None:
-                critic.head.bias.add_(score.bias)
-            critic.head.bias.mul_(reward_model.gain)
+                head.bias.add_(score.bias)
+            head.bias.mul_(reward_model.gain)
         return critic
 
     @classmethod
@@ -94,7 +121,8 @@ class Critic(nn.Module):
 
     def values(self, states: Tensor) -> Tensor:
         """Return values (N,) of hidden states (N, D)."""
-        values: Tensor = self.head(states.to(self.head.weight.dtype))
+        weight = next(self.head.parameters(), states)
+        values: Tensor = self.head(states.to(weight.dtype))
         # FSDP2 registers hooks on a module's output, which must not be a view.
         return at_least_fp32(values[:, 0]).clone()
 

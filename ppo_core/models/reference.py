@@ -31,7 +31,8 @@ def make_reference(
     """Return the reference of a policy.
 
     Without a `ref_model`, the reference is a frozen copy of the policy. The reference of a
-    PeftModel is the same model under `adapter`; None switches all adapters off.
+    PeftModel is the same model under `adapter`; None switches all adapters off. A `ref_model` may
+    have an adapter itself.
 
     Raises:
         ModelError: `ref_model` cannot be a reference.
@@ -42,6 +43,9 @@ def make_reference(
         ref_model = create_reference_model(model)
     if isinstance(ref_model, ModelWithValueHead):
         ref_model = ref_model.pretrained_model
+    if is_peft(ref_model):
+        within = partial(using_adapter, ref_model, ref_model.active_adapter)
+        return LanguageModel(plain_model(ref_model).eval(), within=within)
     return LanguageModel(require_causal_lm(ref_model, "reference").eval())
 
 

@@ -22,6 +22,8 @@ from ppo_core.models.files.adapter_weights import fill_adapter
 
 _CLASSIFIER_HEADS = ("score", "classifier")
 
+_HOW_TO_TRAIN = "Train a ...ForSequenceClassification with num_labels=1 and task_type='SEQ_CLS'."
+
 
 class AdapterClassifier(nn.Module):
     """A reward model that consists of an adapter on the policy's base model, and a head.
@@ -38,7 +40,7 @@ class AdapterClassifier(nn.Module):
         super().__init__()
         base = plain_model(model)
         self.config = copy.deepcopy(base.config)
-        self.config.num_labels = 1
+        self.config.num_labels = score.out_features
         self.score = score
         within = partial(using_adapter, model, name)
         # Neither attribute is an nn.Module, so that the base does not become a submodule.
@@ -68,13 +70,28 @@ def load_reward_adapter(
 ) -> AdapterClassifier:
     """Load a reward model that was trained as an adapter on the policy's base.
 
-    `path` is the folder or hub id of a PEFT classifier (task_type SEQ_CLS) with one label. Its
-    files have the weights of an adapter and of the head `score`. Adapter and head are loaded
-    frozen; the active adapter stays active.
+    Raises:
+        ModelError: the head has several labels; or see `load_adapter_classifier`.
+    """
+    classifier = load_adapter_classifier(model, path, name)
+    if classifier.config.num_labels != 1:
+        raise ModelError(
+            f"The adapter '{path}' has a head with {classifier.config.num_labels} labels, but a "
+            f"reward model needs a head with one score. {_HOW_TO_TRAIN}"
+        )
+    return classifier
+
+
+def load_adapter_classifier(model: "PeftModel", path: str | Path, name: str) -> AdapterClassifier:
+    """Load a classifier that was trained as an adapter on the policy's base.
+
+    `path` is the folder or hub id of a PEFT classifier (task_type SEQ_CLS). Its files have the
+    weights of an adapter and of the head `score`. Adapter and head are loaded frozen; the active
+    adapter stays active.
 
     Raises:
-        ModelError: the path has no adapter in safetensors, the adapter has no head with one score
-            or does not fit this base, or another adapter has this name.
+        ModelError: the path has no adapter in safetensors, the adapter has no head or does not fit
+            this base, or another adapter has this name.
     """
     peft = load_peft()
     try:
@@ -103,12 +120,11 @@ def _take_score(weights: dict[str, Tensor], path: str | Path) -> nn.Linear:
     """Remove the head from the weights of a saved adapter, and return the frozen head."""
     prefix = "base_model.model.score."
     weight, bias = weights.pop(f"{prefix}weight", None), weights.pop(f"{prefix}bias", None)
-    if weight is None or len(weight) != 1:
-        found = "no head 'score'" if weight is None else f"a head with {len(weight)} labels"
+    if weight is None:
         raise ModelError(
-            f"The adapter '{path}' has {found}, but a reward model needs a head with one score. "
-            "Train a ...ForSequenceClassification with num_labels=1 and task_type='SEQ_CLS'."
+            f"The adapter '{path}' has no head 'score', but a reward model needs a head with one "
+            f"score. {_HOW_TO_TRAIN}"
         )
-    score = nn.Linear(weight.shape[1], 1, bias=bias is not None)
+    score = nn.Linear(weight.shape[1], len(weight), bias=bias is not None)
     score.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
     return score.requires_grad_(False)

@@ -12,6 +12,7 @@ from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import add_adapter, checkpoint_activations, is_peft, plain_model
 from ppo_core.models.files.value_head_files import PREFIX, SavedHead, load_with_head, save_head
+from ppo_core.models.reward_adapter import AdapterClassifier, load_adapter_classifier
 
 _POLICY_PREFIX = "pretrained_model."
 _HEAD_SETTINGS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initializer_range")
@@ -70,6 +71,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
             device=lm_head.weight.device, dtype=torch.promote_types(policy.dtype, torch.float32)
         )
         _initialize(self.v_head, v_head_init_strategy, v_head_initializer_range)
+        self._reward_adapter: AdapterClassifier | None = None
 
     @classmethod
     def from_pretrained(
@@ -80,12 +82,15 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         torch_dtype: torch.dtype | str | None = None,
         peft_config: Any = None,
         is_trainable: bool = True,
+        reward_adapter: str | Path | None = None,
+        reward_adapter_name: str = "reward_adapter",
         **kwargs: Any,
     ) -> Self:
         """Return a model with its saved value head, or with a new head if none was saved.
 
         The first argument is a model, or the folder or hub id of a model or adapter. `peft_config`
-        adds a new adapter; `is_trainable` applies to a loaded adapter. `dtype` (formerly
+        adds a new adapter; `is_trainable` applies to a loaded adapter. `reward_adapter` is the
+        folder or hub id of an adapter for `compute_reward_score`. `dtype` (formerly
         `torch_dtype`) defaults to fp32, because small updates are lost in half precision. Settings
         of the value head are passed to the constructor. All other arguments, such as
         quantization_config, device_map and revision, are passed to transformers.
@@ -116,6 +121,8 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         model = cls(policy, **head_settings)
         if head is not None:
             model._load_head(head)
+        if reward_adapter is not None:
+            model._load_reward_adapter(reward_adapter, reward_adapter_name)
         return model
 
     @property
@@ -160,6 +167,26 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         logits = at_least_fp32(output.logits)
         result = (logits, output.loss, at_least_fp32(values).to(logits.device))
         return (*result, output.past_key_values) if return_past_key_values else result
+
+    @torch.no_grad()
+    def compute_reward_score(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Return the scores (B, S, L) of the reward adapter with L labels, at each token (B, S).
+
+        Raises:
+            ModelError: the model was loaded without a `reward_adapter`.
+        """
+        if self._reward_adapter is None:
+            raise ModelError(
+                "The model has no reward adapter. Load the model by from_pretrained(..., "
+                "peft_config=..., reward_adapter=PATH)."
+            )
+        states = self._reward_adapter.base_model(
+            input_ids=input_ids, attention_mask=attention_mask, **kwargs
+        ).last_hidden_state
+        score = self._reward_adapter.score.to(states.device)
+        return at_least_fp32(score(states.to(score.weight.dtype)))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the policy's `generate` (`transformers.GenerationMixin.generate`)."""
@@ -221,11 +248,21 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         head = self.v_head.state_dict() if state_dict is None else _part(state_dict, PREFIX)
         if state_dict is not None:
             kwargs["state_dict"] = _part(state_dict, _POLICY_PREFIX)
+        if is_peft(self.pretrained_model):
+            kwargs.setdefault("selected_adapters", [self.pretrained_model.active_adapter])
         self.pretrained_model.save_pretrained(
             save_directory, is_main_process=is_main_process, **kwargs
         )
         if is_main_process:
             save_head(head, save_directory)
+
+    def _load_reward_adapter(self, path: str | Path, name: str) -> None:
+        if not is_peft(self.pretrained_model):
+            raise ModelError(
+                f"reward_adapter={str(path)!r} needs a policy with an adapter of its own. Pass a "
+                "peft_config, too."
+            )
+        self._reward_adapter = load_adapter_classifier(self.pretrained_model, path, name)
 
     def _load_head(self, saved: SavedHead) -> None:
         own = self.v_head.state_dict()
@@ -263,6 +300,12 @@ def _check_policy(policy: PreTrainedModel, *, has_encoder: bool) -> None:
         raise ModelError(
             f"{name} has no language-model head, so it cannot sample tokens. Load the model as a "
             "...ForCausalLM or ...ForConditionalGeneration."
+        )
+    head = policy.get_output_embeddings()
+    if not hasattr(head, "in_features"):
+        raise ModelError(
+            f"The language-model head of {name} is a {type(head).__name__} instead of a linear "
+            "layer, so its hidden states cannot be read. Use another model."
         )
     if policy.config.is_encoder_decoder != has_encoder:
         has, other = ("no encoder", "CausalLM") if has_encoder else ("an encoder", "Seq2SeqLM")

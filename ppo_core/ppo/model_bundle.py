@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -23,6 +24,9 @@ class ModelBundle:
 
     adapted: "PeftModel | None"
     """The PeftModel around the policy; None for a policy without adapters."""
+
+    saved_dtype: torch.dtype
+    """Precision of the policy that the script passed, and of the policy that is saved."""
 
     reference: LanguageModel
     critic: Critic

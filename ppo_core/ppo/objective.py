@@ -114,6 +114,7 @@ class Objective:
             "tokens": torch.ones_like(moved),
             "policy_loss": policy_losses,
             "value_loss": value_losses,
+            "new_values": values,
             "kl_loss": divergences,
             "entropy": predicted.entropies,
             "approxkl": 0.5 * moved**2,

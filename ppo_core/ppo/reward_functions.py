@@ -8,14 +8,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.data.batching import token_batches
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.prompts import Prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ConfigError, ModelError, user_code_errors
+from ppo_core.models.adapters import is_peft
+from ppo_core.models.reward_adapter import AdapterClassifier
 from ppo_core.models.reward_model import RewardModel
+from ppo_core.models.script_modules import score_rows
 
 RewardFunction = Callable[[list[str], list[str]], Sequence[float]]
 """A function of prompts and responses as texts that returns one number for each response."""
@@ -77,6 +80,30 @@ def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -
             lengths = lengths + 1
         scores[batch] = reward_model.score_rows(ids, lengths)
     return scores
+
+
+@dataclass(frozen=True)
+class ModuleReward:
+    """Scores the sampled tokens with a script's own module."""
+
+    name: str
+    module: nn.Module
+    batch_size: int
+
+    def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
+        """Return scores (B,) of prompts with their responses, which include the stop token.
+
+        Raises:
+            ModelError: the module raises an error, or returns another shape than (B,) or (B, 1).
+        """
+        scores = torch.empty(len(rollout), device=rollout.logprobs.device)
+        # A module chooses its own precision.
+        autocast = torch.autocast(rollout.logprobs.device.type, enabled=False)
+        with user_code_errors(ModelError, f"The reward model {self.name}"), autocast:
+            for batch in token_batches(rollout.row_lengths, self.batch_size):
+                rows = rollout.token_rows(batch)
+                scores[batch] = score_rows(self.module, rows.ids, rows.lengths)
+        return scores
 
 
 @dataclass(frozen=True)
@@ -150,6 +177,11 @@ class RewardMix:
         kept = self.sources.values()
         return [source.reward_model for source in kept if isinstance(source, ModelReward)]
 
+    def modules(self) -> list[nn.Module]:
+        """Return the modules of the script among the rewards."""
+        kept = self.sources.values()
+        return [source.module for source in kept if isinstance(source, ModuleReward)]
+
 
 def make_rewards(
     given: Any,
@@ -160,8 +192,8 @@ def make_rewards(
 ) -> RewardMix:
     """Make the rewards of a run from one reward, a list of rewards, or a dict of rewards by name.
 
-    A reward is a `RewardModel`, a `...ForSequenceClassification` that reads the policy's tokens,
-    or a function of prompts and responses.
+    A reward is a `RewardModel`, a `...ForSequenceClassification` or another module that reads the
+    policy's tokens (`ppo_core.models.script_modules`), or a function of prompts and responses.
 
     Raises:
         ModelError: a reward is none of these.
@@ -198,6 +230,9 @@ def _name_of(reward: Any) -> str:
 def _make_source(
     name: str, reward: Any, tokenizer: PreTrainedTokenizerBase, batch_size: int
 ) -> RewardSource:
+    is_model = isinstance(reward, PreTrainedModel | AdapterClassifier) or is_peft(reward)
+    if isinstance(reward, nn.Module) and not is_model:
+        return ModuleReward(name, reward, batch_size)
     if isinstance(reward, nn.Module):
         if not hasattr(getattr(reward, "config", None), "num_labels") or not hasattr(
             reward, "score"

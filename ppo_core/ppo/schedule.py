@@ -64,7 +64,7 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
     # num_train_epochs may be fractional, but the number of episodes is an integer (TRL #1740,
     # #1743).
     episodes = config.total_episodes or ceil(config.num_train_epochs * num_prompts)
-    num_updates = ceil(episodes / batch_size)
+    num_updates = ceil(episodes / batch_size) if config.max_steps == -1 else config.max_steps
     if config.critic_warmup_updates >= num_updates:
         raise ConfigError(
             f"critic_warmup_updates={config.critic_warmup_updates} leaves no update for the policy "

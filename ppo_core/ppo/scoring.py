@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ppo_core.algorithm.logits import tempered
+from ppo_core.algorithm.top_k_top_p import truncated
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import token_batches
 from ppo_core.data.prompts import Prompt
@@ -52,6 +54,28 @@ def response_logprobs(model: LanguageModel, rollout: Rollout, batch_size: int) -
     logprobs = torch.zeros_like(rollout.logprobs)
     for batch in token_batches(rollout.row_lengths, batch_size):
         counted, _ = model(rollout.token_rows(batch), rollout.temperature)
+        logprobs[batch] = _scattered(counted, rollout.response_mask[batch])
+    return logprobs
+
+
+@torch.no_grad()
+def truncated_logprobs(
+    model: LanguageModel, rollout: Rollout, batch_size: int, *, top_k: int, top_p: float
+) -> Tensor:
+    """Return log-probabilities (B, T) of the responses under a model cut to top_k and top_p.
+
+    A token that is cut off has its log-probability under the model itself.
+    """
+    logprobs = torch.zeros_like(rollout.logprobs)
+    for batch in token_batches(rollout.row_lengths, batch_size):
+        rows = rollout.token_rows(batch)
+        logits = tempered(model.logits(model.backbone.states(rows)), rollout.temperature)
+        kept = truncated(logits, top_k=top_k, top_p=top_p)
+        own, cut = (
+            each.log_softmax(dim=1).gather(1, rows.targets[:, None])[:, 0]
+            for each in (logits, kept)
+        )
+        counted = torch.where(cut.isfinite(), cut, own)
         logprobs[batch] = _scattered(counted, rollout.response_mask[batch])
     return logprobs
 

@@ -117,7 +117,7 @@ class Reporter:
         kept = is_main and config.save_strategy != "no"
         self._metrics_file = MetricsFile(Path(config.output_dir)) if kept else None
         self.control = TrainerControl()
-        self._handler = CallbackHandler(
+        self.handler = CallbackHandler(
             [DefaultFlowCallback(), *_integrations(list(self.args.report_to or ())), *callbacks],
             model,
             tokenizer,
@@ -129,7 +129,7 @@ class Reporter:
     @property
     def callbacks(self) -> list[TrainerCallback]:
         """Callbacks in the order of their calls."""
-        return self._handler.callbacks
+        return self.handler.callbacks
 
     @property
     def should_evaluate(self) -> bool:
@@ -190,15 +190,15 @@ class Reporter:
 
     def add_callback(self, callback: CallbackOrType) -> None:
         """Add a callback, given as an instance or as a class to instantiate."""
-        self._handler.add_callback(callback)
+        self.handler.add_callback(callback)
 
     def pop_callback(self, callback: CallbackOrType) -> TrainerCallback | None:
         """Remove and return a callback, or the first of a class; return None if there is none."""
-        return self._handler.pop_callback(callback)
+        return self.handler.pop_callback(callback)
 
     def remove_callback(self, callback: CallbackOrType) -> None:
         """Remove a callback, or the first callback of a class."""
-        self._handler.remove_callback(callback)
+        self.handler.remove_callback(callback)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for `load_state_dict`, serializable as JSON."""
@@ -250,7 +250,7 @@ class Reporter:
             self.callbacks[place] = kind.from_state(state)
 
     def _call(self, event: str, **details: Any) -> None:
-        call = getattr(self._handler, event)
+        call = getattr(self.handler, event)
         self.control = call(self.args, self.state, self.control, **details)
 
 

@@ -157,10 +157,12 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
         ModelError: the folder or hub id has no causal language model, or a package for
             quantization is missing.
     """
+    named = model.dtype != "auto"
     options: dict[str, Any] = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype if model.dtype == "auto" else getattr(torch, model.dtype),
+        # The trainer casts what it trains, and saves it in the precision of the files.
+        "dtype": getattr(torch, model.dtype) if model.use_peft and named else "auto",
         "quantization_config": bitsandbytes_config(
             load_in_4bit=model.load_in_4bit,
             load_in_8bit=model.load_in_8bit,

@@ -44,7 +44,7 @@ class PolicyExporter(RunContext):
         with replaced_together(folder) as unfinished:
             if adapted is not None:
                 save_adapter(adapted, unfinished / ADAPTER, weights=weights)
-            save_plain(model, adapted, unfinished, weights)
+            save_plain(model, adapted, unfinished, weights, self.models.saved_dtype)
             save_tokenizer(self.tokenizer, unfinished)
 
     def write_card(self, *, model_name: str | None = None, **details: Any) -> None:

@@ -60,6 +60,7 @@ class ScriptModels:
             self.policy,
             self.reference,
             self.rewards.models(),
+            self.rewards.modules(),
             adds_adapter=self.peft_config is not None,
         )
 
@@ -94,9 +95,13 @@ def make_models(
     policy = _make_policy(config, model)
     check_quantized_trainable(model)
     adapted = model if is_peft(model) else None
+    saved_dtype = policy.model.dtype
     critic = _make_critic(config, tokenizer, policy, adapted, value_head, given)
     _require_trainable(policy, critic)
     _train_in_fp32(model, critic)
+    if given.reference is not None and _shares(model, given.reference):
+        # So that its shared layers and its own have one precision.
+        given.reference.to(policy.model.dtype)
     disable_dropout(critic)
     if config.gradient_checkpointing:
         _checkpoint_activations(model, critic)
@@ -107,6 +112,7 @@ def make_models(
     return ModelBundle(
         policy=policy,
         adapted=adapted,
+        saved_dtype=saved_dtype,
         reference=reference,
         critic=engine.place(critic.eval()),
         rewards=given.rewards,
@@ -156,6 +162,8 @@ def _prepare_frozen(
     for scorer in rewards.models():
         if not isinstance(scorer.model, PreTrainedModel):
             scorer.model.eval().to(engine.device)  # a head on the policy's base
+    for module in rewards.modules():
+        module.eval().requires_grad_(False).to(engine.device)
     if reference.model is not policy.model:
         frozen.append(reference)
     for one in frozen:
@@ -174,6 +182,23 @@ def require_loaded(model: object, **others: object) -> None:
             raise ModelError(
                 f"{name}={one!r:.80} is no model. Hand over a loaded one: {name}="
                 "AutoModelForCausalLM.from_pretrained(...)."
+            )
+
+
+def require_equal_models(prints: dict[str, Layout], engine: Engine) -> None:
+    """Raise if the models differ between processes, as fingerprints of their weights tell.
+
+    Raises:
+        ModelError: another process has other weights.
+    """
+    by_rank = engine.peers.exchange(prints)
+    for part, found in prints.items():
+        different = [rank for rank, other in enumerate(by_rank) if other.get(part) != found]
+        if different:
+            raise ModelError(
+                f"The {part} has other weights in process {different[0]} than in process "
+                f"{engine.rank}. Load it alike in all processes; with FSDP, set "
+                "fsdp_cpu_ram_efficient_loading: false, which otherwise loads it in one of them."
             )
 
 
@@ -205,9 +230,9 @@ def _train_in_fp32(model: nn.Module, critic: Critic) -> None:
             whole.float()
 
 
-def _shares(model: nn.Module, critic: Critic) -> bool:
+def _shares(model: nn.Module, other: nn.Module) -> bool:
     of_policy = set(map(id, model.parameters()))
-    return any(id(parameter) in of_policy for parameter in critic.parameters())
+    return any(id(parameter) in of_policy for parameter in other.parameters())
 
 
 def _refuse_same(given: ScriptModels) -> None:
@@ -217,8 +242,9 @@ def _refuse_same(given: ScriptModels) -> None:
             "Load the reference separately, or hand over ref_model=None."
         )
     trained = [one for one in (given.policy, given.critic) if one is not None]
-    for scorer in given.rewards.models():
-        if any(_trains(one, scorer.model) for one in trained):
+    scorers = [scorer.model for scorer in given.rewards.models()]
+    for scorer in (*scorers, *given.rewards.modules()):
+        if any(_trains(one, scorer) for one in trained):
             raise ModelError(
                 "The reward model is the same object as a model that is trained: its scores would "
                 "change. Load it separately, or hand over value_model=None."
@@ -310,7 +336,7 @@ def _make_critic(
     if isinstance(given.critic, Critic):
         return given.critic
     if given.critic is not None:
-        return Critic.from_classifier(given.critic)
+        return Critic.from_module(given.critic)
     if value_head is not None or config.shared_critic:
         return Critic.on_policy(policy, value_head)
     for reward_model in given.rewards.models():

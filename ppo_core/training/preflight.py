@@ -34,11 +34,10 @@ def check_models(
         if scorer.reads_tokens_of(tokenizer):
             _check_reader("reward model", scorer.model, known, longest + scorer.end_of_text)
         _check_template(scorer, prompts)
-    for name, model in (
-        ("reference", models.reference.model),
-        ("critic", models.critic.model),
-    ):
-        _check_reader(name, model, known, longest)
+    _check_reader("reference", models.reference.model, known, longest)
+    # A script's own value model has no configuration.
+    if hasattr(models.critic.model, "config"):
+        _check_reader("critic", models.critic.model, known, longest)
 
 
 def _check_policy(models: ModelBundle) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.checkpointing.checkpointer import Checkpointer
 from ppo_core.checkpointing.contents import CheckpointContents
 from ppo_core.checkpointing.fingerprint import Fingerprint
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.config.unsupported_settings import seal
 from ppo_core.data.progress_bar import progress
 from ppo_core.data.prompt_set import Collator, PromptSet, make_prompt_set
 from ppo_core.data.types import Record, Rollout, Scores, map_tensors
@@ -50,11 +51,13 @@ from ppo_core.training.model_setup import (
     ScriptModels,
     make_engine,
     make_models,
+    require_equal_models,
     require_loaded,
     trained_layouts,
 )
 from ppo_core.training.precision import trains_in_bf16
 from ppo_core.training.preflight import check_models
+from ppo_core.training.script_names import PolicyAndValue, ScriptNames, with_older_names
 
 ROWS_SHOWN = 5
 """Number of rows that are printed of a table of samples; the file has all rows."""
@@ -62,7 +65,7 @@ ROWS_SHOWN = 5
 logger = logging.getLogger(__name__)
 
 
-class PPOTrainer:
+class PPOTrainer(ScriptNames):
     """Trains a policy with PPO to increase rewards; a KL term keeps the policy near a reference.
 
     The constructor does not change memory settings. For those of `python -m ppo_core` on a CPU,
@@ -74,12 +77,14 @@ class PPOTrainer:
         model: the policy, trained in place: a causal language model, with or without a value
             head, or a PeftModel.
         ref_model: the reference; None takes a copy of the policy, or its base without adapter.
-        reward_model: a `RewardModel`, a `...ForSequenceClassification`, a function of prompts
-            and responses, or several of these as a list or a dict.
+        reward_model: a `RewardModel`, a `...ForSequenceClassification` or another module
+            (`ppo_core.models.script_modules`), a function of prompts and responses, or several of
+            these as a list or a dict.
         train_dataset: prompts as a list, or a data set with the column "prompt" (text or chat
             messages), "messages" or "input_ids".
-        value_model: the critic, a `...ForSequenceClassification` or a `Critic`, trained in
-            place; None copies the reward model, or else the policy's backbone.
+        value_model: the critic, a `...ForSequenceClassification`, a `Critic` or another module
+            that returns a value for each token, trained in place; None copies the reward model, or
+            else the policy's backbone.
         data_collator: function that returns the "input_ids" of rows without these columns.
         eval_dataset: prompts for sample completions and evaluations.
         optimizers: optimizer and learning-rate scheduler; (None, None) makes AdamW and the
@@ -95,6 +100,7 @@ class PPOTrainer:
         DataError: a prompt cannot be used.
     """
 
+    @with_older_names
     def __init__(
         self,
         args: PPOConfig,
@@ -116,7 +122,9 @@ class PPOTrainer:
         require_loaded(model, ref_model=ref_model, value_model=value_model)
         # Resolve bf16 first, because the run's fingerprint includes this setting.
         in_bf16 = trains_in_bf16(args.bf16, model, use_cpu=args.use_cpu)
+        seal(args)
         self.args = args = replace(args, bf16=in_bf16)
+        seal(args)
         self.processing_class = processing_class
         self.engine = make_engine(args)
         self.rewards = make_rewards(
@@ -127,10 +135,21 @@ class PPOTrainer:
         )
         given = ScriptModels(model, ref_model, value_model, self.rewards, peft_config)
         prints = given.fingerprints()
+        require_equal_models(prints, self.engine)
         self._models = models = make_models(args, processing_class, given, self.engine)
         self.policy, self.reference, self.critic = models.policy, models.reference, models.critic
-        self._train_set = self._read_prompts(train_dataset, data_collator)
-        self._eval_set = self._read_eval_prompts(eval_dataset, data_collator)
+        self.model = PolicyAndValue(
+            models.adapted or models.policy.model,
+            models.critic if value_model is None else value_model,
+        )
+        self.ref_model = ref_model
+        if ref_model is None and not models.shares_weights:
+            self.ref_model = models.reference.model
+        self.reward_model = reward_model
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._collator = data_collator
+        self._train_set = self._read_prompts(train_dataset)
+        self._eval_set = self._read_eval_prompts(eval_dataset)
         self._check_models()
         self.schedule = make_schedule(
             args, num_prompts=len(self._train_set), num_processes=self.engine.num_processes
@@ -148,33 +167,6 @@ class PPOTrainer:
         self._timer = PhaseTimer()
         self._sampler = self._make_sampler()
         self._interruption = Interruption()
-
-    @property
-    def model(self) -> nn.Module:
-        """The policy as a model of transformers or PEFT."""
-        return self._files.trained_model
-
-    @property
-    def state(self) -> TrainerState:
-        """Transformers' state of the run: steps, and the history of logged metrics."""
-        return self._reporter.state
-
-    @property
-    def accelerator(self) -> Any:
-        """Accelerate's Accelerator with device, process_index, is_main_process, ..."""
-        return self.engine.accelerator
-
-    def is_world_process_zero(self) -> bool:
-        """Return whether this is the process that writes files and logs."""
-        return self.engine.is_main
-
-    def add_callback(self, callback: CallbackOrType) -> None:
-        """Add a callback of transformers; if `callback` is a class, add an instance of it."""
-        self._reporter.add_callback(callback)
-
-    def remove_callback(self, callback: CallbackOrType) -> None:
-        """Remove a callback; if `callback` is a class, remove its first instance."""
-        self._reporter.remove_callback(callback)
 
     def train(
         self,
@@ -272,6 +264,23 @@ class PPOTrainer:
                 output_dir=self.args.output_dir,
             )
         return completions
+
+    def evaluate(self, eval_dataset: Any = None) -> Metrics:
+        """Answer prompts greedily and score them; log and return the mean score "eval/scores".
+
+        Raises:
+            ConfigError: neither this method nor the trainer was given an `eval_dataset`.
+        """
+        prompts = self._eval_set
+        if eval_dataset is not None:
+            prompts = self._read_prompts(eval_dataset)
+        if prompts is None:
+            raise ConfigError("There are no prompts to evaluate. Pass an eval_dataset.")
+        completions = self._answer(prompts)
+        metrics = {"eval/scores": sum(completions.scores) / len(completions)}
+        self._reporter.log(metrics)
+        self._reporter.evaluated(metrics)
+        return metrics
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Save policy and tokenizer in transformers' format, with the weights as safetensors.
@@ -430,7 +439,7 @@ class PPOTrainer:
                 logger.warning("%s", as_logged(self._run.updates, warning))
         self._reporter.step_end(metrics, epoch=self._run.episodes / len(self._train_set))
         if self.engine.any(self._reporter.should_evaluate) and self._eval_set is not None:
-            self._evaluate(self._eval_set)
+            self.evaluate()
         # Show samples after the first update, and at most `num_sample_generations` times in all,
         # at equal intervals.
         due = (self._run.updates - 1) * self.args.num_sample_generations
@@ -440,12 +449,6 @@ class PPOTrainer:
         if self.engine.any(self._reporter.should_save):
             self._checkpoints.save()
             self._reporter.saved()
-
-    def _evaluate(self, prompts: PromptSet) -> None:
-        completions = self._answer(prompts)
-        metrics = {"eval/scores": sum(completions.scores) / len(completions)}
-        self._reporter.log(metrics)
-        self._reporter.evaluated(metrics)
 
     def _answer(self, prompts: PromptSet) -> Completions:
         averaged = self._average.swapped_in() if self._average else nullcontext()
@@ -462,14 +465,14 @@ class PPOTrainer:
 
     # --- Setting up ---
 
-    def _read_prompts(self, dataset: Any, collator: Collator | None) -> PromptSet:
+    def _read_prompts(self, dataset: Any) -> PromptSet:
         return make_prompt_set(
-            dataset, self.processing_class, self.policy.model, self.args, collator
+            dataset, self.processing_class, self.policy.model, self.args, self._collator
         )
 
-    def _read_eval_prompts(self, dataset: Any, collator: Collator | None) -> PromptSet | None:
+    def _read_eval_prompts(self, dataset: Any) -> PromptSet | None:
         if dataset is not None:
-            return self._read_prompts(dataset, collator)
+            return self._read_prompts(dataset)
         if self.args.eval_strategy != "no":
             raise ConfigError(
                 f"eval_strategy={self.args.eval_strategy!r} needs an eval_dataset. Pass an "
@@ -500,7 +503,7 @@ class PPOTrainer:
         return Reporter(
             self.args,
             callbacks=callbacks,
-            model=self._train_state.module,
+            model=self.model,
             tokenizer=self.processing_class,
             optimizer=self._train_state.optimizer,
             scheduler=self._train_state.scheduler,

@@ -27,7 +27,7 @@ from pipeline.tracking.mlflow_runs import start_runs
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.config.trl_names import PPO_ALIASES, SUPERVISED_ALIASES, SUPERVISED_INSTEAD
-from ppo_core.config.unsupported_settings import INSTEAD
+from ppo_core.config.unsupported_settings import INSTEAD, NO_EFFECT
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.supervised.supervised_cli import SupervisedArguments, SupervisedLoraArguments
 from ppo_core.supervised.supervised_config import SupervisedConfig
@@ -246,13 +246,16 @@ def test_every_setting_is_in_the_page_about_migrating():
 def test_every_name_that_is_refused_is_in_the_page_as_the_error_says_it():
     page = MIGRATING.read_text()
     for table in (INSTEAD, SUPERVISED_INSTEAD):
-        rows = [refusal(name, *entry) for name, entry in table.items()]
+        no_effect = NO_EFFECT if table is INSTEAD else ()
+        rows = [refusal(name, *entry, name in no_effect) for name, entry in table.items()]
         assert [row for row in rows if row not in page] == []
 
 
-def refusal(name: str, accepted: tuple[object, ...], instead: str) -> str:
+def refusal(name: str, accepted: tuple[object, ...], instead: str, has_no_effect: bool) -> str:
     """The row of a name in the table: values that are accepted, and what to use instead."""
     values = ", ".join(f"`{value!r}`" for value in accepted) or "-"
+    if has_no_effect:
+        values = "any, with a log line"
     return f"| `{name}` | {values} | {instead[0].upper()}{instead[1:]}. |"
 
 

@@ -23,7 +23,7 @@ THREE = "sft.learning_rate or reward_model_training.learning_rate or ppo.learnin
         ({"ppo": {"lr": 1e-5}}, "Did you mean ppo.learning_rate?"),
         ({"sft": {"num_train_epochs": 2}}, "Did you mean sft.num_epochs?"),
         ({"sft": {"packing": True}}, "Unknown setting sft.packing. Instead: each row is a"),
-        ({"ppo": {"max_steps": 5}}, "Unknown setting ppo.max_steps. Instead: set total_episodes"),
+        ({"ppo": {"fp16": True}}, "Unknown setting ppo.fp16. Instead: set bf16=True"),
         ({"ppo": {"num_examples": 5}}, "Did you mean evaluation.num_examples?"),
         ({"model_name_or_path": "m"}, "Did you mean policy"),
         ({"kl-coef": 0.1}, "Did you mean ppo.kl_coef?"),

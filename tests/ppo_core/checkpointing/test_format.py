@@ -23,6 +23,7 @@ run.health.drop.changes run.health.drop.updates run.pending.steps_done
 run.pending.values.kl_loss_coef run.pending.values.rollout.temperature
 run.pending.values.rollout.behaviour_logprobs
 run.pending.sums.tokens run.pending.sums.policy_loss run.pending.sums.value_loss
+run.pending.sums.new_values
 run.pending.sums.entropy run.pending.sums.approxkl run.pending.sums.kl_from_old
 run.pending.sums.kl_loss run.pending.sums.clipped run.pending.sums.value_clipped
 run.pending.sums.ratio_error run.pending.sums.abs_ratio_error run.pending.sums.ratio_error_squared

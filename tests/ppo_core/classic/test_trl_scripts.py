@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
+from ppo_core import PPOConfig
 from ppo_core.classic import AutoModelForCausalLMWithValueHead
+from ppo_core.config.argument_parser import parse_arguments
+from ppo_core.config.ppo_config import PPOConfig as UpdateConfig
 from tests.helpers.forked_python import run_python
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 
@@ -216,6 +219,13 @@ def test_a_script_for_the_trainer_of_trl_1_12_runs_after_its_import_line_is_chan
     assert "Samples after update 2" in printed
     assert moved(AutoModelForCausalLM.from_pretrained(output), sft)
     assert AutoTokenizer.from_pretrained(output).pad_token == "[PAD]"
+
+
+def test_a_script_without_model_paths_loads_the_default_models_of_trl():
+    parsed = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(["--total_episodes", "8"])
+    assert {parsed[0].sft_model_path, parsed[0].reward_model_path} == {"EleutherAI/pythia-160m"}
+    command, *_ = parse_arguments([UpdateConfig], ["--total_episodes", "8"])
+    assert {command.sft_model_path, command.reward_model_path} == {None}
 
 
 def test_a_script_with_the_classic_loop_runs_after_its_import_lines_are_changed(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainingArguments
 
 from ppo_core import ConfigError, PPOConfig
-from ppo_core.config.unsupported_settings import INSTEAD, refuse_unsupported
+from ppo_core.config.unsupported_settings import INSTEAD, NO_EFFECT, refuse_unsupported, seal
 from tests.helpers.paths import ROOT
 
 OURS = [field.name for field in fields(PPOConfig)]
@@ -58,7 +58,7 @@ def test_no_setting_is_both_supported_and_refused():
     assert not set(OURS) & set(INSTEAD)
 
 
-@pytest.mark.parametrize("name", sorted(INSTEAD))
+@pytest.mark.parametrize("name", sorted(INSTEAD.keys() - NO_EFFECT))
 def test_what_happens_anyway_is_accepted_and_anything_else_is_refused(name: str):
     accepted, instead = INSTEAD[name]
     for value in accepted:
@@ -70,6 +70,35 @@ def test_what_happens_anyway_is_accepted_and_anything_else_is_refused(name: str)
     assert name in str(refused.value)
     assert "something else" in str(refused.value)
     assert instead in str(refused.value)
+
+
+@pytest.mark.parametrize("name", sorted(NO_EFFECT))
+def test_a_setting_that_changes_no_result_is_accepted_with_one_log_line(name: str, caplog):
+    accepted, instead = INSTEAD[name]
+    for value in accepted:
+        PPOConfig(**{name: value})
+    assert caplog.records == []
+    assert PPOConfig(**{name: "something else"}) == PPOConfig()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{name}='something else' has no effect here: {instead}."
+    ]
+
+
+def test_a_script_may_assign_settings_until_a_trainer_has_read_them():
+    config = PPOConfig()
+    config.kl_coef = 0.2
+    config.fp16 = False
+    assert config == PPOConfig(kl_coef=0.2)
+    for name, value in (("fp16", True), ("kl_ceof", 0.1)):
+        with pytest.raises(ConfigError, match=name):
+            setattr(config, name, value)
+    seal(config)
+    with pytest.raises(ConfigError, match=r"kl_coef=0\.3 is set after the trainer was made"):
+        config.kl_coef = 0.3
+    changed = replace(config, kl_coef=0.3)
+    changed.kl_coef = -1.0
+    with pytest.raises(ConfigError, match=r"kl_coef=-1\.0 must be at least 0"):
+        replace(changed)
 
 
 def test_fp16_is_refused_with_what_to_use():
@@ -88,14 +117,14 @@ def test_an_unknown_name_near_to_none_is_refused():
 
 
 def test_accepted_names_leave_no_trace():
-    config = PPOConfig(fp16=False, max_steps=-1, seed=7)
+    config = PPOConfig(fp16=False, tf32=None, seed=7)
     assert asdict(config) == asdict(PPOConfig(seed=7))
 
 
 def test_a_copy_with_changes_is_checked_alike():
     assert replace(PPOConfig(seed=7), temperature=0.5, fp16=False).seed == 7
-    with pytest.raises(ConfigError, match="max_steps=3"):
-        replace(PPOConfig(), max_steps=3)
+    with pytest.raises(ConfigError, match="fp16=True"):
+        replace(PPOConfig(), fp16=True)
 
 
 def test_supported_settings_are_given_back_and_the_rest_left_out():

@@ -341,6 +341,8 @@ def test_deepspeed_settings_from_a_file(tmp_path, one, processes):
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 TWO = {"WORLD_SIZE": "2"}
+ONE_FOR_TWO = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
+"""What `accelerate launch --cpu --num_processes 2` sets in the only process that it starts."""
 
 
 @pytest.mark.parametrize(
@@ -360,6 +362,17 @@ def test_setting_and_launcher_choose_one_sharding(monkeypatch, environment, give
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert choose_sharding(**NOTHING | given) == chosen
+
+
+def test_fsdp_of_version_1_is_run_as_version_2_with_one_log_line(monkeypatch, caplog):
+    for name, value in (
+        FSDP | {"FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "full_shard"}
+    ).items():
+        monkeypatch.setenv(name, value)
+    assert choose_sharding(**NOTHING) == "fsdp2"
+    assert [record.getMessage() for record in caplog.records] == [
+        "FSDP version 1 of accelerate launch is run as version 2."
+    ]
 
 
 NOTHING = {"sharding": None, "deepspeed": None, "offload": False}
@@ -387,7 +400,8 @@ NOTHING = {"sharding": None, "deepspeed": None, "offload": False}
             {"offload": True, "deepspeed": "zero.json"},
             "offload=True does not work with deepspeed='zero.json'",
         ),
-        (FSDP | {"FSDP_VERSION": "1"}, {}, "FSDP_VERSION=1 .* fsdp_version: 2"),
+        (FSDP | {"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, {}, "STRATEGY=SHARD_GRAD_OP"),
+        (ONE_FOR_TWO, {}, "asked for several processes and started one"),
         (FSDP | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, {}, "RESHARD_AFTER_FORWARD=false"),
         (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "set gradient_checkpointing=True"),
         (FSDP | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, {}, "AUTO_WRAP_POLICY=NO_WRAP"),

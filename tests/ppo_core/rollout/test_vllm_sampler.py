@@ -113,7 +113,7 @@ def test_an_adapter_is_sent_merged(server, tmp_path):
             if "lora_B" in name:
                 parameter.normal_(std=0.5)
     trainer = make_trainer(settings(server, tmp_path), model=adapted, ref_model=None)
-    sampler = make_sampler(server, tmp_path, trainer.policy, trainer.model)
+    sampler = make_sampler(server, tmp_path, trainer.policy, trainer.policy_model)
     rollout = sampler.sample(PROMPTS, uniforms(), WARM, sampler.synchronize())
     own, theirs = scored(trainer.policy, rollout)
     assert_close(theirs, own, rtol=0, atol=1e-5)

@@ -12,8 +12,9 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ppo_core import ConfigError, ModelError, PPOConfig
+from ppo_core import ConfigError, ModelError
 from ppo_core.config.argument_parser import field_docs, parse_arguments
+from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.training.cli import load_prompts, load_reward, load_start, lora_of
 from tests.helpers.forked_python import Ended, run_python
@@ -121,7 +122,7 @@ def test_a_file_stands_for_its_flags_and_flags_win_over_it(tmp_path: Path):
 
 
 def test_what_happens_anyway_is_accepted_as_a_flag():
-    config, *_ = parse("--dataset_name x --fp16 False --max_steps -1 --remove-unused-columns=false")
+    config, *_ = parse("--dataset_name x --fp16 False --tf32 null --remove-unused-columns=false")
     assert config == PPOConfig()
 
 
@@ -134,7 +135,8 @@ def test_what_happens_anyway_is_accepted_as_a_flag():
         ("--truncate_token eos", "--truncate_token='eos' is not supported: set stop_token"),
         ("--total_episodes 1.5", "argument --total_episodes.*: invalid int value: '1.5'"),
         ("--fp16 true", "fp16=True is not supported"),
-        ("--max_steps=100", "max_steps=100 is not supported: set total_episodes"),
+        ("--max_steps=0", "max_steps=0 must be a whole number, at least 1"),
+        ("--max_steps=9 --total_episodes=8", "max_steps=9 and total_episodes=8 both set"),
         ("--lora_task_type SEQ_CLS", "lora_task_type='SEQ_CLS' is not supported"),
         ("--trust_remote_code True", "code from a model's repository is never run"),
         ("--learning_rat 3e-6", "no setting --learning_rat, .* Did you mean --learning_rate"),
@@ -158,7 +160,7 @@ def test_what_cannot_be_used_is_refused_in_words(flags: str, words: str):
     [
         ("seed = ", "cannot be read"),
         ("[ppo]\nseed = 1", r"has a table \[ppo\]"),
-        ("max_steps = 3", "max_steps=3 is not supported"),
+        ("fp16 = true", "fp16=True is not supported"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, words: str):
@@ -181,6 +183,14 @@ def test_every_flag_has_a_docstring_for_its_help(kind: type):
 def test_a_docstring_is_the_text_below_its_field_in_one_line():
     assert field_docs(ScriptArguments)["dataset_train_split"] == "Split to train on."
     assert "\n" not in field_docs(PPOConfig)["total_episodes"]
+
+
+def test_a_policy_is_loaded_in_the_precision_of_its_files(tmp_path: Path):
+    make_policy().to(torch.bfloat16).save_pretrained(tmp_path)
+    _, _, model = parse("--dataset_name x")
+    assert load_start(str(tmp_path), model).dtype == torch.bfloat16
+    _, _, adapted = parse("--dataset_name x --use_peft")
+    assert load_start(str(tmp_path), adapted).dtype == torch.float32
 
 
 # --- Running ---------------------------------------------------------------------

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from ppo_core.errors import TrainingError
 from ppo_core.models.loading import load_policy
@@ -93,6 +93,21 @@ def test_with_a_running_mean_it_is_the_mean_that_is_saved(tmp_path):
     assert torch.equal(saved[name], mean[f"model.{name}"])
     assert not torch.equal(saved[name], before[name])
     assert all(torch.equal(weight, before[n]) for n, weight in weights(trainer).items())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_policy_in_half_precision_is_saved_in_it(tmp_path, family):
+    config = dataclasses.replace(CONFIG, output_dir=str(tmp_path), total_episodes=16, bf16=False)
+    policy = make_policy(family).to(torch.bfloat16)
+    trainer = make_trainer(config, model=policy, ref_model=None)
+    trainer.train()
+    trainer.save_model()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    trained = weights(trainer)
+    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, trained[name].bfloat16())
 
 
 def test_the_model_card_names_settings_and_last_metrics(tmp_path):

@@ -1,0 +1,121 @@
+"""Reward and value models that are a script's own modules, called as TRL calls them."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ppo_core.algorithm.logits import at_least_fp32
+from ppo_core.algorithm.masking import length_mask
+from ppo_core.data.types import TokenRows
+from ppo_core.errors import ModelError
+
+
+def has_backbone_and_score(module: nn.Module) -> bool:
+    """Return whether a module names its backbone in `base_model_prefix`, and has a `score`.
+
+    TRL computes such a module's outputs as score(hidden states of the backbone).
+    """
+    prefix = getattr(module, "base_model_prefix", None)
+    return isinstance(prefix, str) and hasattr(module, prefix) and hasattr(module, "score")
+
+
+@torch.no_grad()
+def score_rows(module: nn.Module, ids: Tensor, lengths: Tensor) -> Tensor:
+    """Return scores (B,) of right-padded token ids (B, S) of the given lengths (B,).
+
+    A module with a backbone and a score is read at the last token. Any other module returns the
+    scores (B,) or (B, 1) of `module(input_ids, attention_mask)`.
+
+    Raises:
+        ModelError: the module returns another shape.
+    """
+    mask = length_mask(lengths, ids.shape[1])
+    if has_backbone_and_score(module):
+        rows = torch.arange(len(ids), device=ids.device)
+        model: Any = module
+        states = hidden_states(getattr(model, model.base_model_prefix), ids, mask)
+        scores: Tensor = model.score(states[rows, lengths - 1])
+    else:
+        scores = _tensor(_call(module, ids, mask))
+    if scores.shape not in ((len(ids),), (len(ids), 1)):
+        raise ModelError(
+            f"The reward model {type(module).__name__} returned scores of shape "
+            f"{tuple(scores.shape)} for {len(ids)} responses. Return one score for each response, "
+            f"(B,) or (B, 1)."
+        )
+    return at_least_fp32(scores.reshape(-1))
+
+
+def hidden_states(backbone: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    """Return the last hidden states (B, S, D) of a script's backbone."""
+    output = _call(backbone, ids, mask, output_hidden_states=True, return_dict=True)
+    states: Tensor = (
+        output.hidden_states[-1]
+        if getattr(output, "hidden_states", None) is not None
+        else output.last_hidden_state
+    )
+    return states
+
+
+def token_values(module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    """Return the values (B, S, 1) of a module that returns one value for each token.
+
+    Raises:
+        ModelError: the module returns another shape than (B, S) or (B, S, 1).
+    """
+    values = _tensor(_call(module, ids, mask))
+    if values.shape not in (ids.shape, (*ids.shape, 1)):
+        raise ModelError(
+            f"The value model {type(module).__name__} returned values of shape "
+            f"{tuple(values.shape)} for token ids {tuple(ids.shape)}. Return one value for each "
+            "token, (B, S) or (B, S, 1)."
+        )
+    return values.reshape(*ids.shape, 1)
+
+
+class ModuleBackbone:
+    """A script's module in the place of a backbone."""
+
+    def __init__(
+        self, module: nn.Module, read: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    ) -> None:
+        """Take a module, and `hidden_states` or `token_values` to read its states (B, S, D)."""
+        self.module = module
+        self._read = read
+
+    def states(self, rows: TokenRows) -> Tensor:
+        """Return the states (N, D) from which the counted tokens were sampled."""
+        mask = length_mask(rows.lengths, rows.ids.shape[1])
+        return self._read(self.module, rows.ids, mask)[rows.row, rows.state]
+
+    def products(self, ids: Tensor) -> AbstractContextManager[None]:
+        """Return a context that changes nothing, as for a decoder with PyTorch's attention."""
+        return nullcontext()
+
+
+def _call(module: nn.Module, ids: Tensor, mask: Tensor, **options: Any) -> Any:
+    """Call a module with those of the inputs that it takes; without their names, by position."""
+    inputs = {"input_ids": ids, "attention_mask": mask.long(), **options}
+    taken = inspect.signature(module.forward).parameters
+    if not any(each.kind == inspect.Parameter.VAR_KEYWORD for each in taken.values()):
+        if "input_ids" not in taken:
+            return module(*[ids, mask.long()][: len(taken)])
+        inputs = {name: value for name, value in inputs.items() if name in taken}
+    return module(**inputs)
+
+
+def _tensor(output: Any) -> Tensor:
+    """Return the tensor of an output: its `logits`, its first entry, or itself."""
+    found = getattr(output, "logits", None)
+    if found is None:
+        found = output[0] if isinstance(output, tuple | list) else output
+    if not isinstance(found, Tensor):
+        raise ModelError(
+            f"A reward or value model returned a {type(output).__name__}. Return a tensor, or an "
+            "output of transformers with `logits`."
+        )
+    return found

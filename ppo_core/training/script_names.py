@@ -1,0 +1,182 @@
+"""Names of TRL's trainer that scripts and callbacks use: arguments, attributes and methods."""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
+
+from ppo_core.distributed.engine import Engine
+from ppo_core.errors import ConfigError
+from ppo_core.ppo.update import TrainState
+from ppo_core.reporting.callbacks import CallbackOrType, Reporter
+from ppo_core.reporting.metrics import Metrics
+
+Parameters = ParamSpec("Parameters")
+
+OLDER_NAMES = {
+    "config": "args",
+    "tokenizer": "processing_class",
+    "policy": "model",
+    "ref_policy": "ref_model",
+}
+"""Name of an argument of the trainer in TRL 0.9 to 0.12 -> name since then."""
+
+STATE_FILE = "trainer_state.json"
+
+
+def with_older_names(
+    function: Callable[Parameters, None], names: Mapping[str, str] = OLDER_NAMES
+) -> Callable[Parameters, None]:
+    """Let a function take keyword arguments under their older names as well.
+
+    Raises:
+        ConfigError: an argument is given under both names.
+    """
+
+    @wraps(function)
+    def renamed(*args: Parameters.args, **given: Parameters.kwargs) -> None:
+        for name in names.keys() & given.keys():
+            if names[name] in given:
+                raise ConfigError(
+                    f"{name} and {names[name]} are two names of one argument. Pass only "
+                    f"{names[name]}."
+                )
+            given[names[name]] = given.pop(name)
+        function(*args, **given)
+
+    return renamed
+
+
+class PolicyAndValue(nn.Module):
+    """Policy and value model of a run; calls and all other attributes are the policy's."""
+
+    def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
+        """Take the models, which may share parameters."""
+        super().__init__()
+        self.policy = policy
+        self.value_model = value_model
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Return the output of the policy."""
+        return self.policy(*inputs, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the policy."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.policy, name)
+
+
+class ScriptNames:
+    """Attributes and methods of TRL's trainer, in terms of those of ours."""
+
+    engine: Engine
+    processing_class: PreTrainedTokenizerBase
+    model: PolicyAndValue
+    """Policy and value model, as `model.policy` and `model.value_model`."""
+
+    ref_model: nn.Module | None
+    """The reference; None if it is the policy's base model with another adapter or none."""
+
+    reward_model: Any
+    """The rewards as the script passed them."""
+
+    train_dataset: Any
+    eval_dataset: Any
+
+    _reporter: Reporter
+    _train_state: TrainState
+
+    @property
+    def policy_model(self) -> nn.Module:
+        """The policy as a model of transformers or PEFT."""
+        return self.model.policy
+
+    @property
+    def value_model(self) -> nn.Module:
+        """The value model that the script passed, or else the critic."""
+        return self.model.value_model
+
+    @property
+    def model_wrapped(self) -> PolicyAndValue:
+        """The same as `model`."""
+        return self.model
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The same as `processing_class`."""
+        return self.processing_class
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Optimizer of policy and critic."""
+        return self._train_state.optimizer
+
+    @property
+    def lr_scheduler(self) -> LRScheduler:
+        """Scheduler of the learning rate, advanced once per optimizer step."""
+        return self._train_state.scheduler
+
+    @property
+    def accelerator(self) -> Any:
+        """Accelerate's Accelerator with device, process_index, is_main_process, ..."""
+        return self.engine.accelerator
+
+    @property
+    def state(self) -> TrainerState:
+        """Transformers' state of the run: steps, and the history of logged metrics."""
+        return self._reporter.state
+
+    @property
+    def control(self) -> TrainerControl:
+        """Transformers' flags by which callbacks stop the run, or ask for logs and checkpoints."""
+        return self._reporter.control
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        """Transformers' list of callbacks."""
+        return self._reporter.handler
+
+    def is_world_process_zero(self) -> bool:
+        """Return whether this is the process that writes files and logs."""
+        return self.engine.is_main
+
+    def is_local_process_zero(self) -> bool:
+        """Return whether this is the first process of its machine."""
+        is_first: bool = self.accelerator.is_local_main_process
+        return is_first
+
+    def add_callback(self, callback: CallbackOrType) -> None:
+        """Add a callback of transformers; if `callback` is a class, add an instance of it."""
+        self._reporter.add_callback(callback)
+
+    def pop_callback(self, callback: CallbackOrType) -> TrainerCallback | None:
+        """Remove and return a callback, or the first of a class; return None if there is none."""
+        return self._reporter.pop_callback(callback)
+
+    def remove_callback(self, callback: CallbackOrType) -> None:
+        """Remove a callback; if `callback` is a class, remove its first instance."""
+        self._reporter.remove_callback(callback)
+
+    def log(self, logs: Metrics, start_time: float | None = None) -> None:
+        """Add metrics to the log history, and send them to callbacks and trackers.
+
+        `start_time` (`time.time()`) adds the metric "runtime", in seconds.
+        """
+        runtime = {} if start_time is None else {"runtime": time.time() - start_time}
+        self._reporter.log(logs | runtime)
+
+    def save_state(self) -> None:
+        """Write `state` into `output_dir`, as trainer_state.json."""
+        folder = Path(self._reporter.args.output_dir or ".")
+        if self.engine.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(str(folder / STATE_FILE))

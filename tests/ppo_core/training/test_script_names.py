@@ -1,0 +1,111 @@
+"""What scripts and callbacks for TRL read of the trainer, and the names of its arguments."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from torch import nn
+from transformers import TrainerCallback
+
+from ppo_core import ConfigError, PPOTrainer
+from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+from tests.ppo_core.training.test_trainer import CONFIG, PROMPTS, make_trainer
+
+ONE_UPDATE = replace(CONFIG, total_episodes=8, batch_size=8, response_length=4)
+
+
+class Noted(TrainerCallback):
+    """Keeps the models and the events of a run."""
+
+    def __init__(self):
+        self.models, self.logged, self.evaluated = [], [], []
+
+    def on_train_begin(self, args, state, control, *, model, **others):
+        self.models.append(model)
+
+    def on_log(self, args, state, control, *, logs, **others):
+        self.logged.append(logs)
+
+    def on_evaluate(self, args, state, control, *, metrics, **others):
+        self.evaluated.append(metrics)
+
+
+def test_a_script_reads_the_models_and_the_optimizer(tmp_path):
+    policy, reference, value_model = make_policy(), make_policy(), make_classifier()
+    reward_model = make_classifier(seed=4)
+    noted = Noted()
+    trainer = make_trainer(
+        replace(ONE_UPDATE, output_dir=str(tmp_path)),
+        model=policy,
+        ref_model=reference,
+        reward_model=reward_model,
+        value_model=value_model,
+        callbacks=[noted],
+    )
+    before = {name: p.clone() for name, p in trainer.model.policy.named_parameters()}
+    trainer.train()
+    assert trainer.model.policy is trainer.policy_model is policy
+    assert trainer.model.value_model is trainer.value_model is value_model
+    assert (trainer.ref_model, trainer.reward_model) == (reference, reward_model)
+    assert noted.models == [trainer.model] == [trainer.model_wrapped]
+    assert trainer.model.config is policy.config
+    after = dict(trainer.model.policy.named_parameters())
+    assert any(not after[name].equal(value) for name, value in before.items())
+    steps = ONE_UPDATE.num_ppo_epochs * ONE_UPDATE.num_mini_batches
+    assert trainer.lr_scheduler.last_epoch == steps
+    assert trainer.optimizer.param_groups[0]["lr"] == trainer.lr_scheduler.get_last_lr()[0]
+    assert trainer.train_dataset is PROMPTS
+    assert trainer.tokenizer is trainer.processing_class
+
+
+def test_a_made_reference_and_critic_have_names_too():
+    trainer = make_trainer(ref_model=None)
+    assert trainer.ref_model is trainer.reference.model
+    assert trainer.value_model is trainer.critic
+
+
+def test_a_script_logs_evaluates_and_removes_callbacks(tmp_path):
+    noted = Noted()
+    trainer = make_trainer(replace(ONE_UPDATE, output_dir=str(tmp_path)), callbacks=[noted])
+    with pytest.raises(ConfigError, match="no prompts to evaluate"):
+        trainer.evaluate()
+    metrics = trainer.evaluate(PROMPTS[:2])
+    assert noted.evaluated == [metrics]
+    trainer.log({"loss": 1.0}, start_time=time.time())
+    assert noted.logged[-1]["loss"] == 1.0
+    assert noted.logged[-1]["runtime"] >= 0
+    trainer.save_state()
+    saved = json.loads((tmp_path / "trainer_state.json").read_text())
+    assert [set(entry) & {"loss", "eval/scores"} for entry in saved["log_history"]] == [
+        {"eval/scores"},
+        {"loss"},
+    ]
+    assert noted in trainer.callback_handler.callbacks
+    assert trainer.pop_callback(Noted) is noted
+    assert trainer.pop_callback(Noted) is None
+    assert not trainer.control.should_training_stop
+
+
+def test_a_run_of_max_steps_has_that_many_updates():
+    config = replace(CONFIG, total_episodes=None, max_steps=3)
+    trainer = make_trainer(config)
+    assert (trainer.schedule.num_updates, trainer.state.max_steps) == (3, 3)
+    assert trainer.schedule.total_episodes == 3 * 16
+
+
+def test_arguments_have_their_older_names_too():
+    models = {"policy": make_policy(), "ref_policy": make_policy(), "reward_model": len}
+    trainer = PPOTrainer(config=CONFIG, tokenizer=make_tokenizer(), train_dataset=PROMPTS, **models)
+    assert trainer.policy_model is models["policy"]
+    assert trainer.ref_model is models["ref_policy"]
+    with pytest.raises(ConfigError, match="policy and model are two names"):
+        PPOTrainer(CONFIG, make_tokenizer(), policy=nn.Module(), model=nn.Module())
+
+
+def test_a_setting_that_is_changed_too_late_is_refused():
+    config = replace(CONFIG)
+    trainer = make_trainer(config)
+    for read in (config, trainer.args):
+        with pytest.raises(ConfigError, match="kl_coef=1 is set after the trainer was made"):
+            read.kl_coef = 1
