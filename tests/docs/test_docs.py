@@ -44,7 +44,17 @@ TRUSTING = ROOT / "docs" / "trusting-a-result.md"
 PRODUCTION = ROOT / "docs" / "to-production.md"
 RECOVERY = ROOT / "docs" / "sharding-and-recovery.md"
 VLLM = ROOT / "docs/vllm.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", MIGRATING, TRUSTING, PRODUCTION, RECOVERY, VLLM]
+EXAMPLES = ROOT / "docs" / "examples" / "README.md"
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    MIGRATING,
+    TRUSTING,
+    PRODUCTION,
+    RECOVERY,
+    VLLM,
+    EXAMPLES,
+]
 
 OTHERS_FLAGS = set(
     "backend-store-uri config config-file env-manager logprobs-mode max-model-len".split()
