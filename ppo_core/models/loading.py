@@ -19,6 +19,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from ppo_core.config.hub_ids import split_revision
 from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.chat_template import set_prompt_format
+from ppo_core.data.text_config import text_config
 from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.files.model_folder import (
     check_config_keys,
@@ -264,7 +265,7 @@ def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase, path: str 
     Raises:
         ModelError: the model's vocabulary is smaller than the tokenizer's.
     """
-    size = config.get_text_config().vocab_size
+    size = text_config(config).vocab_size
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= size:
         raise ModelError(

@@ -100,7 +100,7 @@ class RewardModel:
             )
         if self.lm_head is not None:
             rows = torch.arange(len(ids), device=ids.device)
-            scores = self.lm_head(self.backbone.states_at(ids, rows, lengths - 1))[:, 0]
+            scores = self.lm_head(self.backbone.states_at(ids, rows, lengths - 1, lengths))[:, 0]
         else:
             mask = length_mask(lengths, ids.shape[1])
             scores = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
