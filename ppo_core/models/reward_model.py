@@ -1,6 +1,7 @@
 """The reward model, which scores a prompt with its response."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class RewardModel:
         head = getattr(self.model, "score", None)
         return head if isinstance(head, nn.Linear) else None
 
-    @property
+    @cached_property
     def backbone(self) -> DecoderBackbone:
         """Return the model without its head."""
         own: DecoderBackbone | None = getattr(self.model, "backbone", None)
