@@ -29,6 +29,10 @@ class DecoderBackbone:
     pads_prompts = True
     """Whether prompts of different lengths are decoded together, padded on the left."""
 
+    counts_positions = False
+    """Whether the model, decoded without padding, counts its positions itself. RoBERTa's do not
+    begin at 0, where `generate` begins."""
+
     is_checked = False
     """Whether the backend that decodes this backbone was chosen by a check."""
 

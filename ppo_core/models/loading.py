@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     from ppo_core.models.reward_model import RewardModel
 
+OTHER_PARTS = ("vision_", "audio_", "multi_modal_projector.")
+"""Prefixes of tensors that the text part of a model of text and images does not have."""
+
 NAMED_TENSORS = 3
 """Number of tensors that an error message names."""
 
@@ -109,10 +112,10 @@ def empty_model(path: str | Path, *, scores: bool = False) -> "PreTrainedModel":
         ModelError: there is no configuration, or transformers has no such model.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     config = load_config(path)
-    auto_class: Any = AutoModelForCausalLM
+    auto_class = _text_class(config)
     if scores:
         config.num_labels = 1
         auto_class = AutoModelForSequenceClassification
@@ -137,12 +140,28 @@ def load_policy(
         ModelError: the folder or hub id has no causal language model, it is not decoder-only, or
             a file is refused.
     """
-    from transformers import AutoModelForCausalLM
-
     check_policy_config(path, revision)
+    config = load_config(path, revision)
+    # A model of text and images may have a class for its text part alone.
+    unused = OTHER_PARTS if text_config(config) is not config else ()
     options = {"dtype": dtype, "revision": revision, **options}
     with reading("causal language model", path):
-        return load_model(AutoModelForCausalLM, path, options).eval()
+        return load_model(_text_class(config), path, options, unused=unused).eval()
+
+
+def _text_class(config: Any) -> Any:
+    """Return the class of transformers that loads the language model of a configuration."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    reads_images_too = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if reads_images_too and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def load_model(

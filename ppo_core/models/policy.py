@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ppo_core.data.text_config import text_config
 from ppo_core.data.types import TokenRows
-from ppo_core.errors import ModelError
+from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.backbones import Backbone, DecoderBackbone, EncoderDecoderBackbone, Within
 from ppo_core.models.kernels.fused_linear_loss import FusedLinearLoss, TokenLoss
 from ppo_core.models.kernels.matmul_backend import large_matmuls
@@ -136,7 +136,8 @@ class LanguageModel(nn.Module):
             state=torch.arange(1, 3, device=self.device),
             targets=ids[0, 2:],
         )
-        with self.within():
+        failure = f"{type(self.model).__name__} cannot be run on text alone"
+        with self.within(), library_errors(ModelError, failure, "Use another language model."):
             if isinstance(self.backbone, EncoderDecoderBackbone):
                 start = torch.full_like(ids[:, :1], self.model.config.decoder_start_token_id)
                 decoder_ids = torch.cat([start, ids[:, 2:3]], dim=1)

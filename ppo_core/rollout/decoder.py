@@ -28,12 +28,13 @@ class BackendKind(Enum):
     FAST = "the fast path"
     PADDED = "transformers' cache with padding"
     BY_LENGTH = "the model's own cache, prompts of one length at a time"
+    COUNTING = "the model's own cache and positions, prompts of one length at a time"
 
 
 def backend_of(backbone: DecoderBackbone) -> BackendKind:
     """Return the backend that decodes a backbone now."""
     if not backbone.pads_prompts:
-        return BackendKind.BY_LENGTH
+        return BackendKind.COUNTING if backbone.counts_positions else BackendKind.BY_LENGTH
     return BackendKind.PADDED if backbone.fast_layers() is None else BackendKind.FAST
 
 
@@ -122,7 +123,7 @@ def new_decoder(
 ) -> Decoder:
     """Return a decoder that has read the prompts, with the backend `backend_of(backbone)`.
 
-    For `BackendKind.BY_LENGTH` the prompts must have equal lengths. The cache has memory for
+    The prompts must have equal lengths unless the backbone `pads_prompts`. The cache has memory for
     `max_new_tokens` more tokens of each sequence. With `splits_prompts`, prompts of different
     lengths may be read in several passes.
 
@@ -131,7 +132,7 @@ def new_decoder(
     """
     size = max(map(len, prompts)), max_new_tokens, policy.device
     kind = backend_of(backbone)
-    if kind is BackendKind.BY_LENGTH:
+    if not backbone.pads_prompts:
         return Decoder(WholeCacheBackend(policy, backbone, AlignedSequences(*size)), prompts)
     if kind is BackendKind.FAST:
         layers = fast_path(packed(backbone.module, len(prompts), passes=max_new_tokens))
@@ -154,7 +155,7 @@ def can_add_prompts(policy: LanguageModel, backbone: DecoderBackbone) -> bool:
     """
     config = text_config(policy.model.config)
     kind = backend_of(backbone)
-    if kind is BackendKind.BY_LENGTH:
+    if not backbone.pads_prompts:
         return False
     keeps_all = kind is BackendKind.FAST or keeps_all_positions(empty_cache(config))
     return keeps_all and _rotary_kinds(config).isdisjoint({"dynamic", "longrope"})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_core.data.prompts import Tokens
+from ppo_core.data.text_config import text_config
 from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.policy import LanguageModel
@@ -59,9 +60,11 @@ def choose_backend(policy: LanguageModel, prompts: Sequence[Tokens]) -> Decoding
     limit, rejected = limit_of(policy.model), []
     with torch.autocast(policy.device.type, enabled=False):
         expected = [own_logprobs(policy, tokens) for tokens in sequences]
+        _require_causal(policy, sequences[0], expected[0], limit)
         for kind in _candidates(backbone):
             backbone.uses_fast_path = kind is BackendKind.FAST
-            backbone.pads_prompts = kind is not BackendKind.BY_LENGTH
+            backbone.pads_prompts = kind in (BackendKind.FAST, BackendKind.PADDED)
+            backbone.counts_positions = kind is BackendKind.COUNTING
             try:
                 with library_errors(ModelError, f"{name} fails", ""):
                     difference = _decoded_difference(policy, backbone, sequences, expected)
@@ -122,12 +125,30 @@ def own_logprobs(policy: LanguageModel, tokens: Tokens) -> Tensor:
     return logits.float().log_softmax(dim=-1)
 
 
+def _require_causal(policy: LanguageModel, tokens: Tokens, logprobs: Tensor, limit: float) -> None:
+    """Raise if the log-probabilities (S, V) of a sequence depend on tokens that come later."""
+    shorter = own_logprobs(policy, tokens[:-1])
+    difference = difference_of(policy.model, (shorter - logprobs[:-1]).flatten())
+    if not difference <= limit:
+        config = text_config(policy.model.config)
+        hint = ""
+        if getattr(config, "is_decoder", True) is False:
+            hint = " Its configuration does not set is_decoder=True."
+        raise ModelError(
+            f"{type(policy.model).__name__} (model type {policy.model.config.model_type}) is no "
+            "decoder but an encoder, or reads its prompt both ways: a later token changes the "
+            f"log-probabilities of earlier ones by {difference:.2g}.{hint} Use a decoder-only "
+            "model."
+        )
+
+
 def _candidates(backbone: DecoderBackbone) -> Iterator[BackendKind]:
     """Yield the backends that may decode a model, the fastest first."""
     if backend_of(backbone) is BackendKind.FAST:
         yield BackendKind.FAST
     yield BackendKind.PADDED
     yield BackendKind.BY_LENGTH
+    yield BackendKind.COUNTING
 
 
 def _decoded_difference(
@@ -162,11 +183,11 @@ def _decode(
     differences = [active.difference()]
     for step in range(1, SAMPLED):
         active.step()
-        if step == SAMPLED // 2 and decoder.drops_sequences:
+        if step == 1 and decoder.drops_sequences:
             active.drop_first()
-        differences.append(active.difference())
-    if decoder.drops_sequences and can_add_prompts(policy, backbone):
-        active.add_first(prompts)
+        # The added prompt is decoded too: its positions must go on where it ended.
+        if step == SAMPLED - 2 and can_add_prompts(policy, backbone):
+            active.add_first(prompts)
         differences.append(active.difference())
     return differences
 

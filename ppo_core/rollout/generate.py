@@ -14,7 +14,7 @@ from ppo_core.errors import ModelError
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.continuous_batching import ActiveSequences, PromptQueue, ResponseBuffer
-from ppo_core.rollout.decoder import BackendKind, backend_of, can_add_prompts, new_decoder
+from ppo_core.rollout.decoder import can_add_prompts, new_decoder
 from ppo_core.rollout.decoding_check import choose_backend
 from ppo_core.rollout.sampler import SamplingSettings, sample_tokens
 
@@ -135,7 +135,7 @@ def _batches(
 ) -> Iterator[Tensor]:
     """Yield the indices of prompts of lengths (B,) that are sampled together, longest first."""
     batches = length_sorted_batches(lengths, batch_size)
-    if backend_of(backbone) is BackendKind.BY_LENGTH:
+    if not backbone.pads_prompts:
         yield from _batches_of_one_length(lengths, batch_size, callbacks)
     elif callbacks.any_active is None and can_add_prompts(policy, backbone):
         yield torch.cat(batches)

@@ -64,8 +64,7 @@ class TransformersBackend:
         if not can_drop_sequences(filled):
             raise ModelError(
                 f"{self._name} does not keep keys and values by sequence, so finished responses "
-                "cannot be dropped from its cache while other responses continue. Train this model "
-                "with ppo_core.classic, which generates by transformers."
+                "cannot be dropped from its cache while other responses continue."
             )
         self._store(filled, sequences)
         return states[:, -1]

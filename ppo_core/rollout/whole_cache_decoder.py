@@ -51,7 +51,8 @@ class WholeCacheBackend:
     def _first_inputs(self) -> dict[str, Any]:
         """Return the inputs that `generate` gives to a model beside the prompts."""
         inputs: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones_like(self._ids)}
-        if "position_ids" in inspect.signature(self._model.forward).parameters:
+        takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
+        if takes_positions and not self._backbone.counts_positions:
             inputs["position_ids"] = self._model._prepare_position_ids_for_generation(
                 self._ids, inputs
             )

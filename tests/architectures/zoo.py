@@ -31,7 +31,8 @@ SIZES: dict[str, Any] = {
     **_sizes(
         "hidden_size d_model n_embd embedding_size word_embed_proj_dim emb_dim embedding_dim "
         "attention_hidden_size lru_width input_embedding_size output_embedding_size "
-        "backbone_hidden_size embed_dim projection_dim out_hidden_size",
+        "backbone_hidden_size embed_dim projection_dim out_hidden_size hidden_size_global "
+        "adapter_in_dim adapter_out_dim adapter_input_size adapter_output_size",
         32,
     ),
     **_sizes(
@@ -79,7 +80,7 @@ SIZES: dict[str, Any] = {
     **_sizes("n_group num_expert_group topk_group mamba_n_groups n_shared_experts", 1),
     **_sizes(
         "sliding_window attention_chunk_size sliding_window_size local_attention window_size "
-        "attention_window_size mamba_chunk_size chunk_size keep_window_size",
+        "attention_window_size mamba_chunk_size chunk_size",
         8,
     ),
     **_sizes("max_position_embeddings n_positions max_target_positions max_seq_len n_ctx", 128),
@@ -98,12 +99,32 @@ _LOCAL = ["sliding_attention", "full_attention"] * 2
 _HYBRID = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 _FOUR_LAYERS = {"num_hidden_layers": 4}
 _HEAD = {"head_dim": 8}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 
 SPECIAL: dict[str, dict[str, Any]] = {
+    # With a small window its own forward pass and its cache see different tokens.
+    "moshi": {"sliding_window": 64},
+    "dots3_note_vision_encoder": {
+        "per_layer_config": {},
+        "adapter_in_dim": 32,
+        "adapter_out_dim": 32,
+    },
+    "gemma4_assistant": {
+        "text_config": {
+            "num_hidden_layers": 2,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        }
+    },
+    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "gemma4_text": {**_FOUR_LAYERS, "num_kv_shared_layers": 2, "layer_types": _LOCAL},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "bailing_hybrid": {**_FOUR_LAYERS, "layer_group_size": 2},
     "bamba": {**_FOUR_LAYERS, "attn_layer_indices": [1, 3]},
-    "cohere_compass_text": {"rope_parameters": None},
-    "dots1": {"n_routed_experts": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": MROPE}},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {**_FOUR_LAYERS, "num_kv_shared_layers": 2, "layer_types": _LOCAL},
@@ -119,34 +140,57 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm3": _FOUR_LAYERS,
     "mamba2": {"num_heads": 8},
     "ministral": _HEAD,
-    "nemotron": _HEAD,
+    "nemotron": {**_HEAD, "num_key_value_heads": 2},
     "qwen3_5_moe_text": _FOUR_LAYERS,
     "qwen3_5_text": _FOUR_LAYERS,
     "qwen3_next": _FOUR_LAYERS,
-    "qwen4_exp_text": _FOUR_LAYERS,
+    "qwen4_exp_text": {
+        **_FOUR_LAYERS,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 4,
+    },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {
         "attn_layers": ["local", "lsh"],
         "axial_pos_shape": [8, 16],
         "axial_pos_embds_dim": [16, 16],
     },
-    "xlstm": {"qk_dim_factor": 1.0, "chunk_size": 64},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"]},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "zamba": {
+        **_FOUR_LAYERS,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
+    "zamba2": {
+        "num_hidden_layers": 2,
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "attention_head_dim": 16,
+        "mamba_headdim": 16,
+        "attention_hidden_size": 64,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 """Further fields of some types."""
 
 
+INVALID_DEFAULTS = {"gemma4_assistant"}
+"""Types whose configuration cannot be made without further fields."""
+
+
 def small_config(name: str) -> PreTrainedConfig:
     """Return the configuration of a model type, made small."""
-    return _small(CONFIG_MAPPING[name])
+    config_class = CONFIG_MAPPING[name]
+    return config_class(**_small_fields(config_class))
 
 
-def _small(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+def _small_fields(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     special = SPECIAL.get(config_class.model_type, {})
-    default = config_class()
+    default = config_class(**(special if config_class.model_type in INVALID_DEFAULTS else {}))
     fields = default.to_dict()
     sizes = {
         name: size
@@ -157,12 +201,14 @@ def _small(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
         sizes["num_key_value_heads"] = 4
     if "is_decoder" in fields and not default.is_encoder_decoder:
         sizes["is_decoder"] = True
+    if "mrope_section" in str(fields.get("rope_parameters")):
+        sizes["rope_parameters"] = MROPE
     parts = {}
     for part in default.sub_configs:
         own = getattr(default, part, None)
         if isinstance(own, PreTrainedConfig):
-            parts[part] = _small(type(own)).to_dict()
-    return config_class(**{**sizes, **parts, **special})
+            parts[part] = {**_small_fields(type(own)), "model_type": own.model_type}
+    return {**sizes, **parts, **special}
 
 
 def small_model(name: str, *, seed: int = 0) -> PreTrainedModel:
@@ -171,11 +217,15 @@ def small_model(name: str, *, seed: int = 0) -> PreTrainedModel:
     model_class = getattr(transformers, classes[name])
     config = small_config(name)
     if not isinstance(config, model_class.config_class):
-        config = config.get_text_config()
+        config = config.get_text_config(decoder=True)
     torch.manual_seed(seed)
     model = model_class._from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.add_(0.05 * torch.randn_like(parameter))
+        head = model.get_output_embeddings()
+        if getattr(head, "bias", None) is not None:
+            # RoBERTa counts positions by the tokens that are not padding, which no policy samples.
+            head.bias[PAD] = -50
     return model.eval()

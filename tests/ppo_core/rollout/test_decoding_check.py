@@ -141,9 +141,16 @@ def test_the_choice_is_explained():
     assert "decoded by the model's own cache" in str(mamba)
 
 
+def test_an_encoder_is_refused_in_one_sentence():
+    model = make(BertConfig(is_decoder=False, intermediate_size=64, **SMALL, **TOKENS))
+    message = r"BertLMHeadModel \(model type bert\) is no decoder.*does not set is_decoder=True"
+    with pytest.raises(ModelError, match=message):
+        choose_backend(LanguageModel(model), make_prompts([5]))
+
+
 def test_a_model_that_no_backend_decodes_is_refused_with_its_type_and_the_difference():
     policy = LanguageModel(make(XLNetConfig(d_model=32, n_layer=2, n_head=4, d_inner=64, **TOKENS)))
-    with pytest.raises(ModelError, match=r"XLNetLMHeadModel \(model type xlnet\).*difference \d"):
+    with pytest.raises(ModelError, match=r"XLNetLMHeadModel \(model type xlnet\).* \d"):
         sample(policy)
 
 

@@ -144,6 +144,11 @@ def ignored_mask(monkeypatch: pytest.MonkeyPatch, models: ModelBundle) -> None:
     change_inputs(models.policy.model.base_model, no_mask)
 
 
+def positions_by_cache_length(monkeypatch: pytest.MonkeyPatch, models: ModelBundle) -> None:
+    """Count positions from the longest sequence, which is wrong for a prompt that is added."""
+    change_inputs(models.policy.model.base_model, lambda inputs: inputs.pop("position_ids", None))
+
+
 def forgetting_cache(monkeypatch: pytest.MonkeyPatch, models: ModelBundle) -> None:
     own = KVCache.advance
 
@@ -161,7 +166,9 @@ def mixed_up_sequences(monkeypatch: pytest.MonkeyPatch, models: ModelBundle) -> 
 
 
 @pytest.mark.parametrize(
-    "plant", [ignored_mask, forgetting_cache, mixed_up_sequences], ids=lambda plant: plant.__name__
+    "plant",
+    [ignored_mask, positions_by_cache_length, forgetting_cache, mixed_up_sequences],
+    ids=lambda plant: plant.__name__,
 )
 def test_a_fault_of_padded_decoding_leads_to_decoding_by_length(plant, monkeypatch):
     models = make_bundle()
