@@ -161,7 +161,7 @@ class EncoderDecoderBackbone:
         self.module = model
         self._within = within
         config = model.config
-        self._start = config.decoder_start_token_id
+        self._start = getattr(config, "decoder_start_token_id", None)
         # T5 with tied embeddings scales its hidden states before the LM head reads them.
         is_scaled = getattr(config, "scale_decoder_outputs", False)
         self._scale = config.d_model**-0.5 if is_scaled else 1.0

@@ -20,6 +20,12 @@ from ppo_core.models.kernels.matmul_backend import large_matmuls
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.lm_head import ChunkedLMHead
 
+UNTRAINABLE = {
+    "reformer": "its reversible layers have gradients only in training mode, and PPO trains in "
+    "evaluation mode, without dropout",
+}
+"""Model type -> why PPO cannot train it."""
+
 MAX_HEAD_DIFFERENCE = 1e-3
 """Largest relative difference between the logits of `LanguageModel` and the model's own."""
 
@@ -248,5 +254,10 @@ def require_causal_lm(model: nn.Module, part: str) -> PreTrainedModel:
         raise ModelError(
             f"The {part} is a {type(model).__name__}; it must be a causal language model of "
             "transformers, one with a value head, or, for a policy, a PeftModel of one."
+        )
+    if model.config.model_type in UNTRAINABLE:
+        raise ModelError(
+            f"The {part} is a {type(model).__name__} (model type {model.config.model_type}): "
+            f"{UNTRAINABLE[model.config.model_type]}. Use another language model."
         )
     return model

@@ -102,7 +102,7 @@ _HEAD = {"head_dim": 8}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 
 SPECIAL: dict[str, dict[str, Any]] = {
-    # With a small window its own forward pass and its cache see different tokens.
+    # Two types whose own forward pass and cache see different tokens behind a small window.
     "moshi": {"sliding_window": 64},
     "dots3_note_vision_encoder": {
         "per_layer_config": {},
@@ -152,7 +152,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "indexer_budget": 32,
         "indexer_compress_ratio": 4,
     },
-    "recurrent_gemma": {"num_hidden_layers": 3},
+    "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 64},
     "reformer": {
         "attn_layers": ["local", "lsh"],
         "axial_pos_shape": [8, 16],
