@@ -1,6 +1,6 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
-# The others: lint, types, soak, hostile, forms, tldr and stories (both for three seeds), bench,
-# bench-gpu, clean.
+# The others: lint, types, soak, hostile, forms, architectures, tldr and stories (both for three
+# seeds), bench, bench-gpu, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,7 @@ TRL_FOLDER := $(TRL_VENV)/wheel
 GPU_PYTHON ?= $(BIN)/python
 TRL_WHEEL ?= trl==1.12.0
 
-.PHONY: run test soak hostile forms lint types tldr stories bench bench-gpu clean
+.PHONY: run test soak hostile forms architectures lint types tldr stories bench bench-gpu clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -34,6 +34,9 @@ hostile: $(VENV)/installed-dev ## Hostile and broken inputs, with a table of the
 
 forms: $(VENV)/installed-dev ## Every form of data through the flow and the commands, with a table.
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/forms -m "slow or not slow" -n 2 --dist load
+
+architectures: $(VENV)/installed-dev ## Every model type of transformers, small, with a table.
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.architectures --results tests/benchmarks/ARCHITECTURES.md
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

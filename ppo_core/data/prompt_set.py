@@ -17,6 +17,7 @@ from ppo_core.data.prompts import (
     encode_prompts,
     prompts_of,
 )
+from ppo_core.data.text_config import text_config
 from ppo_core.errors import DataError
 
 Collator = Callable[[list[Any]], Any]
@@ -65,7 +66,7 @@ def make_prompt_set(
     check_prompt_lengths(
         tokens, context=context_length(model.config), response_length=config.response_length
     )
-    _check_known(tokens, model.config.get_text_config().vocab_size)
+    _check_known(tokens, text_config(model.config).vocab_size)
     return PromptSet(prompts, tokens)
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.data.chat_template import Messages, chat_segments, is_messages, render_chat
 from ppo_core.data.segments import Segment, encode_sequence, encode_sequences, joined
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
+from ppo_core.data.text_config import text_config
 from ppo_core.data.types import Rollout
 from ppo_core.errors import DataError
 
@@ -285,7 +286,9 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list
 
 def context_length(config: Any) -> int | None:
     """Return the maximum sequence length of a model, or None if its configuration has no limit."""
-    return getattr(config, "max_position_embeddings", None)
+    length = getattr(text_config(config), "max_position_embeddings", None)
+    # XLNet has a length of -1.
+    return None if length is None or length < 0 else int(length)
 
 
 def check_prompt_lengths(

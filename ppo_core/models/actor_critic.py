@@ -95,13 +95,18 @@ class Critic(nn.Module):
     @classmethod
     def from_policy(cls, policy: PreTrainedModel) -> "Critic":
         """Return a copy of the policy's backbone with a zero head: its initial value is 0."""
-        backbone = DecoderBackbone(copy.deepcopy(policy.base_model).requires_grad_(True))
-        return cls(backbone, _zero_head(policy))
+        if policy.base_model is policy:
+            copied = copy.deepcopy(policy).requires_grad_(True)
+            copied.get_output_embeddings().requires_grad_(False)
+            backbone = DecoderBackbone.of_model(copied)
+        else:
+            backbone = DecoderBackbone(copy.deepcopy(policy.base_model).requires_grad_(True))
+        return cls(backbone, _zero_head(backbone))
 
     @classmethod
     def on_policy(cls, policy: LanguageModel, head: nn.Linear | None = None) -> "Critic":
         """Return a critic on the policy's backbone, with the given head or a zero head."""
-        return cls(policy.backbone, _zero_head(policy.model) if head is None else head)
+        return cls(policy.backbone, _zero_head(policy.backbone) if head is None else head)
 
     @classmethod
     def on_adapter(cls, model: "PeftModel", name: str = "critic") -> "Critic":
@@ -112,8 +117,8 @@ class Critic(nn.Module):
         """
         check_adapter(model, name)
         base = plain_model(model)
-        backbone = DecoderBackbone(base.base_model, within=partial(using_adapter, model, name))
-        return cls(backbone, _zero_head(base), adapter=name)
+        backbone = DecoderBackbone.of_model(base, within=partial(using_adapter, model, name))
+        return cls(backbone, _zero_head(backbone), adapter=name)
 
     def forward(self, rows: TokenRows) -> Tensor:
         """Return values (N,) of the states in which the counted tokens were sampled."""
@@ -127,8 +132,9 @@ class Critic(nn.Module):
         return at_least_fp32(values[:, 0]).clone()
 
 
-def _zero_head(policy: PreTrainedModel) -> nn.Linear:
-    head = nn.Linear(policy.config.get_text_config().hidden_size, 1).to(policy.device)
+def _zero_head(backbone: Backbone) -> nn.Linear:
+    device = next(backbone.module.parameters()).device
+    head = nn.Linear(backbone.width(), 1).to(device)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head

@@ -1,8 +1,8 @@
 """Backbones of language models: the models without their heads, from token ids to hidden states."""
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,12 +23,47 @@ Within = Callable[[], AbstractContextManager[Any]]
 class DecoderBackbone:
     """Backbone of a decoder-only model."""
 
-    def __init__(self, module: nn.Module, within: Within = nullcontext) -> None:
-        """Wrap a backbone of transformers; its forward passes run in the context `within()`."""
+    uses_fast_path = True
+    """Whether the fast path may compute this backbone; False if a check found it wrong."""
+
+    pads_prompts = True
+    """Whether prompts of different lengths are decoded together, padded on the left."""
+
+    counts_positions = False
+    """Whether the model, decoded without padding, counts its positions itself. RoBERTa's do not
+    begin at 0, where `generate` begins."""
+
+    is_checked = False
+    """Whether the backend that decodes this backbone was chosen by a check."""
+
+    passes_mask = False
+    """Whether the model needs a mask to ignore padding on the right."""
+
+    def __init__(
+        self, module: nn.Module, within: Within = nullcontext, *, head: nn.Module | None = None
+    ) -> None:
+        """Wrap a backbone of transformers; its forward passes run in the context `within()`.
+
+        With a `head`, `module` is a model with this LM head, and the hidden states are the head's
+        inputs.
+        """
         self.module = module
         self.within = within
+        self._head = head
         # A few families (Bloom, MPT) take no positions, and derive them from the attention mask.
         self._takes_position_ids = "position_ids" in inspect.signature(module.forward).parameters
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel, within: Within = nullcontext) -> "DecoderBackbone":
+        """Return the backbone of a model with an LM head."""
+        base = model.base_model
+        # A few families (Llama 4) do not name the part without the head.
+        return cls.up_to_head(model, within) if base is model else cls(base, within)
+
+    @classmethod
+    def up_to_head(cls, model: PreTrainedModel, within: Within = nullcontext) -> "DecoderBackbone":
+        """Return all of a model that its LM head reads, such as the transform of BERT's head."""
+        return cls(model, within, head=model.get_output_embeddings())
 
     def position_inputs(self, position_ids: Tensor) -> dict[str, Tensor]:
         """Return the positions (B, S) as an input of `hidden_states`, if the model takes them."""
@@ -37,21 +72,45 @@ class DecoderBackbone:
     def hidden_states(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Return last hidden states (B, S, D) of right-padded token ids (B, S).
 
-        No mask is needed, because causal attention never attends to the padding on the right.
+        Most models need no mask: causal attention never attends to the padding on the right.
         """
-        with self.within():
-            output = self.module(input_ids=ids, **{"use_cache": False, **inputs})
-        states: Tensor = output.last_hidden_state
-        return states
+        return self.read(input_ids=ids, **{"use_cache": False, **inputs})[0]
 
-    def states_at(self, ids: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
+    def read(self, **inputs: Any) -> tuple[Tensor, Any]:
+        """Return last hidden states (B, S, D), and the module's output with its cache."""
+        with self.within():
+            if self._head is None:
+                output = self.module(**inputs)
+                return output.last_hidden_state, output
+            with _inputs_of(self._head) as states:
+                output = self.module(**inputs)
+            return states[-1], output
+
+    @torch.no_grad()
+    def width(self) -> int:
+        """Return D, the size of a hidden state; families name it differently."""
+        ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.module.parameters()).device)
+        return self.hidden_states(ids).shape[-1]
+
+    def fast_layers(self) -> DecoderLayers | None:
+        """Return the modules that the fast path computes, or None where it is not used."""
+        return fast_path(self.module) if self.uses_fast_path else None
+
+    def states_at(
+        self, ids: Tensor, sequence: Tensor, position: Tensor, lengths: Tensor | None = None
+    ) -> Tensor:
         """Return last hidden states (N, D) at some positions of right-padded token ids (B, S).
 
-        `sequence` and `position` (N,) name these positions, sorted by sequence.
+        `sequence` and `position` (N,) name these positions, sorted by sequence. The lengths (B,)
+        of the sequences are needed with `passes_mask`.
         """
-        decoder = fast_path(self.module)
+        decoder = self.fast_layers()
         if decoder is None:
-            return self.hidden_states(ids)[sequence, position]
+            mask = {}
+            if self.passes_mask:
+                assert lengths is not None, "The model needs a mask."
+                mask = {"attention_mask": length_mask(lengths, ids.shape[1]).long()}
+            return self.hidden_states(ids, **mask)[sequence, position]
         with self.within(), _products_of(decoder, ids):
             return states_at(decoder, ids, sequence, position)
 
@@ -62,11 +121,30 @@ class DecoderBackbone:
         (B, S). The context changes nothing where PyTorch's attention is used: oneDNN would also
         compute that attention, and make its backward pass much slower.
         """
-        return _products_of(fast_path(self.module), ids)
+        return _products_of(self.fast_layers(), ids)
 
     def states(self, rows: TokenRows) -> Tensor:
         """Return the hidden states (N, D) from which the counted tokens were sampled."""
-        return self.states_at(rows.ids, rows.row, rows.state)
+        return self.states_at(rows.ids, rows.row, rows.state, rows.lengths)
+
+
+@contextmanager
+def _inputs_of(head: nn.Module) -> Iterator[list[Tensor]]:
+    """Record what the head is called with, in the place of its matmul."""
+    inputs: list[Tensor] = []
+
+    def record(states: Tensor) -> Tensor:
+        inputs.append(states)
+        return states
+
+    replaced = vars(head).get("forward")
+    vars(head)["forward"] = record
+    try:
+        yield inputs
+    finally:
+        del vars(head)["forward"]
+        if replaced is not None:
+            vars(head)["forward"] = replaced
 
 
 def _products_of(decoder: DecoderLayers | None, ids: Tensor) -> AbstractContextManager[None]:
@@ -83,7 +161,7 @@ class EncoderDecoderBackbone:
         self.module = model
         self._within = within
         config = model.config
-        self._start = config.decoder_start_token_id
+        self._start = getattr(config, "decoder_start_token_id", None)
         # T5 with tied embeddings scales its hidden states before the LM head reads them.
         is_scaled = getattr(config, "scale_decoder_outputs", False)
         self._scale = config.d_model**-0.5 if is_scaled else 1.0
@@ -107,6 +185,10 @@ class EncoderDecoderBackbone:
         # The decoder's start token has position 0, and replaces the prompt's last token.
         position = rows.state - (lengths[rows.row] - 1)
         return decoded[rows.row, position] * self._scale
+
+    def width(self) -> int:
+        """Return D, the size of a hidden state."""
+        return int(self.module.config.d_model)
 
     def _decoder_inputs(self, rows: TokenRows) -> Tensor:
         """Return the start token and each response without its last token, right-padded."""

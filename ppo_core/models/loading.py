@@ -19,6 +19,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from ppo_core.config.hub_ids import split_revision
 from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.chat_template import set_prompt_format
+from ppo_core.data.text_config import text_config
 from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.files.model_folder import (
     check_config_keys,
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ppo_core.models.reward_model import RewardModel
+
+OTHER_PARTS = ("vision_", "audio_", "multi_modal_projector.")
+"""Prefixes of tensors that the text part of a model of text and images does not have."""
 
 NAMED_TENSORS = 3
 """Number of tensors that an error message names."""
@@ -108,10 +112,10 @@ def empty_model(path: str | Path, *, scores: bool = False) -> "PreTrainedModel":
         ModelError: there is no configuration, or transformers has no such model.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     config = load_config(path)
-    auto_class: Any = AutoModelForCausalLM
+    auto_class = _text_class(config)
     if scores:
         config.num_labels = 1
         auto_class = AutoModelForSequenceClassification
@@ -136,12 +140,28 @@ def load_policy(
         ModelError: the folder or hub id has no causal language model, it is not decoder-only, or
             a file is refused.
     """
-    from transformers import AutoModelForCausalLM
-
     check_policy_config(path, revision)
+    config = load_config(path, revision)
+    # A model of text and images may have a class for its text part alone.
+    unused = OTHER_PARTS if text_config(config) is not config else ()
     options = {"dtype": dtype, "revision": revision, **options}
     with reading("causal language model", path):
-        return load_model(AutoModelForCausalLM, path, options).eval()
+        return load_model(_text_class(config), path, options, unused=unused).eval()
+
+
+def _text_class(config: Any) -> Any:
+    """Return the class of transformers that loads the language model of a configuration."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    reads_images_too = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if reads_images_too and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def load_model(
@@ -264,7 +284,7 @@ def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase, path: str 
     Raises:
         ModelError: the model's vocabulary is smaller than the tokenizer's.
     """
-    size = config.get_text_config().vocab_size
+    size = text_config(config).vocab_size
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= size:
         raise ModelError(

@@ -1,5 +1,6 @@
 """The policy or the reference: a language model, split into its backbone and its LM head."""
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,13 +11,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ppo_core.data.text_config import text_config
 from ppo_core.data.types import TokenRows
-from ppo_core.errors import ModelError
+from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.backbones import Backbone, DecoderBackbone, EncoderDecoderBackbone, Within
 from ppo_core.models.kernels.fused_linear_loss import FusedLinearLoss, TokenLoss
 from ppo_core.models.kernels.matmul_backend import large_matmuls
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.lm_head import ChunkedLMHead
+
+UNTRAINABLE = {
+    "reformer": "its reversible layers have gradients only in training mode, and PPO trains in "
+    "evaluation mode, without dropout",
+}
+"""Model type -> why PPO cannot train it."""
+
+MAX_HEAD_DIFFERENCE = 1e-3
+"""Largest relative difference between the logits of `LanguageModel` and the model's own."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +36,28 @@ class _LogitRule:
 
     scale: float
     softcap: float | None
+    vocabulary: int | None
+    """Number of logits that the model returns, if its head has more rows."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "_LogitRule":
-        config = model.config
+        config = text_config(model.config)
         scale = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
-        softcap = getattr(config, "final_logit_softcapping", None)
-        return cls(scale, softcap)
+        names = "final_logit_softcapping", "output_logit_soft_cap"
+        caps = [getattr(config, name, None) for name in names]
+        vocabulary = getattr(config, "unpadded_vocab_size", None)
+        if vocabulary == config.vocab_size:
+            vocabulary = None
+        return cls(scale, next(filter(None, caps), None), vocabulary)
 
     @property
     def is_identity(self) -> bool:
-        return self.scale == 1 and self.softcap is None
+        return self.scale == 1 and self.softcap is None and self.vocabulary is None
 
     def apply(self, product: Tensor) -> Tensor:
         """Return the logits (..., V) of the head's matmul output (..., V)."""
-        logits = product if self.scale == 1 else product * self.scale
+        logits = product if self.vocabulary is None else product[..., : self.vocabulary]
+        logits = logits if self.scale == 1 else logits * self.scale
         if self.softcap is None:
             return logits
         return torch.tanh(logits / self.softcap) * self.softcap
@@ -78,14 +96,17 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.model = model
         self.within = within
-        self.backbone: Backbone = (
-            EncoderDecoderBackbone(model, within)
-            if model.config.is_encoder_decoder
-            else DecoderBackbone(model.base_model, within)
-        )
         self._rule = _LogitRule.of(model)
-        with within():
-            self._check_head()
+        self.backbone: Backbone
+        if model.config.is_encoder_decoder:
+            self.backbone = EncoderDecoderBackbone(model, within)
+            self._check_head(self._head_difference())
+            return
+        self.backbone = DecoderBackbone.of_model(model, within)
+        if not self._head_difference() <= MAX_HEAD_DIFFERENCE:
+            # The head has further layers before its largest matrix.
+            self.backbone = DecoderBackbone.up_to_head(model, within)
+            self._check_head(self._head_difference())
 
     @property
     def device(self) -> torch.device:
@@ -97,9 +118,20 @@ class LanguageModel(nn.Module):
         """Return the module that maps hidden states to logits."""
         return self.model.get_output_embeddings()
 
+    def _check_head(self, difference: float) -> None:
+        if not difference <= MAX_HEAD_DIFFERENCE:
+            raise ModelError(
+                f"{type(self.model).__name__} transforms its logits after the LM head in a way "
+                f"that is not supported (difference {difference:.3g}), so log-probabilities would "
+                "be wrong. Add the transformation to ppo_core.models.policy._LogitRule."
+            )
+
     @torch.no_grad()
-    def _check_head(self) -> None:
-        """Raise unless `logits` equals the model's own logits of a short prompt and response."""
+    def _head_difference(self) -> float:
+        """Return the largest difference of `logits` to the model's own logits of four tokens.
+
+        It is relative to the largest logit, and infinite if the vocabularies differ.
+        """
         ids = torch.arange(2, 6, device=self.device)[None]
         two = torch.tensor([2], device=self.device)
         rows = TokenRows(
@@ -110,20 +142,19 @@ class LanguageModel(nn.Module):
             state=torch.arange(1, 3, device=self.device),
             targets=ids[0, 2:],
         )
-        if isinstance(self.backbone, EncoderDecoderBackbone):
-            start = torch.full_like(ids[:, :1], self.model.config.decoder_start_token_id)
-            decoder_ids = torch.cat([start, ids[:, 2:3]], dim=1)
-            expected = self.model(input_ids=ids[:, :2], decoder_input_ids=decoder_ids).logits[0]
-        else:
-            expected = self.model(input_ids=ids, use_cache=False).logits[0, 1:3]
-        actual = self.logits(self.backbone.states(rows))
-        difference = (actual - expected).float().abs().max().item()
-        if not difference <= 1e-3 * max(1.0, expected.float().abs().max().item()):
-            raise ModelError(
-                f"{type(self.model).__name__} transforms its logits after the LM head in a way "
-                f"that is not supported (difference {difference:.3g}), so log-probabilities would "
-                "be wrong. Add the transformation to ppo_core.models.policy._LogitRule."
-            )
+        failure = f"{type(self.model).__name__} cannot be run on text alone"
+        with self.within(), library_errors(ModelError, failure, "Use another language model."):
+            if isinstance(self.backbone, EncoderDecoderBackbone):
+                start = torch.full_like(ids[:, :1], self.model.config.decoder_start_token_id)
+                decoder_ids = torch.cat([start, ids[:, 2:3]], dim=1)
+                expected = self.model(input_ids=ids[:, :2], decoder_input_ids=decoder_ids).logits[0]
+            else:
+                expected = self.model(input_ids=ids, use_cache=False).logits[0, 1:3]
+            actual = self.logits(self.backbone.states(rows))
+        if actual.shape != expected.shape:
+            return math.inf
+        difference = (actual - expected).float().abs().max()
+        return (difference / expected.float().abs().max().clamp(min=1)).item()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., n, V) of hidden states (..., n, D)."""
@@ -223,5 +254,10 @@ def require_causal_lm(model: nn.Module, part: str) -> PreTrainedModel:
         raise ModelError(
             f"The {part} is a {type(model).__name__}; it must be a causal language model of "
             "transformers, one with a value head, or, for a policy, a PeftModel of one."
+        )
+    if model.config.model_type in UNTRAINABLE:
+        raise ModelError(
+            f"The {part} is a {type(model).__name__} (model type {model.config.model_type}): "
+            f"{UNTRAINABLE[model.config.model_type]}. Use another language model."
         )
     return model

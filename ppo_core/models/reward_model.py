@@ -1,6 +1,7 @@
 """The reward model, which scores a prompt with its response."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class RewardModel:
         head = getattr(self.model, "score", None)
         return head if isinstance(head, nn.Linear) else None
 
-    @property
+    @cached_property
     def backbone(self) -> DecoderBackbone:
         """Return the model without its head."""
         own: DecoderBackbone | None = getattr(self.model, "backbone", None)
@@ -100,7 +101,7 @@ class RewardModel:
             )
         if self.lm_head is not None:
             rows = torch.arange(len(ids), device=ids.device)
-            scores = self.lm_head(self.backbone.states_at(ids, rows, lengths - 1))[:, 0]
+            scores = self.lm_head(self.backbone.states_at(ids, rows, lengths - 1, lengths))[:, 0]
         else:
             mask = length_mask(lengths, ids.shape[1])
             scores = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]

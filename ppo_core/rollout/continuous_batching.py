@@ -14,12 +14,21 @@ class PromptQueue:
     """Prompts that wait to be read by the decoder, in a fixed order."""
 
     def __init__(
-        self, prompts: Sequence[Tokens], batch_size: int, before_batch: Callable[[], None]
+        self,
+        prompts: Sequence[Tokens],
+        batch_size: int,
+        before_batch: Callable[[], None],
+        *,
+        taken_before: int = 0,
     ) -> None:
-        """Take prompts, and a function that is called once per `batch_size` prompts."""
+        """Take prompts, and a function that is called once per `batch_size` prompts.
+
+        `taken_before` counts the prompts of earlier queues.
+        """
         self._prompts = prompts
         self._batch_size = batch_size
         self._before_batch = before_batch
+        self._taken_before = taken_before
         self.num_taken = 0
 
     def __len__(self) -> int:
@@ -34,7 +43,8 @@ class PromptQueue:
         """
         prompts = self._prompts[self.num_taken : self.num_taken + limit]
         end = self.num_taken + len(prompts)
-        if math.ceil(end / self._batch_size) > math.ceil(self.num_taken / self._batch_size):
+        before, after = (self._taken_before + taken for taken in (self.num_taken, end))
+        if math.ceil(after / self._batch_size) > math.ceil(before / self._batch_size):
             self._before_batch()
         self.num_taken = end
         return prompts

@@ -1,6 +1,7 @@
 """Sequences that a model extends by one token per forward pass."""
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -9,21 +10,44 @@ from transformers import PreTrainedConfig
 
 from ppo_core.data.batching import token_batches
 from ppo_core.data.prompts import Tokens
+from ppo_core.data.text_config import text_config
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.policy import LanguageModel
+from ppo_core.rollout.alignment import AlignedSequences
 from ppo_core.rollout.fast_decoder import FastBackend
 from ppo_core.rollout.kv_cache import KVCache, SelectableCache, empty_cache, keeps_all_positions
 from ppo_core.rollout.transformers_decoder import TransformersBackend
+from ppo_core.rollout.whole_cache_decoder import WholeCacheBackend
+
+
+class BackendKind(Enum):
+    """The backends of the decoder, the fastest first."""
+
+    FAST = "the fast path"
+    PADDED = "transformers' cache with padding"
+    BY_LENGTH = "the model's own cache, prompts of one length at a time"
+    COUNTING = "the model's own cache and positions, prompts of one length at a time"
+
+
+def backend_of(backbone: DecoderBackbone) -> BackendKind:
+    """Return the backend that decodes a backbone now."""
+    if not backbone.pads_prompts:
+        return BackendKind.COUNTING if backbone.counts_positions else BackendKind.BY_LENGTH
+    return BackendKind.PADDED if backbone.fast_layers() is None else BackendKind.FAST
 
 
 class Backend(Protocol):
     """Forward passes of a model, and the KV cache that they read and write."""
 
     @property
-    def cache(self) -> KVCache | SelectableCache:
-        """Keys and values of all sequences."""
+    def cache(self) -> AlignedSequences:
+        """Lengths of all sequences, and for most backends their keys and values."""
+
+    @property
+    def drops_sequences(self) -> bool:
+        """Whether sequences can be dropped while others continue; `cache` then has `keep`."""
 
     @property
     def splits_prompts(self) -> bool:
@@ -42,10 +66,14 @@ class Decoder:
     states: Tensor
     """(B, D) last hidden state at the last token of each sequence."""
 
+    drops_sequences: bool
+    """Whether sequences can be dropped while others continue."""
+
     def __init__(self, backend: Backend, prompts: Sequence[Tokens]) -> None:
         """Read the first prompts into the backend's empty cache."""
         self._backend = backend
         self._cache = backend.cache
+        self.drops_sequences = backend.drops_sequences
         self.states = self._prefill(prompts)
 
     def step(self, tokens: Tensor) -> None:
@@ -54,10 +82,11 @@ class Decoder:
         self._cache.advance()
 
     def keep(self, kept: Tensor) -> None:
-        """Drop all sequences but `kept` (b,).
+        """Drop all sequences but `kept` (b,); requires `drops_sequences`.
 
         A sequence whose response has the maximum length must be dropped before the next `step`.
         """
+        assert isinstance(self._cache, KVCache | SelectableCache)
         self.states = self.states[kept]
         self._cache.keep(kept)
 
@@ -92,22 +121,26 @@ def new_decoder(
     *,
     splits_prompts: bool,
 ) -> Decoder:
-    """Return a decoder that has read the prompts, with the fastest backend for the model.
+    """Return a decoder that has read the prompts, with the backend `backend_of(backbone)`.
 
-    Its cache has memory for `max_new_tokens` more tokens of each sequence. With `splits_prompts`,
-    prompts of different lengths may be read in several passes.
+    The prompts must have equal lengths unless the backbone `pads_prompts`. The cache has memory for
+    `max_new_tokens` more tokens of each sequence. With `splits_prompts`, prompts of different
+    lengths may be read in several passes.
 
     Raises:
         ModelError: the model's cache cannot drop sequences.
     """
     size = max(map(len, prompts)), max_new_tokens, policy.device
-    if fast_path(backbone.module) is not None:
+    kind = backend_of(backbone)
+    if not backbone.pads_prompts:
+        return Decoder(WholeCacheBackend(policy, backbone, AlignedSequences(*size)), prompts)
+    if kind is BackendKind.FAST:
         layers = fast_path(packed(backbone.module, len(prompts), passes=max_new_tokens))
         assert layers is not None, "The packed copy has the fast path, as its original."
         fast = FastBackend(layers, KVCache(len(prompts), *size), backbone.within)
         return Decoder(fast, prompts)
     cache: KVCache | SelectableCache = SelectableCache(*size)
-    if keeps_all_positions(empty_cache(policy.model.config)):
+    if keeps_all_positions(empty_cache(text_config(policy.model.config))):
         cache = KVCache(len(prompts), *size)
     backend = TransformersBackend(policy, backbone, cache, splits_prompts=splits_prompts)
     return Decoder(backend, prompts)
@@ -116,17 +149,20 @@ def new_decoder(
 def can_add_prompts(policy: LanguageModel, backbone: DecoderBackbone) -> bool:
     """Return whether prompts can be added while other sequences are decoded.
 
-    This is not possible if a layer's cache has anything but the keys and values of all positions.
-    Nor is it possible if the rotary angles depend on the longest sequence in the batch.
+    This is not possible with the model's own cache, or if a layer's cache has anything but the keys
+    and values of all positions. Nor is it possible if the rotary angles depend on the longest
+    sequence in the batch.
     """
-    config = policy.model.config
-    is_fast = fast_path(backbone.module) is not None
-    keeps_all = is_fast or keeps_all_positions(empty_cache(config))
+    config = text_config(policy.model.config)
+    kind = backend_of(backbone)
+    if not backbone.pads_prompts:
+        return False
+    keeps_all = kind is BackendKind.FAST or keeps_all_positions(empty_cache(config))
     return keeps_all and _rotary_kinds(config).isdisjoint({"dynamic", "longrope"})
 
 
 def _rotary_kinds(config: PreTrainedConfig) -> set[str]:
     """Return the types of rotary embedding that the layers use."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    parameters = getattr(config, "rope_parameters", None) or {}
     each = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     return {part["rope_type"] for part in each if "rope_type" in part}

@@ -20,6 +20,7 @@ class FastBackend:
     """Backend that computes a backbone's layers by `decoder_forward`."""
 
     splits_prompts = True
+    drops_sequences = True
 
     def __init__(
         self,

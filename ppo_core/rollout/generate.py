@@ -1,6 +1,6 @@
 """Sample responses to prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.continuous_batching import ActiveSequences, PromptQueue, ResponseBuffer
 from ppo_core.rollout.decoder import can_add_prompts, new_decoder
+from ppo_core.rollout.decoding_check import choose_backend
 from ppo_core.rollout.sampler import SamplingSettings, sample_tokens
 
 MAX_KEPT_SHARE = 0.75
@@ -74,17 +75,17 @@ def sample_responses(
     a training forward pass to about 1e-6.
 
     Raises:
-        ModelError: the policy has an encoder, its cache cannot drop sequences, or a log-probability
-            is not finite.
+        ModelError: the policy has an encoder, no backend has its own log-probabilities, or a
+            log-probability is not finite.
     """
     backbone = decoder_of(policy)
+    if not backbone.is_checked:
+        choose_backend(policy, prompts)
     device = policy.device
     prompt_ids, prompt_lengths = pad_rows(prompts)
     buffer = ResponseBuffer.empty(len(prompts), uniforms.shape[1], device)
-    batches = length_sorted_batches(prompt_lengths, batch_size)
-    if callbacks.any_active is None and can_add_prompts(policy, backbone):
-        batches = [torch.cat(batches)]
-    for batch in batches:
+    taken = 0
+    for batch in _batches(policy, backbone, prompt_lengths, batch_size, callbacks):
         part = _sample_sorted(
             policy,
             backbone,
@@ -93,7 +94,10 @@ def sample_responses(
             settings,
             batch_size=batch_size,
             callbacks=callbacks,
+            taken_before=taken,
         )
+        # Where processes wait for each other, all begin equally many batches, of any size.
+        taken += len(batch) if callbacks.any_active is None else batch_size
         buffer.put(batch.to(device), part)
     response_mask = length_mask(buffer.lengths, uniforms.shape[1])
     _require_finite(buffer.logprobs, response_mask)
@@ -122,6 +126,45 @@ def _require_finite(logprobs: Tensor, response_mask: Tensor) -> None:
         )
 
 
+def _batches(
+    policy: LanguageModel,
+    backbone: DecoderBackbone,
+    lengths: Tensor,
+    batch_size: int,
+    callbacks: SamplingCallbacks,
+) -> Iterator[Tensor]:
+    """Yield the indices of prompts of lengths (B,) that are sampled together, longest first."""
+    batches = length_sorted_batches(lengths, batch_size)
+    if not backbone.pads_prompts:
+        yield from _batches_of_one_length(lengths, batch_size, callbacks)
+    elif callbacks.any_active is None and can_add_prompts(policy, backbone):
+        yield torch.cat(batches)
+    else:
+        yield from batches
+
+
+def _batches_of_one_length(
+    lengths: Tensor, batch_size: int, callbacks: SamplingCallbacks
+) -> Iterator[Tensor]:
+    """Yield the indices of prompts of equal length, and one again while processes wait for others.
+
+    A process with few different lengths has fewer batches than others, but all processes must make
+    equally many passes.
+    """
+    batches = [
+        part
+        for length in lengths.unique().flip(0)
+        for part in (lengths == length).nonzero()[:, 0].split(batch_size)
+    ]
+    if callbacks.any_active is None:
+        yield from batches
+        return
+    number = 0
+    while callbacks.any_active(number < len(batches)):
+        yield batches[number] if number < len(batches) else batches[0][:1]
+        number += 1
+
+
 def _sample_sorted(
     policy: LanguageModel,
     backbone: DecoderBackbone,
@@ -131,12 +174,13 @@ def _sample_sorted(
     *,
     batch_size: int,
     callbacks: SamplingCallbacks,
+    taken_before: int,
 ) -> ResponseBuffer:
     """Sample responses to prompts that are sorted longest first, at most `batch_size` at a time."""
     max_new_tokens, device = uniforms.shape[1], policy.device
     any_active = callbacks.any_active
     buffer = ResponseBuffer.empty(len(prompts), max_new_tokens, device)
-    queue = PromptQueue(prompts, batch_size, callbacks.before_batch)
+    queue = PromptQueue(prompts, batch_size, callbacks.before_batch, taken_before=taken_before)
     first = queue.take(batch_size)
     decoder = new_decoder(
         policy, backbone, first, max_new_tokens, splits_prompts=any_active is None
@@ -156,7 +200,8 @@ def _sample_sorted(
             continues = num_active > 0 or len(queue) > 0
         if not continues:
             return buffer
-        if num_full or num_active <= MAX_KEPT_SHARE * len(tokens):
+        few = num_full or num_active <= MAX_KEPT_SHARE * len(tokens)
+        if few and decoder.drops_sequences:
             # While other processes sample, one finished sequence takes part in their passes.
             kept = active.active_sequences(at_least=0 if any_active is None else 1)
             decoder.keep(kept)

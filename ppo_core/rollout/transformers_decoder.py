@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import Tokens
+from ppo_core.data.text_config import text_config
 from ppo_core.errors import ModelError
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.policy import LanguageModel
@@ -24,6 +25,8 @@ from ppo_core.rollout.kv_cache import (
 class TransformersBackend:
     """Backend that computes any decoder-only model by transformers."""
 
+    drops_sequences = True
+
     def __init__(
         self,
         policy: LanguageModel,
@@ -38,7 +41,7 @@ class TransformersBackend:
         self.splits_prompts = splits_prompts and isinstance(cache, KVCache)
         self._backbone = backbone
         self._name = type(policy.model).__name__
-        self._config = policy.model.config
+        self._config = text_config(policy.model.config)
         self._past: Cache
 
     def prefill(self, prompts: Sequence[Tokens], sequences: Tensor) -> Tensor:
@@ -61,8 +64,7 @@ class TransformersBackend:
         if not can_drop_sequences(filled):
             raise ModelError(
                 f"{self._name} does not keep keys and values by sequence, so finished responses "
-                "cannot be dropped from its cache while other responses continue. Train this model "
-                "with ppo_core.classic, which generates by transformers."
+                "cannot be dropped from its cache while other responses continue."
             )
         self._store(filled, sequences)
         return states[:, -1]

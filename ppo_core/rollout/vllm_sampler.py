@@ -17,6 +17,7 @@ from ppo_core.algorithm.masking import length_mask
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import Tokens
+from ppo_core.data.text_config import text_config
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.saving import gather_weights, save_plain
@@ -137,7 +138,7 @@ class VLLMSampler:
 
     def _check(self, choice: Choice, settings: SamplingSettings, max_new_tokens: int) -> None:
         ids, stop = choice.token_ids, settings.stop_token_id
-        vocabulary = self._policy.model.config.get_text_config().vocab_size
+        vocabulary = text_config(self._policy.model.config).vocab_size
         wrong = None
         if len(ids) > max_new_tokens:
             wrong = f"{len(ids)} tokens where at most {max_new_tokens} were requested"

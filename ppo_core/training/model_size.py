@@ -6,12 +6,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ppo_core.config.script_arguments import ALL_LINEAR
+from ppo_core.data.text_config import text_config
 from ppo_core.training.memory import ModelSize
 
 
 def model_size(model: PreTrainedModel) -> ModelSize:
     """Return the sizes of a decoder-only or encoder-only model."""
-    config = model.config.get_text_config()
+    config = text_config(model.config)
     heads = config.num_attention_heads
     of_a_head = getattr(config, "head_dim", None) or config.hidden_size // heads
     names = [name for name, _ in _linear_layers(model)]

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from ppo_core.data.text_config import text_config
+
 SMALLEST_WIDTH = 192
 """Smallest hidden size at which bfloat16 is faster than fp32 on a CPU."""
 
@@ -25,4 +27,4 @@ def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bo
 
 def _width(model: nn.Module) -> int:
     config = getattr(model, "config", None)
-    return config.get_text_config().hidden_size if config is not None else 0
+    return text_config(config).hidden_size if config is not None else 0

@@ -9,6 +9,7 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import context_length
+from ppo_core.data.text_config import text_config
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.model_bundle import ModelBundle
@@ -89,7 +90,7 @@ def _check_template(scorer: RewardModel, prompts: PromptSet) -> None:
 
 def _config(model: nn.Module) -> Any:
     config: Any = model.config
-    return config.get_text_config()
+    return text_config(config)
 
 
 def _vocabulary(model: nn.Module) -> int:

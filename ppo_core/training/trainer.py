@@ -58,6 +58,7 @@ from ppo_core.training.model_setup import (
 from ppo_core.training.precision import trains_in_bf16
 from ppo_core.training.preflight import check_models
 from ppo_core.training.script_names import PolicyAndValue, ScriptNames, with_older_names
+from ppo_core.training.self_check import check_numbers
 
 ROWS_SHOWN = 5
 """Number of rows that are printed of a table of samples; the file has all rows."""
@@ -484,6 +485,12 @@ class PPOTrainer(ScriptNames):
         for prompts in (self._train_set, self._eval_set):
             if prompts is not None:
                 check_models(self._models, prompts, self.processing_class, self.args)
+        self.self_check = check_numbers(
+            self._models,
+            self._train_set.tokens,
+            self.engine,
+            samples_here=not self.args.use_vllm,
+        )
 
     def _make_train_state(self, optimizers: tuple[Any, Any], pretrain_dataset: Any) -> TrainState:
         texts = make_pretraining_texts(

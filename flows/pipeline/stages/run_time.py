@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
+from ppo_core.data.text_config import text_config
 from ppo_core.models.loading import load_config
 
 ROWS = 2_048
@@ -57,7 +58,7 @@ def describe_seconds(seconds: float) -> str:
 
 def _operations_per_second(settings: Settings, device: str) -> float:
     """Return the speed of matrix products of the policy's width on one device of this machine."""
-    width = load_config(settings.policy).get_text_config().hidden_size
+    width = text_config(load_config(settings.policy)).hidden_size
     dtype = torch.bfloat16 if settings.ppo.bf16 else torch.float32
     left = torch.ones(ROWS, width, device=device, dtype=dtype)
     right = torch.ones(width, 4 * width, device=device, dtype=dtype)

@@ -3,7 +3,13 @@
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import (
+    Mistral3ForConditionalGeneration,
+    MllamaForCausalLM,
+    MllamaForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.loading import (
@@ -13,6 +19,7 @@ from ppo_core.models.loading import (
     load_reward_model,
     load_tokenizer,
 )
+from tests.architectures.zoo import small_config
 from tests.helpers.model_hub import model_hub
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 
@@ -130,3 +137,18 @@ def test_two_revisions_contradict_each_other():
 def test_a_name_that_is_no_hub_id_with_a_revision_is_called_a_path(path):
     with pytest.raises(ModelError, match=r"^There is no folder '/.*'\. Check the path\.$"):
         load_policy(path)
+
+
+def test_the_text_part_of_a_model_of_text_and_images_is_loaded(tmp_path):
+    model = MllamaForConditionalGeneration._from_config(small_config("mllama"))
+    model.save_pretrained(tmp_path)
+    policy = load_policy(tmp_path)
+    assert type(policy) is MllamaForCausalLM
+    assert torch.equal(policy.lm_head.weight, model.get_output_embeddings().weight)
+
+
+def test_a_model_of_text_and_images_without_a_text_class_is_loaded_as_it_is(tmp_path):
+    Mistral3ForConditionalGeneration._from_config(small_config("mistral3")).save_pretrained(
+        tmp_path
+    )
+    assert type(load_policy(tmp_path)) is Mistral3ForConditionalGeneration

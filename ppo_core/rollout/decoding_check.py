@@ -1,0 +1,248 @@
+"""Choose how a policy decodes, by comparing its log-probabilities with the model's own forward."""
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ppo_core.data.prompts import Tokens
+from ppo_core.data.text_config import text_config
+from ppo_core.errors import ModelError, library_errors
+from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.policy import LanguageModel
+from ppo_core.rollout.decoder import BackendKind, Decoder, backend_of, can_add_prompts, new_decoder
+
+CHECKED_LENGTHS = (6, 13, 9)
+"""Tokens of the sequences that are compared."""
+
+SAMPLED = 4
+"""Tokens of each sequence that are decoded one by one."""
+
+CLEARLY_BELOW = 10
+"""In fp32, a backend whose difference is not this many times below the limit is used only if no
+other backend is more accurate."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DecodingCheck:
+    """The backend that decodes a policy, and why it was chosen."""
+
+    kind: BackendKind
+    difference: float
+    """Difference of its log-probabilities to the model's own forward; see `difference_of`."""
+
+    rejected: tuple[str, ...] = ()
+    """Why each faster backend was not chosen."""
+
+    def __str__(self) -> str:
+        """Return one sentence for the log."""
+        because = f" Not used: {'; '.join(self.rejected)}." if self.rejected else ""
+        return (
+            f"Responses are decoded by {self.kind.value}: its log-probabilities differ by at most "
+            f"{self.difference:.1e} from the model's own forward pass.{because}"
+        )
+
+
+@torch.no_grad()
+def choose_backend(policy: LanguageModel, prompts: Sequence[Tokens]) -> DecodingCheck:
+    """Let a policy decode by the fastest backend with the log-probabilities of its own forward.
+
+    Three sequences with tokens of the prompts are decoded together, and compared with a forward
+    pass of each sequence alone. The chosen backend is kept in the policy's backbone, and logged.
+
+    Raises:
+        ModelError: no backend has the model's own log-probabilities.
+    """
+    backbone, name = policy.backbone, type(policy.model).__name__
+    assert isinstance(backbone, DecoderBackbone)
+    sequences = sequences_of(prompts)
+    limit = limit_of(policy.model)
+    found: dict[BackendKind, float] = {}
+    failed = []
+    with torch.autocast(policy.device.type, enabled=False):
+        expected = [own_logprobs(policy, tokens) for tokens in sequences]
+        _require_causal(policy, sequences[0], expected[0], limit)
+        for kind in _candidates(backbone):
+            _use(backbone, kind)
+            try:
+                with library_errors(ModelError, f"{name} fails", ""):
+                    difference = _decoded_difference(policy, backbone, sequences, expected)
+            except ModelError as error:
+                failed.append(f"{kind.value} ({str(error).strip()})")
+                continue
+            found[kind] = math.inf if math.isnan(difference) else difference
+            if found[kind] <= limit / (1 if is_half(policy.model) else CLEARLY_BELOW):
+                break
+    kind = min(found, key=lambda each: found[each], default=BackendKind.PADDED)
+    rejected = failed + [f"{k.value} (difference {d:.2g})" for k, d in found.items() if k != kind]
+    if not found.get(kind, math.inf) <= limit:
+        rejected += [f"{kind.value} (difference {found[kind]:.2g})"] if kind in found else []
+        raise ModelError(
+            f"{name} (model type {policy.model.config.model_type}) cannot be sampled with the "
+            "log-probabilities of its own forward pass, so it would train on wrong numbers: "
+            f"{'; '.join(rejected)}. Allowed is a difference of {limit:.0e}. Use another model."
+        )
+    _use(backbone, kind)
+    backbone.is_checked = True
+    check = DecodingCheck(kind, found[kind], tuple(rejected))
+    logger.info("%s", check)
+    return check
+
+
+def _use(backbone: DecoderBackbone, kind: BackendKind) -> None:
+    """Let a backbone be decoded by a backend."""
+    backbone.uses_fast_path = kind is BackendKind.FAST
+    backbone.pads_prompts = kind in (BackendKind.FAST, BackendKind.PADDED)
+    backbone.counts_positions = kind is BackendKind.COUNTING
+
+
+def sequences_of(prompts: Sequence[Tokens], vocabulary: int | None = None) -> list[Tokens]:
+    """Return sequences of `CHECKED_LENGTHS` tokens from the prompts, repeated where too short.
+
+    With a `vocabulary` only tokens below it are taken; if there are none, the first ones.
+    """
+    size = sum(CHECKED_LENGTHS)
+    tokens = list(itertools.islice(itertools.chain.from_iterable(prompts), size))
+    tokens = [token for token in tokens if vocabulary is None or token < vocabulary] or [0, 1]
+    repeated = itertools.cycle(tokens)
+    return [list(itertools.islice(repeated, length)) for length in CHECKED_LENGTHS]
+
+
+def limit_of(model: nn.Module) -> float:
+    """Return the largest difference of log-probabilities that rounding explains."""
+    return 5e-2 if is_half(model) else 1e-3
+
+
+def is_half(model: nn.Module) -> bool:
+    """Return whether a model has weights in half precision, or in fewer bits."""
+    return any(parameter.itemsize < 4 for parameter in model.parameters())
+
+
+def difference_of(model: nn.Module, differences: Tensor) -> float:
+    """Return the largest of differences (N,), or their mean for weights in half precision.
+
+    Half precision rounds single logits by more than 0.1.
+    """
+    differences = differences.float().abs()
+    return (differences.mean() if is_half(model) else differences.max()).item()
+
+
+def own_logprobs(policy: LanguageModel, tokens: Tokens) -> Tensor:
+    """Return log-probabilities (S, V) after each token, by the model's forward of it alone."""
+    with policy.within():
+        ids = torch.tensor([tokens], device=policy.device)
+        logits: Tensor = policy.model(input_ids=ids, use_cache=False).logits[0]
+    return logits.float().log_softmax(dim=-1)
+
+
+def _require_causal(policy: LanguageModel, tokens: Tokens, logprobs: Tensor, limit: float) -> None:
+    """Raise if the log-probabilities (S, V) of a sequence depend on tokens that come later."""
+    shorter = own_logprobs(policy, tokens[:-1])
+    difference = difference_of(policy.model, (shorter - logprobs[:-1]).flatten())
+    if not difference <= limit:
+        config = text_config(policy.model.config)
+        hint = ""
+        if getattr(config, "is_decoder", True) is False:
+            hint = " Its configuration does not set is_decoder=True."
+        raise ModelError(
+            f"{type(policy.model).__name__} (model type {policy.model.config.model_type}) is no "
+            "decoder but an encoder, or reads its prompt both ways: a later token changes the "
+            f"log-probabilities of earlier ones by {difference:.2g}.{hint} Use a decoder-only "
+            "model."
+        )
+
+
+def _candidates(backbone: DecoderBackbone) -> Iterator[BackendKind]:
+    """Yield the backends that may decode a model, the fastest first."""
+    if backend_of(backbone) is BackendKind.FAST:
+        yield BackendKind.FAST
+    yield BackendKind.PADDED
+    yield BackendKind.BY_LENGTH
+    yield BackendKind.COUNTING
+
+
+def _decoded_difference(
+    policy: LanguageModel,
+    backbone: DecoderBackbone,
+    sequences: Sequence[Tokens],
+    expected: Sequence[Tensor],
+) -> float:
+    """Return the difference of decoding the last `SAMPLED` tokens of each sequence."""
+    if backbone.pads_prompts:
+        differences = _decode(policy, backbone, sequences, expected)
+    else:
+        # Prompts of different lengths are never decoded together.
+        differences = [
+            each
+            for tokens, logprobs in zip(sequences, expected, strict=True)
+            for each in _decode(policy, backbone, [tokens] * 2, [logprobs] * 2)
+        ]
+    return difference_of(policy.model, torch.cat(differences))
+
+
+def _decode(
+    policy: LanguageModel,
+    backbone: DecoderBackbone,
+    sequences: Sequence[Tokens],
+    expected: Sequence[Tensor],
+) -> list[Tensor]:
+    """Return the differences at each step; sequences are dropped and added where that is done."""
+    prompts = [tokens[:-SAMPLED] for tokens in sequences]
+    decoder = new_decoder(policy, backbone, prompts, SAMPLED, splits_prompts=True)
+    active = _Active(policy, decoder, sequences, expected)
+    differences = [active.difference()]
+    for step in range(1, SAMPLED):
+        active.step()
+        if step == 1 and decoder.drops_sequences:
+            active.drop_first()
+        # The added prompt is decoded too: its positions must go on where it ended.
+        if step == SAMPLED - 2 and can_add_prompts(policy, backbone):
+            active.add_first(prompts)
+        differences.append(active.difference())
+    return differences
+
+
+class _Active:
+    """The sequences that a decoder reads, and where each of them is."""
+
+    def __init__(
+        self,
+        policy: LanguageModel,
+        decoder: Decoder,
+        sequences: Sequence[Tokens],
+        expected: Sequence[Tensor],
+    ) -> None:
+        self._policy = policy
+        self._decoder = decoder
+        self._sequences = sequences
+        self._expected = expected
+        self._at = {number: len(tokens) - SAMPLED for number, tokens in enumerate(sequences)}
+        """Number of each active sequence, in the decoder's order -> position of its next token."""
+
+    def _next(self) -> Tensor:
+        tokens = [self._sequences[number][position] for number, position in self._at.items()]
+        return torch.tensor(tokens, device=self._policy.device)
+
+    def step(self) -> None:
+        self._decoder.step(self._next())
+        self._at = {number: position + 1 for number, position in self._at.items()}
+
+    def drop_first(self) -> None:
+        del self._at[0]
+        self._decoder.keep(torch.arange(1, len(self._sequences), device=self._policy.device))
+
+    def add_first(self, prompts: Sequence[Tokens]) -> None:
+        self._decoder.add(prompts[:1])
+        self._at[0] = len(prompts[0])
+
+    def difference(self) -> Tensor:
+        """Return the differences of the next tokens' log-probabilities (b,)."""
+        logprobs = self._policy.logits(self._decoder.states).float().log_softmax(dim=-1)
+        expected = torch.stack([self._expected[n][at - 1] for n, at in self._at.items()])
+        return (logprobs - expected).gather(1, self._next()[:, None])[:, 0]

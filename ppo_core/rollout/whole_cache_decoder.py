@@ -1,0 +1,69 @@
+"""Prefill and decoding by the steps of transformers' `generate`, with the model's own cache."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ppo_core.data.prompts import Tokens
+from ppo_core.data.text_config import text_config
+from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.policy import LanguageModel
+from ppo_core.rollout.alignment import AlignedSequences
+
+
+class WholeCacheBackend:
+    """Backend for prompts of equal length, whose cache is passed on as the model returns it.
+
+    No prompt is padded, and no sequence is dropped or added. So it also decodes models whose state
+    cannot be cut or joined (recurrent, linear attention, convolution), and models that treat
+    padding on the left wrongly.
+    """
+
+    splits_prompts = False
+    drops_sequences = False
+
+    def __init__(
+        self, policy: LanguageModel, backbone: DecoderBackbone, cache: AlignedSequences
+    ) -> None:
+        """Take the lengths of no sequences; the model makes its own cache."""
+        self.cache = cache
+        # The steps of `generate` are methods of every model that has it.
+        self._model: Any = policy.model
+        self._backbone = backbone
+        self._ids: Tensor
+        self._inputs: dict[str, Any]
+
+    def prefill(self, prompts: Sequence[Tokens], sequences: Tensor) -> Tensor:
+        """Read all prompts, which have equal lengths; return their last states (b, D)."""
+        self._ids = torch.tensor(prompts, device=self.cache.lengths.device)
+        self._inputs = self._first_inputs()
+        return self._read(is_first_iteration=True)
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Read the next token (B,) of each sequence; return its last hidden states (B, D)."""
+        self._ids = torch.cat([self._ids, tokens[:, None]], dim=1)
+        return self._read(next_sequence_length=1)
+
+    def _first_inputs(self) -> dict[str, Any]:
+        """Return the inputs that `generate` gives to a model beside the prompts."""
+        inputs: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones_like(self._ids)}
+        takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
+        if takes_positions and not self._backbone.counts_positions:
+            inputs["position_ids"] = self._model._prepare_position_ids_for_generation(
+                self._ids, inputs
+            )
+        if self._model._supports_default_dynamic_cache():
+            name = "cache_params" if "mamba" in type(self._model).__name__.lower() else None
+            config = text_config(self._model.config)
+            inputs[name or "past_key_values"] = DynamicCache(config=config)
+        return inputs
+
+    def _read(self, **step: Any) -> Tensor:
+        prepared = self._model.prepare_inputs_for_generation(self._ids, **step, **self._inputs)
+        states, output = self._backbone.read(**prepared)
+        self._inputs = self._model._update_model_kwargs_for_generation(output, self._inputs)
+        return states[:, -1]

@@ -1,0 +1,178 @@
+"""Compare the numbers of a run's models with the models' own forward of each sequence alone."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ppo_core.data.batching import pad_rows
+from ppo_core.data.prompts import Tokens
+from ppo_core.data.text_config import text_config
+from ppo_core.distributed.engine import Engine
+from ppo_core.errors import ModelError
+from ppo_core.models.actor_critic import Critic
+from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.policy import LanguageModel
+from ppo_core.models.reward_model import RewardModel
+from ppo_core.ppo.model_bundle import ModelBundle
+from ppo_core.ppo.ptx import joined_texts
+from ppo_core.rollout.decoding_check import (
+    DecodingCheck,
+    choose_backend,
+    difference_of,
+    limit_of,
+    own_logprobs,
+    sequences_of,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """The result of `check_numbers`."""
+
+    decoding: DecodingCheck | None
+    """The backend that decodes the policy; None if a server samples."""
+
+    padded: dict[str, float]
+    """Model -> difference of its padded pass to its own forward of each sequence alone."""
+
+    def as_record(self) -> dict[str, str | float]:
+        """Return the result as text and numbers, for a file."""
+        record: dict[str, str | float] = {f"{name}_padded": d for name, d in self.padded.items()}
+        if self.decoding is not None:
+            record |= {"backend": self.decoding.kind.value, "decoded": self.decoding.difference}
+        return record
+
+
+@torch.no_grad()
+def check_numbers(
+    models: ModelBundle, prompts: Sequence[Tokens], engine: Engine, *, samples_here: bool
+) -> SelfCheck:
+    """Choose how the policy decodes, and compare each model's padded pass with its own forward.
+
+    The padded pass is that of scoring and of the update. Three sequences of different lengths have
+    tokens of the prompts. `samples_here` is False if another process samples the responses. Call
+    before the engine prepares policy and critic.
+
+    Raises:
+        ModelError: a model gives other numbers in a padded batch than alone, or the policy cannot
+            be sampled from.
+    """
+    decoding = choose_backend(models.policy, prompts) if samples_here else None
+    sequences = sequences_of(prompts)
+    padded = {}
+    with torch.autocast(engine.device.type, enabled=False):
+        padded["policy"] = _check_language_model("policy", models.policy, sequences)
+        with engine.gathered(models.reference):
+            padded["reference"] = _check_language_model("reference", models.reference, sequences)
+        padded["critic"] = _check_critic(models.critic, sequences)
+        for number, scorer in enumerate(models.rewards.models(), start=1):
+            held = [scorer.model] if isinstance(scorer.model, PreTrainedModel) else []
+            with engine.all_gathered(held):
+                padded[f"reward_model_{number}"] = _check_reward_model(scorer, prompts)
+    listed = ", ".join(f"{name} {difference:.1e}" for name, difference in padded.items())
+    logger.info("Differences of padded passes to each sequence alone: %s.", listed)
+    return SelfCheck(decoding, padded)
+
+
+def _check_language_model(name: str, model: LanguageModel, sequences: Sequence[Tokens]) -> float:
+    rows = joined_texts(sequences).to(model.device)
+    expected = torch.cat([own_logprobs(model, tokens)[:-1] for tokens in sequences])
+    expected = expected.gather(1, rows.targets[:, None])[:, 0]
+
+    def difference() -> float:
+        return difference_of(model.model, model(rows, 1.0)[0] - expected)
+
+    return _check_padding(f"{name}'s log-probabilities", model.model, model.backbone, difference)
+
+
+def _check_critic(critic: Critic, sequences: Sequence[Tokens]) -> float:
+    device = critic.head.weight.device
+    backbone = critic.backbone
+    assert isinstance(backbone, DecoderBackbone)
+    rows = joined_texts(sequences).to(device)
+    alone = [
+        backbone.hidden_states(torch.tensor([tokens], device=device))[0, :-1]
+        for tokens in sequences
+    ]
+    states = torch.cat(alone)
+    values = critic.values(states)
+    # The values of a new critic are all 0, and show no fault.
+    is_new = not bool(values.any())
+
+    def difference() -> float:
+        given, own = (backbone.states(rows), states) if is_new else (critic(rows), values)
+        return difference_of(critic.model, _relative(given, own))
+
+    return _check_padding("critic's values", critic.model, backbone, difference)
+
+
+def _check_reward_model(scorer: RewardModel, prompts: Sequence[Tokens]) -> float:
+    config = text_config(scorer.model.config)
+    # The model's own forward would take trailing padding tokens for padding.
+    kept = [[token for token in tokens if token != config.pad_token_id] for tokens in prompts[:64]]
+    sequences = sequences_of(kept, config.vocab_size)
+    device = scorer.model.device
+    ids, lengths = (tensor.to(device) for tensor in pad_rows(sequences))
+    rows = zip(ids, lengths.tolist(), strict=True)
+    alone = torch.cat([_own_score(scorer, row[None, :length]) for row, length in rows])
+
+    def difference() -> float:
+        scores = scorer.score_rows(ids, lengths) / scorer.gain + scorer.bias
+        return difference_of(scorer.model, _relative(scores, alone))
+
+    backbone = scorer.backbone if scorer.lm_head is not None else None
+    return _check_padding("reward model's scores", scorer.model, backbone, difference)
+
+
+def _own_score(scorer: RewardModel, ids: Tensor) -> Tensor:
+    """Return the model's own output (1,) for one sequence (1, S)."""
+    if isinstance(scorer.model, PreTrainedModel):
+        return scorer.model(input_ids=ids).logits[:, 0].float()
+    assert scorer.lm_head is not None
+    return scorer.lm_head(scorer.backbone.hidden_states(ids)[:, -1])[:, 0].float()
+
+
+def _relative(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return differences, relative to the largest expected number if that is above 1."""
+    return ((actual - expected).float() / expected.float().abs().max().clamp(min=1)).flatten()
+
+
+def _check_padding(
+    numbers: str,
+    model: nn.Module,
+    backbone: object,
+    difference: Callable[[], float],
+) -> float:
+    """Return the difference of a padded pass; give the backbone a mask where it needs one.
+
+    Raises:
+        ModelError: the difference is too large, with a mask too.
+    """
+    limit, found = limit_of(model), []
+    for _ in _ways(backbone):
+        found.append(difference())
+        if found[-1] <= limit:
+            return found[-1]
+    config: Any = model.config
+    raise ModelError(
+        f"The {numbers} would be wrong: in a padded batch, {type(model).__name__} (model type "
+        f"{config.model_type}) gives numbers that differ by {min(found):.2g} from those of each "
+        f"sequence alone. Allowed is {limit:.0e}. Use another model."
+    )
+
+
+def _ways(backbone: object) -> Iterator[None]:
+    """Set a backbone to each way of a padded pass, the fastest first."""
+    yield
+    if isinstance(backbone, DecoderBackbone):
+        backbone.uses_fast_path = False
+        yield
+        backbone.passes_mask = True
+        yield
