@@ -5,11 +5,12 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ppo_core.data.prompts import Tokens
+from ppo_core.data.prompts import Tokens, context_length
 from ppo_core.data.text_config import text_config
 from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.backbones import DecoderBackbone
@@ -61,7 +62,7 @@ def choose_backend(policy: LanguageModel, prompts: Sequence[Tokens]) -> Decoding
     """
     backbone, name = policy.backbone, type(policy.model).__name__
     assert isinstance(backbone, DecoderBackbone)
-    sequences = sequences_of(prompts)
+    sequences = sequences_of(prompts, policy.model.config)
     limit = limit_of(policy.model)
     found: dict[BackendKind, float] = {}
     failed = []
@@ -102,16 +103,20 @@ def _use(backbone: DecoderBackbone, kind: BackendKind) -> None:
     backbone.counts_positions = kind is BackendKind.COUNTING
 
 
-def sequences_of(prompts: Sequence[Tokens], vocabulary: int | None = None) -> list[Tokens]:
+def sequences_of(
+    prompts: Sequence[Tokens], *configs: Any, vocabulary: int | None = None
+) -> list[Tokens]:
     """Return sequences of `CHECKED_LENGTHS` tokens from the prompts, repeated where too short.
 
-    With a `vocabulary` only tokens below it are taken; if there are none, the first ones.
+    No sequence is longer than the context of a model with one of the `configs`. With a
+    `vocabulary` only tokens below it are taken; if there are none, the first ones.
     """
     size = sum(CHECKED_LENGTHS)
     tokens = list(itertools.islice(itertools.chain.from_iterable(prompts), size))
     tokens = [token for token in tokens if vocabulary is None or token < vocabulary] or [0, 1]
     repeated = itertools.cycle(tokens)
-    return [list(itertools.islice(repeated, length)) for length in CHECKED_LENGTHS]
+    longest = min((context_length(config) or size for config in configs), default=size)
+    return [list(itertools.islice(repeated, min(n, longest))) for n in CHECKED_LENGTHS]
 
 
 def limit_of(model: nn.Module) -> float:

@@ -65,7 +65,8 @@ def check_numbers(
             be sampled from.
     """
     decoding = choose_backend(models.policy, prompts) if samples_here else None
-    sequences = sequences_of(prompts)
+    parts = models.policy.model, models.reference.model, models.critic.model
+    sequences = sequences_of(prompts, *(part.config for part in parts))
     padded = {}
     with torch.autocast(engine.device.type, enabled=False):
         padded["policy"] = _check_language_model("policy", models.policy, sequences)
@@ -117,7 +118,7 @@ def _check_reward_model(scorer: RewardModel, prompts: Sequence[Tokens]) -> float
     config = text_config(scorer.model.config)
     # The model's own forward would take trailing padding tokens for padding.
     kept = [[token for token in tokens if token != config.pad_token_id] for tokens in prompts[:64]]
-    sequences = sequences_of(kept, config.vocab_size)
+    sequences = sequences_of(kept, config, vocabulary=config.vocab_size)
     device = scorer.model.device
     ids, lengths = (tensor.to(device) for tensor in pad_rows(sequences))
     rows = zip(ids, lengths.tolist(), strict=True)

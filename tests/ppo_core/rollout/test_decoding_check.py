@@ -159,4 +159,4 @@ def test_sequences_are_of_the_prompts_tokens_and_different_lengths():
     sequences = sequences_of(prompts)
     assert len({len(each) for each in sequences}) == len(sequences) == 3
     assert {token for each in sequences for token in each} <= {*prompts[0], *prompts[1]}
-    assert sequences_of([[70]], VOCABULARY)[0][:3] == [0, 1, 0]
+    assert sequences_of([[70]], vocabulary=VOCABULARY)[0][:3] == [0, 1, 0]
