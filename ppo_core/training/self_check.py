@@ -119,7 +119,7 @@ def _check_reward_model(scorer: RewardModel, prompts: Sequence[Tokens]) -> float
     # The model's own forward would take trailing padding tokens for padding.
     kept = [[token for token in tokens if token != config.pad_token_id] for tokens in prompts[:64]]
     sequences = sequences_of(kept, config, vocabulary=config.vocab_size)
-    device = scorer.model.device
+    device = next(scorer.model.parameters()).device
     ids, lengths = (tensor.to(device) for tensor in pad_rows(sequences))
     rows = zip(ids, lengths.tolist(), strict=True)
     alone = torch.cat([_own_score(scorer, row[None, :length]) for row, length in rows])
