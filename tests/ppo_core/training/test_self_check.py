@@ -29,6 +29,7 @@ def make_bundle() -> ModelBundle:
         policy=LanguageModel(policy),
         adapted=None,
         reference=LanguageModel(make_policy(seed=3)),
+        saved_dtype=torch.float32,
         critic=Critic.from_classifier(make_classifier(seed=4)),
         rewards=make_rewards(RewardModel(make_classifier(), tokenizer), tokenizer, batch_size=4),
     )
