@@ -136,7 +136,7 @@ def test_an_example_has_at_most_60_lines(path: Path):
     assert len(path.read_text().splitlines()) <= 60
 
 
-@pytest.mark.parametrize("model", ["gpt2", "t5"])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_the_sentiment_script_runs_and_its_model_is_served_again(home: Path, model: str):
     rewards = classic(
         home, "sentiment.py", "--query_dataset", "queries.jsonl", *SHORT, model=model, reward="mood"

@@ -128,6 +128,8 @@ def test_replies_are_handed_on_batch_by_batch(path: str):
     kept: list[int] = []
     sizes: list[int] = []
     chat = make_chat(path, concurrency=2)
+    # The first replies follow a comparison of three sequences, however many are asked at once.
+    ask(chat, QUESTIONS[:1])
     chat._policy.model.get_input_embeddings().register_forward_hook(
         lambda layer, ids, embedded: sizes.append(len(embedded))
     )

@@ -296,6 +296,7 @@ def test_no_request_fails_while_the_champion_changes_and_changes_back(
     assert "'model/model.safetensors' was changed" in log
 
 
+@pytest.mark.slow
 def test_a_stream_that_began_before_a_swap_ends_on_its_version(registry, serving_one, versions):
     body = {"prompt": "w1 w2", "max_new_tokens": LONG, "stream": True}
     with requests.post(

@@ -350,6 +350,7 @@ def undisturbed_and_disturbed(client, server, tmp_path, away: float) -> None:
     assert {name: stored["disturbed"][name] for name in expected} == expected
 
 
+@pytest.mark.slow
 def test_a_training_during_which_mlflow_is_killed_has_the_curves_of_an_undisturbed_one(
     client, server, tmp_path
 ):

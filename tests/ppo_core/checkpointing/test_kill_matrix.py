@@ -18,9 +18,8 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return made
 
 
-@pytest.mark.parametrize(
-    "launch", ["run", pytest.param("run_under_torchrun", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["run", "run_under_torchrun"])
 def test_a_run_that_is_killed_three_times_ends_as_one_that_is_not(
     matrix: Matrix, tmp_path: Path, launch: str
 ):

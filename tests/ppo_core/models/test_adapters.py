@@ -453,6 +453,7 @@ def test_a_saved_adapter_loads_again_onto_the_base(tmp_path, name: str):
         assert_close(loaded(input_ids=IDS).logits, logits(model, used))
 
 
+@pytest.mark.slow
 def test_a_saved_adapter_is_the_same_file_in_every_process(tmp_path):
     # PEFT keeps names in a set, whose order is another one for another hash seed.
     code = (

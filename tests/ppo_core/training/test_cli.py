@@ -441,7 +441,9 @@ def test_a_run_goes_on_from_its_latest_checkpoint(models, data, tmp_path):
     assert whole.read_bytes() == at_the_end
 
 
-@pytest.mark.parametrize("precision", ["--load_in_4bit", "--load_in_8bit"])
+@pytest.mark.parametrize(
+    "precision", ["--load_in_4bit", pytest.param("--load_in_8bit", marks=pytest.mark.slow)]
+)
 def test_adapters_on_a_quantised_base_are_trained_saved_and_resumed(
     models, data, tmp_path, precision: str
 ):
