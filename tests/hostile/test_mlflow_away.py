@@ -216,8 +216,8 @@ def test_a_store_that_does_not_answer_is_given_up(server, mlflow_client: MlflowC
         )
         started = time.monotonic()
         with pytest.raises(ModelError, match=r"cannot be read: no complete answer within"):
-            fetch_champion(NAME, version=version.version, cache=tmp_path / "cache", timeout=0.5)
-        assert time.monotonic() - started < 5
+            fetch_champion(NAME, version=version.version, cache=tmp_path / "cache", timeout=2)
+        assert time.monotonic() - started < 10
         assert not list((tmp_path / "cache").iterdir())
 
 

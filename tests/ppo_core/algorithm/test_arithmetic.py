@@ -598,3 +598,10 @@ def test_no_other_cut_of_the_sorted_rows_costs_less(lengths, size, most):
 def test_batches_hold_every_row_once_longest_first():
     batches = length_sorted_batches(tensor([3, 9, 5, 9, 1]), 2)
     assert [batch.tolist() for batch in batches] == [[1, 3], [2, 0], [4]]
+
+
+def test_a_mask_of_numbers_weighs_the_values():
+    values = tensor([[1.0, 5.0, 9.0]])
+    assert masked_mean(values, tensor([[1.0, 3.0, 0.0]])).item() == 4.0
+    assert masked_mean(values, tensor([[1, 0, 1]])).item() == 5.0
+    assert masked_mean(values, torch.zeros(1, 3)).item() == 0.0
