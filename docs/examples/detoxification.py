@@ -23,9 +23,8 @@ from ppo_core.classic import (
 
 (config,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses()
 tokenizer = load_tokenizer(config.model_name)
-classify = pipeline(
-    "text-classification", config.reward_model, top_k=None, function_to_apply="none"
-)
+logits_of_all = {"top_k": None, "function_to_apply": "none", "trust_remote_code": False}
+classify = pipeline("text-classification", config.reward_model, **logits_of_all)
 rows = load_dataset("json", data_files=config.query_dataset, split="train")
 rows = rows.map(lambda row: {"input_ids": tokenizer.encode(row["query"])}).with_format("torch")
 

@@ -19,10 +19,11 @@ from ppo_core.classic import (
 
 (config,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses()
 tokenizer = load_tokenizer(config.model_name)
-classify = pipeline(
-    "text-classification", config.reward_model, top_k=None, function_to_apply="none"
-)
-has_encoder = AutoConfig.from_pretrained(config.model_name).is_encoder_decoder
+logits_of_all = {"top_k": None, "function_to_apply": "none", "trust_remote_code": False}
+classify = pipeline("text-classification", config.reward_model, **logits_of_all)
+has_encoder = AutoConfig.from_pretrained(
+    config.model_name, trust_remote_code=False
+).is_encoder_decoder
 kind = AutoModelForSeq2SeqLMWithValueHead if has_encoder else AutoModelForCausalLMWithValueHead
 
 rows = load_dataset("json", data_files=config.query_dataset, split="train")

@@ -12,7 +12,7 @@ from ppo_core.data.batching import pad_rows
 from ppo_core.errors import ConfigError
 from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
 
-POLICY: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,),
     "min_p": (None,),
     "top_h": (None,),
@@ -99,10 +99,10 @@ class Generation:
                 "set do_sample=False."
             )
         chosen["top_k"] = int(chosen["top_k"])
-        neutral = {name for name, values in POLICY.items() if given.get(name) in values}
+        neutral = {name for name, values in NEUTRAL.items() if given.get(name) in values}
         accounted = {*chosen, *ONE_SEQUENCE, *LENGTH_AND_SPEED, *OTHER_ENDS}
         others = {name: value for name, value in given.items() if name not in neutral}
-        defaults = {name: values[0] for name, values in (POLICY | ONE_SEQUENCE).items()}
+        defaults = {name: values[0] for name, values in (NEUTRAL | ONE_SEQUENCE).items()}
         unaccounted = [name for name in others if name not in accounted]
         known = chosen
         if unaccounted:

@@ -62,7 +62,10 @@ class DecoderBackbone:
 
     @classmethod
     def up_to_head(cls, model: PreTrainedModel, within: Within = nullcontext) -> "DecoderBackbone":
-        """Return all of a model that its LM head reads, such as the transform of BERT's head."""
+        """Return the backbone with all layers before the LM head's matmul.
+
+        BERT's head, for example, transforms the states before this matmul.
+        """
         return cls(model, within, head=model.get_output_embeddings())
 
     def position_inputs(self, position_ids: Tensor) -> dict[str, Tensor]:
@@ -130,7 +133,7 @@ class DecoderBackbone:
 
 @contextmanager
 def _inputs_of(head: nn.Module) -> Iterator[list[Tensor]]:
-    """Record what the head is called with, in the place of its matmul."""
+    """Collect the inputs of the head, which returns them unchanged instead of its products."""
     inputs: list[Tensor] = []
 
     def record(states: Tensor) -> Tensor:

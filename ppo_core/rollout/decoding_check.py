@@ -45,7 +45,7 @@ class DecodingCheck:
         """Return one sentence for the log."""
         because = f" Not used: {'; '.join(self.rejected)}." if self.rejected else ""
         return (
-            f"Responses are decoded by {self.kind.value}: its log-probabilities differ by at most "
+            f"Responses are decoded by {self.kind.value}: its log-probabilities differ by "
             f"{self.difference:.1e} from the model's own forward pass.{because}"
         )
 
@@ -65,7 +65,7 @@ def choose_backend(policy: LanguageModel, prompts: Sequence[Tokens]) -> Decoding
     sequences = sequences_of(prompts, policy.model.config)
     limit = limit_of(policy.model)
     found: dict[BackendKind, float] = {}
-    failed = []
+    reasons: dict[BackendKind, str] = {}
     with torch.autocast(policy.device.type, enabled=False):
         expected = [own_logprobs(policy, tokens) for tokens in sequences]
         _require_causal(policy, sequences[0], expected[0], limit)
@@ -75,23 +75,24 @@ def choose_backend(policy: LanguageModel, prompts: Sequence[Tokens]) -> Decoding
                 with library_errors(ModelError, f"{name} fails", ""):
                     difference = _decoded_difference(policy, backbone, sequences, expected)
             except ModelError as error:
-                failed.append(f"{kind.value} ({str(error).strip()})")
+                reasons[kind] = f"{kind.value} ({str(error).strip()})"
                 continue
             found[kind] = math.inf if math.isnan(difference) else difference
-            if found[kind] <= limit / (1 if is_half(policy.model) else CLEARLY_BELOW):
+            reasons[kind] = f"{kind.value} (difference {found[kind]:.2g})"
+            if found[kind] <= limit / (1 if has_low_precision(policy.model) else CLEARLY_BELOW):
                 break
-    kind = min(found, key=lambda each: found[each], default=BackendKind.PADDED)
-    rejected = failed + [f"{k.value} (difference {d:.2g})" for k, d in found.items() if k != kind]
-    if not found.get(kind, math.inf) <= limit:
-        rejected += [f"{kind.value} (difference {found[kind]:.2g})"] if kind in found else []
+    best = min(found, key=lambda each: found[each], default=None)
+    if best is None or found[best] > limit:
         raise ModelError(
             f"{name} (model type {policy.model.config.model_type}) cannot be sampled with the "
             "log-probabilities of its own forward pass, so it would train on wrong numbers: "
-            f"{'; '.join(rejected)}. Allowed is a difference of {limit:.0e}. Use another model."
+            f"{'; '.join(reasons.values())}. Allowed is a difference of {limit:.0e}. Use another "
+            "model."
         )
-    _use(backbone, kind)
+    _use(backbone, best)
     backbone.is_checked = True
-    check = DecodingCheck(kind, found[kind], tuple(rejected))
+    rejected = tuple(reason for kind, reason in reasons.items() if kind is not best)
+    check = DecodingCheck(best, found[best], rejected)
     logger.info("%s", check)
     return check
 
@@ -121,10 +122,10 @@ def sequences_of(
 
 def limit_of(model: nn.Module) -> float:
     """Return the largest difference of log-probabilities that rounding explains."""
-    return 5e-2 if is_half(model) else 1e-3
+    return 5e-2 if has_low_precision(model) else 1e-3
 
 
-def is_half(model: nn.Module) -> bool:
+def has_low_precision(model: nn.Module) -> bool:
     """Return whether a model has weights in half precision, or in fewer bits."""
     return any(parameter.itemsize < 4 for parameter in model.parameters())
 
@@ -135,7 +136,7 @@ def difference_of(model: nn.Module, differences: Tensor) -> float:
     Half precision rounds single logits by more than 0.1.
     """
     differences = differences.float().abs()
-    return (differences.mean() if is_half(model) else differences.max()).item()
+    return (differences.mean() if has_low_precision(model) else differences.max()).item()
 
 
 def own_logprobs(policy: LanguageModel, tokens: Tokens) -> Tensor:

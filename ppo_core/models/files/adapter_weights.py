@@ -47,14 +47,14 @@ def merged_copy(
 
 
 def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "PeftModel":
-    """Return a new model with one adapter and these weights, which are neither shards nor bits."""
+    """Return a new model with one adapter and the given weights, neither sharded nor quantized."""
     from torch.distributed.fsdp import FSDPModule
 
     base = plain_model(model)
     # FSDP2 prepends its own classes to the model's class.
     kind: Any = next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
     config = copy.deepcopy(base.config)
-    # Or the saved model would be quantized when it is loaded.
+    # With this entry, the saved model would be quantized when it is loaded.
     config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
         plain = kind(config)
@@ -62,10 +62,11 @@ def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "P
             plain, copy.deepcopy(model.peft_config[name]), adapter_name=name
         )
     own = {key: _plain_or_wrapped(key, weights) for key in adapted.state_dict()}
-    for layer, module in adapted.named_modules():
-        if is_quantized(model) and isinstance(module, Conv1D):
-            # bitsandbytes replaces it by a linear layer, whose weight is transposed.
-            own[f"{layer}.weight"] = own[f"{layer}.weight"].T.contiguous()
+    if is_quantized(model):
+        for layer, module in adapted.named_modules():
+            # bitsandbytes replaces a Conv1D by a linear layer, whose weight is transposed.
+            if isinstance(module, Conv1D):
+                own[f"{layer}.weight"] = own[f"{layer}.weight"].T.contiguous()
     adapted.load_state_dict(own, assign=True)
     return adapted
 
@@ -82,7 +83,7 @@ def _dequantized(model: "PeftModel") -> dict[str, Tensor]:
         if f"{name}.weight" in weights:
             quantized = module.weight
             weights[f"{name}.weight"] = dequantize_module_weight(module).detach().cpu()
-            # PEFT may have replaced it by a copy without its state.
+            # PEFT may have replaced the parameter by a copy without the quantization state.
             module.weight = quantized
     return weights
 
