@@ -12,6 +12,7 @@ code of the PPO update.
 
 from transformers import set_seed
 
+from ppo_core.algorithm.masking import masked_mean, masked_var, masked_whiten, whiten
 from ppo_core.classic.classic_config import ClassicPPOConfig as PPOConfig
 from ppo_core.classic.classic_trainer import ClassicPPOTrainer as PPOTrainer
 from ppo_core.classic.sampling import LengthSampler, respond_to_batch
@@ -28,6 +29,10 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "create_reference_model",
+    "masked_mean",
+    "masked_var",
+    "masked_whiten",
     "respond_to_batch",
     "set_seed",
+    "whiten",
 ]

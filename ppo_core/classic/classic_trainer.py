@@ -1,8 +1,8 @@
 """The trainer of the classic loop, with the methods and arguments of TRL 0.11."""
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +18,7 @@ from ppo_core.classic.dataloader import shuffled_batches, without_unused_columns
 from ppo_core.classic.generation import Generation, generate_responses
 from ppo_core.classic.step_inputs import Masks, check_vectors
 from ppo_core.classic.step_stats import Stats, numbers, texts_table
-from ppo_core.config.unsupported_settings import seal
+from ppo_core.config.unsupported_settings import own_copy
 from ppo_core.data.prompt_set import Collator
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.saving import cast_weights, name_dtype
@@ -69,22 +69,19 @@ class ClassicPPOTrainer:
         Raises:
             ConfigError: arguments contradict each other, or an argument is not supported.
             ModelError: a model has the wrong type or cannot be trained.
-            DataError: the data set is too small for one batch.
         """
         config = config or ClassicPPOConfig()
         _check_arguments(config, training_data_collator)
-        seal(config)
-        self.config = replace(config)
-        seal(self.config)
+        self.config = own_copy(config)
         self.model, self.tokenizer = _require_model(model, tokenizer)
         set_seed(self.config.seed)
         self.model.eval()
         self.engine = Engine()
         self._settings = self.config.update_settings()
         if ref_model is not None and num_shared_layers is not None:
-            logger.warning(
-                "num_shared_layers=%s has no effect: ref_model is a model of its own.",
-                num_shared_layers,
+            warnings.warn(
+                f"{num_shared_layers=} has no effect: ref_model is a model of its own.",
+                stacklevel=2,
             )
         elif num_shared_layers is not None:
             ref_model = create_reference_model(self.model, num_shared_layers=num_shared_layers)
@@ -100,6 +97,12 @@ class ClassicPPOTrainer:
         self.dataloader = None
         if dataset is not None:
             self.dataloader = self.prepare_dataloader(dataset, data_collator)
+        else:
+            warnings.warn(
+                "There is no dataset, so the trainer has no dataloader: pass batches of "
+                f"batch_size={self.config.batch_size} responses to step().",
+                stacklevel=2,
+            )
 
     def _make_step(
         self, ref_model: nn.Module | None, optimizer: torch.optim.Optimizer | None
@@ -144,8 +147,7 @@ class ClassicPPOTrainer:
     ) -> DataLoader[Any]:
         """Return a loader of full batches from this process's rows, shuffled anew in each pass.
 
-        Raises:
-            DataError: the data set is too small for one batch.
+        A pass raises a DataError if the data set is too small for one batch.
         """
         if self.config.remove_unused_columns:
             dataset = without_unused_columns(dataset)

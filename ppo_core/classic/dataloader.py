@@ -32,16 +32,9 @@ def shuffled_batches(
     """Return a loader of full batches from one process's rows, in a new order for each pass.
 
     The incomplete last batch of a pass is dropped. Without `collate`, a batch of mappings becomes
-    a mapping of lists, and torch's default_collate handles other rows.
-
-    Raises:
-        DataError: the data set is too small for one batch in each process.
+    a mapping of lists, and torch's default_collate handles other rows. A pass raises a DataError if
+    the data set is too small for one batch in each process.
     """
-    if len(dataset) < batch_size * num_processes:
-        raise DataError(
-            f"The data set has {len(dataset)} rows, too few for one batch of {batch_size} in each "
-            f"of {num_processes} processes, so the loop would never run. Set a smaller batch_size."
-        )
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, num_replicas=num_processes, rank=rank, seed=seed, drop_last=True
     )
@@ -59,6 +52,12 @@ class _ReshuffledLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         sampler: Any = self.sampler
+        if len(self) == 0:
+            raise DataError(
+                f"The data set has {len(sampler.dataset)} rows, too few for one batch of "
+                f"{self.batch_size} in each of {sampler.num_replicas} processes, so the loop would "
+                "never run. Set a smaller batch_size."
+            )
         sampler.set_epoch(sampler.epoch + 1)
         return super().__iter__()
 

@@ -306,7 +306,7 @@ def _check_ranges(config: PPOConfig) -> None:
         whole = 0 <= value < 1 or value == int(value)
         require(config, name, whole, "a whole number, or a fraction of the run below 1")
     for name in (
-        "temperature learning_rate adam_epsilon max_grad_norm num_train_epochs logging_steps "
+        "temperature adam_epsilon max_grad_norm num_train_epochs logging_steps "
         "save_steps warn_ratio warn_length_growth vllm_server_timeout"
     ).split():
         require(config, name, getattr(config, name) > 0, "above 0")
@@ -322,8 +322,8 @@ def _check_ranges(config: PPOConfig) -> None:
         value = getattr(config, name)
         require(config, name, value is None or value > 0, "above 0")
     for name in (
-        "length_penalty overlong_penalty kl_coef cliprange cliprange_value vf_coef weight_decay "
-        "ptx_coef"
+        "learning_rate length_penalty overlong_penalty kl_coef cliprange cliprange_value vf_coef "
+        "weight_decay ptx_coef"
     ).split():
         require(config, name, getattr(config, name) >= 0, "at least 0")
     require(config, "missing_eos_penalty", (config.missing_eos_penalty or 0) >= 0, "at least 0")

@@ -3,16 +3,20 @@
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppo_core.config.spelling import nearest_name
 from ppo_core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Settings = TypeVar("Settings")
+Copied = TypeVar("Copied", bound="DataclassInstance")
 
 Unsupported = Mapping[str, tuple[tuple[object, ...], str]]
 """Name of a setting -> (values that are accepted and ignored, advice for all other values)."""
@@ -287,7 +291,7 @@ def refusing_unsupported(
 ) -> type[Settings]:
     """Make the constructor of a settings dataclass call `refuse_unsupported`.
 
-    A script may also assign a setting, until `seal` is called for the object.
+    A script may also assign a setting, but not to a trainer's own copy (`own_copy`).
 
     Raises:
         TypeError: `settings` is not a dataclass.
@@ -306,6 +310,13 @@ def refusing_unsupported(
                 "Set it before, or make another trainer with dataclasses.replace(config, "
                 f"{name}=...)."
             )
+        if id(self) in _COPIED:
+            logger.warning(
+                "%s=%.80r has no effect on the trainer that was made before, only on trainers that "
+                "are made of these settings from now on.",
+                name,
+                value,
+            )
         if refuse_unsupported({name: value}, supported, instead, no_effect=no_effect):
             object.__setattr__(self, name, value)
 
@@ -314,11 +325,18 @@ def refusing_unsupported(
     return settings
 
 
+_COPIED: set[int] = set()
+"""Settings of which a trainer has a copy."""
+
 _SEALED: set[int] = set()
+"""These copies, which refuse assignments."""
 
 
-def seal(settings: object) -> None:
-    """Refuse assignments to a settings object from now on, because a trainer has read it."""
-    if id(settings) not in _SEALED:
-        _SEALED.add(id(settings))
-        weakref.finalize(settings, _SEALED.discard, id(settings))
+def own_copy(settings: Copied, **changes: Any) -> Copied:
+    """Return a checked copy of a script's settings for a trainer, which nobody can change."""
+    copy = replace(settings, **changes)
+    for one, kind in ((settings, _COPIED), (copy, _SEALED)):
+        if id(one) not in kind:
+            kind.add(id(one))
+            weakref.finalize(one, kind.discard, id(one))
+    return copy

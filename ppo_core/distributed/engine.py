@@ -210,7 +210,7 @@ class Engine:
         norm = fsdp_engine.unsharded(nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm))
         if norm.isfinite():
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         return norm
 
     def discard(self, module: nn.Module, optimizer: Optimizer) -> None:
@@ -219,7 +219,7 @@ class Engine:
             # zero_grad would drop DeepSpeed's buffers of offloaded gradients.
             deepspeed_engine.discard(module)
             return
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
 
     def gathered(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which a prepared module is unsharded for sampling and scoring.

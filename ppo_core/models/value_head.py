@@ -36,7 +36,9 @@ class ValueHead(nn.Module):
 class ModelWithValueHead(nn.Module, PushToHubMixin):
     """Base class of causal and sequence-to-sequence models with a value head."""
 
-    _auto_class: ClassVar[Any]
+    transformers_parent_class: ClassVar[Any]
+    """Auto class of transformers that loads the policy."""
+
     _has_encoder: ClassVar[bool]
 
     def __init__(
@@ -72,6 +74,8 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         )
         _initialize(self.v_head, v_head_init_strategy, v_head_initializer_range)
         self._reward_adapter: AdapterClassifier | None = None
+        self.register_state_dict_post_hook(_name_as_policy)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_name_as_wrapper)  # type: ignore[no-untyped-call]
 
     @classmethod
     def from_pretrained(
@@ -109,7 +113,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         if isinstance(policy, str | Path):
             kwargs = {"dtype": torch.float32, **kwargs}
             policy, head = load_with_head(
-                cls._auto_class, policy, kwargs, is_trainable=is_trainable
+                cls.transformers_parent_class, policy, kwargs, is_trainable=is_trainable
             )
         elif kwargs:
             raise ConfigError(
@@ -245,9 +249,9 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
             raise ConfigError(
                 "push_to_hub=True would not upload the value head. Call push_to_hub() instead."
             )
-        head = self.v_head.state_dict() if state_dict is None else _part(state_dict, PREFIX)
+        head = self.v_head.state_dict()
         if state_dict is not None:
-            kwargs["state_dict"] = _part(state_dict, _POLICY_PREFIX)
+            kwargs["state_dict"], head = _policy_and_head(state_dict)
         if is_peft(self.pretrained_model):
             kwargs.setdefault("selected_adapters", [self.pretrained_model.active_adapter])
         self.pretrained_model.save_pretrained(
@@ -283,14 +287,14 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
 class AutoModelForCausalLMWithValueHead(ModelWithValueHead):
     """A decoder-only language model with a value head."""
 
-    _auto_class = AutoModelForCausalLM
+    transformers_parent_class = AutoModelForCausalLM
     _has_encoder = False
 
 
 class AutoModelForSeq2SeqLMWithValueHead(ModelWithValueHead):
     """An encoder-decoder language model with a value head on its decoder."""
 
-    _auto_class = AutoModelForSeq2SeqLM
+    transformers_parent_class = AutoModelForSeq2SeqLM
     _has_encoder = True
 
 
@@ -330,11 +334,38 @@ def _initialize(head: ValueHead, strategy: str | None, std: float | None) -> Non
         nn.init.zeros_(head.summary.bias)
 
 
-def _part(state_dict: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    part = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-    if not part:
+def _name_as_policy(
+    model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object
+) -> None:
+    """Give the policy's tensors the names that they have in the policy's own state_dict."""
+    own = prefix + _POLICY_PREFIX
+    for name in [name for name in state_dict if name.startswith(own)]:
+        state_dict[prefix + name.removeprefix(own)] = state_dict.pop(name)
+
+
+def _name_as_wrapper(
+    model: nn.Module, state_dict: dict[str, Any], prefix: str, *details: object
+) -> None:
+    """Undo `_name_as_policy` in a state_dict that is loaded."""
+    names = [name for name in state_dict if name.startswith(prefix)]
+    for name in names:
+        if not name.startswith(prefix + PREFIX):
+            state_dict[prefix + _POLICY_PREFIX + name.removeprefix(prefix)] = state_dict.pop(name)
+
+
+def _policy_and_head(
+    state_dict: dict[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    policy = {name: value for name, value in state_dict.items() if not name.startswith(PREFIX)}
+    head = {
+        name.removeprefix(PREFIX): value
+        for name, value in state_dict.items()
+        if name.startswith(PREFIX)
+    }
+    if not policy or not head:
         raise ModelError(
-            f"The state_dict has no tensor {prefix}*, so it is not from a model with a value head. "
-            "Pass the state_dict of the model with its value head."
+            f"The state_dict has {len(policy)} tensors of the policy and {len(head)} of the value "
+            "head, so it is not from a model with a value head. Pass the state_dict of the model "
+            "with its value head."
         )
-    return part
+    return policy, head

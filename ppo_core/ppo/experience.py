@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_core.algorithm.advantages import gae_advantages
 from ppo_core.algorithm.kl import kl_per_token
-from ppo_core.algorithm.masking import standardize
+from ppo_core.algorithm.masking import masked_whiten
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.algorithm.token_rewards import (
     clip_scores,
@@ -64,7 +64,7 @@ def make_experience(
     rollout: Rollout, scores: Scores, kl: Tensor, config: PPOConfig, *, kl_coef: float
 ) -> Experience:
     """Compute advantages and returns from scores and `kl` (B, T) times `kl_coef`."""
-    whiten = partial(standardize, mask=rollout.response_mask)
+    whiten = partial(masked_whiten, mask=rollout.response_mask)
     in_reward = 0.0 if config.kl_in_loss else kl_coef
     rewards = token_rewards(scores.scores, kl, rollout.response_mask, kl_coef=in_reward)
     if config.whiten_rewards:

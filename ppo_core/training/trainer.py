@@ -16,7 +16,7 @@ from ppo_core.checkpointing.checkpointer import Checkpointer
 from ppo_core.checkpointing.contents import CheckpointContents
 from ppo_core.checkpointing.fingerprint import Fingerprint
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.config.unsupported_settings import seal
+from ppo_core.config.unsupported_settings import own_copy
 from ppo_core.data.progress_bar import progress
 from ppo_core.data.prompt_set import Collator, PromptSet, make_prompt_set
 from ppo_core.data.types import Record, Rollout, Scores, map_tensors
@@ -123,9 +123,7 @@ class PPOTrainer(ScriptNames):
         require_loaded(model, ref_model=ref_model, value_model=value_model)
         # Resolve bf16 first, because the run's fingerprint includes this setting.
         in_bf16 = trains_in_bf16(args.bf16, model, use_cpu=args.use_cpu)
-        seal(args)
-        self.args = args = replace(args, bf16=in_bf16)
-        seal(args)
+        self.args = args = own_copy(args, bf16=in_bf16)
         self.processing_class = processing_class
         self.engine = make_engine(args)
         self.rewards = make_rewards(

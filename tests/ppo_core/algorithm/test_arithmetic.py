@@ -17,7 +17,7 @@ from ppo_core.algorithm.kl import full_kl, kl_per_token
 from ppo_core.algorithm.kl_controller import AdaptiveKL
 from ppo_core.algorithm.logits import tempered
 from ppo_core.algorithm.losses import aggregation_weights, policy_loss, value_loss
-from ppo_core.algorithm.masking import length_mask, masked_mean, standardize
+from ppo_core.algorithm.masking import length_mask, masked_mean, masked_var, masked_whiten, whiten
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.algorithm.token_rewards import (
     clip_scores,
@@ -444,9 +444,12 @@ def test_standardise_by_hand():
     mask = tensor([[True, True, False], [True, True, False]])
     deviation = math.sqrt(14 / 3)
     expected = tensor([[-2.0, -1.0, 0.0], [0.0, 3.0, 0.0]]) / deviation
-    assert_close(standardize(values, mask, keep_mean=False), expected)
+    assert_close(masked_whiten(values, mask, keep_mean=False), expected)
+    assert_close(masked_var(values, mask), tensor(14 / 3))
+    for row in (masked_whiten(values[:, :2], mask[:, :2].float()), whiten(values[:, :2])):
+        assert_close(row, expected[:, :2])
     with_mean = torch.where(mask, expected + 3.0, 0.0)
-    assert_close(standardize(values, mask, keep_mean=True), with_mean)
+    assert_close(masked_whiten(values, mask, keep_mean=True), with_mean)
 
 
 @settings(max_examples=50, deadline=None)
@@ -460,14 +463,16 @@ def test_standardised_values_have_mean_zero_and_deviation_one(seed, lengths, sca
     values = torch.randn(len(lengths), 8, generator=generator, dtype=torch.float64) * scale + 3
     mask = length_mask(tensor(lengths), 8)
     assume(values[mask].std() > 0.01)  # below, epsilon=1e-8 shows
-    out = standardize(values, mask, keep_mean=False)
+    out = masked_whiten(values, mask, keep_mean=False)
     assert abs(out[mask].mean()) < 1e-6
     assert abs(out[mask].std() - 1) < 1e-4
     assert (out[~mask] == 0).all()
 
 
 def test_the_same_value_everywhere_standardises_to_zero_and_not_to_nan():
-    out = standardize(torch.full((2, 3), 4.0), torch.ones(2, 3, dtype=torch.bool), keep_mean=False)
+    out = masked_whiten(
+        torch.full((2, 3), 4.0), torch.ones(2, 3, dtype=torch.bool), keep_mean=False
+    )
     assert_close(out, torch.zeros(2, 3))
 
 

@@ -20,7 +20,7 @@ from ppo_core.algorithm.kl import full_kl, kl_per_token
 from ppo_core.algorithm.kl_controller import AdaptiveKL
 from ppo_core.algorithm.logits import tempered
 from ppo_core.algorithm.losses import aggregation_weights, policy_loss, value_loss
-from ppo_core.algorithm.masking import standardize
+from ppo_core.algorithm.masking import masked_whiten
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.algorithm.token_rewards import (
     clip_scores,
@@ -232,7 +232,7 @@ def test_decoupled_lambdas_give_the_policy_one_estimate_and_the_critic_another()
 
 @pytest.mark.parametrize("keep_mean", [True, False])
 def test_whitening_is_over_the_counted_tokens_with_bessels_correction(keep_mean):
-    actual = standardize(floats(hide(ADVANTAGES, NAN)), tensor(MASK).bool(), keep_mean=keep_mean)
+    actual = masked_whiten(floats(hide(ADVANTAGES, NAN)), tensor(MASK).bool(), keep_mean=keep_mean)
     assert_same(actual, plain_standardised(ADVANTAGES, keep_mean))
 
 
@@ -348,9 +348,9 @@ def assert_same_where(mask, actual, expected):
 def test_whitening_equals_trl(name):
     given, results = golden(name)
     values, mask = given["values"], given["mask"]
-    shifted = standardize(values, mask, keep_mean=False)
+    shifted = masked_whiten(values, mask, keep_mean=False)
     assert_same_where(mask, shifted, results["shifted"])
-    assert_same_where(mask, standardize(values, mask, keep_mean=True), results["kept_mean"])
+    assert_same_where(mask, masked_whiten(values, mask, keep_mean=True), results["kept_mean"])
 
 
 @pytest.mark.parametrize("estimator, theirs", [("k1", "kl"), ("abs", "abs"), ("k2", "mse")])
@@ -379,10 +379,10 @@ def test_advantages_of_the_classic_loop_equal_trl(name):
     mask = given["mask"]
     rewards, values = given["rewards"] * mask, given["values"] * mask
     if given["whiten_rewards"]:
-        rewards = standardize(rewards, mask, keep_mean=True)
+        rewards = masked_whiten(rewards, mask, keep_mean=True)
     advantages = gae_advantages(rewards, values, gamma=given["gamma"], gae_lambda=given["lam"])
     assert_same_where(mask, advantages + values, results["returns"])
-    whitened = standardize(advantages, mask, keep_mean=False)
+    whitened = masked_whiten(advantages, mask, keep_mean=False)
     assert_same_where(mask, whitened, results["advantages"])
 
 
@@ -414,13 +414,13 @@ def test_a_step_from_scores_to_advantages_equals_trl_where_no_row_is_padded(esti
     kl = kl_per_token(given["logprobs"], given["ref_logprobs"], given["kl_estimator"])
     rewards = token_rewards(given["scores"], kl, mask, kl_coef=given["kl_coef"])
     if given["whiten_rewards"]:
-        rewards = standardize(rewards, mask, keep_mean=True)
+        rewards = masked_whiten(rewards, mask, keep_mean=True)
     advantages = gae_advantages(
         rewards, given["values"], gamma=given["gamma"], gae_lambda=given["lam"]
     )
     assert_same(rewards, results["rewards"])
     assert_same(advantages + given["values"], results["returns"])
-    assert_same(standardize(advantages, mask, keep_mean=False), results["advantages"])
+    assert_same(masked_whiten(advantages, mask, keep_mean=False), results["advantages"])
 
 
 def test_the_losses_of_an_unpadded_batch_equal_trl():

@@ -592,8 +592,10 @@ def test_a_collator_makes_the_batch_and_rows_without_names_are_stacked():
 
 
 def test_a_data_set_smaller_than_a_batch_is_refused():
+    trainer = make_trainer(dataset=[{"input_ids": [1]}] * 5)
+    assert len(trainer.dataloader) == 0
     with pytest.raises(DataError, match="5 rows, too few for one batch of 6"):
-        make_trainer(dataset=[{"input_ids": [1]}] * 5)
+        next(iter(trainer.dataloader))
 
 
 # --- Two processes ---

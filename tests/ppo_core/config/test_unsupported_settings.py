@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainingArguments
 
 from ppo_core import ConfigError, PPOConfig
-from ppo_core.config.unsupported_settings import INSTEAD, NO_EFFECT, refuse_unsupported, seal
+from ppo_core.config.unsupported_settings import INSTEAD, NO_EFFECT, own_copy, refuse_unsupported
 from tests.helpers.paths import ROOT
 
 OURS = [field.name for field in fields(PPOConfig)]
@@ -84,7 +84,7 @@ def test_a_setting_that_changes_no_result_is_accepted_with_one_log_line(name: st
     ]
 
 
-def test_a_script_may_assign_settings_until_a_trainer_has_read_them():
+def test_a_script_may_assign_settings_but_not_those_of_a_trainer(caplog):
     config = PPOConfig()
     config.kl_coef = 0.2
     config.fp16 = False
@@ -92,9 +92,12 @@ def test_a_script_may_assign_settings_until_a_trainer_has_read_them():
     for name, value in (("fp16", True), ("kl_ceof", 0.1)):
         with pytest.raises(ConfigError, match=name):
             setattr(config, name, value)
-    seal(config)
+    own = own_copy(config, seed=3)
+    assert own == PPOConfig(kl_coef=0.2, seed=3)
     with pytest.raises(ConfigError, match=r"kl_coef=0\.3 is set after the trainer was made"):
-        config.kl_coef = 0.3
+        own.kl_coef = 0.3
+    config.kl_coef = 0.3
+    assert "kl_coef=0.3 has no effect on the trainer that was made before" in caplog.text
     changed = replace(config, kl_coef=0.3)
     changed.kl_coef = -1.0
     with pytest.raises(ConfigError, match=r"kl_coef=-1\.0 must be at least 0"):

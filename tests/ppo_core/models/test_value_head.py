@@ -1,5 +1,6 @@
 """Language models with a value head, for all families."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -278,10 +279,15 @@ def test_generation_is_the_policy_s(family: str):
 
 def test_a_state_dict_holds_policy_and_head_and_can_be_loaded():
     model, other = with_head("gpt2"), class_of("gpt2")(make_model("gpt2", seed=5)).eval()
-    names = model.state_dict().keys()
-    assert {"v_head.summary.weight", "pretrained_model.transformer.wte.weight"} <= names
+    of_policy = model.pretrained_model.state_dict().keys()
+    assert model.state_dict().keys() == {*of_policy, "v_head.summary.weight", "v_head.summary.bias"}
     other.load_state_dict(model.state_dict())
     assert_same(other, model)
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(other.state_dict())
+    assert copied.state_dict().keys() == model.state_dict().keys()
+    nested = nn.ModuleDict({"x": model}).state_dict()
+    assert nested.keys() == {f"x.{name}" for name in model.state_dict()}
 
 
 def test_a_state_dict_that_was_gathered_elsewhere_is_what_is_saved(tmp_path: Path):
@@ -289,7 +295,7 @@ def test_a_state_dict_that_was_gathered_elsewhere_is_what_is_saved(tmp_path: Pat
     gathered = class_of("gpt2")(make_model("gpt2", seed=5)).eval()
     model.save_pretrained(tmp_path, state_dict=gathered.state_dict())
     assert_same(AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path).eval(), gathered)
-    with pytest.raises(ModelError, match="v_head"):
+    with pytest.raises(ModelError, match="0 of the value head"):
         model.save_pretrained(tmp_path, state_dict=make_model("gpt2").state_dict())
 
 

@@ -24,7 +24,7 @@ from pipeline.judges.reply_cache import ReplyCache
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import make_settings
 from ppo_core import answer_prompts
-from ppo_core.algorithm.masking import standardize
+from ppo_core.algorithm.masking import masked_whiten
 from ppo_core.algorithm.token_rewards import token_rewards
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.rows.encoding import encode_row
@@ -312,7 +312,7 @@ def test_what_the_mask_hides_may_be_nan():
     rewards = token_rewards(tensor([5.0, 7.0]), hidden, mask, kl_coef=0.1)
     assert_close(rewards, tensor([[-0.1, 4.8, 0.0], [6.4, 0.0, 0.0]]))
     for keep_mean in (True, False):
-        out = standardize(hidden, mask, keep_mean=keep_mean)
+        out = masked_whiten(hidden, mask, keep_mean=keep_mean)
         assert out.isfinite().all()
         assert (out[~mask] == 0).all()
 

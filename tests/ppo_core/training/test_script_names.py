@@ -103,9 +103,17 @@ def test_arguments_have_their_older_names_too():
         PPOTrainer(CONFIG, make_tokenizer(), policy=nn.Module(), model=nn.Module())
 
 
+def test_a_learning_rate_of_0_measures_and_trains_nothing(tmp_path):
+    policy = make_policy()
+    before = {name: p.clone() for name, p in policy.named_parameters()}
+    config = replace(ONE_UPDATE, learning_rate=0.0, output_dir=str(tmp_path))
+    trainer = make_trainer(config, model=policy)
+    trainer.train()
+    assert all(p.equal(before[name]) for name, p in policy.named_parameters())
+    assert trainer.state.log_history[-1]["val/ratio_var"] < 1e-12
+
+
 def test_a_setting_that_is_changed_too_late_is_refused():
-    config = replace(CONFIG)
-    trainer = make_trainer(config)
-    for read in (config, trainer.args):
-        with pytest.raises(ConfigError, match="kl_coef=1 is set after the trainer was made"):
-            read.kl_coef = 1
+    trainer = make_trainer(replace(CONFIG))
+    with pytest.raises(ConfigError, match="kl_coef=1 is set after the trainer was made"):
+        trainer.args.kl_coef = 1
