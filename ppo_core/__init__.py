@@ -13,6 +13,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "PPOConfig": "config.script_config:ScriptPPOConfig",
     "PPOTrainer": "training.trainer",
+    "ScriptArguments": "config.script_arguments:DatasetArguments",
+    "ModelConfig": "config.script_config:ScriptModelConfig",
+    "SIMPLE_CHAT_TEMPLATE": "data.chat_template",
+    "get_peft_config": "models.adapters",
+    "get_quantization_config": "models.quantization",
+    "get_kbit_device_map": "models.quantization",
     "load_policy": "models.loading",
     "load_reward_model": "models.loading",
     "load_tokenizer": "models.loading",

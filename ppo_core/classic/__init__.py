@@ -11,6 +11,8 @@ code of the PPO update.
 """
 
 from transformers import set_seed
+from transformers.utils.import_utils import is_torch_npu_available as is_npu_available
+from transformers.utils.import_utils import is_torch_xpu_available as is_xpu_available
 
 from ppo_core.algorithm.masking import masked_mean, masked_var, masked_whiten, whiten
 from ppo_core.classic.classic_config import ClassicPPOConfig as PPOConfig
@@ -29,6 +31,8 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "create_reference_model",
+    "is_npu_available",
+    "is_xpu_available",
     "masked_mean",
     "masked_var",
     "masked_whiten",

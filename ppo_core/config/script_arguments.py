@@ -11,8 +11,8 @@ ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptArguments:
-    """Data sets, scaling of rewards, and the checkpoint to resume from."""
+class DatasetArguments:
+    """Data sets of prompts."""
 
     dataset_name: str | None = None
     """Data set of prompts: a .jsonl, .json, .csv or .parquet file (the first three also as .gz), a
@@ -20,6 +20,17 @@ class ScriptArguments:
 
     dataset_config: str | None = None
     """Configuration name, for a hub data set with several configurations."""
+
+    dataset_train_split: str = "train"
+    """Split to train on."""
+
+    dataset_test_split: str = "test"
+    """Split to evaluate on; used only with eval_strategy=steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptArguments(DatasetArguments):
+    """Data sets, scaling of rewards, and the checkpoint to resume from."""
 
     allow_data_urls: bool = False
     """Allow dataset_name to be an address of such a file, as https:// or s3://."""
@@ -34,12 +45,6 @@ class ScriptArguments:
     overlong: Overlong = "drop"
     """What happens to a prompt that leaves no room for a response: `error`, `drop` (at most 1 % of
     the prompts), or `truncate`, which removes its start."""
-
-    dataset_train_split: str = "train"
-    """Split to train on."""
-
-    dataset_test_split: str = "test"
-    """Split to evaluate on; used only with eval_strategy=steps."""
 
     reward_bias: float = 0.0
     """Constant in score = (output - reward_bias) * reward_gain, where output is the reward

@@ -19,6 +19,12 @@ from ppo_core.errors import ConfigError, DataError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+SIMPLE_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n\n"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""Template with the names of the roles, for tokenizers without a template; read by scripts."""
+
 MAX_RENDER_SECONDS = 10
 """Time limit for rendering one conversation; a template takes about a millisecond."""
 

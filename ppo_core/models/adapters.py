@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 from transformers import PreTrainedModel
 
+from ppo_core.config.script_arguments import ModelArguments
 from ppo_core.errors import ModelError
 from ppo_core.errors.packages import require_package
 
@@ -68,6 +69,26 @@ def lora_config(**settings: Any) -> "LoraConfig":
         settings = {**settings, "target_modules": "all-linear"}
     config: LoraConfig = load_peft().LoraConfig(**settings)
     return config
+
+
+def get_peft_config(model: ModelArguments) -> "LoraConfig | None":
+    """Return the `peft.LoraConfig` of the policy's adapter, or None without `use_peft`.
+
+    Raises:
+        ModelError: the package peft is not installed.
+    """
+    if not model.use_peft:
+        return None
+    return lora_config(
+        task_type="CAUSAL_LM",
+        r=model.lora_r,
+        lora_alpha=model.lora_alpha,
+        target_modules=model.lora_target_modules,
+        target_parameters=model.lora_target_parameters,
+        modules_to_save=model.lora_modules_to_save,
+        use_rslora=model.use_rslora,
+        use_dora=model.use_dora,
+    )
 
 
 def add_adapter(model: nn.Module, peft_config: "PeftConfig", name: str = "default") -> "PeftModel":

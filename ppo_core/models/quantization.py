@@ -1,9 +1,12 @@
 """Base models that bitsandbytes quantizes to 4 or 8 bits; only their adapters can be trained."""
 
+import os
+
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
+from ppo_core.config.script_arguments import ModelArguments
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.errors.packages import require_package
 
@@ -46,6 +49,24 @@ def bitsandbytes_config(
         bnb_4bit_use_double_quant=use_bnb_nested_quant,
         bnb_4bit_compute_dtype=_compute_dtype(),
     )
+
+
+def get_quantization_config(model: ModelArguments) -> BitsAndBytesConfig | None:
+    """Return the `bitsandbytes_config` of the settings of a model."""
+    return bitsandbytes_config(
+        load_in_4bit=model.load_in_4bit,
+        load_in_8bit=model.load_in_8bit,
+        bnb_4bit_quant_type=model.bnb_4bit_quant_type,
+        use_bnb_nested_quant=model.use_bnb_nested_quant,
+    )
+
+
+def get_kbit_device_map() -> dict[str, int] | None:
+    """Return the `device_map` that loads a quantized model on this process's GPU, if any.
+
+    Launchers put the number of the GPU into the environment variable LOCAL_RANK.
+    """
+    return {"": int(os.environ.get("LOCAL_RANK", "0"))} if torch.cuda.is_available() else None
 
 
 def _compute_dtype() -> torch.dtype:

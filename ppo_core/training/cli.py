@@ -18,9 +18,9 @@ from ppo_core.data.rows.fitting import fit_prompts
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.data.sources.source import named_data
 from ppo_core.errors import ConfigError
-from ppo_core.models.adapters import lora_config
+from ppo_core.models.adapters import get_peft_config
 from ppo_core.models.loading import load_config, load_policy, load_reward_model, load_tokenizer
-from ppo_core.models.quantization import bitsandbytes_config
+from ppo_core.models.quantization import get_quantization_config
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.training.trainer import PPOTrainer
@@ -81,7 +81,7 @@ def _make_trainer(
         ),
         train_dataset=train_rows,
         eval_dataset=eval_rows,
-        peft_config=lora_of(model) if model.use_peft else None,
+        peft_config=get_peft_config(model),
     )
 
 
@@ -163,12 +163,7 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
         "attn_implementation": model.attn_implementation,
         # The trainer casts what it trains, and saves it in the precision of the files.
         "dtype": getattr(torch, model.dtype) if model.use_peft and named else "auto",
-        "quantization_config": bitsandbytes_config(
-            load_in_4bit=model.load_in_4bit,
-            load_in_8bit=model.load_in_8bit,
-            bnb_4bit_quant_type=model.bnb_4bit_quant_type,
-            use_bnb_nested_quant=model.use_bnb_nested_quant,
-        ),
+        "quantization_config": get_quantization_config(model),
     }
     return load_policy(path, **options)
 
@@ -209,17 +204,3 @@ def load_reward(
     classifier = make_classifier(load_policy(base), tokenizer.pad_token_id)
     PairRanker(classifier)  # initializes the head's weights, so that scores are near 0
     return RewardModel(classifier.eval(), tokenizer, **reading)
-
-
-def lora_of(model: ModelArguments) -> Any:
-    """Return the `peft.LoraConfig` of the policy's adapter."""
-    return lora_config(
-        task_type="CAUSAL_LM",
-        r=model.lora_r,
-        lora_alpha=model.lora_alpha,
-        target_modules=model.lora_target_modules,
-        target_parameters=model.lora_target_parameters,
-        modules_to_save=model.lora_modules_to_save,
-        use_rslora=model.use_rslora,
-        use_dora=model.use_dora,
-    )

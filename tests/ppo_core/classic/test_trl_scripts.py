@@ -1,12 +1,22 @@
 """Scripts that were written for TRL run after a change of their import lines."""
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
-from ppo_core import PPOConfig
+from ppo_core import (
+    SIMPLE_CHAT_TEMPLATE,
+    ConfigError,
+    ModelConfig,
+    PPOConfig,
+    get_kbit_device_map,
+    get_peft_config,
+    get_quantization_config,
+)
 from ppo_core.classic import AutoModelForCausalLMWithValueHead
 from ppo_core.config.argument_parser import parse_arguments
 from ppo_core.config.ppo_config import PPOConfig as UpdateConfig
@@ -15,8 +25,8 @@ from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 
 TRAINER_SCRIPT = """
 import shutil
-from dataclasses import dataclass
 
+import torch
 from accelerate import PartialState
 from datasets import load_dataset
 from transformers import (
@@ -26,39 +36,46 @@ from transformers import (
     HfArgumentParser,
 )
 
+from trl import ModelConfig, ScriptArguments
+from trl import get_kbit_device_map, get_peft_config, get_quantization_config
 from trl.experimental.ppo import PPOConfig, PPOTrainer
-
-
-@dataclass
-class DataArguments:
-    dataset_name: str
-    dataset_train_split: str = "train"
-    dataset_test_split: str = "test"
-
-
-@dataclass
-class ModelArguments:
-    model_name_or_path: str
-
+from trl.trainer.utils import SIMPLE_CHAT_TEMPLATE
 
 if __name__ == "__main__":
-    parser = HfArgumentParser((DataArguments, PPOConfig, ModelArguments))
+    parser = HfArgumentParser((ScriptArguments, PPOConfig, ModelConfig))
     data_args, training_args, model_args = parser.parse_args_into_dataclasses()
     shutil.rmtree(training_args.output_dir, ignore_errors=True)
 
     tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, padding_side="left")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = SIMPLE_CHAT_TEMPLATE
+    loading = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "trust_remote_code": model_args.trust_remote_code,
+        "dtype": getattr(torch, model_args.dtype),
+    }
+    quantization_config = get_quantization_config(model_args)
+    if quantization_config is not None:
+        loading["device_map"] = get_kbit_device_map()
+        loading["quantization_config"] = quantization_config
+    peft_config = get_peft_config(model_args)
     value_model = AutoModelForSequenceClassification.from_pretrained(
         training_args.reward_model_path, num_labels=1
     )
     reward_model = AutoModelForSequenceClassification.from_pretrained(
         training_args.reward_model_path, num_labels=1
     )
-    policy = AutoModelForCausalLM.from_pretrained(training_args.sft_model_path)
-    ref_policy = AutoModelForCausalLM.from_pretrained(training_args.sft_model_path)
+    policy = AutoModelForCausalLM.from_pretrained(training_args.sft_model_path, **loading)
+    ref_policy = None
+    if peft_config is None:
+        ref_policy = AutoModelForCausalLM.from_pretrained(training_args.sft_model_path, **loading)
 
     def prepare(split):
-        rows = load_dataset(data_args.dataset_name, split=split)
+        rows = load_dataset(
+            data_args.dataset_name, name=data_args.dataset_config, split=split
+        )
 
         def encode(batch):
             return {"input_ids": tokenizer(batch["prompt"], padding=False)["input_ids"]}
@@ -83,7 +100,7 @@ if __name__ == "__main__":
         value_model=value_model,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        peft_config=None,
+        peft_config=peft_config,
     )
     trainer.train()
     trainer.save_model(training_args.output_dir)
@@ -104,6 +121,7 @@ from transformers import AutoTokenizer
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
 from trl import create_reference_model
 from trl.core import LengthSampler
+from trl.import_utils import is_npu_available, is_xpu_available
 
 config = PPOConfig(
     model_name=sys.argv[1],
@@ -143,6 +161,7 @@ ppo_trainer = PPOTrainer(
     config, model, ref_model, tokenizer, dataset=build_dataset(), data_collator=collator
 )
 device = ppo_trainer.accelerator.device
+assert not is_npu_available() and not is_xpu_available()
 
 output_length_sampler = LengthSampler(4, 9)
 generation_kwargs = {
@@ -204,9 +223,8 @@ def test_a_script_for_the_trainer_of_trl_1_12_runs_after_its_import_line_is_chan
     sft = save_policy(tmp_path / "sft", "gpt_neox")
     make_classifier("gpt_neox").save_pretrained(tmp_path / "reward")
     output = tmp_path / "ppo"
-    script = TRAINER_SCRIPT.replace("from trl.experimental.ppo import", "from ppo_core import")
     printed = run(
-        script,
+        re.sub(r"from trl\S* import", "from ppo_core import", TRAINER_SCRIPT),
         tmp_path,
         *("--dataset_name", save_prompts(tmp_path / "prompts")),
         *("--model_name_or_path", sft, "--sft_model_path", sft),
@@ -226,6 +244,26 @@ def test_a_script_without_model_paths_loads_the_default_models_of_trl():
     assert {parsed[0].sft_model_path, parsed[0].reward_model_path} == {"EleutherAI/pythia-160m"}
     command, *_ = parse_arguments([UpdateConfig], ["--total_episodes", "8"])
     assert {command.sft_model_path, command.reward_model_path} == {None}
+
+
+def test_a_script_may_load_models_in_any_precision_and_makes_their_settings_by_trls_names():
+    parse = HfArgumentParser(ModelConfig).parse_args_into_dataclasses
+    (plain,) = parse(["--model_name_or_path", "gpt2", "--dtype", "bfloat16"])
+    assert plain.torch_dtype == "bfloat16"
+    assert get_peft_config(plain) is get_quantization_config(plain) is get_kbit_device_map() is None
+    (adapted,) = parse(["--use_peft", "--lora_r", "4", "--load_in_4bit"])
+    assert get_peft_config(adapted).r == 4
+    assert get_quantization_config(adapted).bnb_4bit_quant_type == "nf4"
+    with pytest.raises(ConfigError, match="lora_r takes effect only with --use_peft"):
+        parse(["--lora_r", "4"])
+
+
+def test_the_simple_chat_template_names_the_roles():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = SIMPLE_CHAT_TEMPLATE
+    messages = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user")]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "User: hi\n\nAssistant: hi\n\nUser: hi\n\nAssistant:"
 
 
 def test_a_script_with_the_classic_loop_runs_after_its_import_lines_are_changed(tmp_path):
@@ -249,8 +287,7 @@ def test_the_classic_quickstart_runs_after_its_import_lines_are_changed(tmp_path
 
 def classic(script: str) -> str:
     """The script with its import lines changed."""
-    script = script.replace("from trl.core import", "from ppo_core.classic import")
-    return script.replace("from trl import", "from ppo_core.classic import")
+    return re.sub(r"from trl\S* import", "from ppo_core.classic import", script)
 
 
 def save_policy(folder: Path, family: str) -> Path:

@@ -12,11 +12,11 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ppo_core import ConfigError, ModelError
+from ppo_core import ConfigError, ModelError, get_peft_config
 from ppo_core.config.argument_parser import field_docs, parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
-from ppo_core.training.cli import load_prompts, load_reward, load_start, lora_of
+from ppo_core.training.cli import load_prompts, load_reward, load_start
 from tests.helpers.forked_python import Ended, run_python
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
@@ -317,7 +317,7 @@ def test_the_reward_model_is_read_as_it_is_told(models):
 
 def test_the_adapters_are_as_the_flags_say():
     _, _, model = parse("--use_peft --lora_r 4 --lora_target_modules all-linear --use_rslora")
-    config = lora_of(model)
+    config = get_peft_config(model)
     assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 32, 0.0)
     assert (config.target_modules, config.use_rslora) == ("all-linear", True)
 
