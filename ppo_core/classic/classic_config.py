@@ -18,6 +18,13 @@ KL_ESTIMATORS: dict[str, Literal["k1", "k2", "abs", "full"]] = {
 }
 """Value of kl_penalty -> estimator of the KL divergence."""
 
+SAME = (
+    "exp_name output_dir seed learning_rate temperature gamma lam cliprange cliprange_value "
+    "vf_coef ratio_threshold use_score_scaling use_score_norm score_clip whiten_rewards "
+    "gradient_checkpointing"
+).split()
+"""Settings that mean the same in `ppo_core.PPOConfig`."""
+
 _COUNTED = "the trainer counts the processes"
 _LAUNCHED = "start the script with accelerate launch --config_file FILE, or torchrun"
 _READ = "the trainer reads this property from the model"
@@ -204,11 +211,8 @@ class ClassicPPOConfig:
     def update_settings(self) -> PPOConfig:
         """Return the equivalent `ppo_core.PPOConfig`."""
         return PPOConfig(
-            exp_name=self.exp_name,
-            output_dir=self.output_dir,
+            **{name: getattr(self, name) for name in SAME},
             report_to=self.log_with or "none",
-            seed=self.seed,
-            learning_rate=self.learning_rate,
             lr_scheduler_type="constant",
             total_episodes=self.steps,
             per_device_train_batch_size=self.mini_batch_size,
@@ -217,23 +221,11 @@ class ClassicPPOConfig:
             num_mini_batches=self.batch_size
             // (self.mini_batch_size * self.gradient_accumulation_steps),
             num_ppo_epochs=self.ppo_epochs,
-            temperature=self.temperature,
             kl_coef=self.init_kl_coef,
             kl_estimator=KL_ESTIMATORS[self.kl_penalty],
             kl_target=self.target if self.adap_kl_ctrl and self.init_kl_coef else None,
             kl_horizon=int(self.horizon),
-            gamma=self.gamma,
-            lam=self.lam,
-            cliprange=self.cliprange,
-            cliprange_value=self.cliprange_value,
-            vf_coef=self.vf_coef,
             max_grad_norm=self.max_grad_norm or math.inf,
             target_kl=self.target_kl if self.early_stopping else None,
-            ratio_threshold=self.ratio_threshold,
-            use_score_scaling=self.use_score_scaling,
-            use_score_norm=self.use_score_norm,
-            score_clip=self.score_clip,
-            whiten_rewards=self.whiten_rewards,
-            gradient_checkpointing=self.gradient_checkpointing,
             save_strategy="no",
         )

@@ -4,17 +4,15 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.classic.classic_config import ClassicPPOConfig
 from ppo_core.classic.step_inputs import Masks, check_scores, make_rollout
-from ppo_core.classic.step_stats import Stats, health_metrics, step_stats
-from ppo_core.data.types import Experience, Record, Rollout, Scores, TokenSums, map_tensors
+from ppo_core.classic.step_stats import Stats, step_stats
+from ppo_core.data.types import Experience, Rollout, Scores, TokenSums
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import DataError
 from ppo_core.models.actor_critic import ActorCritic
@@ -22,12 +20,11 @@ from ppo_core.ppo.experience import divergence, make_experience, shaped_scores
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.optimizer import make_train_state
 from ppo_core.ppo.reward_functions import RewardMix
-from ppo_core.ppo.run_state import make_adaptive_kl
+from ppo_core.ppo.run_state import RunState
 from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import response_logprobs, score, truncated_logprobs
 from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
-from ppo_core.reporting.health import HealthMonitor
-from ppo_core.reporting.metrics import PhaseTimer
+from ppo_core.reporting.metrics import Metrics, PhaseTimer, update_metrics
 from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
 
 logger = logging.getLogger(__name__)
@@ -62,14 +59,10 @@ class ClassicStep:
         self._schedule = make_schedule(
             self._settings, num_prompts=config.steps, num_processes=engine.num_processes
         )
-        self._global_batch_size = self._schedule.batch_size
         self.train_state = self._make_train_state(optimizer)
         self.sampled = SamplingSettings(stop_token_id=NO_STOP_TOKEN, temperature=config.temperature)
         """The distribution that the responses of the next step were sampled from."""
-        self._adaptive_kl = make_adaptive_kl(self._settings, self._global_batch_size)
-        self._moments = RunningMoments()
-        self._health = HealthMonitor(self._settings)
-        self._shuffling = torch.Generator().manual_seed(config.seed)
+        self._run = RunState.at_start(self._settings, self._schedule, config.steps)
         self._timer = PhaseTimer()
 
     @contextmanager
@@ -85,17 +78,18 @@ class ClassicStep:
             DataError: the number of rows is not `batch_size`, or a row is invalid.
             TrainingError: too many optimizer steps in a row were skipped.
         """
-        config, timer = self._settings, self._timer
+        config, run, timer = self._settings, self._run, self._timer
+        size, gather = self._schedule.batch_size, self._engine.gather_record
         given = check_scores(inputs.scores, self._config.batch_size)
         with timer("ppo/total"):
             with timer("ppo/forward_pass"):
                 rollout = self._make_rollout(inputs)
                 scores = self._score(rollout, given.to(self._engine.device))
-                rollout, scores = self._gather(rollout), self._gather(scores)
+                rollout, scores = gather(rollout, size), gather(scores, size)
             with timer("ppo/compute_rewards"):
-                shaped = shaped_scores(scores.scores, rollout, config, self._moments)
+                shaped = shaped_scores(scores.scores, rollout, config, run.moments)
                 scores = replace(scores, scores=shaped)
-                kl_coef = self._adaptive_kl.kl_coef if self._adaptive_kl else config.kl_coef
+                kl_coef = run.kl_coef(config)
                 kl = divergence(rollout, scores, config.kl_estimator)
             with timer("ppo/compute_advantages"):
                 experience = make_experience(rollout, scores, kl, config, kl_coef=kl_coef)
@@ -108,7 +102,9 @@ class ClassicStep:
                 )
                 stats["ppo/learning_rate"] = learning_rate
                 stats["ppo/skipped_steps"] = float(self.train_state.skipped_steps)
-                self._adapt_and_warn(stats)
+                if run.adaptive_kl is not None:
+                    run.adaptive_kl.update(stats["objective/kl"], size)
+                self._warn(update_metrics(sums) | {"objective/kl": stats["objective/kl"]})
         return stats | timer.pop()
 
     def _make_rollout(self, inputs: StepInputs) -> Rollout:
@@ -143,24 +139,17 @@ class ClassicStep:
         models = replace(self._models, rewards=RewardMix({"given": lambda *_: given}, None))
         return score(rollout, [], models, self.train_state.module, self._engine, self._settings)
 
-    def _gather(self, record: Record) -> Record:
-        """Gather the sequences of all processes into one record, in every process."""
-        gather = partial(self._engine.gather_rows, rows=self._global_batch_size)
-        return map_tensors(record, gather)
-
     def _update(self, experience: Experience) -> TokenSums:
         """Update policy and critic; return the sums over all processes."""
-        state = self.train_state
-        progress = UpdateProgress.at_start(self._settings, len(experience.rollout), self._shuffling)
+        state, shuffling = self.train_state, self._run.generators["shuffling"]
+        progress = UpdateProgress.at_start(self._settings, len(experience.rollout), shuffling)
         sums = update_policy(state, experience, self._settings, progress)
-        self._health.check_skipped(state.skipped_in_a_row)
+        self._run.health.check_skipped(state.skipped_in_a_row)
         return sums
 
-    def _adapt_and_warn(self, stats: Stats) -> None:
-        if self._adaptive_kl is not None:
-            self._adaptive_kl.update(stats["objective/kl"], self._global_batch_size)
+    def _warn(self, metrics: Metrics) -> None:
         if self._engine.is_main:
-            for warning in self._health.check(health_metrics(stats)):
+            for warning in self._run.health.check(metrics):
                 logger.warning("%s", warning)
 
     def _make_train_state(self, optimizer: torch.optim.Optimizer | None) -> TrainState:

@@ -9,11 +9,22 @@ from torch import Tensor
 from ppo_core.algorithm.masking import masked_mean
 from ppo_core.data.types import Experience, Scores, TokenSums
 from ppo_core.errors import DataError
-from ppo_core.reporting.metrics import Metrics, explained_variance
+from ppo_core.reporting.metrics import Metrics, explained_variance, update_metrics
 from ppo_core.reporting.sample_table import Completions
 
 Stats = dict[str, Any]
 """Name -> number, or an array (B,) of a number per response, or (B, T) of one per token."""
+
+OF_UPDATE = {
+    "ppo/loss/policy": "loss/policy_avg",
+    "ppo/loss/value": "loss/value_avg",
+    "ppo/policy/entropy": "policy/entropy_avg",
+    "ppo/policy/approxkl": "policy/approxkl_avg",
+    "ppo/policy/clipfrac": "policy/clipfrac_avg",
+    "ppo/policy/ratio": "val/ratio",
+    "ppo/val/clipfrac": "val/clipfrac_avg",
+}
+"""Name in TRL 0.11 -> name among `update_metrics`."""
 
 
 def step_stats(
@@ -65,18 +76,12 @@ def step_stats(
 
 
 def _loss_stats(sums: TokenSums, vf_coef: float) -> Stats:
-    tokens = sums.tokens
+    metrics = update_metrics(sums)
     return {
-        "ppo/loss/policy": sums.policy_loss / tokens,
-        "ppo/loss/value": sums.value_loss / tokens,
-        "ppo/loss/total": (sums.policy_loss + vf_coef * sums.value_loss) / tokens,
-        "ppo/policy/entropy": sums.entropy / tokens,
-        "ppo/policy/approxkl": sums.approxkl / tokens,
-        "ppo/policy/policykl": sums.kl_from_old / tokens,
-        "ppo/policy/clipfrac": sums.clipped / tokens,
-        "ppo/policy/ratio": 1 + sums.ratio_error / tokens,
-        "ppo/val/vpred": sums.new_values / tokens,
-        "ppo/val/clipfrac": sums.value_clipped / tokens,
+        **{name: metrics[ours] for name, ours in OF_UPDATE.items()},
+        "ppo/loss/total": (sums.policy_loss + vf_coef * sums.value_loss) / sums.tokens,
+        "ppo/policy/policykl": sums.kl_from_old / sums.tokens,
+        "ppo/val/vpred": sums.new_values / sums.tokens,
     }
 
 
@@ -91,15 +96,6 @@ def _length_stats(kind: str, lengths: Tensor) -> Stats:
 def numbers(stats: Stats) -> Metrics:
     """Return the statistics that are floats."""
     return {name: value for name, value in stats.items() if isinstance(value, float)}
-
-
-def health_metrics(stats: Stats) -> Metrics:
-    """Return metrics for `ppo_core.reporting.health`, under the names in `GUARDS`."""
-    return {
-        "objective/kl": stats["objective/kl"],
-        "val/ratio": stats["ppo/policy/ratio"],
-        "policy/entropy_avg": stats["ppo/policy/entropy"],
-    }
 
 
 def texts_table(

@@ -6,6 +6,7 @@ code runs data parallel, or sharded by DeepSpeed's ZeRO or PyTorch's FSDP2.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ppo_core.data.types import Record, map_tensors
 from ppo_core.distributed import deepspeed_engine, fsdp_engine, zero_shards
 from ppo_core.distributed.accelerator import launched_precision, make_accelerator
 from ppo_core.distributed.optimizer_shards import check_shape, read_state, write_state
@@ -381,6 +383,10 @@ class Engine:
             share = self._accelerator.pad_across_processes(share, dim=1).to(share.dtype)
         by_rank = self._accelerator.gather(share).unflatten(0, (self.num_processes, -1))
         return by_rank.transpose(0, 1).flatten(0, 1)[:rows]
+
+    def gather_record(self, record: Record, rows: int) -> Record:
+        """Return a record with `gather_rows` applied to each tensor."""
+        return map_tensors(record, partial(self.gather_rows, rows=rows))
 
     def gather_objects(self, items: list[Item]) -> list[Item]:
         """Return the items of all processes in rank order, in every process."""

@@ -120,6 +120,10 @@ class RunState:
             },
         )
 
+    def kl_coef(self, config: PPOConfig) -> float:
+        """Return the current coefficient of the KL divergence."""
+        return self.adaptive_kl.kl_coef if self.adaptive_kl else config.kl_coef
+
     def as_checkpoint(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Return groups of tensors by name, and the JSON-compatible state."""
         groups = {GENERATORS: generator_tensors(self.generators)}

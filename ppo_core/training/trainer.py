@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.unsupported_settings import own_copy
 from ppo_core.data.progress_bar import progress
 from ppo_core.data.prompt_set import Collator, PromptSet, make_prompt_set
-from ppo_core.data.types import Record, Rollout, Scores, map_tensors
+from ppo_core.data.types import Rollout, Scores
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.models.actor_critic import ActorCritic
@@ -334,8 +333,9 @@ class PPOTrainer(ScriptNames):
 
         The experience is None if a score is not finite. All processes then skip the batch.
         """
-        run, args, kl_coef = self._run, self.args, self._kl_coef
-        rollout, scores = self._gathered(rollout), self._gathered(scores)
+        run, args, kl_coef = self._run, self.args, self._run.kl_coef(self.args)
+        size, gather = self.schedule.batch_size, self.engine.gather_record
+        rollout, scores = gather(rollout, size), gather(scores, size)
         kl = divergence(rollout, scores, args.kl_estimator)
         experience = None
         if bool(scores.scores.isfinite().all()):
@@ -387,16 +387,6 @@ class PPOTrainer(ScriptNames):
         if every and run.updates % every == 0:
             self.engine.copy_weights(self.policy, self.reference)
         return metrics | {"episode": float(run.episodes)}
-
-    @property
-    def _kl_coef(self) -> float:
-        """The current coefficient of the KL divergence."""
-        adaptive = self._run.adaptive_kl
-        return adaptive.kl_coef if adaptive else self.args.kl_coef
-
-    def _gathered(self, record: Record) -> Record:
-        """Return the full batch, gathered from all processes."""
-        return map_tensors(record, partial(self.engine.gather_rows, rows=self.schedule.batch_size))
 
     @contextmanager
     def _undone_if_interrupted(self) -> Iterator[None]:
