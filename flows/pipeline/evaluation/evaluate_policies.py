@@ -24,6 +24,7 @@ from pipeline.results import (
 from pipeline.settings.settings import Settings
 from ppo_core.data.rows.dialogues import in_format_of
 from ppo_core.models.loading import load_policy, load_tokenizer
+from ppo_core.models.placement import placement_for_reading
 from ppo_core.training.evaluation import Answers, answer_prompts
 
 
@@ -94,6 +95,7 @@ def _judge(
         config=settings.judging,
         cache_folder=Path(settings.output_dir) / "cache" / "replies",
         end_of_text=settings.reward_model_training.end_of_text,
+        precision=settings.precision,
     )
     evaluation = evaluate(
         judge,
@@ -143,14 +145,16 @@ def _answer(
     settings: Settings, path: str, prompts: Sequence[JudgedPrompt], reference: str
 ) -> Answers:
     """Return a policy's answers, and its KL divergence from the reference policy."""
+    placement = placement_for_reading(settings.precision)
+    model = load_policy(path, placement=placement)
     return _sample(
         settings,
-        load_policy(path),
+        model,
         load_tokenizer(path, settings.prompt_format),
         prompts,
         stop=settings.ppo.stop_token,
         stop_token_id=settings.ppo.stop_token_id,
-        reference=load_policy(reference),
+        reference=model if path == reference else load_policy(reference, placement=placement),
     )
 
 
@@ -158,7 +162,8 @@ def _answer_as_champion(
     settings: Settings, champion: FetchedChampion, prompts: Sequence[JudgedPrompt]
 ) -> list[str]:
     """Return the champion's answers, which end at the champion's own stop token."""
-    model, tokenizer = load_policy(champion.model), load_tokenizer(champion.tokenizer)
+    model = load_policy(champion.model, placement=placement_for_reading(settings.precision))
+    tokenizer = load_tokenizer(champion.tokenizer)
     return _sample(
         settings,
         model,

@@ -15,6 +15,7 @@ from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.prompts import Prompt
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_policy, load_tokenizer
+from ppo_core.models.placement import Precision, placement_for_reading
 from ppo_core.training.evaluation import answer_prompts
 
 QUANTILES = (5, 25, 50, 75, 95)
@@ -94,6 +95,7 @@ def draw_samples(
     seed: int,
     batch_size: int,
     prompt_format: PromptFormat,
+    precision: Precision,
 ) -> list[list[str]]:
     """Sample `samples_per_prompt` answers of a policy to each prompt with the sampler of training.
 
@@ -101,7 +103,7 @@ def draw_samples(
         ModelError: there is no such policy, or it has no stop token.
     """
     answers = answer_prompts(
-        load_policy(policy_path),
+        load_policy(policy_path, placement=placement_for_reading(precision)),
         load_tokenizer(policy_path, prompt_format),
         [prompt for prompt in prompts for _ in range(samples_per_prompt)],
         response_length=decoding.response_length,

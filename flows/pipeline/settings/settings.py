@@ -21,6 +21,7 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.row_settings import Overlong, PromptFormat, check_columns
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.errors import ConfigError
+from ppo_core.models.placement import Precision
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 WARN_SHARE = 0.75
@@ -134,6 +135,10 @@ class Settings:
 
     num_nodes: int = 1
     """Number of machines for PPO, which share output_dir; Metaflow's @parallel starts them."""
+
+    precision: Precision = "auto"
+    """Precision of language models in steps that only read them, which sample, answer and judge:
+    `fp32`, `bf16`, or `auto`, bf16 on a GPU that computes in it. Reward models score in fp32."""
 
     sft: SupervisedConfig = field(
         default_factory=lambda: SupervisedConfig(**_defaults(UNKNOWN_SIZE, lora=False)["sft"])

@@ -27,6 +27,7 @@ from ppo_core.data.rows.fitting import fit_prompts
 from ppo_core.data.rows.reader import Rows, read_rows
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
+from ppo_core.models.placement import placement_for_reading
 from ppo_core.training.evaluation import answer_prompts
 
 
@@ -71,6 +72,7 @@ def compare_with_references(
         config=judging,
         cache_folder=output / "cache" / "replies",
         end_of_text=arguments.end_of_text,
+        precision=arguments.precision,
     )
     contests = [("model", "reference")]
     return evaluate(
@@ -160,7 +162,7 @@ def _answer(
     prompts: Sequence[Prompt],
 ) -> list[str]:
     return answer_prompts(
-        load_policy(model),
+        load_policy(model, placement=placement_for_reading(arguments.precision)),
         tokenizer,
         prompts,
         response_length=arguments.response_length,

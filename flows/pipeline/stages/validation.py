@@ -26,6 +26,7 @@ from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
 from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_reward_model
+from ppo_core.models.placement import placement_for_reading
 
 
 def validate_reward_model(
@@ -96,6 +97,7 @@ def examine_reward_model(
         reward_model.path,
         end_of_text=settings.reward_model_training.end_of_text,
         prompt_format=data_sets.reward_format(settings),
+        placement=placement_for_reading(),
     )
     return validate(
         model,
@@ -111,6 +113,7 @@ def examine_reward_model(
                 stop_token_id=settings.ppo.stop_token_id,
             ),
             prompt_format=settings.prompt_format,
+            precision=settings.precision,
             seed=settings.seed,
             batch_size=settings.ppo.local_rollout_forward_batch_size,
         ),
@@ -126,6 +129,7 @@ def _measure_judge(settings: Settings, judge: PreparedModel) -> TrainedJudge:
         judge.path,
         end_of_text=settings.reward_model_training.end_of_text,
         prompt_format=settings.prompt_format,
+        placement=placement_for_reading(),
     )
     pairs = label_pairs(data_sets.judge_test_pairs(settings))
     found = measure_accuracy(*score_pairs(model, pairs), pairs)
