@@ -6,7 +6,7 @@
     question = champion.tokenizer("Hello", return_tensors="pt").to(champion.model.device)
     champion.model.generate(**question)
 
-Apart from `ppo_core.errors` and `ppo_core.models.placement`, this package imports nothing from the
+Apart from `ppo_core.errors` and `ppo_core.config.placement`, this package imports nothing from the
 rest of the project.
 """
 
@@ -26,8 +26,8 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
+from ppo_core.config.placement import Precision, placement_for_reading
 from ppo_core.errors import ModelError
-from ppo_core.models.placement import Precision, placement_for_reading
 
 from .artifact_store import download, open_store, prepare_mlflow
 from .database import check_database

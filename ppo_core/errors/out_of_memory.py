@@ -1,5 +1,6 @@
 """Smaller batches, or a clear error, where the memory of a GPU or of the machine is full."""
 
+import gc
 import logging
 import resource
 import sys
@@ -41,9 +42,10 @@ class BatchSize:
             self._halve(reason)
 
     def _halve(self, reason: str) -> None:
-        from accelerate.utils.memory import clear_device_cache
+        import torch
 
-        clear_device_cache(garbage_collection=True)
+        gc.collect()
+        torch.cuda.empty_cache()
         if self._size == 1:
             raise TrainingError(
                 f"The memory is too small for {self._purpose} a single row ({_peak()}): {reason} "
@@ -75,9 +77,11 @@ def explained_out_of_memory(next_move: str) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    from accelerate.utils.memory import should_reduce_batch_size
+    import torch
 
-    return should_reduce_batch_size(error)
+    is_full = isinstance(error, torch.OutOfMemoryError)
+    # On the CPU, torch raises an error without a class of its own.
+    return is_full or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _peak() -> str:

@@ -17,6 +17,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from ppo_core.config.hub_ids import split_revision
+from ppo_core.config.placement import Placement
 from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.chat_template import set_prompt_format
 from ppo_core.data.text_config import text_config
@@ -26,7 +27,6 @@ from ppo_core.models.files.model_folder import (
     check_model_folder,
     check_plain_files,
 )
-from ppo_core.models.placement import Placement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

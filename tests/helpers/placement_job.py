@@ -25,7 +25,7 @@ from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.win_rate_arguments import WinRateArguments
 from pipeline.stages.model_win_rate import compare_with_references
 from pipeline.stages.validation import _measure_judge, examine_reward_model
-from ppo_core.models import placement
+from ppo_core.config import placement
 from tests.helpers.mlflow_store import tracking_to
 from tests.helpers.other_device import register
 from tests.helpers.pipeline_inputs import tiny_table

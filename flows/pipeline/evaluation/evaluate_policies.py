@@ -22,9 +22,9 @@ from pipeline.results import (
     write_report,
 )
 from pipeline.settings.settings import Settings
+from ppo_core.config.placement import placement_for_reading
 from ppo_core.data.rows.dialogues import in_format_of
 from ppo_core.models.loading import load_policy, load_tokenizer
-from ppo_core.models.placement import placement_for_reading
 from ppo_core.training.evaluation import Answers, answer_prompts
 
 

@@ -7,10 +7,10 @@ from scipy.special import expit
 
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.judges.verdict import JudgedPrompt, Verdict
+from ppo_core.config.placement import placement_for_reading
 from ppo_core.data.folder_cache import digest_of
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.models.loading import load_reward_model
-from ppo_core.models.placement import placement_for_reading
 
 
 class RewardModelJudge:

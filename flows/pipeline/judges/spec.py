@@ -10,9 +10,9 @@ from pipeline.judges.function_judge import load_function_judge, rule_judge
 from pipeline.judges.judge_names import JudgePart, check_judge_name, read_judges
 from pipeline.judges.verdict import Judge
 from pipeline.settings.judge_config import JudgingConfig
+from ppo_core.config.placement import Precision
 from ppo_core.errors import PPOError
 from ppo_core.models.loading import check_reward_config, load_tokenizer
-from ppo_core.models.placement import Precision
 
 
 def make_judge(

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.judges.chat_model import Question, Reply
 from pipeline.settings.judge_config import JudgingConfig
+from ppo_core.config.placement import Precision, placement_for_reading
 from ppo_core.data.batching import length_sorted_batches
 from ppo_core.data.chat_template import encode_chat, render_chat
 from ppo_core.data.folder_cache import digest_of
@@ -16,7 +17,6 @@ from ppo_core.data.prompts import Tokens, context_length, encode_prompt, respons
 from ppo_core.errors import DataError, ModelError
 from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
-from ppo_core.models.placement import Precision, placement_for_reading
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings, stop_token

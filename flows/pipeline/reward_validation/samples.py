@@ -11,11 +11,11 @@ from scipy.stats import bootstrap
 from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.scores import require_finite
 from pipeline.settings.decoding import Decoding
+from ppo_core.config.placement import Precision, placement_for_reading
 from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.prompts import Prompt
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_policy, load_tokenizer
-from ppo_core.models.placement import Precision, placement_for_reading
 from ppo_core.training.evaluation import answer_prompts
 
 QUANTILES = (5, 25, 50, 75, 95)

@@ -17,11 +17,11 @@ from pipeline.settings.promotion_config import PromotionConfig
 from pipeline.settings.reward_validation_config import RewardGateConfig
 from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.checks import check_type, refuse_secrets, require_finite
+from ppo_core.config.placement import Precision
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.row_settings import Overlong, PromptFormat, check_columns
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.errors import ConfigError
-from ppo_core.models.placement import Precision
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 WARN_SHARE = 0.75

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ppo_core.config.checks import require, require_count, require_finite
+from ppo_core.config.placement import Precision
 from ppo_core.config.row_settings import Overlong, PromptFormat
-from ppo_core.models.placement import Precision
 
 
 @dataclass(frozen=True, kw_only=True)

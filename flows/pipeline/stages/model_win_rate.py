@@ -20,6 +20,7 @@ from pipeline.results import JUDGEMENTS, write_report
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments
+from ppo_core.config.placement import placement_for_reading
 from ppo_core.config.row_settings import parse_columns
 from ppo_core.data.prompts import Prompt, context_length
 from ppo_core.data.rows.describe import describe_reading, require_columns_read
@@ -27,7 +28,6 @@ from ppo_core.data.rows.fitting import fit_prompts
 from ppo_core.data.rows.reader import Rows, read_rows
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
-from ppo_core.models.placement import placement_for_reading
 from ppo_core.training.evaluation import answer_prompts
 
 

@@ -24,9 +24,9 @@ from pipeline.reward_validation.validate import validate
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
+from ppo_core.config.placement import placement_for_reading
 from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_reward_model
-from ppo_core.models.placement import placement_for_reading
 
 
 def validate_reward_model(

@@ -27,6 +27,7 @@ def draw(path: str, prompts: list[str], count: int, *, seed: int = 1, decoding=S
         seed=seed,
         batch_size=5,
         prompt_format="auto",
+        precision="auto",
     )
 
 

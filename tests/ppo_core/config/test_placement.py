@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ppo_core.models import placement
+from ppo_core.config import placement
+from ppo_core.config.placement import Placement, placement_for_reading
 from ppo_core.models.loading import load_policy, load_reward_model
-from ppo_core.models.placement import Placement, placement_for_reading
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 
 GPU = torch.device("cuda", 0)
