@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ppo_core
-from ppo_core.distributed.process import ERROR_FILE, PARENT
+from ppo_core.distributed.process import ERROR_FILE, PARENT, STACKS
 
 PORTS = range(20_000, 30_000)
 """Ports for the rendezvous of several machines, below the ephemeral ports of the system."""
@@ -83,12 +83,16 @@ def gpus() -> int:
 
 
 def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str, str]:
-    """Return the environment of the processes; a failed process writes its error to `reason`."""
+    """Return the environment of the processes.
+
+    A failed process writes its error to `reason`, and its stacks, on SIGUSR1, beside it.
+    """
     root = str(Path(ppo_core.__file__).parent.parent)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
         PARENT: str(os.getpid()),
         ERROR_FILE: str(reason),
+        STACKS: str(reason.parent),
     }
     here = processes * (machines.count if machines.main_address == THIS_MACHINE else 1)
     if here > 1:

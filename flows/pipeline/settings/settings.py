@@ -140,6 +140,13 @@ class Settings:
     """Precision of language models in steps that only read them, which sample, answer and judge:
     `fp32`, `bf16`, or `auto`, bf16 on a GPU that computes in it. Reward models score in fp32."""
 
+    stall_minutes: float = 30.0
+    """Minutes without progress after which a training or a step is ended: no update, answer or
+    verdict for so long, and for 20 times the median. A training is retried from its checkpoint."""
+
+    step_minutes: float = 0.0
+    """Maximum minutes of one step after the first, which is ended then; 0 for no limit."""
+
     sft: SupervisedConfig = field(
         default_factory=lambda: SupervisedConfig(**_defaults(UNKNOWN_SIZE, lora=False)["sft"])
     )
@@ -180,6 +187,10 @@ class Settings:
             raise ConfigError(f"seed={self.seed} must be at least 0 and below 2**32.")
         if not 0 < self.held_out_share < 1:
             raise ConfigError(f"held_out_share={self.held_out_share} must be between 0 and 1.")
+        if self.stall_minutes <= 0:
+            raise ConfigError(f"stall_minutes={self.stall_minutes} must be above 0.")
+        if self.step_minutes < 0:
+            raise ConfigError(f"step_minutes={self.step_minutes} must be at least 0.")
         if self.processes < 0:
             raise ConfigError(f"processes={self.processes} must be at least 0.")
         if self.num_nodes < 1:
