@@ -40,6 +40,7 @@ def answer_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     *,
+    numbers: Sequence[int] | None = None,
     response_length: int,
     temperature: float,
     top_k: int = 0,
@@ -53,9 +54,11 @@ def answer_prompts(
     """Sample a response to each prompt with training's sampler; temperature 0 decodes greedily.
 
     `stop` and `stop_token_id` are the settings `stop_token` and `stop_token_id` of PPOConfig.
-    `batch_size` is halved while memory is full.
+    `batch_size` is halved while memory is full. With `numbers` only these prompts are answered; an
+    answer does not depend on the other prompts.
     """
-    if not prompts:
+    numbers = range(len(prompts)) if numbers is None else numbers
+    if not numbers:
         return Answers(texts=[], kl=None)
     policy = LanguageModel(model)
     sampling = SamplingSettings(
@@ -67,11 +70,11 @@ def answer_prompts(
     is_sample = temperature > 0 and not sampling.is_restricted
     compared = LanguageModel(reference) if reference is not None and is_sample else None
     generator = torch.Generator().manual_seed(seed)
-    uniforms = torch.rand(len(prompts), response_length, generator=generator)
-    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    uniforms = torch.rand(len(prompts), response_length, generator=generator)[list(numbers)]
+    encoded = [encode_prompt(tokenizer, prompts[number]) for number in numbers]
 
     def sample(rows: int) -> Rollout:
-        with progress(len(prompts), "answering", "prompt") as bar:
+        with progress(len(encoded), "answering", "prompt") as bar:
             callbacks = SamplingCallbacks(on_finished=bar.update)
             return sample_responses(
                 policy, encoded, uniforms, sampling, batch_size=rows, callbacks=callbacks

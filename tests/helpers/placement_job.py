@@ -40,7 +40,8 @@ def places(folder: Path, settings: Settings) -> dict[str, Place]:
     question: Question = [{"role": "user", "content": "w1 w2"}]
 
     def validation() -> Any:
-        return examine_reward_model(settings, policy, PreparedModel(path=judge, metrics={}))
+        judged = PreparedModel(path=judge, metrics={})
+        return examine_reward_model(settings, policy, judged, folder)
 
     def trained_judge() -> Any:
         return _measure_judge(settings, PreparedModel(path=judge, metrics={})).accuracy

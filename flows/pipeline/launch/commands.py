@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,14 +39,19 @@ class Machines:
     from an earlier attempt out of the rendezvous."""
 
 
+PPO = ("ppo_core",)
+"""Words of the command that runs PPO: a module, and arguments before the settings file."""
+
 ONE_MACHINE = Machines()
 """A training whose processes all run on this machine."""
 
 
-def command(job: Path, processes: int, machines: Machines) -> list[str]:
+def command(
+    job: Path, processes: int, machines: Machines, program: Sequence[str] = PPO
+) -> list[str]:
     """Return the command that starts the processes of this machine."""
     if processes * machines.count == 1:
-        return [sys.executable, "-m", "ppo_core", str(job)]
+        return [sys.executable, "-m", *program, str(job)]
     rendezvous = ["--standalone"]
     if machines.count > 1:
         # All machines compute equal ids and ports. Each attempt has a new port, because the old
@@ -68,7 +74,7 @@ def command(job: Path, processes: int, machines: Machines) -> list[str]:
             *rendezvous,
             f"--nproc-per-node={processes}",
         ),
-        *("-m", "ppo_core", str(job)),
+        *("-m", *program, str(job)),
     ]
 
 

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import psutil
 
 from pipeline.launch.commands import (
     ONE_MACHINE,
+    PPO,
     THIS_MACHINE,
     Machines,
     command,
@@ -50,6 +51,7 @@ def train(
     *,
     processes: int,
     machines: Machines = ONE_MACHINE,
+    program: Sequence[str] = PPO,
     stall_minutes: float = STALL_MINUTES,
     on_metrics: OnMetrics = lambda update, metrics: None,
 ) -> None:
@@ -62,6 +64,7 @@ def train(
         job: settings file of the job; all output is written to its folder.
         processes: number of processes; 0 for one per GPU, or one without a GPU.
         machines: the machines of the training.
+        program: module that trains, and its arguments before the job; PPO by default.
         stall_minutes: minutes without a new line of the metrics file after which the training is
             ended (or 20 times the median time between two lines, if that is longer).
         on_metrics: called with the number and the metrics of every update in the metrics file.
@@ -85,7 +88,8 @@ def train(
     interruption = Interruption()
     with interruption:
         child = subprocess.Popen(
-            command(job, processes, machines), env=environment_of(processes, machines, reason)
+            command(job, processes, machines, program),
+            env=environment_of(processes, machines, reason),
         )
         try:
             frozen = _follow(
