@@ -97,7 +97,7 @@ def encode(champion: Champion, question: Question) -> torch.Tensor:
             f"A prompt of {len(ids)} tokens and an answer of up to {longest} do not fit: the "
             f"prompt needs at least one token, and both together at most {context}."
         )
-    return torch.tensor([ids])
+    return torch.tensor([ids], device=champion.model.device)
 
 
 def generate(champion: Champion, ids: torch.Tensor, question: Question, **options: Any) -> str:
@@ -117,7 +117,7 @@ def stream(
 ) -> Iterator[str]:
     """Yield the answer in pieces during generation; stop when the client has disconnected."""
     pieces = TextIteratorStreamer(champion.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    stop = [lambda *_, **__: torch.tensor([gone.is_set()])]
+    stop = [lambda ids, *_, **__: torch.tensor([gone.is_set()], device=ids.device)]
     options = {"streamer": pieces, "stopping_criteria": stop}
     work = generations.submit(generate, champion, ids, question, **options)
     work.add_done_callback(lambda _: pieces.end())  # also after an error: ends the loop

@@ -48,7 +48,7 @@ from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedE
 ppo_core.METAFLOW_PACKAGE_POLICY = "include"
 
 
-RECORDS = 5
+RECORDS = 6
 """Format version of the records passed between steps; increased when older records are
 unreadable."""
 
@@ -61,7 +61,7 @@ class RunStoppedError(MetaflowException):
 
 @user_step_decorator
 def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None) -> Iterator[None]:
-    """Measure the seconds of a step, and print an error of the project without a traceback.
+    """Measure and watch a step, and print an error of the project without a traceback.
 
     A step with `@retry` is retried only after errors that a second attempt can avoid.
     """
@@ -73,8 +73,9 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
             "read its results. Start a new run; models that are already trained are reused."
         )
     started = time.perf_counter()
+    settings, run = (getattr(earlier, name, None) for name in ("settings", "tracked"))
     try:
-        with explained_full_disk():
+        with explained_full_disk(), stages.tracked.watched(step_name, settings, run):
             yield
     except PPOError as error:
         permanent = not isinstance(error, (ProcessError, RunInterruptedError))

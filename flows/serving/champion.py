@@ -3,9 +3,11 @@
     from flows.champion import load_champion
 
     champion = load_champion("rlhf-policy")
-    champion.model.generate(**champion.tokenizer("Hello", return_tensors="pt"))
+    question = champion.tokenizer("Hello", return_tensors="pt").to(champion.model.device)
+    champion.model.generate(**question)
 
-Apart from `ppo_core.errors`, this package imports nothing from the rest of the project.
+Apart from `ppo_core.errors` and `ppo_core.config.placement`, this package imports nothing from the
+rest of the project.
 """
 
 import logging
@@ -24,6 +26,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
+from ppo_core.config.placement import Precision, placement_for_reading
 from ppo_core.errors import ModelError
 
 from .artifact_store import download, open_store, prepare_mlflow
@@ -71,7 +74,7 @@ class Champion:
     """Version number."""
 
     model: "PreTrainedModel"
-    """A causal language model, on the CPU and in evaluation mode."""
+    """A causal language model in evaluation mode, on a GPU if there is one."""
 
     tokenizer: "PreTrainedTokenizerBase"
     """Tokenizer of the model."""
@@ -94,6 +97,7 @@ def load_champion(
     version: str | int | None = None,
     cache: Path | str | None = None,
     timeout: float = ANSWER_SECONDS,
+    precision: Precision | None = None,
 ) -> Champion:
     """Download a version, verify all its files, and load it with transformers.
 
@@ -104,6 +108,8 @@ def load_champion(
         cache: folder for downloaded versions; None for `CACHE`.
         timeout: maximum seconds for each answer of the registry and of the store; a file may take
             one more second per megabyte.
+        precision: `fp32`, `bf16`, or `auto`, bf16 on a GPU that computes in it; None for the
+            precision of the files.
 
     Raises:
         ModelError: `fetch_champion` failed, or transformers cannot load the verified files.
@@ -117,13 +123,20 @@ def load_champion(
     # Without config.json, transformers would load an adapter's base model, which is not verified.
     if not ((model / "config.json").is_file() and tokenizer.is_dir()):
         raise refusal(what, "it has no model/config.json or no components/tokenizer")
+    placement = placement_for_reading(precision or "auto")
     try:
         return Champion(
             name,
             fetched.version,
             AutoModelForCausalLM.from_pretrained(
-                model, use_safetensors=True, trust_remote_code=False, local_files_only=True
-            ).eval(),
+                model,
+                dtype="auto" if precision is None else placement.dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+            )
+            .eval()
+            .to(placement.device),
             AutoTokenizer.from_pretrained(
                 tokenizer, trust_remote_code=False, local_files_only=True
             ),

@@ -1,7 +1,9 @@
 """Progress bars of long phases, on a terminal or in a log."""
 
 import sys
-from typing import TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
@@ -23,6 +25,49 @@ class _OneLineEach:
         self._stream.flush()
 
 
+class Listener(Protocol):
+    """Told about each bar of this process."""
+
+    def moved(self, phase: str) -> None:
+        """Note that a phase began or advanced; `phase` is the description of its bar."""
+
+    def ended(self, phase: str) -> None:
+        """Note that a phase ended."""
+
+
+_listeners: list[Listener] = []
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell `listener` about each bar inside the context, hidden bars too."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+class _Bar(tqdm):  # type: ignore[misc]
+    def __init__(self, *, desc: str, **options: Any) -> None:
+        self._phase = desc
+        super().__init__(desc=desc, **options)
+        self._tell_moved()
+
+    def update(self, n: float = 1) -> None:
+        self._tell_moved()
+        super().update(n)
+
+    def close(self) -> None:
+        for listener in _listeners:
+            listener.ended(self._phase)
+        super().close()
+
+    def _tell_moved(self) -> None:
+        for listener in _listeners:
+            listener.moved(self._phase)
+
+
 def progress(
     total: int | None, description: str, unit: str, *, hidden: bool = False, delay: float = 0.0
 ) -> tqdm:
@@ -33,8 +78,8 @@ def progress(
     `delay` seconds shows no bar.
     """
     if sys.stderr.isatty():
-        return tqdm(total=total, desc=description, unit=unit, disable=hidden, delay=delay)
-    return tqdm(
+        return _Bar(total=total, desc=description, unit=unit, disable=hidden, delay=delay)
+    return _Bar(
         total=total,
         desc=description,
         unit=unit,

@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -22,6 +23,10 @@ PARENT = "PPO_CORE_PARENT"
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable, set by torchrun: file for a process's error report."""
+
+STACKS = "PPO_CORE_STACKS"
+"""Environment variable: folder for the stacks of this process's threads, see
+`write_stacks_on_request`."""
 
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
@@ -64,6 +69,21 @@ def end_with_parent() -> None:
     # A parent that ended before the call sends no signal.
     if started_by is not None and os.getppid() != int(started_by):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stacks_file(folder: Path, rank: str) -> Path:
+    """Return the file in which `write_stacks_on_request` writes the stacks of a process."""
+    return folder / f"stacks-{rank}.txt"
+
+
+def write_stacks_on_request() -> None:
+    """On SIGUSR1, write the stack of each thread to a file in the folder of the variable STACKS.
+
+    Without the variable nothing is changed. The stacks are written even while native code runs.
+    """
+    if folder := os.environ.get(STACKS):
+        file = stacks_file(Path(folder), os.environ.get("RANK", "0")).open("w")
+        faulthandler.register(signal.SIGUSR1, file)  # keeps the file open
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from ppo_core.config.hub_ids import split_revision
+from ppo_core.config.placement import Placement
 from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.chat_template import set_prompt_format
 from ppo_core.data.text_config import text_config
@@ -125,13 +126,20 @@ def empty_model(path: str | Path, *, scores: bool = False) -> "PreTrainedModel":
 
 
 def load_policy(
-    path: str | Path, *, dtype: Any = "float32", revision: str | None = None, **options: Any
+    path: str | Path,
+    *,
+    dtype: Any = "float32",
+    placement: Placement | None = None,
+    revision: str | None = None,
+    **options: Any,
 ) -> "PreTrainedModel":
     """Return a causal language model in evaluation mode.
 
     Args:
         path: folder or hub id.
         dtype: precision of the weights; "auto" keeps that of the files.
+        placement: device and precision of a model that is not trained; replaces `dtype`. None
+            leaves the model on the CPU, for a trainer that places it itself.
         revision: branch, tag or commit of a hub id without `@REVISION`; None takes main.
         options: `attn_implementation` and `quantization_config` of transformers.
 
@@ -144,9 +152,15 @@ def load_policy(
     config = load_config(path, revision)
     # A model of text and images may have a class for its text part alone.
     unused = OTHER_PARTS if text_config(config) is not config else ()
+    dtype = dtype if placement is None else placement.dtype
     options = {"dtype": dtype, "revision": revision, **options}
     with reading("causal language model", path):
-        return load_model(_text_class(config), path, options, unused=unused).eval()
+        model = load_model(_text_class(config), path, options, unused=unused).eval()
+    return model if placement is None else _put(model, placement)
+
+
+def _put(model: "PreTrainedModel", placement: Placement) -> "PreTrainedModel":
+    return model.to(placement.device)  # type: ignore[arg-type]
 
 
 def _text_class(config: Any) -> Any:
@@ -257,10 +271,12 @@ def load_reward_model(
     gain: float = 1.0,
     end_of_text: bool = True,
     prompt_format: PromptFormat = "auto",
+    placement: Placement | None = None,
 ) -> "RewardModel":
     """Return a `RewardModel` of a sequence classifier with one label and of its tokenizer.
 
     `prompt_format` is "text" if the model was trained on texts without its chat template.
+    `placement` is as in `load_policy`.
 
     Raises:
         ModelError: the folder or hub id has no supported sequence classifier with one label, a
@@ -272,7 +288,10 @@ def load_reward_model(
 
     check_reward_config(path)
     with reading("reward model", path):
-        model = load_model(AutoModelForSequenceClassification, path, {"dtype": "float32"})
+        options = {"dtype": "float32" if placement is None else placement.dtype}
+        model = load_model(AutoModelForSequenceClassification, path, options)
+    if placement is not None:
+        model = _put(model, placement)
     tokenizer = load_tokenizer(path, prompt_format)
     check_vocabulary(model.config, tokenizer, path)
     return RewardModel(model.eval(), tokenizer, bias=bias, gain=gain, end_of_text=end_of_text)

@@ -1,7 +1,7 @@
 """The reward model, which scores a prompt with its response."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ppo_core.data.batching import length_sorted_batches, pad_rows
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length, encode_dialogue
 from ppo_core.errors import DataError, ModelError
+from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.models.adapters import is_peft
 from ppo_core.models.backbones import DecoderBackbone
 
@@ -112,7 +113,9 @@ class RewardModel:
         return encode_dialogue(self.tokenizer, prompt, response, end=self.end_of_text)
 
     def score_encoded(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
-        """Return scores (B,), on the CPU, of token sequences; `batch_size` are scored at a time.
+        """Return scores (B,), on the CPU, of token sequences.
+
+        `batch_size` sequences are scored at a time, or fewer if memory is full.
 
         Raises:
             DataError: a sequence is empty, or longer than the model's context.
@@ -122,6 +125,9 @@ class RewardModel:
                 f"Text {[len(row) for row in rows].index(0)} has no token, so the reward model "
                 "cannot score it (the first text has number 0). Remove the text."
             )
+        return BatchSize(batch_size, "scoring").run(partial(self._score_batches, rows))
+
+    def _score_batches(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
         scores = torch.empty(len(rows))
         device = self.model.device
         for batch in length_sorted_batches(torch.tensor([len(row) for row in rows]), batch_size):

@@ -11,7 +11,7 @@ from ppo_core.algorithm.top_k_top_p import truncated
 from ppo_core.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NO_STOP_TOKEN = -1
 """Stop token id for responses that always have the maximum length; no token has this id."""
@@ -55,6 +55,18 @@ def stop_token(
             "its maximum length. Set stop_token_id, or set stop_token=None for that length."
         )
     return int(tokenizer.eos_token_id)
+
+
+def own_stop_token(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Return the stop token by which a model is served; None if it has none.
+
+    If the model has several, prefer the tokenizer's end-of-sequence token.
+    """
+    stops = model.generation_config.eos_token_id
+    if isinstance(stops, list):
+        own = tokenizer.eos_token_id
+        return own if own in stops else next(iter(stops), None)
+    return stops
 
 
 def sample_tokens(

@@ -12,6 +12,7 @@ from ppo_core.data.progress_bar import progress
 from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import Prompt, encode_prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
+from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 from ppo_core.ppo.scoring import response_logprobs
@@ -39,6 +40,7 @@ def answer_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     *,
+    numbers: Sequence[int] | None = None,
     response_length: int,
     temperature: float,
     top_k: int = 0,
@@ -52,8 +54,11 @@ def answer_prompts(
     """Sample a response to each prompt with training's sampler; temperature 0 decodes greedily.
 
     `stop` and `stop_token_id` are the settings `stop_token` and `stop_token_id` of PPOConfig.
+    `batch_size` is halved while memory is full. With `numbers` only these prompts are answered; an
+    answer does not depend on the other prompts.
     """
-    if not prompts:
+    numbers = range(len(prompts)) if numbers is None else numbers
+    if not numbers:
         return Answers(texts=[], kl=None)
     policy = LanguageModel(model)
     sampling = SamplingSettings(
@@ -65,17 +70,21 @@ def answer_prompts(
     is_sample = temperature > 0 and not sampling.is_restricted
     compared = LanguageModel(reference) if reference is not None and is_sample else None
     generator = torch.Generator().manual_seed(seed)
-    uniforms = torch.rand(len(prompts), response_length, generator=generator)
-    with progress(len(prompts), "answering", "prompt") as bar:
-        rollout = sample_responses(
-            policy,
-            [encode_prompt(tokenizer, prompt) for prompt in prompts],
-            uniforms,
-            sampling,
-            batch_size=batch_size,
-            callbacks=SamplingCallbacks(on_finished=bar.update),
-        )
-    kl = None if compared is None else _divergence(rollout, compared, batch_size).mean().item()
+    uniforms = torch.rand(len(prompts), response_length, generator=generator)[list(numbers)]
+    encoded = [encode_prompt(tokenizer, prompts[number]) for number in numbers]
+
+    def sample(rows: int) -> Rollout:
+        with progress(len(encoded), "answering", "prompt") as bar:
+            callbacks = SamplingCallbacks(on_finished=bar.update)
+            return sample_responses(
+                policy, encoded, uniforms, sampling, batch_size=rows, callbacks=callbacks
+            )
+
+    batches = BatchSize(batch_size, "answering")
+    rollout = batches.run(sample)
+    kl = None
+    if compared is not None:
+        kl = batches.run(lambda rows: _divergence(rollout, compared, rows)).mean().item()
     return Answers(texts=response_texts(tokenizer, rollout), kl=kl)
 
 

@@ -21,6 +21,7 @@ from ppo_core.data.prompt_set import Collator, PromptSet, make_prompt_set
 from ppo_core.data.types import Rollout, Scores
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import ConfigError, RunInterruptedError
+from ppo_core.errors.out_of_memory import explained_out_of_memory
 from ppo_core.models.actor_critic import ActorCritic
 from ppo_core.ppo.ema import WeightAverage
 from ppo_core.ppo.experience import describe_broken, divergence, make_experience, shaped_scores
@@ -58,6 +59,14 @@ from ppo_core.training.precision import trains_in_bf16
 from ppo_core.training.preflight import check_models
 from ppo_core.training.script_names import PolicyAndValue, ScriptNames, with_older_names
 from ppo_core.training.self_check import check_numbers
+
+LESS_MEMORY = (
+    "Lower local_rollout_forward_batch_size if this was in sampling or scoring, or "
+    "per_device_train_batch_size or max_tokens_per_microbatch if it was in the update: no result "
+    "depends on them. Or set gradient_checkpointing=True, train LoRA adapters, or set sharding to "
+    "zero2, zero3 or fsdp2, with offload=True if that is not enough. Then resume."
+)
+"""What to do after a training that ran out of memory."""
 
 ROWS_SHOWN = 5
 """Number of rows that are printed of a table of samples; the file has all rows."""
@@ -181,12 +190,12 @@ class PPOTrainer(ScriptNames):
         Raises:
             RunInterruptedError: the process received SIGTERM. A checkpoint was written, unless
                 save_strategy is "no".
-            TrainingError: too many consecutive steps were skipped, or the run cannot resume from
-                the checkpoint.
+            TrainingError: too many consecutive steps were skipped, the run cannot resume from the
+                checkpoint, or memory is full.
         """
         self._checkpoints.start(resume_from_checkpoint, anyway=resume_anyway)
         self._reporter.begin()
-        with self._interruption:
+        with self._interruption, explained_out_of_memory(LESS_MEMORY):
             try:
                 history = self._run_updates()
             except RunInterruptedError:

@@ -67,6 +67,7 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
                 settings,
                 PreparedModel(path=str(sft), metrics={}),
                 PreparedModel(path=str(rewarder), metrics={}),
+                folder,
             )
         )
 

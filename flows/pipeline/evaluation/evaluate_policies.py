@@ -5,8 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.notes import doubts_about_trained_judge, notes_on
 from pipeline.evaluation.text_statistics import mean_words, repeated_share
@@ -14,6 +12,7 @@ from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.judges.spec import make_judge
 from pipeline.judges.verdict import JudgedPrompt
+from pipeline.launch.answers import answer, answer_processes
 from pipeline.results import (
     EVALUATION_FILE,
     EvaluatedPolicy,
@@ -22,9 +21,8 @@ from pipeline.results import (
     write_report,
 )
 from pipeline.settings.settings import Settings
-from ppo_core.data.rows.dialogues import in_format_of
-from ppo_core.models.loading import load_policy, load_tokenizer
-from ppo_core.training.evaluation import Answers, answer_prompts
+from ppo_core.training.answers import AnswerJob
+from ppo_core.training.evaluation import Answers
 
 
 def evaluate_policies(
@@ -49,8 +47,8 @@ def evaluate_policies(
     rows = data_sets.examples(settings)
     prompts = [row["prompt"] for row in rows]
     answers = {
-        "sft": _answer(settings, sft, prompts, sft),
-        "ppo": _answer(settings, policy, prompts, sft),
+        "sft": _answer(settings, sft, prompts, sft, folder),
+        "ppo": _answer(settings, policy, prompts, sft, folder),
     }
     references = data_sets.references_of(rows)
     texts: dict[str, list[str]] = {"reference": references} if references else {}
@@ -88,12 +86,13 @@ def _judge(
     from pipeline.evaluation.win_rate import compare_policies
 
     if champion is not None:
-        texts = {**texts, "champion": _answer_as_champion(settings, champion, prompts)}
+        texts = {**texts, "champion": _answer_as_champion(settings, champion, prompts, folder)}
     judge = make_judge(
         f"reward-model:{trained_judge.path}" if trained_judge else settings.judge,
         config=settings.judging,
         cache_folder=Path(settings.output_dir) / "cache" / "replies",
         end_of_text=settings.reward_model_training.end_of_text,
+        precision=settings.precision,
     )
     evaluation = evaluate(
         judge,
@@ -140,65 +139,63 @@ def _judge(
 
 
 def _answer(
-    settings: Settings, path: str, prompts: Sequence[JudgedPrompt], reference: str
+    settings: Settings, path: str, prompts: Sequence[JudgedPrompt], reference: str, folder: Path
 ) -> Answers:
     """Return a policy's answers, and its KL divergence from the reference policy."""
     return _sample(
         settings,
-        load_policy(path),
-        load_tokenizer(path, settings.prompt_format),
+        path,
         prompts,
+        folder,
+        tokenizer=path,
+        prompt_format=settings.prompt_format,
         stop=settings.ppo.stop_token,
         stop_token_id=settings.ppo.stop_token_id,
-        reference=load_policy(reference),
+        reference=reference,
     )
 
 
 def _answer_as_champion(
-    settings: Settings, champion: FetchedChampion, prompts: Sequence[JudgedPrompt]
+    settings: Settings, champion: FetchedChampion, prompts: Sequence[JudgedPrompt], folder: Path
 ) -> list[str]:
     """Return the champion's answers, which end at the champion's own stop token."""
-    model, tokenizer = load_policy(champion.model), load_tokenizer(champion.tokenizer)
     return _sample(
         settings,
-        model,
-        tokenizer,
-        [in_format_of(tokenizer, prompt) for prompt in prompts],
+        champion.model,
+        prompts,
+        folder,
+        tokenizer=champion.tokenizer,
+        prompt_format="auto",
         # A champion without a stop token was also judged, and is served, at full response length.
-        stop=None,
-        stop_token_id=_stop_token_of(model, tokenizer),
+        stop="own",
+        stop_token_id=None,
+        reference=None,
     ).texts
-
-
-def _stop_token_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return a model's stop token; None if it has none.
-
-    If the model has several, prefer the tokenizer's end-of-sequence token.
-    """
-    stops = model.generation_config.eos_token_id
-    if isinstance(stops, list):
-        own = tokenizer.eos_token_id
-        return own if own in stops else next(iter(stops), None)
-    return stops
 
 
 def _sample(
     settings: Settings,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    path: str,
     prompts: Sequence[JudgedPrompt],
+    folder: Path,
     **options: Any,
 ) -> Answers:
     """Sample answers with the settings that all policies share, and with `options`."""
-    return answer_prompts(
-        model,
-        tokenizer,
-        prompts,
+    job = AnswerJob(
+        policy=path,
+        prompts=list(prompts),
         response_length=settings.ppo.response_length,
         temperature=settings.evaluation.temperature,
         top_k=settings.evaluation.top_k,
         top_p=settings.evaluation.top_p,
         seed=settings.seed,
         batch_size=settings.ppo.local_rollout_forward_batch_size,
+        precision=settings.precision,
         **options,
+    )
+    return answer(
+        job,
+        processes=answer_processes(settings.processes, len(prompts)),
+        folder=folder / "answers",
+        stall_minutes=settings.stall_minutes,
     )

@@ -15,6 +15,7 @@ from typing import Any
 from pipeline.demo import judge, posts
 from pipeline.judges.verdict import WINNERS, JudgedPrompt, Verdict
 from ppo_core.data.folder_cache import digest_of_code
+from ppo_core.data.progress_bar import SECONDS_BETWEEN_LINES, progress
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import ConfigError, DataError, user_code_errors
 
@@ -45,21 +46,29 @@ class FunctionJudge:
         """
         # Reading the verdicts also runs the function if it is a generator.
         with user_code_errors(DataError, f"The judge {self.name}"):
-            given = self._function(list(map(shown_prompt, prompts)), list(pairs))
-            if not isinstance(given, Iterable):
-                raise DataError(
-                    f"The judge {self.name} returned {given!r:.80}. Return a list with one verdict "
-                    "for every pair."
-                )
-            # One more than expected, because a generator may never end.
-            some = islice(given, len(pairs) + 1)
-            verdicts = [self._read(item, number) for number, item in enumerate(some)]
+            verdicts = self._verdicts(list(map(shown_prompt, prompts)), list(pairs))
         if len(verdicts) != len(pairs):
             number = f"more than {len(pairs)}" if len(verdicts) > len(pairs) else len(verdicts)
             raise DataError(
                 f"The judge {self.name} gave {number} verdicts for {len(pairs)} pairs. "
                 "Return one verdict for each pair, in the order of the pairs."
             )
+        return verdicts
+
+    def _verdicts(self, prompts: list[str], pairs: list[tuple[str, str]]) -> list[Verdict]:
+        """Call the function and read what it returns, up to one verdict more than expected."""
+        verdicts = []
+        with progress(len(pairs), "judging", "pair", delay=SECONDS_BETWEEN_LINES) as bar:
+            given = self._function(prompts, pairs)
+            if not isinstance(given, Iterable):
+                raise DataError(
+                    f"The judge {self.name} returned {given!r:.80}. Return a list with one verdict "
+                    "for every pair."
+                )
+            # One more than expected, because a generator may never end.
+            for number, item in enumerate(islice(given, len(pairs) + 1)):
+                verdicts.append(self._read(item, number))
+                bar.update()
         return verdicts
 
     def _read(self, item: Any, number: int) -> Verdict:

@@ -10,11 +10,19 @@ from pipeline.judges.function_judge import load_function_judge, rule_judge
 from pipeline.judges.judge_names import JudgePart, check_judge_name, read_judges
 from pipeline.judges.verdict import Judge
 from pipeline.settings.judge_config import JudgingConfig
+from ppo_core.config.placement import Precision
 from ppo_core.errors import PPOError
 from ppo_core.models.loading import check_reward_config, load_tokenizer
 
 
-def make_judge(spec: str, *, config: JudgingConfig, cache_folder: Path, end_of_text: bool) -> Judge:
+def make_judge(
+    spec: str,
+    *,
+    config: JudgingConfig,
+    cache_folder: Path,
+    end_of_text: bool,
+    precision: Precision = "auto",
+) -> Judge:
     """Return the judge that `spec` names.
 
     Args:
@@ -24,6 +32,7 @@ def make_judge(spec: str, *, config: JudgingConfig, cache_folder: Path, end_of_t
         config: settings of chat models that judge.
         cache_folder: folder for the replies of chat models.
         end_of_text: whether a reward model reads an end-of-sequence token after each answer.
+        precision: precision of a chat model on this machine.
 
     Raises:
         ConfigError: `spec` is unknown, names a judge twice, or names a missing function.
@@ -34,7 +43,7 @@ def make_judge(spec: str, *, config: JudgingConfig, cache_folder: Path, end_of_t
     judges = []
     for part in read_judges(spec):
         with _named_in_errors(part):
-            judges.append(_make_one(part, config, budget, cache_folder, end_of_text))
+            judges.append(_make_one(part, config, budget, cache_folder, end_of_text, precision))
     return judges[0] if len(judges) == 1 else Ensemble(judges)
 
 
@@ -61,7 +70,12 @@ def check_judge(spec: str, reward_model: str, config: JudgingConfig) -> None:
 
 
 def _make_one(
-    part: JudgePart, config: JudgingConfig, budget: Budget, cache_folder: Path, end_of_text: bool
+    part: JudgePart,
+    config: JudgingConfig,
+    budget: Budget,
+    cache_folder: Path,
+    end_of_text: bool,
+    precision: Precision,
 ) -> Judge:
     if part.kind == "rule":
         return rule_judge()
@@ -80,7 +94,8 @@ def _make_one(
         return ChatJudge(OpenAIModel(part.source, config, budget), config, ReplyCache(cache_folder))
     from pipeline.judges.transformers_model import TransformersModel
 
-    return ChatJudge(TransformersModel(part.source, config), config, ReplyCache(cache_folder))
+    model = TransformersModel(part.source, config, precision)
+    return ChatJudge(model, config, ReplyCache(cache_folder))
 
 
 def _check_one(part: JudgePart, config: JudgingConfig) -> None:

@@ -9,11 +9,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.judges.chat_model import Question, Reply
 from pipeline.settings.judge_config import JudgingConfig
+from ppo_core.config.placement import Precision, placement_for_reading
 from ppo_core.data.batching import length_sorted_batches
 from ppo_core.data.chat_template import encode_chat, render_chat
 from ppo_core.data.folder_cache import digest_of
 from ppo_core.data.prompts import Tokens, context_length, encode_prompt, response_texts
 from ppo_core.errors import DataError, ModelError
+from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.generate import sample_responses
@@ -32,8 +34,8 @@ class TransformersModel:
     The deadline, the retries and the budget of JudgingConfig apply only to servers.
     """
 
-    def __init__(self, path: str, config: JudgingConfig) -> None:
-        """Load the model and the tokenizer of a folder or hub id.
+    def __init__(self, path: str, config: JudgingConfig, precision: Precision = "auto") -> None:
+        """Load the model, in a precision, and the tokenizer of a folder or hub id.
 
         Raises:
             ModelError: the model does not exist, is not decoder-only, or has no chat template for
@@ -41,7 +43,8 @@ class TransformersModel:
         """
         check_chat_model(path)
         self._tokenizer = load_tokenizer(path)
-        model = load_policy(path)
+        placement = placement_for_reading(precision)
+        model = load_policy(path, placement=placement)
         self._policy = LanguageModel(model)
         self._context = context_length(model.config)
         self._config = config
@@ -51,8 +54,14 @@ class TransformersModel:
         )
         self.name = f"transformers:{path}"
         self.version = digest_of(
-            [digest_of_model(path), vars(self._sampling), config.max_reply_tokens]
+            [
+                digest_of_model(path),
+                vars(self._sampling),
+                config.max_reply_tokens,
+                str(placement.dtype),
+            ]
         )
+        self._batches = BatchSize(config.concurrency, "judging")
 
     def ask(self, questions: Sequence[Question], keep: Callable[[int, Reply], None]) -> None:
         """Answer every question and call `keep(number, reply)` after each batch.
@@ -94,8 +103,10 @@ class TransformersModel:
 
     def _answer(self, prompts: list[Tokens], uniforms: Tensor) -> list[Reply]:
         """Return the replies to a batch of questions."""
-        rollout = sample_responses(
-            self._policy, prompts, uniforms, self._sampling, batch_size=len(prompts)
+        rollout = self._batches.run(
+            lambda rows: sample_responses(
+                self._policy, prompts, uniforms, self._sampling, batch_size=rows
+            )
         )
         lengths = (rollout.prompt_lengths + rollout.response_lengths).tolist()
         texts = response_texts(self._tokenizer, rollout)

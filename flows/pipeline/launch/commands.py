@@ -4,11 +4,12 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import ppo_core
-from ppo_core.distributed.process import ERROR_FILE, PARENT
+from ppo_core.distributed.process import ERROR_FILE, PARENT, STACKS
 
 PORTS = range(20_000, 30_000)
 """Ports for the rendezvous of several machines, below the ephemeral ports of the system."""
@@ -38,14 +39,19 @@ class Machines:
     from an earlier attempt out of the rendezvous."""
 
 
+PPO = ("ppo_core",)
+"""Words of the command that runs PPO: a module, and arguments before the settings file."""
+
 ONE_MACHINE = Machines()
 """A training whose processes all run on this machine."""
 
 
-def command(job: Path, processes: int, machines: Machines) -> list[str]:
+def command(
+    job: Path, processes: int, machines: Machines, program: Sequence[str] = PPO
+) -> list[str]:
     """Return the command that starts the processes of this machine."""
     if processes * machines.count == 1:
-        return [sys.executable, "-m", "ppo_core", str(job)]
+        return [sys.executable, "-m", *program, str(job)]
     rendezvous = ["--standalone"]
     if machines.count > 1:
         # All machines compute equal ids and ports. Each attempt has a new port, because the old
@@ -68,7 +74,7 @@ def command(job: Path, processes: int, machines: Machines) -> list[str]:
             *rendezvous,
             f"--nproc-per-node={processes}",
         ),
-        *("-m", "ppo_core", str(job)),
+        *("-m", *program, str(job)),
     ]
 
 
@@ -83,12 +89,16 @@ def gpus() -> int:
 
 
 def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str, str]:
-    """Return the environment of the processes; a failed process writes its error to `reason`."""
+    """Return the environment of the processes.
+
+    A failed process writes its error to `reason`, and its stacks, on SIGUSR1, beside it.
+    """
     root = str(Path(ppo_core.__file__).parent.parent)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
         PARENT: str(os.getpid()),
         ERROR_FILE: str(reason),
+        STACKS: str(reason.parent),
     }
     here = processes * (machines.count if machines.main_address == THIS_MACHINE else 1)
     if here > 1:

@@ -1,15 +1,18 @@
 """Start and monitor the processes of a training, and raise if a process fails."""
 
 import os
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from pipeline.launch.commands import (
     ONE_MACHINE,
+    PPO,
     THIS_MACHINE,
     Machines,
     command,
@@ -25,13 +28,17 @@ from pipeline.launch.process_tree import (
     terminate,
     tree,
 )
+from pipeline.launch.stall_watch import STALL_MINUTES, StallWatch
 from ppo_core.distributed.interruption import Interruption
-from ppo_core.distributed.process import PARENT, end_with_parent
+from ppo_core.distributed.process import PARENT, end_with_parent, stacks_file
 from ppo_core.errors import ProcessError
 from ppo_core.reporting.metrics_file import METRICS_FILE, UPDATE, read_line
 
 METRICS_POLL_SECONDS = 0.2
 """Seconds between two reads of the metrics file."""
+
+STACK_SECONDS = 2.0
+"""Seconds that a process has to write its stacks, which takes milliseconds."""
 
 LOOK_SECONDS = 1.0
 """Seconds between two checks for stopped processes."""
@@ -44,6 +51,8 @@ def train(
     *,
     processes: int,
     machines: Machines = ONE_MACHINE,
+    program: Sequence[str] = PPO,
+    stall_minutes: float = STALL_MINUTES,
     on_metrics: OnMetrics = lambda update, metrics: None,
 ) -> None:
     """Run `python -m ppo_core JOB` in several processes on this machine until they end.
@@ -55,11 +64,14 @@ def train(
         job: settings file of the job; all output is written to its folder.
         processes: number of processes; 0 for one per GPU, or one without a GPU.
         machines: the machines of the training.
+        program: module that trains, and its arguments before the job; PPO by default.
+        stall_minutes: minutes without a new line of the metrics file after which the training is
+            ended (or 20 times the median time between two lines, if that is longer).
         on_metrics: called with the number and the metrics of every update in the metrics file.
 
     Raises:
         RunInterruptedError: SIGTERM arrived, and a checkpoint was saved.
-        ProcessError: a process died, failed unexpectedly, or was frozen.
+        ProcessError: a process died, failed unexpectedly, was frozen, or made no progress.
         PPOError: a process failed with an error that a retry would not fix.
     """
     if machines.index > 0 and machines.main_address == THIS_MACHINE:
@@ -76,11 +88,16 @@ def train(
     interruption = Interruption()
     with interruption:
         child = subprocess.Popen(
-            command(job, processes, machines), env=environment_of(processes, machines, reason)
+            command(job, processes, machines, program),
+            env=environment_of(processes, machines, reason),
         )
         try:
             frozen = _follow(
-                child, interruption, _MetricsFollower(folder / METRICS_FILE, on_metrics)
+                child,
+                interruption,
+                _MetricsFollower(folder / METRICS_FILE, on_metrics),
+                StallWatch(stall_minutes),
+                folder,
             )
         finally:
             end_tree(child.pid)
@@ -101,16 +118,27 @@ def _orphaned() -> bool:
 
 
 def _follow(
-    child: subprocess.Popen[bytes], interruption: Interruption, follower: "_MetricsFollower"
+    child: subprocess.Popen[bytes],
+    interruption: Interruption,
+    follower: "_MetricsFollower",
+    stall: StallWatch,
+    folder: Path,
 ) -> list[str]:
-    """Monitor a child until it ends; kill frozen processes and return their names."""
+    """Monitor a child until it ends; kill frozen processes and return their names.
+
+    Raises:
+        ProcessError: the metrics file gets no new line.
+    """
     watch, next_look, forwarded = FrozenProcesses(child.pid), 0.0, False
     frozen: list[str] = []
     while True:
         ended = child.poll() is not None
-        follower.read_new_lines()
+        if follower.read_new_lines():
+            stall.advance()
         if ended:
             return frozen
+        if stall.has_stalled():
+            raise _stalled(child.pid, stall, folder)
         if interruption.requested and not forwarded:
             _request_stop(child.pid)
             forwarded = True
@@ -122,6 +150,21 @@ def _follow(
         time.sleep(METRICS_POLL_SECONDS)
 
 
+def _stalled(pid: int, stall: StallWatch, folder: Path) -> ProcessError:
+    """Return the error of a training without progress, after its processes wrote their stacks."""
+    files = []
+    for process in _training_processes(pid):
+        with suppress(psutil.NoSuchProcess):
+            files.append(str(stacks_file(folder, rank_of(process) or "0")))
+            process.send_signal(signal.SIGUSR1)
+    time.sleep(STACK_SECONDS)
+    return ProcessError(
+        f"The training made no progress for {stall.limit() / 60:.3g} minutes, so the flow ended "
+        f"it. What its processes were doing is in {', '.join(files)}. If this is no error, raise "
+        f"stall_minutes. A further attempt resumes from the last checkpoint in {folder}."
+    )
+
+
 def _name(process: psutil.Process) -> str:
     rank = rank_of(process)
     return f"Process {rank} (pid {process.pid})" if rank else f"A process (pid {process.pid})"
@@ -129,8 +172,13 @@ def _name(process: psutil.Process) -> str:
 
 def _request_stop(pid: int) -> None:
     """Send SIGTERM to the training processes, not to torchrun, which would kill them after 30 s."""
+    terminate(_training_processes(pid))
+
+
+def _training_processes(pid: int) -> list[psutil.Process]:
+    """Return the processes that torchrun started, or the only process of the training."""
     below = [each for each in tree(pid)[1:] if rank_of(each) is not None]
-    terminate(below or tree(pid)[:1])
+    return below or tree(pid)[:1]
 
 
 class _MetricsFollower:
@@ -141,10 +189,11 @@ class _MetricsFollower:
         self._on_metrics = on_metrics
         self._inode = self._position = 0
 
-    def read_new_lines(self) -> None:
-        """Call `on_metrics` for each line that was added since the last call."""
+    def read_new_lines(self) -> int:
+        """Call `on_metrics` for each line that was added since the last call; count the lines."""
+        count = 0
         if not self._path.exists():
-            return
+            return count
         with self._path.open("rb") as file:
             if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
                 # A resumed training has replaced the file, so it is read from the beginning.
@@ -157,3 +206,5 @@ class _MetricsFollower:
                 # The training that resumes repairs a damaged line, and replaces the file.
                 if (metrics := read_line(line)) is not None:
                     self._on_metrics(metrics.pop(UPDATE), metrics)
+                    count += 1
+        return count

@@ -1,6 +1,6 @@
 """Sample the policy before PPO, and measure the reward model's scores of the samples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +10,8 @@ from scipy.stats import bootstrap
 
 from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.scores import require_finite
-from pipeline.settings.decoding import Decoding
-from ppo_core.config.row_settings import PromptFormat
-from ppo_core.data.prompts import Prompt
+from ppo_core.data.chat_template import Messages
 from ppo_core.errors import DataError
-from ppo_core.models.loading import load_policy, load_tokenizer
-from ppo_core.training.evaluation import answer_prompts
 
 QUANTILES = (5, 25, 50, 75, 95)
 """Percentiles of the scores in the report."""
@@ -86,35 +82,18 @@ class Samples:
 
 
 def draw_samples(
-    policy_path: str,
-    prompts: Sequence[Prompt],
+    answer: Callable[[list[str | Messages]], list[str]],
+    prompts: Sequence[str | Messages],
     *,
     samples_per_prompt: int,
-    decoding: Decoding,
-    seed: int,
-    batch_size: int,
-    prompt_format: PromptFormat,
 ) -> list[list[str]]:
-    """Sample `samples_per_prompt` answers of a policy to each prompt with the sampler of training.
+    """Return `samples_per_prompt` answers of the policy to each prompt.
 
-    Raises:
-        ModelError: there is no such policy, or it has no stop token.
+    `answer` samples an answer to each of the prompts it gets.
     """
-    answers = answer_prompts(
-        load_policy(policy_path),
-        load_tokenizer(policy_path, prompt_format),
-        [prompt for prompt in prompts for _ in range(samples_per_prompt)],
-        response_length=decoding.response_length,
-        temperature=decoding.temperature,
-        top_k=decoding.top_k,
-        top_p=decoding.top_p,
-        seed=seed,
-        batch_size=batch_size,
-        stop=decoding.stop_token,
-        stop_token_id=decoding.stop_token_id,
-    )
-    starts = range(0, len(answers.texts), samples_per_prompt)
-    return [answers.texts[start : start + samples_per_prompt] for start in starts]
+    texts = answer([prompt for prompt in prompts for _ in range(samples_per_prompt)])
+    starts = range(0, len(texts), samples_per_prompt)
+    return [texts[start : start + samples_per_prompt] for start in starts]
 
 
 def duplicates(samples: Sequence[Sequence[str]]) -> float:

@@ -17,6 +17,7 @@ from pipeline.settings.promotion_config import PromotionConfig
 from pipeline.settings.reward_validation_config import RewardGateConfig
 from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.checks import check_type, refuse_secrets, require_finite
+from ppo_core.config.placement import Precision
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.row_settings import Overlong, PromptFormat, check_columns
 from ppo_core.config.sized_defaults import sized_defaults
@@ -135,6 +136,17 @@ class Settings:
     num_nodes: int = 1
     """Number of machines for PPO, which share output_dir; Metaflow's @parallel starts them."""
 
+    precision: Precision = "auto"
+    """Precision of language models in steps that only read them, which sample, answer and judge:
+    `fp32`, `bf16`, or `auto`, bf16 on a GPU that computes in it. Reward models score in fp32."""
+
+    stall_minutes: float = 30.0
+    """Minutes without progress after which a training or a step is ended: no update, answer or
+    verdict for so long, and for 20 times the median. A training is retried from its checkpoint."""
+
+    step_minutes: float = 0.0
+    """Maximum minutes of one step after the first, which is ended then; 0 for no limit."""
+
     sft: SupervisedConfig = field(
         default_factory=lambda: SupervisedConfig(**_defaults(UNKNOWN_SIZE, lora=False)["sft"])
     )
@@ -175,6 +187,10 @@ class Settings:
             raise ConfigError(f"seed={self.seed} must be at least 0 and below 2**32.")
         if not 0 < self.held_out_share < 1:
             raise ConfigError(f"held_out_share={self.held_out_share} must be between 0 and 1.")
+        if self.stall_minutes <= 0:
+            raise ConfigError(f"stall_minutes={self.stall_minutes} must be above 0.")
+        if self.step_minutes < 0:
+            raise ConfigError(f"step_minutes={self.step_minutes} must be at least 0.")
         if self.processes < 0:
             raise ConfigError(f"processes={self.processes} must be at least 0.")
         if self.num_nodes < 1:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ppo_core.config.checks import require, require_count, require_finite
+from ppo_core.config.placement import Precision
 from ppo_core.config.row_settings import Overlong, PromptFormat
 
 
@@ -46,7 +47,11 @@ class WinRateArguments:
     """Id of the token that ends an answer; None for the tokenizer's end-of-sequence token."""
 
     batch_size: int = 64
-    """Number of prompts in a generation batch."""
+    """Number of prompts in a generation batch; fewer if memory is full."""
+
+    precision: Precision = "auto"
+    """Precision of the model, and of a chat model that judges: `fp32`, `bf16`, or `auto`, bf16 on
+    a GPU that computes in it."""
 
     seed: int = 1
     """Seed of the sampled answers and of the bootstrapped interval."""

@@ -13,6 +13,8 @@ from pipeline.evaluation.win_rate import describe
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.judges.spec import check_judge, make_judge
+from pipeline.launch.answers import answer, answer_processes
+from pipeline.launch.stall_watch import STALL_MINUTES
 from pipeline.promotion.champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
 from pipeline.reports.document import as_equal_length_rate, as_number, as_percent
@@ -21,13 +23,14 @@ from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments
 from ppo_core.config.row_settings import parse_columns
-from ppo_core.data.prompts import Prompt, context_length
+from ppo_core.data.chat_template import Messages
+from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.describe import describe_reading, require_columns_read
 from ppo_core.data.rows.fitting import fit_prompts
 from ppo_core.data.rows.reader import Rows, read_rows
 from ppo_core.errors import DataError
-from ppo_core.models.loading import load_config, load_policy, load_tokenizer
-from ppo_core.training.evaluation import answer_prompts
+from ppo_core.models.loading import load_config, load_tokenizer
+from ppo_core.training.answers import AnswerJob
 
 
 def compare_with_references(
@@ -47,7 +50,9 @@ def compare_with_references(
     source = arguments.eval_prompts or str(
         task.find_demo_task(output / "cache", arguments.seed) / "prompts-eval.jsonl"
     )
-    model, tokenizer = _find_model(arguments)
+    cache = output / "cache" / CHAMPIONS
+    model, tokenizer_path = map(str, find_policy(arguments.model, cache))
+    tokenizer = load_tokenizer(tokenizer_path, arguments.prompt_format)
     renamed = parse_columns(arguments.columns)
     labels = data_sets.human_labels(
         config, tokenizer, renamed=renamed, allow_urls=arguments.allow_data_urls
@@ -63,7 +68,7 @@ def compare_with_references(
             f"with. Add references to {rows.source}."
         )
     texts = {
-        "model": _answer(arguments, config, model, tokenizer, prompts),
+        "model": _answer(arguments, config, (model, tokenizer_path), prompts),
         "reference": references,
     }
     judge = make_judge(
@@ -71,6 +76,7 @@ def compare_with_references(
         config=judging,
         cache_folder=output / "cache" / "replies",
         end_of_text=arguments.end_of_text,
+        precision=arguments.precision,
     )
     contests = [("model", "reference")]
     return evaluate(
@@ -119,14 +125,6 @@ def describe_evaluation(evaluation: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def _find_model(
-    arguments: WinRateArguments,
-) -> tuple[Path | str, PreTrainedTokenizerBase]:
-    cache = Path(arguments.output_dir) / "cache" / CHAMPIONS
-    model, tokenizer = find_policy(arguments.model, cache)
-    return model, load_tokenizer(tokenizer, arguments.prompt_format)
-
-
 def _read_rows(
     arguments: WinRateArguments,
     source: str,
@@ -155,19 +153,28 @@ def _read_rows(
 def _answer(
     arguments: WinRateArguments,
     config: EvaluationConfig,
-    model: Path | str,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    files: tuple[str, str],
+    prompts: Sequence[str | Messages],
 ) -> list[str]:
-    return answer_prompts(
-        load_policy(model),
-        tokenizer,
-        prompts,
+    """Return the answers of the model and tokenizer in `files`."""
+    model, tokenizer = files
+    job = AnswerJob(
+        policy=model,
+        tokenizer=tokenizer,
+        prompts=list(prompts),
+        prompt_format=arguments.prompt_format,
         response_length=arguments.response_length,
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
+        stop_token_id=arguments.stop_token_id,
         seed=arguments.seed,
         batch_size=arguments.batch_size,
-        stop_token_id=arguments.stop_token_id,
+        precision=arguments.precision,
+    )
+    return answer(
+        job,
+        processes=answer_processes(0, len(prompts)),
+        folder=Path(arguments.output_dir) / "answers",
+        stall_minutes=STALL_MINUTES,
     ).texts

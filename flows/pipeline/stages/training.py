@@ -56,7 +56,12 @@ def train_policy(
         policy_dir=run.folder / "policy",
     )
     if here.index > 0:
-        train(start(), processes=settings.processes, machines=here)
+        train(
+            start(),
+            processes=settings.processes,
+            machines=here,
+            stall_minutes=settings.stall_minutes,
+        )
         return None
     with track(run, "train_policy") as tracker:
         job = start()
@@ -64,6 +69,7 @@ def train_policy(
             job,
             processes=settings.processes,
             machines=here,
+            stall_minutes=settings.stall_minutes,
             on_metrics=lambda update, metrics: tracker.step.log_metrics(metrics, step=update),
         )
         updates = read_metrics(job.parent / METRICS_FILE)

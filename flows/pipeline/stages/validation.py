@@ -1,5 +1,6 @@
 """Validate the reward model before PPO trains against it."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -9,6 +10,7 @@ from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_ju
 from pipeline.inputs import data_sets
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
+from pipeline.launch.answers import answer, answer_processes
 from pipeline.reports.log_reports import log_reward_report
 from pipeline.results import (
     REWARD_REPORT_FILE,
@@ -21,11 +23,13 @@ from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import score_pairs
 from pipeline.reward_validation.validate import validate
-from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
+from ppo_core.config.placement import placement_for_reading
+from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_reward_model
+from ppo_core.training.answers import AnswerJob
 
 
 def validate_reward_model(
@@ -42,7 +46,7 @@ def validate_reward_model(
     If the reward model is refused, the MLflow runs of this run end; then call `stop_run`.
     """
     with track(run, "validate_reward_model", patient=True) as tracker:
-        report = examine_reward_model(settings, sft, reward_model)
+        report = examine_reward_model(settings, sft, reward_model, run.folder)
         report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
         file = run.folder / REWARD_REPORT_FILE
         write_report(file, report)
@@ -89,35 +93,50 @@ def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> N
 
 
 def examine_reward_model(
-    settings: Settings, sft: PreparedModel, reward_model: PreparedModel
+    settings: Settings, sft: PreparedModel, reward_model: PreparedModel, folder: Path
 ) -> dict[str, Any]:
     """Return the report on the reward model that `reward_validation.validate` writes."""
     model = load_reward_model(
         reward_model.path,
         end_of_text=settings.reward_model_training.end_of_text,
         prompt_format=data_sets.reward_format(settings),
+        placement=placement_for_reading(),
     )
     return validate(
         model,
         data_sets.test_pairs(settings),
         data_sets.training_prompts(settings),
-        partial(
-            draw_samples,
-            sft.path,
-            decoding=Decoding(
-                response_length=settings.ppo.response_length,
-                temperature=settings.ppo.temperature,
-                stop_token=settings.ppo.stop_token,
-                stop_token_id=settings.ppo.stop_token_id,
-            ),
-            prompt_format=settings.prompt_format,
-            seed=settings.seed,
-            batch_size=settings.ppo.local_rollout_forward_batch_size,
-        ),
+        partial(draw_samples, partial(_sample_texts, settings, sft.path, folder)),
         settings.reward_gate,
         training=reward_model.metrics,
         seed=settings.seed,
     )
+
+
+def _sample_texts(
+    settings: Settings, policy: str, folder: Path, prompts: Sequence[str | Messages]
+) -> list[str]:
+    """Sample answers as PPO does."""
+    job = AnswerJob(
+        policy=policy,
+        tokenizer=policy,
+        prompts=list(prompts),
+        prompt_format=settings.prompt_format,
+        response_length=settings.ppo.response_length,
+        temperature=settings.ppo.temperature,
+        stop=settings.ppo.stop_token,
+        stop_token_id=settings.ppo.stop_token_id,
+        seed=settings.seed,
+        batch_size=settings.ppo.local_rollout_forward_batch_size,
+        precision=settings.precision,
+    )
+    answers = answer(
+        job,
+        processes=answer_processes(settings.processes, len(prompts)),
+        folder=folder / "answers",
+        stall_minutes=settings.stall_minutes,
+    )
+    return answers.texts
 
 
 def _measure_judge(settings: Settings, judge: PreparedModel) -> TrainedJudge:
@@ -126,6 +145,7 @@ def _measure_judge(settings: Settings, judge: PreparedModel) -> TrainedJudge:
         judge.path,
         end_of_text=settings.reward_model_training.end_of_text,
         prompt_format=settings.prompt_format,
+        placement=placement_for_reading(),
     )
     pairs = label_pairs(data_sets.judge_test_pairs(settings))
     found = measure_accuracy(*score_pairs(model, pairs), pairs)

@@ -10,7 +10,6 @@ import torch
 
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.validate import validate
-from pipeline.settings.decoding import Decoding
 from pipeline.settings.reward_validation_config import RewardGateConfig
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import ModelError
@@ -18,6 +17,7 @@ from ppo_core.models.loading import load_reward_model
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model
+from ppo_core.training.answers import AnswerJob, run_answer_job
 from tests.helpers.paths import SHARED
 from tests.helpers.rows import rows_of
 from tests.helpers.tiny import make_classifier, make_tokenizer
@@ -54,14 +54,20 @@ def report_on(
     """The report on the held-out pairs, the stories' prompts and the story model."""
     pairs = read_rows(str(DATA / "sentiment-pairs" / "test.jsonl"), "pairs")
     prompts = read_rows(str(DATA / "stories" / "prompts-train.jsonl"), "prompts")
-    draw = partial(
-        draw_samples,
-        POLICY,
-        prompt_format="auto",
-        decoding=Decoding(response_length=32, temperature=1.0),
-        seed=1,
-        batch_size=64,
-    )
+
+    def answer(asked: list[str]) -> list[str]:
+        job = AnswerJob(
+            policy=POLICY,
+            tokenizer=POLICY,
+            prompts=asked,
+            prompt_format="auto",
+            response_length=32,
+            temperature=1.0,
+            seed=1,
+        )
+        return run_answer_job(job).texts
+
+    draw = partial(draw_samples, answer)
     return validate(
         model, pairs, prompts, draw, RewardGateConfig(**limits), training=training or {}, seed=1
     )

@@ -11,6 +11,7 @@ import pytest
 from pipeline.reward_validation.samples import best_of, draw_samples, duplicates, measure_samples
 from pipeline.settings.decoding import Decoding
 from ppo_core.errors import DataError, ModelError
+from ppo_core.training.answers import AnswerJob, run_answer_job
 from tests.helpers.pipeline_inputs import write_model
 
 SCORES = np.array([[0.0, 2.0], [6.0, 4.0]])
@@ -19,15 +20,22 @@ SAMPLING = Decoding(response_length=6, temperature=1.0)
 
 
 def draw(path: str, prompts: list[str], count: int, *, seed: int = 1, decoding=SAMPLING):
-    return draw_samples(
-        path,
-        prompts,
-        samples_per_prompt=count,
-        decoding=decoding,
-        seed=seed,
-        batch_size=5,
-        prompt_format="auto",
-    )
+    def answer(asked: list[str]) -> list[str]:
+        job = AnswerJob(
+            policy=path,
+            tokenizer=path,
+            prompts=asked,
+            prompt_format="auto",
+            response_length=decoding.response_length,
+            temperature=decoding.temperature,
+            stop=decoding.stop_token,
+            stop_token_id=decoding.stop_token_id,
+            seed=seed,
+            batch_size=5,
+        )
+        return run_answer_job(job).texts
+
+    return draw_samples(answer, prompts, samples_per_prompt=count)
 
 
 def test_the_spread_is_the_one_done_by_hand():

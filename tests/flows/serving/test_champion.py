@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,41 +19,9 @@ from serving.champion import champion_version, fetch_champion, load_champion
 from serving.manifest import MANIFEST, check_folder, write_manifest
 from tests.helpers.mlflow_store import tracking_to, write_database
 from tests.helpers.paths import ROOT
+from tests.helpers.served_versions import NAME, register, write_version
 from tests.helpers.servers import mlflow_server, s3
 from tests.helpers.tiny import make_policy, make_tokenizer
-
-NAME = "rlhf-policy"
-
-
-def write_version(folder: Path, *, seed: int = 0) -> Path:
-    """A policy as the flow lays it out, without its manifest."""
-    make_policy(seed=seed).save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "components" / "tokenizer")
-    (folder / "MLmodel").write_text("flavors: {}\n")
-    (folder / "requirements.txt").write_text("transformers\n")
-    (folder / "README.md").write_text("A policy.\n")
-    return folder
-
-
-def register(
-    client: MlflowClient, folder: Path, *, tags: Mapping[str, str] | None = None
-) -> tuple[str, str]:
-    """A version of `NAME` with these files, now the champion: its number and where its files are.
-
-    Without tags of its own, it gets a manifest, and the tag for it.
-    """
-    if tags is None:
-        tags = {"manifest": write_manifest(folder)}
-    model_id = client.create_logged_model("0").model_id
-    client.log_model_artifacts(model_id, str(folder))
-    client.finalize_logged_model(model_id, "READY")
-    if not client.search_registered_models(f"name = '{NAME}'"):
-        client.create_registered_model(NAME)
-    made = client.create_model_version(
-        NAME, f"models:/{model_id}", tags=dict(tags), model_id=model_id
-    )
-    client.set_registered_model_alias(NAME, "champion", made.version)
-    return str(made.version), client.get_logged_model(model_id).artifact_location
 
 
 def force_manifest(folder: Path, **files: str) -> str:

@@ -237,6 +237,18 @@ def test_too_many_batches_in_a_row_with_scores_that_are_not_finite_end_the_run()
         trainer.train()
 
 
+def test_a_full_memory_ends_the_run_with_the_settings_to_change():
+    trainer = make_trainer()
+
+    def is_full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    trainer.policy.model.model.layers[0].register_forward_hook(is_full)
+    expected = r"out of memory \(peak [\d.]+ GiB .*\): CUDA .* per_device_train_batch_size .* zero3"
+    with pytest.raises(TrainingError, match=expected):
+        trainer.train()
+
+
 def test_the_same_object_as_policy_and_reference_is_refused():
     policy = make_policy()
     with pytest.raises(ModelError, match="the same object"):

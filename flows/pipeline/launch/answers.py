@@ -1,0 +1,48 @@
+"""Let a policy answer prompts: in this process, or in one process for each GPU."""
+
+import shutil
+from pathlib import Path
+
+from pipeline.launch.commands import gpus
+from pipeline.launch.launcher import train
+from ppo_core.training.answers import AnswerJob, read_answers, run_answer_job, write_answer_job
+from ppo_core.training.evaluation import Answers
+
+PROGRAM = ("ppo_core.training.answers",)
+
+LEAST_PROMPTS = 16
+"""Minimum number of prompts for each process; fewer are answered before a process has started."""
+
+
+def answer_processes(asked: int, prompts: int) -> int:
+    """Return the number of processes that answer: one per GPU, at most `asked` unless that is 0.
+
+    On the CPU one process answers: it uses all cores.
+    """
+    found = gpus()
+    wanted = min(asked or found, found)
+    return max(1, min(wanted, prompts // LEAST_PROMPTS))
+
+
+def answer(job: AnswerJob, *, processes: int, folder: Path, stall_minutes: float) -> Answers:
+    """Return the answers to all prompts of a job.
+
+    Args:
+        job: the policy, the prompts, and the decoding.
+        processes: number of processes that share the prompts.
+        folder: folder for the files that the processes exchange; removed after use.
+        stall_minutes: see `train`.
+
+    Raises:
+        ModelError: a model cannot be loaded, or has no stop token.
+        ProcessError: a process died.
+    """
+    if processes == 1:
+        return run_answer_job(job)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "answers.json"
+    write_answer_job(job, file)
+    train(file, processes=processes, program=PROGRAM, stall_minutes=stall_minutes)
+    answers = read_answers(job, folder, processes)
+    shutil.rmtree(folder)
+    return answers

@@ -1,0 +1,123 @@
+"""End a phase that makes no progress: a training that hangs, or a judge that never replies."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+from pipeline.launch.process_tree import end_tree, tree
+from ppo_core.data.progress_bar import listening
+
+STALL_MINUTES = 30.0
+"""Default of the setting `stall_minutes`."""
+
+TIMES_MEDIAN = 20
+"""A phase has stalled if it waits for this many times its median time between two advances."""
+
+LOOK_SECONDS = 0.5
+"""Seconds between two looks at the clock."""
+
+
+class StallWatch:
+    """Tells when a phase has made no progress for too long."""
+
+    def __init__(self, minutes: float) -> None:
+        """Begin a phase that may always wait for `minutes`, and longer if its advances are slow."""
+        self._least = 60 * minutes
+        self._gaps: list[float] = []
+        self._last = time.monotonic()
+
+    def advance(self) -> None:
+        """Note that the phase has made progress."""
+        now = time.monotonic()
+        self._gaps.append(now - self._last)
+        self._last = now
+
+    def limit(self) -> float:
+        """Return the seconds that the phase may wait for its next advance."""
+        # The first gap includes the start of the phase, such as loading models.
+        return max(self._least, TIMES_MEDIAN * median(self._gaps[1:] or [0.0]))
+
+    def has_stalled(self) -> bool:
+        """Return whether the phase has waited longer than its limit."""
+        return time.monotonic() - self._last > self.limit()
+
+
+class _StepWatch:
+    """A thread that ends this process if the step stalls while it shows progress, or is too long.
+
+    A thread, because the main thread may hang in code that no signal interrupts.
+    """
+
+    def __init__(self, step: str, folder: Path, stall_minutes: float, step_minutes: float) -> None:
+        self._step, self._folder = step, folder
+        self._stall_minutes, self._step_minutes = stall_minutes, step_minutes
+        self._started = time.monotonic()
+        self._phases: dict[str, StallWatch] = {}
+        self._over = threading.Event()
+
+    def moved(self, phase: str) -> None:
+        if phase in self._phases:
+            self._phases[phase].advance()
+        else:
+            self._phases[phase] = StallWatch(self._stall_minutes)
+
+    def ended(self, phase: str) -> None:
+        self._phases.pop(phase, None)
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def watch(self) -> None:
+        while not self._over.wait(LOOK_SECONDS):
+            if self._step_minutes and time.monotonic() - self._started > 60 * self._step_minutes:
+                self._end(
+                    f"{self._step} was not over after step_minutes={self._step_minutes:g}. Raise "
+                    "step_minutes"
+                )
+            for phase, watch in list(self._phases.items()):
+                if watch.has_stalled():
+                    self._end(
+                        f"{self._step}: '{phase}' made no progress for {watch.limit() / 60:.3g} "
+                        f"minutes (stall_minutes={self._stall_minutes:g}). If this is no error, "
+                        "raise stall_minutes"
+                    )
+
+    def _end(self, problem: str) -> None:
+        file = self._folder / f"stacks-{self._step}.txt"
+        with file.open("w") as stacks:
+            faulthandler.dump_traceback(stacks)
+        print(
+            f"The run stopped:\n{problem}; what each thread was doing is in {file}.",
+            file=sys.stderr,
+            flush=True,
+        )
+        for child in tree(os.getpid())[1:]:
+            end_tree(child.pid)
+        os._exit(1)
+
+
+@contextmanager
+def watched_step(
+    step: str, folder: Path, *, stall_minutes: float, step_minutes: float
+) -> Iterator[None]:
+    """End this process if its step hangs, with the stack of each thread in `folder`.
+
+    A step hangs if a progress bar does not move for `stall_minutes` (or 20 times its median, if
+    that is longer), or if the step lasts `step_minutes` (0: no limit). Metaflow retries the step if
+    it has `@retry`.
+    """
+    watch = _StepWatch(step, folder, stall_minutes, step_minutes)
+    thread = threading.Thread(target=watch.watch, name="stall watch", daemon=True)
+    thread.start()
+    try:
+        with listening(watch):
+            yield
+    finally:
+        watch.stop()
+        thread.join()

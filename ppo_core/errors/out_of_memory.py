@@ -1,0 +1,96 @@
+"""Smaller batches, or a clear error, where the memory of a GPU or of the machine is full."""
+
+import gc
+import logging
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from ppo_core.errors import TrainingError
+
+_Result = TypeVar("_Result")
+
+_LOG = logging.getLogger(__name__)
+
+
+class BatchSize:
+    """A batch size for a pass without gradients, which is halved when memory is full."""
+
+    def __init__(self, size: int, purpose: str) -> None:
+        """Start with `size` rows; `purpose` names the pass in the log, such as "answering"."""
+        self._size = size
+        self._purpose = purpose
+
+    def run(self, work: Callable[[int], _Result]) -> _Result:
+        """Return `work(size)`, repeated with half the size as often as memory is full.
+
+        A size that was too large is not tried again, and is logged once.
+
+        Raises:
+            TrainingError: the memory is too small for a single row.
+        """
+        while True:
+            try:
+                return work(self._size)
+            except RuntimeError as error:
+                if not _is_out_of_memory(error):
+                    raise
+                reason = str(error)
+            # After the block, because the error keeps the tensors of the failed pass alive.
+            self._halve(reason)
+
+    def _halve(self, reason: str) -> None:
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
+        if self._size == 1:
+            raise TrainingError(
+                f"The memory is too small for {self._purpose} a single row ({_peak()}): {reason} "
+                "Use a GPU with more memory, a smaller model, or shorter texts."
+            )
+        self._size //= 2
+        _LOG.warning(
+            "%s: the memory was full, so the batch has %d rows from now on.",
+            self._purpose.capitalize(),
+            self._size,
+        )
+
+
+@contextmanager
+def explained_out_of_memory(next_move: str) -> Iterator[None]:
+    """Raise an out-of-memory error of a training with the peak and the settings to change.
+
+    Raises:
+        TrainingError: the memory of a GPU or of the machine is full.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise TrainingError(
+            f"The training ran out of memory ({_peak()}): {error} {next_move}"
+        ) from error
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    import torch
+
+    is_full = isinstance(error, torch.OutOfMemoryError)
+    # On the CPU, torch raises an error without a class of its own.
+    return is_full or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def _peak() -> str:
+    """Return the largest amount of memory that this process used, in words."""
+    import torch
+
+    if torch.cuda.is_available():
+        peak, where = torch.cuda.max_memory_allocated(), "on the GPU"
+    else:
+        peak, where = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "of the machine"
+        peak *= 1 if sys.platform == "darwin" else 1024
+    return f"peak {peak / 2**30:.2f} GiB {where}"

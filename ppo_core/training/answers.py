@@ -1,0 +1,153 @@
+"""Answers of a policy of files, by one process or by several that share the prompts.
+
+`python -m ppo_core.training.answers JOB.json` writes the answers of this process beside the job.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ppo_core.config.placement import Precision, placement_for_reading
+from ppo_core.config.row_settings import PromptFormat
+from ppo_core.data.atomic_files import write_atomically
+from ppo_core.data.chat_template import Messages
+from ppo_core.data.rows.dialogues import in_format_of
+from ppo_core.distributed.process import (
+    end_with_parent,
+    reported_errors,
+    write_stacks_on_request,
+)
+from ppo_core.errors import PPOError
+from ppo_core.errors.redacted_output import install_redaction
+from ppo_core.models.loading import load_policy, load_tokenizer
+from ppo_core.rollout.sampler import own_stop_token
+from ppo_core.training.evaluation import Answers, answer_prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerJob:
+    """Prompts, and how a policy answers them."""
+
+    policy: str
+    """Folder or hub id of the policy."""
+
+    tokenizer: str
+    """Folder or hub id of its tokenizer."""
+
+    prompts: list[str | Messages]
+    """Texts or messages."""
+
+    prompt_format: PromptFormat
+    """How the policy reads prompts; see `set_prompt_format`."""
+
+    response_length: int
+    """Maximum number of tokens of an answer."""
+
+    temperature: float
+    """Sampling temperature; 0 decodes greedily."""
+
+    top_k: int = 0
+    """Sample from this number of likeliest tokens; 0 samples from all tokens."""
+
+    top_p: float = 1.0
+    """Sample from the likeliest tokens with this total probability."""
+
+    stop: str | None = "eos"
+    """`eos` or None, as `PPOConfig.stop_token`; `own` for the stop token of the policy's files, by
+    which it is served. A policy without one is sampled at full length."""
+
+    stop_token_id: int | None = None
+    """Id of the stop token, which replaces `stop`."""
+
+    seed: int
+    """Seed of the random numbers."""
+
+    batch_size: int = 64
+    """Number of prompts in a generation batch; fewer if memory is full."""
+
+    precision: Precision = "auto"
+    """Precision of the policy."""
+
+    reference: str | None = None
+    """Folder or hub id of the policy to which the KL divergence is measured; None for none."""
+
+
+def run_answer_job(job: AnswerJob, *, rank: int = 0, processes: int = 1) -> Answers:
+    """Return this process's answers: those to prompts rank, rank + processes, ...
+
+    Answers do not depend on the number of processes, but for the rounding of their batches.
+
+    Raises:
+        ModelError: a model cannot be loaded, or has no stop token.
+    """
+    placement = placement_for_reading(job.precision)
+    model = load_policy(job.policy, placement=placement)
+    reference = None
+    if job.reference is not None:
+        same = job.reference == job.policy
+        reference = model if same else load_policy(job.reference, placement=placement)
+    tokenizer = load_tokenizer(job.tokenizer, job.prompt_format)
+    is_own = job.stop == "own"
+    return answer_prompts(
+        model,
+        tokenizer,
+        [in_format_of(tokenizer, prompt) for prompt in job.prompts],
+        numbers=range(rank, len(job.prompts), processes),
+        response_length=job.response_length,
+        temperature=job.temperature,
+        top_k=job.top_k,
+        top_p=job.top_p,
+        stop=None if is_own else job.stop,
+        stop_token_id=own_stop_token(model, tokenizer) if is_own else job.stop_token_id,
+        seed=job.seed,
+        batch_size=job.batch_size,
+        reference=reference,
+    )
+
+
+def write_answer_job(job: AnswerJob, file: Path) -> None:
+    """Write a job for the processes of `python -m ppo_core.training.answers`.
+
+    Raises:
+        TrainingError: the file cannot be written.
+    """
+    write_atomically(file, json.dumps(asdict(job)))
+
+
+def read_answers(job: AnswerJob, folder: Path, processes: int) -> Answers:
+    """Join the answers that the processes wrote in the folder of their job."""
+    texts, divergences = [""] * len(job.prompts), []
+    for rank in range(processes):
+        part = Answers(**json.loads(_file_of(folder, rank).read_text(encoding="utf-8")))
+        texts[rank::processes] = part.texts
+        if part.kl is not None:
+            divergences.append(part.kl * len(part.texts))
+    kl = sum(divergences) / len(texts) if divergences else None
+    return Answers(texts=texts, kl=kl)
+
+
+def _file_of(folder: Path, rank: int) -> Path:
+    return folder / f"answers-{rank}.json"
+
+
+def main(file: Path) -> int:
+    """Answer the prompts of this process; return 0, or 1 after an error, which is printed."""
+    rank, processes = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    try:
+        with reported_errors():
+            job = AnswerJob(**json.loads(file.read_text(encoding="utf-8")))
+            answers = run_answer_job(job, rank=rank, processes=processes)
+            write_atomically(_file_of(file.parent, rank), json.dumps(asdict(answers)))
+    except PPOError as error:
+        print(f"answers: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    install_redaction()
+    end_with_parent()
+    write_stacks_on_request()
+    sys.exit(main(Path(sys.argv[1])))
