@@ -16,7 +16,7 @@ from ppo_core.data.types import TokenRows
 from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.backbones import Backbone, DecoderBackbone, EncoderDecoderBackbone, Within
 from ppo_core.models.kernels.fused_linear_loss import FusedLinearLoss, TokenLoss
-from ppo_core.models.kernels.matmul_backend import large_matmuls
+from ppo_core.models.kernels.matmul_backend import large_matmuls, may_round
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.lm_head import ChunkedLMHead
 
@@ -108,7 +108,7 @@ class LanguageModel(nn.Module):
         self.within = within
         self._rule: _LogitRule
         self.backbone: Backbone
-        rounds = model.dtype.itemsize < 4 or torch.get_float32_matmul_precision() != "highest"
+        rounds = model.dtype.itemsize < 4 or may_round(model.device)
         limit = MAX_ROUNDED_HEAD_DIFFERENCE if rounds else MAX_HEAD_DIFFERENCE
         differences = []
         for backbone, rule in self._candidates():
