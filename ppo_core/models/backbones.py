@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ppo_core.algorithm.masking import length_mask
 from ppo_core.data.types import TokenRows
+from ppo_core.errors import ModelError
 from ppo_core.models.kernels import attention
 from ppo_core.models.kernels.decoder_families import DecoderLayers, fast_path
 from ppo_core.models.kernels.decoder_forward import states_at
@@ -160,11 +161,22 @@ class EncoderDecoderBackbone:
     """Backbone of an encoder-decoder; the encoder reads the prompt, the decoder the response."""
 
     def __init__(self, model: PreTrainedModel, within: Within = nullcontext) -> None:
-        """Wrap a `...ForConditionalGeneration`; forward passes run in the context `within()`."""
+        """Wrap a `...ForConditionalGeneration`; forward passes run in the context `within()`.
+
+        Raises:
+            ModelError: the configuration does not describe the decoder as those of T5 and BART do.
+        """
         self.module = model
         self._within = within
         config = model.config
-        self._start = getattr(config, "decoder_start_token_id", None)
+        fields = ("decoder_start_token_id", "d_model")
+        if missing := [name for name in fields if getattr(config, name, None) is None]:
+            raise ModelError(
+                f"{type(model).__name__} (model type {config.model_type}) has an encoder beside "
+                f"its decoder, and its configuration does not set {' and '.join(missing)}, so its "
+                "decoder cannot be run on text. Use a decoder-only model."
+            )
+        self._start = config.decoder_start_token_id
         # T5 with tied embeddings scales its hidden states before the LM head reads them.
         is_scaled = getattr(config, "scale_decoder_outputs", False)
         self._scale = config.d_model**-0.5 if is_scaled else 1.0

@@ -1,7 +1,7 @@
 """The policy or the reference: a language model, split into its backbone and its LM head."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from ppo_core.data.types import TokenRows
 from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.backbones import Backbone, DecoderBackbone, EncoderDecoderBackbone, Within
 from ppo_core.models.kernels.fused_linear_loss import FusedLinearLoss, TokenLoss
-from ppo_core.models.kernels.matmul_backend import large_matmuls
+from ppo_core.models.kernels.matmul_backend import large_matmuls, may_round
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.lm_head import ChunkedLMHead
 
@@ -26,8 +26,12 @@ UNTRAINABLE = {
 }
 """Model type -> why PPO cannot train it."""
 
-MAX_HEAD_DIFFERENCE = 1e-3
-"""Largest relative difference between the logits of `LanguageModel` and the model's own."""
+MAX_HEAD_DIFFERENCE = 1e-4
+"""Largest relative difference between the logits of `LanguageModel` and the model's own in fp32. A
+cap far above the logits of a new model changes them by little more."""
+
+MAX_ROUNDED_HEAD_DIFFERENCE = 1e-3
+"""The same for weights in half precision, and for fp32 where matmuls round it."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +45,20 @@ class _LogitRule:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "_LogitRule":
+        """Return the rule that the configuration of a model's text part tells."""
         config = text_config(model.config)
-        scale = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
-        names = "final_logit_softcapping", "output_logit_soft_cap"
+        scales = [getattr(config, name, None) for name in ("logit_scale", "output_multiplier")]
+        scale = next(filter(None, scales), None) or 1 / getattr(config, "logits_scaling", 1.0)
+        names = "final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap"
         caps = [getattr(config, name, None) for name in names]
         vocabulary = getattr(config, "unpadded_vocab_size", None)
         if vocabulary == config.vocab_size:
             vocabulary = None
         return cls(scale, next(filter(None, caps), None), vocabulary)
+
+    @classmethod
+    def identity(cls) -> "_LogitRule":
+        return cls(1.0, None, None)
 
     @property
     def is_identity(self) -> bool:
@@ -96,17 +106,34 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.model = model
         self.within = within
-        self._rule = _LogitRule.of(model)
+        self._rule: _LogitRule
         self.backbone: Backbone
-        if model.config.is_encoder_decoder:
-            self.backbone = EncoderDecoderBackbone(model, within)
-            self._check_head(self._head_difference())
-            return
-        self.backbone = DecoderBackbone.of_model(model, within)
-        if not self._head_difference() <= MAX_HEAD_DIFFERENCE:
-            # The head has further layers before its largest matrix.
-            self.backbone = DecoderBackbone.up_to_head(model, within)
-            self._check_head(self._head_difference())
+        rounds = model.dtype.itemsize < 4 or may_round(model.device)
+        limit = MAX_ROUNDED_HEAD_DIFFERENCE if rounds else MAX_HEAD_DIFFERENCE
+        differences = []
+        for backbone, rule in self._candidates():
+            self.backbone, self._rule = backbone, rule
+            differences.append(self._head_difference())
+            if differences[-1] <= limit:
+                return
+        raise ModelError(
+            f"{type(model).__name__} transforms its logits after the LM head in a way that is not "
+            "supported, or does not write one token after the other (difference "
+            f"{min(differences):.3g}), so log-probabilities would be wrong. Use another language "
+            "model, or add the transformation to ppo_core.models.policy._LogitRule."
+        )
+
+    def _candidates(self) -> Iterator[tuple[Backbone, _LogitRule]]:
+        """Yield the ways to compute the model's logits, the usual one first."""
+        model, within = self.model, self.within
+        # Aya Vision has the logit scale of its text model in its configuration, and does not scale.
+        for rule in (_LogitRule.of(model), _LogitRule.identity()):
+            if model.config.is_encoder_decoder:
+                yield EncoderDecoderBackbone(model, within), rule
+                continue
+            yield DecoderBackbone.of_model(model, within), rule
+            # The head may have further layers before its largest matrix.
+            yield DecoderBackbone.up_to_head(model, within), rule
 
     @property
     def device(self) -> torch.device:
@@ -118,13 +145,10 @@ class LanguageModel(nn.Module):
         """Return the module that maps hidden states to logits."""
         return self.model.get_output_embeddings()
 
-    def _check_head(self, difference: float) -> None:
-        if not difference <= MAX_HEAD_DIFFERENCE:
-            raise ModelError(
-                f"{type(self.model).__name__} transforms its logits after the LM head in a way "
-                f"that is not supported (difference {difference:.3g}), so log-probabilities would "
-                "be wrong. Add the transformation to ppo_core.models.policy._LogitRule."
-            )
+    @property
+    def pad_token(self) -> int | None:
+        """Return the token id that the model takes for padding, or None if it has none."""
+        return getattr(self.model.get_input_embeddings(), "padding_idx", None)
 
     @torch.no_grad()
     def _head_difference(self) -> float:

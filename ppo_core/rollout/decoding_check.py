@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,13 @@ from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.decoder import BackendKind, Decoder, backend_of, can_add_prompts, new_decoder
+from ppo_core.rollout.kv_cache import own_windows
 
 CHECKED_LENGTHS = (6, 13, 9)
 """Tokens of the sequences that are compared."""
 
 SAMPLED = 4
-"""Tokens of each sequence that are decoded one by one."""
+"""Last tokens of each sequence that are decoded one by one, if no window needs more."""
 
 CLEARLY_BELOW = 10
 """In fp32, a backend whose difference is not this many times below the limit is used only if no
@@ -50,30 +52,50 @@ class DecodingCheck:
         )
 
 
-@torch.no_grad()
-def choose_backend(policy: LanguageModel, prompts: Sequence[Tokens]) -> DecodingCheck:
+@dataclass(frozen=True)
+class OwnForward:
+    """A policy's forward pass of a few sequences, each of them alone."""
+
+    sequences: list[Tokens]
+    logprobs: list[Tensor]
+    """Log-probabilities (S, V) after each token of each sequence."""
+
+    sampled: int
+    """Last tokens of each sequence that are to be decoded one by one."""
+
+    @classmethod
+    def of(cls, policy: LanguageModel, prompts: Sequence[Tokens]) -> "OwnForward":
+        """Return the pass of three sequences of different lengths, with tokens of the prompts.
+
+        One of them has the pad token, from which some models count their positions.
+        """
+        sampled = _tokens_to_decode(policy.model.config)
+        sequences = sequences_of(prompts, policy.model.config, further=sampled - SAMPLED)
+        if policy.pad_token is not None:
+            sequences[1][-sampled] = policy.pad_token
+        return cls(sequences, [own_logprobs(policy, tokens) for tokens in sequences], sampled)
+
+
+def choose_backend(policy: LanguageModel, own: OwnForward) -> DecodingCheck:
     """Let a policy decode by the fastest backend with the log-probabilities of its own forward.
 
-    Three sequences with tokens of the prompts are decoded together, and compared with a forward
-    pass of each sequence alone. The chosen backend is kept in the policy's backbone, and logged.
+    The sequences of `own` are decoded together. The chosen backend is kept in the policy's
+    backbone, and logged.
 
     Raises:
         ModelError: no backend has the model's own log-probabilities.
     """
     backbone, name = policy.backbone, type(policy.model).__name__
     assert isinstance(backbone, DecoderBackbone)
-    sequences = sequences_of(prompts, policy.model.config)
     limit = limit_of(policy.model)
     found: dict[BackendKind, float] = {}
     reasons: dict[BackendKind, str] = {}
-    with torch.autocast(policy.device.type, enabled=False):
-        expected = [own_logprobs(policy, tokens) for tokens in sequences]
-        _require_causal(policy, sequences[0], expected[0], limit)
+    with torch.no_grad(), torch.autocast(policy.device.type, enabled=False):
         for kind in _candidates(backbone):
             _use(backbone, kind)
             try:
                 with library_errors(ModelError, f"{name} fails", ""):
-                    difference = _decoded_difference(policy, backbone, sequences, expected)
+                    difference = _decoded_difference(policy, backbone, own)
             except ModelError as error:
                 reasons[kind] = f"{kind.value} ({str(error).strip()})"
                 continue
@@ -81,7 +103,9 @@ def choose_backend(policy: LanguageModel, prompts: Sequence[Tokens]) -> Decoding
             reasons[kind] = f"{kind.value} (difference {found[kind]:.2g})"
             if found[kind] <= limit / (1 if has_low_precision(policy.model) else CLEARLY_BELOW):
                 break
-    best = min(found, key=lambda each: found[each], default=None)
+        best = min(found, key=lambda each: found[each], default=None)
+        if best is None or found[best] > limit:
+            _require_causal(policy, own, limit)
     if best is None or found[best] > limit:
         raise ModelError(
             f"{name} (model type {policy.model.config.model_type}) cannot be sampled with the "
@@ -97,6 +121,18 @@ def choose_backend(policy: LanguageModel, prompts: Sequence[Tokens]) -> Decoding
     return check
 
 
+def _tokens_to_decode(config: Any) -> int:
+    """Return how many tokens of each checked sequence are decoded one by one.
+
+    A model may have a cache layer of its own kind (Unlimited-OCR forgets tokens of the response,
+    but none of the prompt). Such a layer is decoded past its window, as far as the context allows.
+    """
+    context = context_length(config) or math.inf
+    past_window = [window + 2 for window in own_windows(text_config(config))]
+    allowed = [each for each in past_window if each - SAMPLED <= context - max(CHECKED_LENGTHS)]
+    return max([SAMPLED, *allowed])
+
+
 def _use(backbone: DecoderBackbone, kind: BackendKind) -> None:
     """Let a backbone be decoded by a backend."""
     backbone.uses_fast_path = kind is BackendKind.FAST
@@ -105,19 +141,21 @@ def _use(backbone: DecoderBackbone, kind: BackendKind) -> None:
 
 
 def sequences_of(
-    prompts: Sequence[Tokens], *configs: Any, vocabulary: int | None = None
+    prompts: Sequence[Tokens], *configs: Any, vocabulary: int | None = None, further: int = 0
 ) -> list[Tokens]:
     """Return sequences of `CHECKED_LENGTHS` tokens from the prompts, repeated where too short.
 
-    No sequence is longer than the context of a model with one of the `configs`. With a
-    `vocabulary` only tokens below it are taken; if there are none, the first ones.
+    Each has some `further` tokens. No sequence is longer than the context of a model with one of
+    the `configs`. With a `vocabulary` only tokens below it are taken; if there are none, the first
+    ones.
     """
     size = sum(CHECKED_LENGTHS)
     tokens = list(itertools.islice(itertools.chain.from_iterable(prompts), size))
     tokens = [token for token in tokens if vocabulary is None or token < vocabulary] or [0, 1]
     repeated = itertools.cycle(tokens)
-    longest = min((context_length(config) or size for config in configs), default=size)
-    return [list(itertools.islice(repeated, min(n, longest))) for n in CHECKED_LENGTHS]
+    contexts = [context_length(config) or sys.maxsize for config in configs]
+    longest = min(contexts, default=sys.maxsize)
+    return [list(itertools.islice(repeated, min(n + further, longest))) for n in CHECKED_LENGTHS]
 
 
 def limit_of(model: nn.Module) -> float:
@@ -139,18 +177,19 @@ def difference_of(model: nn.Module, differences: Tensor) -> float:
     return (differences.mean() if has_low_precision(model) else differences.max()).item()
 
 
+@torch.no_grad()
 def own_logprobs(policy: LanguageModel, tokens: Tokens) -> Tensor:
     """Return log-probabilities (S, V) after each token, by the model's forward of it alone."""
-    with policy.within():
+    with policy.within(), torch.autocast(policy.device.type, enabled=False):
         ids = torch.tensor([tokens], device=policy.device)
         logits: Tensor = policy.model(input_ids=ids, use_cache=False).logits[0]
     return logits.float().log_softmax(dim=-1)
 
 
-def _require_causal(policy: LanguageModel, tokens: Tokens, logprobs: Tensor, limit: float) -> None:
-    """Raise if the log-probabilities (S, V) of a sequence depend on tokens that come later."""
-    shorter = own_logprobs(policy, tokens[:-1])
-    difference = difference_of(policy.model, (shorter - logprobs[:-1]).flatten())
+def _require_causal(policy: LanguageModel, own: OwnForward, limit: float) -> None:
+    """Raise if the log-probabilities of a sequence depend on tokens that come later."""
+    shorter = own_logprobs(policy, own.sequences[0][:-1])
+    difference = difference_of(policy.model, (shorter - own.logprobs[0][:-1]).flatten())
     if not difference <= limit:
         config = text_config(policy.model.config)
         hint = ""
@@ -173,42 +212,34 @@ def _candidates(backbone: DecoderBackbone) -> Iterator[BackendKind]:
     yield BackendKind.COUNTING
 
 
-def _decoded_difference(
-    policy: LanguageModel,
-    backbone: DecoderBackbone,
-    sequences: Sequence[Tokens],
-    expected: Sequence[Tensor],
-) -> float:
-    """Return the difference of decoding the last `SAMPLED` tokens of each sequence."""
+def _decoded_difference(policy: LanguageModel, backbone: DecoderBackbone, own: OwnForward) -> float:
+    """Return the difference of decoding the last tokens of each sequence."""
     if backbone.pads_prompts:
-        differences = _decode(policy, backbone, sequences, expected)
+        differences = _decode(policy, backbone, own)
     else:
         # Prompts of different lengths are never decoded together.
         differences = [
             each
-            for tokens, logprobs in zip(sequences, expected, strict=True)
-            for each in _decode(policy, backbone, [tokens] * 2, [logprobs] * 2)
+            for tokens, logprobs in zip(own.sequences, own.logprobs, strict=True)
+            for each in _decode(
+                policy, backbone, OwnForward([tokens] * 2, [logprobs] * 2, own.sampled)
+            )
         ]
     return difference_of(policy.model, torch.cat(differences))
 
 
-def _decode(
-    policy: LanguageModel,
-    backbone: DecoderBackbone,
-    sequences: Sequence[Tokens],
-    expected: Sequence[Tensor],
-) -> list[Tensor]:
+def _decode(policy: LanguageModel, backbone: DecoderBackbone, own: OwnForward) -> list[Tensor]:
     """Return the differences at each step; sequences are dropped and added where that is done."""
-    prompts = [tokens[:-SAMPLED] for tokens in sequences]
-    decoder = new_decoder(policy, backbone, prompts, SAMPLED, splits_prompts=True)
-    active = _Active(policy, decoder, sequences, expected)
+    prompts = [tokens[: -own.sampled] for tokens in own.sequences]
+    decoder = new_decoder(policy, backbone, prompts, own.sampled, splits_prompts=True)
+    active = _Active(policy, decoder, own)
     differences = [active.difference()]
-    for step in range(1, SAMPLED):
+    for step in range(1, own.sampled):
         active.step()
         if step == 1 and decoder.drops_sequences:
             active.drop_first()
         # The added prompt is decoded too: its positions must go on where it ended.
-        if step == SAMPLED - 2 and can_add_prompts(policy, backbone):
+        if step == own.sampled - 2 and can_add_prompts(policy, backbone):
             active.add_first(prompts)
         differences.append(active.difference())
     return differences
@@ -217,22 +248,15 @@ def _decode(
 class _Active:
     """The sequences that a decoder reads, and where each of them is."""
 
-    def __init__(
-        self,
-        policy: LanguageModel,
-        decoder: Decoder,
-        sequences: Sequence[Tokens],
-        expected: Sequence[Tensor],
-    ) -> None:
+    def __init__(self, policy: LanguageModel, decoder: Decoder, own: OwnForward) -> None:
         self._policy = policy
         self._decoder = decoder
-        self._sequences = sequences
-        self._expected = expected
-        self._at = {number: len(tokens) - SAMPLED for number, tokens in enumerate(sequences)}
+        self._own = own
+        self._at = {n: len(tokens) - own.sampled for n, tokens in enumerate(own.sequences)}
         """Number of each active sequence, in the decoder's order -> position of its next token."""
 
     def _next(self) -> Tensor:
-        tokens = [self._sequences[number][position] for number, position in self._at.items()]
+        tokens = [self._own.sequences[number][position] for number, position in self._at.items()]
         return torch.tensor(tokens, device=self._policy.device)
 
     def step(self) -> None:
@@ -241,7 +265,7 @@ class _Active:
 
     def drop_first(self) -> None:
         del self._at[0]
-        self._decoder.keep(torch.arange(1, len(self._sequences), device=self._policy.device))
+        self._decoder.keep(torch.arange(1, len(self._own.sequences), device=self._policy.device))
 
     def add_first(self, prompts: Sequence[Tokens]) -> None:
         self._decoder.add(prompts[:1])
@@ -250,5 +274,5 @@ class _Active:
     def difference(self) -> Tensor:
         """Return the differences of the next tokens' log-probabilities (b,)."""
         logprobs = self._policy.logits(self._decoder.states).float().log_softmax(dim=-1)
-        expected = torch.stack([self._expected[n][at - 1] for n, at in self._at.items()])
+        expected = torch.stack([self._own.logprobs[n][at - 1] for n, at in self._at.items()])
         return (logprobs - expected).gather(1, self._next()[:, None])[:, 0]

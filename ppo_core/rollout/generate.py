@@ -15,7 +15,7 @@ from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.continuous_batching import ActiveSequences, PromptQueue, ResponseBuffer
 from ppo_core.rollout.decoder import can_add_prompts, new_decoder
-from ppo_core.rollout.decoding_check import choose_backend
+from ppo_core.rollout.decoding_check import OwnForward, choose_backend
 from ppo_core.rollout.sampler import SamplingSettings, sample_tokens
 
 MAX_KEPT_SHARE = 0.75
@@ -80,7 +80,7 @@ def sample_responses(
     """
     backbone = decoder_of(policy)
     if not backbone.is_checked:
-        choose_backend(policy, prompts)
+        choose_backend(policy, OwnForward.of(policy, prompts))
     device = policy.device
     prompt_ids, prompt_lengths = pad_rows(prompts)
     buffer = ResponseBuffer.empty(len(prompts), uniforms.shape[1], device)

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ppo_core.errors import ModelError
 from ppo_core.rollout.alignment import AlignedSequences
 
 Index = tuple[Tensor, slice, Tensor | slice]
@@ -113,8 +114,25 @@ class SelectableCache(AlignedSequences):
 
 
 def empty_cache(config: PreTrainedConfig) -> DynamicCache:
-    """Return an empty cache of transformers with the kind of layer that each model layer needs."""
+    """Return an empty cache of transformers with the kind of layer that each model layer needs.
+
+    Raises:
+        ModelError: transformers cannot make a cache for the model type.
+    """
+    if not hasattr(config, "num_hidden_layers"):
+        raise ModelError(
+            f"A model of the type {config.model_type} cannot be sampled from: its configuration "
+            "does not tell the number of its layers, so transformers makes no cache for it. Use "
+            "another model."
+        )
     return DynamicCache(config=config)
+
+
+def own_windows(config: PreTrainedConfig) -> list[int]:
+    """Return the windows of the cache layers that a model type defines itself."""
+    layers = empty_cache(config).layers
+    own = [layer for layer in layers if type(layer).__module__ != DynamicLayer.__module__]
+    return [layer.sliding_window for layer in own if isinstance(layer, DynamicSlidingWindowLayer)]
 
 
 def keeps_all_positions(cache: Cache) -> bool:

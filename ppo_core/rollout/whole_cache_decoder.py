@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.text_config import text_config
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.alignment import AlignedSequences
+from ppo_core.rollout.kv_cache import empty_cache
 
 
 class WholeCacheBackend:
@@ -33,6 +33,7 @@ class WholeCacheBackend:
         self.cache = cache
         # The steps of `generate` are methods of every model that has it.
         self._model: Any = policy.model
+        self._pad_token = policy.pad_token
         self._backbone = backbone
         self._ids: Tensor
         self._inputs: dict[str, Any]
@@ -46,6 +47,10 @@ class WholeCacheBackend:
     def decode(self, tokens: Tensor) -> Tensor:
         """Read the next token (B,) of each sequence; return its last hidden states (B, D)."""
         self._ids = torch.cat([self._ids, tokens[:, None]], dim=1)
+        pad = self._pad_token
+        if self._backbone.counts_positions and pad is not None and bool((self._ids == pad).any()):
+            # The model gives a pad token no position, but its cache counts it.
+            return self._backbone.hidden_states(self._ids)[:, -1]
         return self._read(next_sequence_length=1)
 
     def _first_inputs(self) -> dict[str, Any]:
@@ -58,8 +63,7 @@ class WholeCacheBackend:
             )
         if self._model._supports_default_dynamic_cache():
             name = "cache_params" if "mamba" in type(self._model).__name__.lower() else None
-            config = text_config(self._model.config)
-            inputs[name or "past_key_values"] = DynamicCache(config=config)
+            inputs[name or "past_key_values"] = empty_cache(text_config(self._model.config))
         return inputs
 
     def _read(self, **step: Any) -> Tensor:

@@ -21,7 +21,9 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.ptx import joined_texts
 from ppo_core.rollout.decoding_check import (
+    CHECKED_LENGTHS,
     DecodingCheck,
+    OwnForward,
     choose_backend,
     difference_of,
     limit_of,
@@ -56,7 +58,7 @@ def check_numbers(
 ) -> SelfCheck:
     """Choose how the policy decodes, and compare each model's padded pass with its own forward.
 
-    The padded pass is that of scoring and of the update. Three sequences of different lengths have
+    The padded pass is that of scoring and of the update. Sequences of different lengths have
     tokens of the prompts. `samples_here` is False if another process samples the responses. Call
     before the engine prepares policy and critic.
 
@@ -64,20 +66,17 @@ def check_numbers(
         ModelError: a model gives other numbers in a padded batch than alone, or the policy cannot
             be sampled from.
     """
-    decoding = choose_backend(models.policy, prompts) if samples_here else None
-    parts: list[Any] = [models.policy.model, models.reference.model]
-    # The numbers of a script's own module are what it returns: there are no others to compare.
-    checks_critic = isinstance(models.critic.backbone, DecoderBackbone)
-    if checks_critic:
-        parts.append(models.critic.model)
-    sequences = sequences_of(prompts, *(part.config for part in parts))
+    own = OwnForward.of(models.policy, prompts)
+    decoding = choose_backend(models.policy, own) if samples_here else None
     padded = {}
     with torch.autocast(engine.device.type, enabled=False):
-        padded["policy"] = _check_language_model("policy", models.policy, sequences)
+        expected = [logprobs[:-1] for logprobs in own.logprobs]
+        padded["policy"] = _check_language_model("policy", models.policy, own.sequences, expected)
         with engine.gathered(models.reference):
-            padded["reference"] = _check_language_model("reference", models.reference, sequences)
-        if checks_critic:
-            padded["critic"] = _check_critic(models.critic, sequences)
+            padded["reference"] = _check_reference(models.reference, prompts)
+        # The numbers of a script's own module are what it returns: there are no others to compare.
+        if isinstance(models.critic.backbone, DecoderBackbone):
+            padded["critic"] = _check_critic(models.critic, prompts)
         for number, scorer in enumerate(models.rewards.models(), start=1):
             held = [scorer.model] if isinstance(scorer.model, PreTrainedModel) else []
             with engine.all_gathered(held):
@@ -87,21 +86,33 @@ def check_numbers(
     return SelfCheck(decoding, padded)
 
 
-def _check_language_model(name: str, model: LanguageModel, sequences: Sequence[Tokens]) -> float:
+def _check_reference(reference: LanguageModel, prompts: Sequence[Tokens]) -> float:
+    _, tokens, _ = sequences_of(prompts, reference.model.config)
+    logprobs = own_logprobs(reference, tokens)
+    # A causal model needs no second pass for the beginning of a sequence.
+    beginning = min(CHECKED_LENGTHS)
+    sequences, expected = [tokens, tokens[:beginning]], [logprobs[:-1], logprobs[: beginning - 1]]
+    return _check_language_model("reference", reference, sequences, expected)
+
+
+def _check_language_model(
+    name: str, model: LanguageModel, sequences: Sequence[Tokens], expected: Sequence[Tensor]
+) -> float:
+    """Return the difference of a padded pass to `expected`, (S - 1, V) for each sequence."""
     rows = joined_texts(sequences).to(model.device)
-    expected = torch.cat([own_logprobs(model, tokens)[:-1] for tokens in sequences])
-    expected = expected.gather(1, rows.targets[:, None])[:, 0]
+    own = torch.cat(list(expected)).gather(1, rows.targets[:, None])[:, 0]
 
     def difference() -> float:
-        return difference_of(model.model, model(rows, 1.0)[0] - expected)
+        return difference_of(model.model, model(rows, 1.0)[0] - own)
 
     return _check_padding(f"{name}'s log-probabilities", model.model, model.backbone, difference)
 
 
-def _check_critic(critic: Critic, sequences: Sequence[Tokens]) -> float:
+def _check_critic(critic: Critic, prompts: Sequence[Tokens]) -> float:
     device = next(critic.head.parameters()).device
-    backbone = critic.backbone
+    backbone, config = critic.backbone, critic.model.config
     assert isinstance(backbone, DecoderBackbone)
+    sequences = sequences_of(prompts, config)[:2]
     rows = joined_texts(sequences).to(device)
     alone = [
         backbone.hidden_states(torch.tensor([tokens], device=device))[0, :-1]
@@ -123,7 +134,7 @@ def _check_reward_model(scorer: RewardModel, prompts: Sequence[Tokens]) -> float
     config = text_config(scorer.model.config)
     # The model's own forward would take trailing padding tokens for padding.
     kept = [[token for token in tokens if token != config.pad_token_id] for tokens in prompts[:64]]
-    sequences = sequences_of(kept, config, vocabulary=config.vocab_size)
+    sequences = sequences_of(kept, config, vocabulary=config.vocab_size)[:2]
     device = next(scorer.model.parameters()).device
     ids, lengths = (tensor.to(device) for tensor in pad_rows(sequences))
     rows = zip(ids, lengths.tolist(), strict=True)

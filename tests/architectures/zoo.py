@@ -100,6 +100,9 @@ _HYBRID = ["linear_attention", "full_attention", "linear_attention", "full_atten
 _FOUR_LAYERS = {"num_hidden_layers": 4}
 _HEAD = {"head_dim": 8}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_HALF_MROPE = {**MROPE, "mrope_section": [1, 1, 0]}
+_MROPE_TEXTS = "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text glm4v_text paddleocr_vl_text"
+"""Types whose positions have three parts, though their default configuration does not say so."""
 
 SPECIAL: dict[str, dict[str, Any]] = {
     # Two types whose own forward pass and cache see different tokens behind a small window.
@@ -123,24 +126,57 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "bailing_hybrid": {**_FOUR_LAYERS, "layer_group_size": 2},
     "bamba": {**_FOUR_LAYERS, "attn_layer_indices": [1, 3]},
+    "chameleon": {"vocabulary_map": {"<image>": 4, "IMGIMGBA": 5}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": MROPE}},
+    "deepseek_ocr2_text": {
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": {**MROPE, "mrope_section": [1, 1, 2]},
+        "moe_intermediate_size": [16, 16],
+    },
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {**_FOUR_LAYERS, "num_kv_shared_layers": 2, "layer_types": _LOCAL},
     "gemma4_unified_text": {**_FOUR_LAYERS, "num_kv_shared_layers": 2, "layer_types": _LOCAL},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0]],
+        "downsample_rate": "1/2",
+        "spatial_target_layers": [1],
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    },
     "granitemoehybrid": {**_FOUR_LAYERS, "layer_types": _HYBRID},
     "hunyuan_v1_dense": _HEAD,
     "hunyuan_v1_moe": _HEAD,
+    "hunyuan_vl_text": {**_HEAD, "rope_parameters": MROPE},
+    "inkling2_vision": {"text_hidden_size": 32},
     "jamba": {**_FOUR_LAYERS, "attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {**_FOUR_LAYERS, "layer_types": _HYBRID},
     "lfm2": {**_FOUR_LAYERS, "layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {**_FOUR_LAYERS, "layer_types": ["conv", "full_attention"] * 2},
     "lfm3": _FOUR_LAYERS,
     "mamba2": {"num_heads": 8},
+    "mistral4": {"head_dim": 16},
     "ministral": _HEAD,
+    "molmo2_adapter": {"vision_feature_layer": [1, 0], "text_hidden_size": 32},
+    "muse_spark_audio": {"num_hidden_layers": 4, "out_hidden_size": 32},
     "nemotron": {**_HEAD, "num_key_value_heads": 2},
+    **{name: {"rope_parameters": _HALF_MROPE} for name in ("glm4v_moe_text", "glm_ocr_text")},
+    "radio": {"video_temporal_patch_size": 2},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 151652},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652},
     "qwen3_5_moe_text": _FOUR_LAYERS,
     "qwen3_5_text": _FOUR_LAYERS,
     "qwen3_next": _FOUR_LAYERS,
@@ -152,6 +188,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "indexer_budget": 32,
         "indexer_compress_ratio": 4,
     },
+    "step3p5": {"sliding_window": 8},
+    **{name: {"rope_parameters": MROPE} for name in _MROPE_TEXTS.split()},
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 64},
     "reformer": {
         "attn_layers": ["local", "lsh"],
@@ -216,16 +254,15 @@ def small_model(name: str, *, seed: int = 0) -> PreTrainedModel:
     classes = CAUSAL | MULTIMODAL
     model_class = getattr(transformers, classes[name])
     config = small_config(name)
-    if not isinstance(config, model_class.config_class):
-        config = config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    if not isinstance(config, model_class.config_class) and isinstance(
+        text, model_class.config_class
+    ):
+        config = text
     torch.manual_seed(seed)
     model = model_class._from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.add_(0.05 * torch.randn_like(parameter))
-        head = model.get_output_embeddings()
-        if getattr(head, "bias", None) is not None:
-            # RoBERTa counts positions by the tokens that are not padding, which no policy samples.
-            head.bias[PAD] = -50
     return model.eval()

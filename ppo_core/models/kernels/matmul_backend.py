@@ -29,6 +29,13 @@ def uses_onednn() -> bool:
     return bool(_ONEDNN.fp32_precision == "bf16")
 
 
+def may_round(device: torch.device) -> bool:
+    """Return whether PyTorch is set to round fp32 matmuls on a device."""
+    # torch.get_float32_matmul_precision raises after a setting for one backend alone.
+    backend: Any = _ONEDNN if device.type == "cpu" else torch.backends.cuda.matmul
+    return backend.fp32_precision not in ("none", "ieee")
+
+
 @contextmanager
 def small_matmuls() -> Iterator[None]:
     """Compute fp32 matmuls by MKL in this context, even if it is inside `large_matmuls`."""

@@ -5,12 +5,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, T5Config, T5ForConditionalGeneration
 
 from ppo_core.errors import ModelError
 from ppo_core.models import lm_head
 from ppo_core.models.adapters import add_adapter, plain_model
 from ppo_core.models.policy import LanguageModel
+from tests.architectures.zoo import small_model
 from tests.helpers.rollouts import TEMPERATURE, make_rollout, row_of
 from tests.helpers.tiny import CONFIGS, VOCABULARY, make_policy
 
@@ -106,15 +107,41 @@ def test_a_head_that_caps_its_logits_is_followed():
     assert_close(policy.logits(policy.backbone.hidden_states(ids)[0]), model(ids).logits[0])
 
 
-def test_a_head_of_unknown_kind_is_refused_before_it_lies():
+@pytest.mark.parametrize("name", ["recurrent_gemma", "aya_vision", "muse_glimmer"])
+@torch.no_grad()
+def test_caps_and_scales_are_those_that_the_model_applies(name):
+    model = small_model(name)
+    ids = torch.tensor([[5, 6, 7]])
+    policy = LanguageModel(model)
+    expected = model(input_ids=ids, use_cache=False).logits[0]
+    assert_close(policy.logits(policy.backbone.hidden_states(ids)[0]), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda logits: logits * 3, lambda logits: 30 * torch.tanh(logits / 30)],
+    ids=["scale", "cap far above the logits"],
+)
+def test_a_head_of_unknown_kind_is_refused_before_it_lies(change):
     model = make_policy()
     plain = model.forward
 
     def forward(**inputs):
         output = plain(**inputs)
-        output.logits = output.logits * 3
+        output.logits = change(output.logits)
         return output
 
     model.forward = forward
     with pytest.raises(ModelError, match="LlamaForCausalLM transforms its logits"):
+        LanguageModel(model)
+
+
+def test_an_encoder_decoder_that_does_not_tell_its_first_token_is_refused_in_one_sentence():
+    config = T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=VOCABULARY)
+    model = T5ForConditionalGeneration(config).eval()
+    model.config.decoder_start_token_id = None
+    message = (
+        r"T5ForConditionalGeneration \(model type t5\) has an encoder beside its decoder, and "
+    )
+    with pytest.raises(ModelError, match=message + ".*does not set decoder_start_token_id, so"):
         LanguageModel(model)

@@ -21,9 +21,16 @@ from transformers import (
 from ppo_core.errors import ModelError
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.decoder import BackendKind, backend_of
-from ppo_core.rollout.decoding_check import choose_backend, own_logprobs, sequences_of
+from ppo_core.rollout.decoding_check import (
+    DecodingCheck,
+    OwnForward,
+    choose_backend,
+    own_logprobs,
+    sequences_of,
+)
 from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
+from tests.architectures.zoo import small_model
 from tests.helpers.tiny import EOS, PAD, VOCABULARY, make_policy, make_prompts
 
 LENGTHS = [3, 9, 5, 9, 1, 3, 9]
@@ -62,11 +69,18 @@ def make(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def sample(policy: LanguageModel, lengths=LENGTHS, **callbacks):
+def chosen(policy: LanguageModel) -> DecodingCheck:
+    return choose_backend(policy, OwnForward.of(policy, make_prompts([5])))
+
+
+def sample(policy: LanguageModel, lengths=LENGTHS, *, pads=False, **callbacks):
+    uniforms = torch.rand(len(lengths), 8, generator=torch.Generator().manual_seed(1))
+    if pads:
+        uniforms[::2, 2] = 0  # draws the first token of the vocabulary, the pad token
     return sample_responses(
         policy,
         make_prompts(lengths),
-        torch.rand(len(lengths), 8, generator=torch.Generator().manual_seed(1)),
+        uniforms,
         SamplingSettings(stop_token_id=EOS, temperature=1.0),
         batch_size=2,
         callbacks=SamplingCallbacks(**callbacks),
@@ -93,6 +107,27 @@ def test_models_that_take_no_padded_prompts_are_decoded_by_prompt_length(kind):
     with torch.no_grad():
         together, _ = policy(rollout.token_rows(torch.arange(len(rollout))), 1.0)
     assert_close(together, rollout.logprobs[rollout.response_mask], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["kosmos-2.5", "roberta"])
+def test_a_sampled_pad_token_has_no_position_where_the_model_gives_it_none(name):
+    policy = LanguageModel(small_model(name))
+    rollout = sample(policy, pads=True)
+    assert backend_of(policy.backbone) is BackendKind.COUNTING
+    assert PAD in rollout.response_ids[rollout.response_mask]
+    assert_own_logprobs(policy, rollout)
+
+
+def test_a_window_over_the_response_alone_is_decoded_to_its_end_and_refused():
+    policy = LanguageModel(small_model("unlimited_ocr"))
+    with pytest.raises(ModelError, match=r"model type unlimited_ocr.*length .*\(difference 0\.\d"):
+        sample(policy)
+
+
+def test_a_model_without_a_number_of_layers_is_refused_in_one_sentence():
+    policy = LanguageModel(small_model("blt"))
+    with pytest.raises(ModelError, match=r"type blt cannot be sampled from.*number of its layers"):
+        sample(policy)
 
 
 def test_a_head_with_further_layers_is_read_at_its_largest_matrix():
@@ -134,9 +169,9 @@ def test_processes_with_prompts_of_other_lengths_call_each_other_equally_often(p
 
 
 def test_the_choice_is_explained():
-    fast = choose_backend(LanguageModel(make_policy()), make_prompts([5]))
+    fast = chosen(LanguageModel(make_policy()))
     assert (fast.kind, fast.rejected) == (BackendKind.FAST, ())
-    mamba = choose_backend(LanguageModel(make(BY_LENGTH["recurrent"])), make_prompts([5]))
+    mamba = chosen(LanguageModel(make(BY_LENGTH["recurrent"])))
     assert "MambaForCausalLM does not keep keys and values by sequence" in str(mamba)
     assert "decoded by the model's own cache" in str(mamba)
 
@@ -145,7 +180,7 @@ def test_an_encoder_is_refused_in_one_sentence():
     model = make(BertConfig(is_decoder=False, intermediate_size=64, **SMALL, **TOKENS))
     message = r"BertLMHeadModel \(model type bert\) is no decoder.*does not set is_decoder=True"
     with pytest.raises(ModelError, match=message):
-        choose_backend(LanguageModel(model), make_prompts([5]))
+        chosen(LanguageModel(model))
 
 
 def test_a_model_that_no_backend_decodes_is_refused_with_its_type_and_the_difference():

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from ppo_core.models.kernels import matmul_backend
-from ppo_core.models.kernels.matmul_backend import large_matmuls, small_matmuls, uses_onednn
+from ppo_core.models.kernels.matmul_backend import (
+    large_matmuls,
+    may_round,
+    small_matmuls,
+    uses_onednn,
+)
 
 MANY = matmul_backend.MIN_NUMEL
 
@@ -58,6 +63,12 @@ def test_a_chosen_precision_is_kept(library):
     library.fp32_precision = "tf32"
     with large_matmuls(MANY), small_matmuls():
         assert library.fp32_precision == "tf32"
+
+
+@pytest.mark.parametrize(("precision", "rounds"), [("tf32", True), ("ieee", False)])
+def test_rounding_is_what_the_user_has_set(precision, rounds, library):
+    library.fp32_precision = precision
+    assert may_round(torch.device("cpu")) == rounds
 
 
 @pytest.mark.parametrize("older", ["highest", "medium"])
