@@ -273,6 +273,23 @@ def test_a_frozen_process_ends_the_training_in_under_a_minute(make_job):
 
 
 @pytest.mark.slow
+def test_a_reward_function_that_never_returns_ends_the_training_with_its_stack(tmp_path):
+    job = tmp_path / "settings.json"
+    program = ("tests.helpers.hanging_job",)
+    with pytest.raises(ProcessError, match=r"no progress for 0\.5 minutes") as error:
+        train(job, processes=1, program=program, stall_minutes=0.5)
+    assert len(read_metrics(tmp_path / METRICS_FILE)) == 2
+    stacks = tmp_path / "stacks-0.txt"
+    assert str(stacks) in str(error.value)
+    assert "in sleepy_reward" in stacks.read_text()
+    assert not [each for each in psutil.Process().children(recursive=True) if is_training(each)]
+
+
+def is_training(process: psutil.Process) -> bool:
+    return "tests.helpers.hanging_job" in process.cmdline()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 def test_machines_that_begin_one_after_the_other_train_one_policy(make_job, launch, first: int):
     job = make_job()
