@@ -26,7 +26,7 @@ class _OneLineEach:
 
 
 class Listener(Protocol):
-    """Told about each bar of this process."""
+    """Object that is told about each progress bar of this process."""
 
     def moved(self, phase: str) -> None:
         """Note that a phase began or advanced; `phase` is the description of its bar."""

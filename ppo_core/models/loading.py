@@ -156,11 +156,11 @@ def load_policy(
     options = {"dtype": dtype, "revision": revision, **options}
     with reading("causal language model", path):
         model = load_model(_text_class(config), path, options, unused=unused).eval()
-    return model if placement is None else _put(model, placement)
+    return _placed(model, placement)
 
 
-def _put(model: "PreTrainedModel", placement: Placement) -> "PreTrainedModel":
-    return model.to(placement.device)  # type: ignore[arg-type]
+def _placed(model: "PreTrainedModel", placement: Placement | None) -> "PreTrainedModel":
+    return model if placement is None else model.to(placement.device)  # type: ignore[arg-type]
 
 
 def _text_class(config: Any) -> Any:
@@ -290,8 +290,7 @@ def load_reward_model(
     with reading("reward model", path):
         options = {"dtype": "float32" if placement is None else placement.dtype}
         model = load_model(AutoModelForSequenceClassification, path, options)
-    if placement is not None:
-        model = _put(model, placement)
+    model = _placed(model, placement)
     tokenizer = load_tokenizer(path, prompt_format)
     check_vocabulary(model.config, tokenizer, path)
     return RewardModel(model.eval(), tokenizer, bias=bias, gain=gain, end_of_text=end_of_text)

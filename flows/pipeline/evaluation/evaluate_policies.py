@@ -12,7 +12,7 @@ from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.judges.spec import make_judge
 from pipeline.judges.verdict import JudgedPrompt
-from pipeline.launch.answers import answer, answer_processes
+from pipeline.launch.answers import answer_in_run
 from pipeline.results import (
     EVALUATION_FILE,
     EvaluatedPolicy,
@@ -193,9 +193,4 @@ def _sample(
         precision=settings.precision,
         **options,
     )
-    return answer(
-        job,
-        processes=answer_processes(settings.processes, len(prompts)),
-        folder=folder / "answers",
-        stall_minutes=settings.stall_minutes,
-    )
+    return answer_in_run(job, settings, folder)

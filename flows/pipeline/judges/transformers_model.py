@@ -35,7 +35,7 @@ class TransformersModel:
     """
 
     def __init__(self, path: str, config: JudgingConfig, precision: Precision = "auto") -> None:
-        """Load the model, in a precision, and the tokenizer of a folder or hub id.
+        """Load the model, with weights in `precision`, and the tokenizer of a folder or hub id.
 
         Raises:
             ModelError: the model does not exist, is not decoder-only, or has no chat template for

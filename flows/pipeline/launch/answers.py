@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pipeline.launch.commands import gpus
 from pipeline.launch.launcher import train
+from pipeline.settings.settings import Settings
 from ppo_core.training.answers import AnswerJob, read_answers, run_answer_job, write_answer_job
 from ppo_core.training.evaluation import Answers
 
@@ -30,8 +31,8 @@ def answer(job: AnswerJob, *, processes: int, folder: Path, stall_minutes: float
     Args:
         job: the policy, the prompts, and the decoding.
         processes: number of processes that share the prompts.
-        folder: folder for the files that the processes exchange; removed after use.
-        stall_minutes: see `train`.
+        folder: folder for the files of several processes; removed after use.
+        stall_minutes: see `train`; several processes report their progress to it.
 
     Raises:
         ModelError: a model cannot be loaded, or has no stop token.
@@ -46,3 +47,16 @@ def answer(job: AnswerJob, *, processes: int, folder: Path, stall_minutes: float
     answers = read_answers(job, folder, processes)
     shutil.rmtree(folder)
     return answers
+
+
+def answer_in_run(job: AnswerJob, settings: Settings, folder: Path) -> Answers:
+    """Return the answers to all prompts of a job, as `answer` with the settings of a run.
+
+    `folder` is the folder of the run.
+    """
+    return answer(
+        job,
+        processes=answer_processes(settings.processes, len(job.prompts)),
+        folder=folder / "answers",
+        stall_minutes=settings.stall_minutes,
+    )

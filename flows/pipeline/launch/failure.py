@@ -54,7 +54,7 @@ def as_error(ended: Ended, frozen: list[str], folder: Path) -> PPOError:
         folder: folder of the checkpoints.
     """
     who = f"Process {ended.rank} (pid {ended.pid})" if ended.rank >= 0 else "torchrun"
-    further = f"A further attempt resumes from the last checkpoint in {folder}."
+    further = f"A further attempt resumes from the last checkpoint in {folder}, if there is one."
     if frozen:
         return ProcessError(
             f"{frozen[0]} of the training was frozen (SIGSTOP) and not resumed, while the other "

@@ -55,7 +55,7 @@ def train(
     stall_minutes: float = STALL_MINUTES,
     on_metrics: OnMetrics = lambda update, metrics: None,
 ) -> None:
-    """Run `python -m ppo_core JOB` in several processes on this machine until they end.
+    """Run `python -m PROGRAM JOB` in several processes on this machine until they end.
 
     The processes resume from the last checkpoint of the job, if any. SIGTERM to this process is
     forwarded to the training processes, which save a checkpoint and end.
@@ -67,7 +67,7 @@ def train(
         program: module that trains, and its arguments before the job; PPO by default.
         stall_minutes: minutes without a new line of the metrics file after which the training is
             ended (or 20 times the median time between two lines, if that is longer).
-        on_metrics: called with the number and the metrics of every update in the metrics file.
+        on_metrics: called with the number and the metrics of each line in the metrics file.
 
     Raises:
         RunInterruptedError: SIGTERM arrived, and a checkpoint was saved.
@@ -161,7 +161,8 @@ def _stalled(pid: int, stall: StallWatch, folder: Path) -> ProcessError:
     return ProcessError(
         f"The training made no progress for {stall.limit() / 60:.3g} minutes, so the flow ended "
         f"it. What its processes were doing is in {', '.join(files)}. If this is no error, raise "
-        f"stall_minutes. A further attempt resumes from the last checkpoint in {folder}."
+        f"stall_minutes. A further attempt resumes from the last checkpoint in {folder}, if there "
+        "is one."
     )
 
 

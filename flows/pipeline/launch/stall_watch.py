@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,9 @@ STALL_MINUTES = 30.0
 TIMES_MEDIAN = 20
 """A phase has stalled if it waits for this many times its median time between two advances."""
 
+RECENT = 1_000
+"""Number of waits of which the median is taken; a phase may make millions of advances."""
+
 LOOK_SECONDS = 0.5
 """Seconds between two looks at the clock."""
 
@@ -29,19 +33,21 @@ class StallWatch:
     def __init__(self, minutes: float) -> None:
         """Begin a phase that may always wait for `minutes`, and longer if its advances are slow."""
         self._least = 60 * minutes
-        self._gaps: list[float] = []
+        self._waits: deque[float] = deque(maxlen=RECENT)
+        self._has_advanced = False
         self._last = time.monotonic()
 
     def advance(self) -> None:
         """Note that the phase has made progress."""
         now = time.monotonic()
-        self._gaps.append(now - self._last)
-        self._last = now
+        # The first wait includes the start of the phase, such as loading models.
+        if self._has_advanced:
+            self._waits.append(now - self._last)
+        self._has_advanced, self._last = True, now
 
     def limit(self) -> float:
         """Return the seconds that the phase may wait for its next advance."""
-        # The first gap includes the start of the phase, such as loading models.
-        return max(self._least, TIMES_MEDIAN * median(self._gaps[1:] or [0.0]))
+        return max(self._least, TIMES_MEDIAN * median(self._waits or [0.0]))
 
     def has_stalled(self) -> bool:
         """Return whether the phase has waited longer than its limit."""
@@ -62,18 +68,22 @@ class _StepWatch:
         self._over = threading.Event()
 
     def moved(self, phase: str) -> None:
+        """Note that a phase began or advanced."""
         if phase in self._phases:
             self._phases[phase].advance()
         else:
             self._phases[phase] = StallWatch(self._stall_minutes)
 
     def ended(self, phase: str) -> None:
+        """Note that a phase ended, which is not watched any more."""
         self._phases.pop(phase, None)
 
     def stop(self) -> None:
+        """End `watch`."""
         self._over.set()
 
     def watch(self) -> None:
+        """Look at the clock until `stop` is called, or this process is ended."""
         while not self._over.wait(LOOK_SECONDS):
             if self._step_minutes and time.monotonic() - self._started > 60 * self._step_minutes:
                 self._end(
@@ -90,16 +100,18 @@ class _StepWatch:
 
     def _end(self, problem: str) -> None:
         file = self._folder / f"stacks-{self._step}.txt"
-        with file.open("w") as stacks:
-            faulthandler.dump_traceback(stacks)
-        print(
-            f"The run stopped:\n{problem}; what each thread was doing is in {file}.",
-            file=sys.stderr,
-            flush=True,
-        )
-        for child in tree(os.getpid())[1:]:
-            end_tree(child.pid)
-        os._exit(1)
+        try:
+            print(
+                f"The run stopped:\n{problem}; what each thread was doing is in {file}.",
+                file=sys.stderr,
+                flush=True,
+            )
+            for child in tree(os.getpid())[1:]:
+                end_tree(child.pid)
+            with file.open("w") as stacks:
+                faulthandler.dump_traceback(stacks)
+        finally:  # also if the disk is full
+            os._exit(1)
 
 
 @contextmanager

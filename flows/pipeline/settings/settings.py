@@ -141,11 +141,12 @@ class Settings:
     `fp32`, `bf16`, or `auto`, bf16 on a GPU that computes in it. Reward models score in fp32."""
 
     stall_minutes: float = 30.0
-    """Minutes without progress after which a training or a step is ended: no update, answer or
-    verdict for so long, and for 20 times the median. A training is retried from its checkpoint."""
+    """A training or a step is ended after so many minutes without progress (an update, an answer, a
+    verdict), or after 20 times its median wait if that is longer. PPO is retried from its last
+    checkpoint."""
 
     step_minutes: float = 0.0
-    """Maximum minutes of one step after the first, which is ended then; 0 for no limit."""
+    """Time limit in minutes of each step except `start`; 0 for no limit."""
 
     sft: SupervisedConfig = field(
         default_factory=lambda: SupervisedConfig(**_defaults(UNKNOWN_SIZE, lora=False)["sft"])

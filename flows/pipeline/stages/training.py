@@ -55,21 +55,19 @@ def train_policy(
         folder=run.folder / "ppo",
         policy_dir=run.folder / "policy",
     )
+    run_job = partial(
+        train,
+        processes=settings.processes,
+        machines=here,
+        stall_minutes=settings.stall_minutes,
+    )
     if here.index > 0:
-        train(
-            start(),
-            processes=settings.processes,
-            machines=here,
-            stall_minutes=settings.stall_minutes,
-        )
+        run_job(start())
         return None
     with track(run, "train_policy") as tracker:
         job = start()
-        train(
+        run_job(
             job,
-            processes=settings.processes,
-            machines=here,
-            stall_minutes=settings.stall_minutes,
             on_metrics=lambda update, metrics: tracker.step.log_metrics(metrics, step=update),
         )
         updates = read_metrics(job.parent / METRICS_FILE)

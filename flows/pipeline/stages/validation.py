@@ -10,7 +10,7 @@ from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_ju
 from pipeline.inputs import data_sets
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
-from pipeline.launch.answers import answer, answer_processes
+from pipeline.launch.answers import answer_in_run
 from pipeline.reports.log_reports import log_reward_report
 from pipeline.results import (
     REWARD_REPORT_FILE,
@@ -130,13 +130,7 @@ def _sample_texts(
         batch_size=settings.ppo.local_rollout_forward_batch_size,
         precision=settings.precision,
     )
-    answers = answer(
-        job,
-        processes=answer_processes(settings.processes, len(prompts)),
-        folder=folder / "answers",
-        stall_minutes=settings.stall_minutes,
-    )
-    return answers.texts
+    return answer_in_run(job, settings, folder).texts
 
 
 def _measure_judge(settings: Settings, judge: PreparedModel) -> TrainedJudge:

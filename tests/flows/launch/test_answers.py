@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.launch import answers
-from pipeline.launch.answers import answer, answer_processes
+from pipeline.launch.answers import PROGRAM, answer, answer_processes
 from ppo_core.errors import ModelError
-from ppo_core.training.answers import AnswerJob
+from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
+from ppo_core.training.answers import AnswerJob, write_answer_job
+from tests.helpers.forked_python import run_python
 from tests.helpers.pipeline_inputs import write_model
 from tests.helpers.tiny import make_policy
 
@@ -44,6 +46,16 @@ def test_an_error_of_a_process_is_raised_as_it_was(tmp_path):
     job = job_of(tmp_path, reference=str(tmp_path / "missing"))
     with pytest.raises(ModelError, match="missing"):
         answer(job, processes=2, folder=tmp_path / "answers", stall_minutes=5)
+
+
+def test_the_launcher_sees_that_each_process_makes_progress(tmp_path):
+    job = job_of(tmp_path)
+    write_answer_job(job, tmp_path / "job.json")
+    ended = run_python("-m", *PROGRAM, tmp_path / "job.json", processes=2)
+    assert ended.returncode == 0, ended.stderr
+    # The first line of each process is written when it begins to answer.
+    reported = [line["update"] for line in read_metrics(tmp_path / METRICS_FILE)]
+    assert reported.count(1) == 2
 
 
 @pytest.mark.parametrize(

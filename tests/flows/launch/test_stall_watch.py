@@ -47,7 +47,7 @@ def test_the_limit_is_the_setting_or_twenty_times_the_median(monkeypatch):
     clock.advance(watch, 50, 1, 2, 3)
     assert watch.limit() == 60
     clock.advance(watch, 10, 10, 10)
-    # Gaps after the first one: 1, 2, 3, 10, 10, 10.
+    # Waits after the first one: 1, 2, 3, 10, 10, 10.
     assert watch.limit() == pytest.approx(20 * 6.5)
     clock.now += 130
     assert not watch.has_stalled()
