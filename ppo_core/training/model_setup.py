@@ -188,17 +188,19 @@ def require_loaded(model: object, **others: object) -> None:
 def require_equal_models(prints: dict[str, Layout], engine: Engine) -> None:
     """Raise if the models differ between processes, as fingerprints of their weights tell.
 
+    The error is the same in all processes, because a launcher ends the others after the first.
+
     Raises:
-        ModelError: another process has other weights.
+        ModelError: a process has other weights than process 0.
     """
     by_rank = engine.peers.exchange(prints)
-    for part, found in prints.items():
-        different = [rank for rank, other in enumerate(by_rank) if other.get(part) != found]
+    for part, expected in by_rank[0].items():
+        different = [rank for rank, found in enumerate(by_rank) if found.get(part) != expected]
         if different:
             raise ModelError(
-                f"The {part} has other weights in process {different[0]} than in process "
-                f"{engine.rank}. Load it alike in all processes; with FSDP, set "
-                "fsdp_cpu_ram_efficient_loading: false, which otherwise loads it in one of them."
+                f"The {part} has other weights in process {different[0]} than in process 0. Load "
+                "it alike in all processes; with FSDP, set fsdp_cpu_ram_efficient_loading: false, "
+                "which otherwise loads it in one of them."
             )
 
 
