@@ -14,9 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import HfArgumentParser
 
 from ppo_core import load_tokenizer
-from ppo_core.classic import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+from ppo_core.classic import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
 
 (config,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses()
+set_seed(config.seed)  # of the new value head too
 tokenizer = load_tokenizer(config.model_name)
 rows = load_dataset("json", data_files=config.query_dataset, split="train")
 rows = rows.map(lambda row: {"input_ids": tokenizer.encode(row["query"])}).with_format("torch")

@@ -15,9 +15,11 @@ from ppo_core.classic import (
     AutoModelForSeq2SeqLMWithValueHead,
     PPOConfig,
     PPOTrainer,
+    set_seed,
 )
 
 (config,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses()
+set_seed(config.seed)  # of the new value head too
 tokenizer = load_tokenizer(config.model_name)
 logits_of_all = {"top_k": None, "function_to_apply": "none", "trust_remote_code": False}
 classify = pipeline("text-classification", config.reward_model, **logits_of_all)

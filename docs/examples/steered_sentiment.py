@@ -13,7 +13,7 @@ from datasets import load_dataset
 from transformers import HfArgumentParser, pipeline
 
 from ppo_core import load_tokenizer
-from ppo_core.classic import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+from ppo_core.classic import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
 
 MOODS = {
     "[negative]": lambda positive, negative: negative,
@@ -22,6 +22,7 @@ MOODS = {
 }
 
 (config,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses()
+set_seed(config.seed)  # of the new value head too
 tokenizer = load_tokenizer(config.model_name)
 logits_of_all = {"top_k": None, "function_to_apply": "none", "trust_remote_code": False}
 classify = pipeline("text-classification", config.reward_model, **logits_of_all)

@@ -148,6 +148,21 @@ def test_the_sentiment_script_runs_and_its_model_is_served_again(home: Path, mod
         assert said[-1].startswith("w1 w2 w3")
 
 
+def test_one_seed_gives_one_result(home: Path):
+    found = []
+    for folder in ("first", "second"):
+        words = f"--query_dataset queries.jsonl --output_dir {folder} {' '.join(SHORT)}"
+        script = [str(EXAMPLES / "sentiment.py"), "--model_name", "./gpt2"]
+        # Every process begins with other random numbers.
+        code = "import runpy, sys, torch; torch.seed(); sys.argv = sys.argv[1:]; "
+        code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+        flags = [*script, "--reward_model", "./mood", *words.split()]
+        done = run_python("-c", code, *flags, folder=home, variables={"HF_HUB_OFFLINE": "1"})
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append((home / folder / "model.safetensors").read_bytes())
+    assert found[0] == found[1]
+
+
 def test_the_steered_script_rewards_each_mood(home: Path):
     words = ("--query_dataset", "queries.jsonl", *SHORT)
     flags = ("--model_name", "./gpt2", "--reward_model", "./mood", "--output_dir", "steered")
