@@ -1,21 +1,57 @@
 """Write the checkpoints of a run between its steps, and resume from them bit for bit."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ppo_core.checkpointing.async_writer import AsyncWriter
-from ppo_core.checkpointing.contents import CheckpointContents
 from ppo_core.checkpointing.files import (
+    Checkpoint,
+    Forms,
+    Part,
     checkpoint_folders,
     read_checkpoint,
     read_newest,
     save_checkpoint,
 )
 from ppo_core.checkpointing.lease import Lease
-from ppo_core.checkpointing.state_form import FORMS
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import ConfigError
+
+
+class Contents(Protocol):
+    """What a checkpoint of a run has; all processes must call the methods."""
+
+    @property
+    def step(self) -> int:
+        """Number of steps of the run that are done, which names the checkpoint."""
+
+    def part(self) -> Part:
+        """Return a copy of the files that this process writes."""
+
+    def restore(self, checkpoint: Checkpoint, *, anyway: bool) -> None:
+        """Continue from a checkpoint; with `anyway`, also from one of another run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePlan:
+    """Where checkpoints are, and how they are written."""
+
+    folder: Path
+    """Folder of the run, which has a folder for each checkpoint."""
+
+    saves: bool
+    """Whether the run writes checkpoints; otherwise only a callback can request one."""
+
+    keep: int | None
+    """Number of newest checkpoints to keep; None keeps all."""
+
+    in_background: bool = False
+    """Write while training continues."""
+
+    timeout: float
+    """Seconds that a process waits for the others."""
 
 
 class Checkpointer:
@@ -24,13 +60,15 @@ class Checkpointer:
     All processes must call the methods; each process writes a part of a checkpoint.
     """
 
-    def __init__(self, contents: CheckpointContents) -> None:
-        """Create a checkpointer of a run's `contents` without writing any file."""
-        self._contents = contents
-        self._config, self._run = contents.config, contents.run
+    def __init__(self, contents: Contents, plan: SavePlan, forms: Forms) -> None:
+        """Create a checkpointer of a run without writing any file.
+
+        `forms` are those that the JSON files of a checkpoint must have.
+        """
+        self._contents, self._plan, self._forms = contents, plan, forms
         self._peers = self._writers = ProcessGroup()
         self._lease: Lease | None = None
-        self._saver = AsyncWriter(in_background=self._config.async_save)
+        self._saver = AsyncWriter(in_background=self._plan.in_background)
 
     def start(self, resume: str | Path | bool | None, *, anyway: bool = False) -> None:
         """Acquire the lease of `output_dir`, and restore a checkpoint if `resume` asks for one.
@@ -45,21 +83,21 @@ class Checkpointer:
                 although `resume` is off.
             TrainingError: the checkpoint is damaged, or belongs to another run.
         """
-        if not resume and self._run.updates:
+        if not resume and self._contents.step:
             return  # this trainer continues its own run
-        patience = self._config.ddp_timeout
+        patience = self._plan.timeout
         self._peers = ProcessGroup.meet(patience)
         # The writing thread needs a group of its own: its messages must not mix with others.
-        self._writers = ProcessGroup.meet(patience) if self._config.async_save else self._peers
+        self._writers = ProcessGroup.meet(patience) if self._plan.in_background else self._peers
         if not resume:
             self._peers.together(self._refuse_earlier)
-        if self._config.save_strategy != "no":
+        if self._plan.saves:
             self._lease = self._claim()
         checkpoint = None
         if resume is True:
-            checkpoint = read_newest(self._config.output_dir, self._peers, FORMS)
+            checkpoint = read_newest(self._plan.folder, self._peers, self._forms)
         elif resume:
-            checkpoint = read_checkpoint(Path(resume), self._peers, FORMS)
+            checkpoint = read_checkpoint(Path(resume), self._peers, self._forms)
         if checkpoint is not None:
             self._contents.restore(checkpoint, anyway=anyway)
 
@@ -74,17 +112,17 @@ class Checkpointer:
             self._peers.together(lambda: lease.check() if self._peers.is_main else None)
 
     def save(self) -> None:
-        """Write everything that the next update depends on to `output_dir/checkpoint-<updates>`.
+        """Write everything that the next step depends on to `output_dir/checkpoint-<step>`.
 
-        With `async_save` the contents are copied now and written while training continues.
+        With `in_background` the contents are copied now and written while training continues.
 
         Raises:
-            TrainingError: the checkpoint (with `async_save`, the previous checkpoint) could not
+            TrainingError: the checkpoint (with `in_background`, the previous checkpoint) could not
                 be written; raised in all processes.
         """
         # With save_strategy="no" there is no lease yet, but a callback can request a checkpoint.
         lease = self._lease = self._lease or self._claim()
-        folder = Path(self._config.output_dir) / f"checkpoint-{self._run.updates}"
+        folder = self._plan.folder / f"checkpoint-{self._contents.step}"
         write = partial(
             save_checkpoint,
             folder,
@@ -92,7 +130,7 @@ class Checkpointer:
             peers=self._writers,
             writer=f"{lease.token}",
             held=lease.held,
-            keep=self._config.save_total_limit,
+            keep=self._plan.keep,
         )
         self._saver.save(write)
 
@@ -105,8 +143,8 @@ class Checkpointer:
         self._saver.wait()
 
     def _refuse_earlier(self) -> None:
-        earlier = checkpoint_folders(self._config.output_dir)
-        if earlier and self._config.save_strategy != "no":
+        earlier = checkpoint_folders(self._plan.folder)
+        if earlier and self._plan.saves:
             raise ConfigError(
                 f"'{earlier[0]}' belongs to an earlier run. The checkpoints of both runs would "
                 "mix, and a later resume could take the wrong checkpoint. Resume with "
@@ -121,7 +159,7 @@ class Checkpointer:
         return lease
 
     def _claim_folder(self) -> Lease:
-        folder = Path(self._config.output_dir)
+        folder = self._plan.folder
         try:
             return Lease.claim(folder)
         except OSError as error:

@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_core.checkpointing.checkpointer import Checkpointer
+from ppo_core.checkpointing.checkpointer import Checkpointer, SavePlan
 from ppo_core.checkpointing.contents import CheckpointContents
 from ppo_core.checkpointing.fingerprint import Fingerprint
+from ppo_core.checkpointing.state_form import FORMS
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.unsupported_settings import own_copy
 from ppo_core.data.progress_bar import progress
@@ -170,7 +171,14 @@ class PPOTrainer(ScriptNames):
         self._files = PolicyExporter(**vars(context))
         fingerprint = Fingerprint.of(args, self.schedule, self._train_set.digest(), prints)
         contents = CheckpointContents(**vars(context), fingerprint=fingerprint)
-        self._checkpoints = Checkpointer(contents)
+        plan = SavePlan(
+            folder=Path(args.output_dir),
+            saves=args.save_strategy != "no",
+            keep=args.save_total_limit,
+            in_background=args.async_save,
+            timeout=args.ddp_timeout,
+        )
+        self._checkpoints = Checkpointer(contents, plan, FORMS)
         self._timer = PhaseTimer()
         self._sampler = self._make_sampler()
         self._interruption = Interruption()
