@@ -148,6 +148,9 @@ def load_policy(
         ModelError: the folder or hub id has no causal language model, it is not decoder-only, or
             a file is refused.
     """
+    # Imported here, because it imports torch.
+    from ppo_core.models.quantization import is_quantized, keep_differentiable
+
     check_policy_config(path, revision)
     config = load_config(path, revision)
     # A model of text and images may have a class for its text part alone.
@@ -156,6 +159,8 @@ def load_policy(
     options = {"dtype": dtype, "revision": revision, **options}
     with reading("causal language model", path):
         model = load_model(_text_class(config), path, options, unused=unused).eval()
+    if is_quantized(model):
+        keep_differentiable(model)
     return _placed(model, placement)
 
 

@@ -1,6 +1,7 @@
 """Base models that bitsandbytes quantizes to 4 or 8 bits; only their adapters can be trained."""
 
 import os
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,6 +81,19 @@ def is_quantized(model: nn.Module) -> bool:
     """Return whether a model, or the base of a PeftModel, is quantized by bitsandbytes."""
     # transformers sets these flags on the base; a PeftModel returns the attributes of its base.
     return any(getattr(model, flag, False) for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"))
+
+
+def keep_differentiable(model: nn.Module) -> None:
+    """Keep 4-bit weights on the CPU in the form whose matmuls have gradients.
+
+    On a CPU with AVX512-BF16 and in evaluation mode, bitsandbytes 0.50 repacks the weights for a
+    matmul without gradients. PPO trains in evaluation mode, so gradients would be silently wrong.
+    """
+    layer: Any
+    for layer in model.modules():
+        if getattr(layer, "support_avx512bf16_for_cpu", False):
+            layer.state_dict()  # restores weights that were repacked already
+            layer.support_avx512bf16_for_cpu = False
 
 
 def check_quantized_trainable(model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from ppo_core.models.adapters import (
 )
 from ppo_core.models.files.adapter_weights import merged_copy
 from ppo_core.models.policy import LanguageModel, require_causal_lm
-from ppo_core.models.quantization import check_quantized_trainable
+from ppo_core.models.quantization import check_quantized_trainable, keep_differentiable
 from ppo_core.models.reference import make_reference
 from ppo_core.models.value_head import ModelWithValueHead
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
@@ -91,6 +91,7 @@ def make_models(
     _refuse_same(given)
     model, value_head = _prepared_policy(config, given)
     disable_dropout(model)
+    keep_differentiable(model)
     engine.place(model.eval())
     policy = _make_policy(config, model)
     check_quantized_trainable(model)
