@@ -136,6 +136,10 @@ class TrainedPolicy:
     peak_rss_bytes: int
     """Peak resident memory of the largest training process."""
 
+    self_check: dict[str, str | float]
+    """How the policy decoded, and the difference of each model's numbers to its own forward; see
+    `ppo_core.training.self_check`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedPolicy:

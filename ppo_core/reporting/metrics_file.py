@@ -14,6 +14,9 @@ from ppo_core.data.json_form import check_form, is_count, is_number, object_of
 METRICS_FILE = "metrics.jsonl"
 """Name of the file in `output_dir`."""
 
+SELF_CHECK_FILE = "self-check.json"
+"""Name of the file beside it with the record of a run's `SelfCheck`."""
+
 UPDATE = "update"
 """Key of the update's number in a line."""
 
@@ -32,9 +35,16 @@ class MetricsFile:
         self.path = folder / METRICS_FILE
 
     def cut_back(
-        self, updates: int, history: Mapping[int, Mapping[str, float]] | None = None
+        self,
+        updates: int,
+        history: Mapping[int, Mapping[str, float]] | None = None,
+        *,
+        first: int = 1,
+        every: int = 1,
     ) -> None:
         """Keep only the lines of the first `updates` updates; call when the run starts or resumes.
+
+        The file has a line for update `first`, and for each `every` updates after it.
 
         A damaged or missing line is replaced by the metrics in `history`, by update, if there are
         any; a warning says which lines were dropped and restored. The file is replaced, so a reader
@@ -48,9 +58,10 @@ class MetricsFile:
             content = self.path.read_bytes() if self.path.exists() else b""
             found = _lines_by_update(content)
             history = history or {}
+            numbered = range(first, updates + 1, every)
             lines = [
                 found.get(update) or {UPDATE: update, **history[update]}
-                for update in range(1, updates + 1)
+                for update in numbered
                 if update in found or update in history
             ]
             write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in lines))
@@ -59,7 +70,7 @@ class MetricsFile:
             "dropped damaged lines": len(content.splitlines()) - len(_complete_lines(content)),
             "dropped later updates": _ranges(found.keys() - kept),
             "restored updates": _ranges(kept - found.keys()),
-            "updates without metrics": _ranges(set(range(1, updates + 1)) - kept),
+            "updates without metrics": _ranges({*numbered} - kept),
         }
         if any(repairs.values()):
             made = "; ".join(f"{what}: {which}" for what, which in repairs.items() if which)

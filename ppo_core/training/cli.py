@@ -1,8 +1,10 @@
 """The command `python -m ppo_core`: load data and models by name, and train."""
 
+import json
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.row_settings import PromptFormat, parse_columns
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.data.atomic_files import write_atomically
 from ppo_core.data.prompts import context_length, encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.fitting import fit_prompts
@@ -22,6 +25,7 @@ from ppo_core.models.adapters import get_peft_config
 from ppo_core.models.loading import load_config, load_policy, load_reward_model, load_tokenizer
 from ppo_core.models.quantization import get_quantization_config
 from ppo_core.models.reward_model import RewardModel
+from ppo_core.reporting.metrics_file import SELF_CHECK_FILE
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.training.trainer import PPOTrainer
 
@@ -53,6 +57,9 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
         resume_from_checkpoint=True if resume == "latest" else resume,
         resume_anyway=script.resume_anyway,
     )
+    if trainer.is_world_process_zero():
+        record = json.dumps(trainer.self_check.as_record())
+        write_atomically(Path(config.output_dir) / SELF_CHECK_FILE, record)
     trainer.save_model(script.policy_dir)
 
 

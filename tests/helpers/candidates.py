@@ -133,6 +133,7 @@ class World:
             warnings=[],
             episodes_per_second=1.0,
             peak_rss_bytes=2**20,
+            self_check={"backend": "fast", "policy_padded": 1e-7},
         )
 
     def upload(self, policy: str, decoding: Decoding | None = None) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Register a trained policy as a version, and promote or refuse the version."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -141,6 +142,7 @@ def _tags(candidate: Candidate, judge: Mapping[str, str]) -> dict[str, str]:
         "judge": judge["name"],
         "judge_version": judge["version"],
         "parent_champion": "none" if champion is None else str(champion),
+        "self_check": json.dumps(candidate.trained.self_check),
     }
 
 

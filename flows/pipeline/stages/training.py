@@ -13,9 +13,11 @@ from pipeline.launch.launcher import train
 from pipeline.results import Change, PreparedModel, TrainedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
+from ppo_core.config.text_files import read_json_file
 from ppo_core.data.folder_cache import digest_of_folder
+from ppo_core.errors import ProcessError
 from ppo_core.reporting.health import warnings_of
-from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
+from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, read_metrics
 
 
 def train_policy(
@@ -74,7 +76,8 @@ def train_policy(
         warnings = warnings_of(ppo_config(settings), updates)
         if warnings:
             tracker.step.describe("Warnings", warnings)
-        trained = _trained_policy(str(run.folder / "policy"), updates, warnings)
+        self_check = read_json_file(job.parent / SELF_CHECK_FILE, ProcessError)
+        trained = _trained_policy(str(run.folder / "policy"), updates, warnings, self_check)
         cost = {
             "episodes_per_second": trained.episodes_per_second,
             "peak_rss_bytes": trained.peak_rss_bytes,
@@ -95,7 +98,12 @@ def _this_machine(machines: Any, attempt: str) -> Machines:
     )
 
 
-def _trained_policy(path: str, updates: list[dict[str, Any]], warnings: list[str]) -> TrainedPolicy:
+def _trained_policy(
+    path: str,
+    updates: list[dict[str, Any]],
+    warnings: list[str],
+    self_check: dict[str, str | float],
+) -> TrainedPolicy:
     first, last = updates[0], updates[-1]
     return TrainedPolicy(
         path=path,
@@ -108,6 +116,7 @@ def _trained_policy(path: str, updates: list[dict[str, Any]], warnings: list[str
         warnings=warnings,
         episodes_per_second=last["eps"],
         peak_rss_bytes=_peak_rss_bytes(),
+        self_check=self_check,
     )
 
 

@@ -1,5 +1,6 @@
 """A trained policy becomes one version with its decision on it, wherever its step was killed."""
 
+import json
 import os
 import signal
 import tomllib
@@ -197,6 +198,7 @@ def test_the_tags_of_a_version_say_where_it_comes_from(story: Story):
     assert {"data/preferences", "data/prompts", "data/eval-prompts"} <= set(tags)
     assert tags["flow_run"] == "RLHF/2"
     assert tags["parent_champion"] == str(story.first.version)
+    assert json.loads(tags["self_check"]) == {"backend": "fast", "policy_padded": 1e-7}
     assert tags["judge"].startswith("python:")
     assert tags["judge_version"] == story.second.evaluation.report()["judge"]["version"]
     models = {part: tags[f"model/{part}"] for part in ("base", "sft", "reward_model", "policy")}
