@@ -1,5 +1,5 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
-# The others: lint, types, soak, hostile, forms, architectures, tldr and stories (both for three
+# The others: lint, types, soak, phases, hostile, forms, architectures, tldr and stories (both for three
 # seeds), bench, bench-gpu, clean.
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ TRL_FOLDER := $(TRL_VENV)/wheel
 GPU_PYTHON ?= $(BIN)/python
 TRL_WHEEL ?= trl==1.12.0
 
-.PHONY: run test soak hostile forms architectures lint types tldr stories bench bench-gpu clean
+.PHONY: run test soak phases hostile forms architectures lint types tldr stories bench bench-gpu clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -28,6 +28,11 @@ test: $(VENV)/installed-dev ## Run the tests, two files at a time with one threa
 
 soak: $(VENV)/installed-dev ## The tests that take minutes.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -n 2 --dist loadfile
+
+phases: $(VENV)/installed-dev ## Every phase with several processes, on another device, killed and hanging.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" -n 2 --dist loadfile \
+		tests/ppo_core/supervised tests/flows/launch tests/flows/test_placement.py \
+		tests/flows/test_flow_supervised.py
 
 hostile: $(VENV)/installed-dev ## Hostile and broken inputs, with a table of the cases of each part.
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/hostile -m "slow or not slow" -n 2 --dist loadfile

@@ -48,7 +48,7 @@ from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedE
 ppo_core.METAFLOW_PACKAGE_POLICY = "include"
 
 
-RECORDS = 6
+RECORDS = 7
 """Format version of the records passed between steps; increased when older records are
 unreadable."""
 
@@ -127,7 +127,7 @@ class RLHF(FlowSpec):
         is_flag=True,
         help="Train even if the gate refuses the reward model.",
     )
-    processes = Parameter("processes", type=int, help="PPO processes on each machine.")
+    processes = Parameter("processes", type=int, help="Processes of each training on one machine.")
     num_nodes = Parameter("num-nodes", type=int, help="Machines for PPO.")
     total_episodes = Parameter("total-episodes", type=int, help="Total responses of PPO.")
     seed = Parameter("seed", type=int, help="Seed of all random numbers.")
@@ -168,6 +168,7 @@ class RLHF(FlowSpec):
         )
         self.next(self.load_policy)
 
+    @retry(times=3, minutes_between_retries=0)
     @phase
     @step
     def load_policy(self) -> None:
@@ -175,6 +176,7 @@ class RLHF(FlowSpec):
         self.sft = stages.models.load_policy(self.settings, self.tracked)
         self.next(self.load_reward_model)
 
+    @retry(times=3, minutes_between_retries=0)
     @phase
     @step
     def load_reward_model(self) -> None:

@@ -105,13 +105,18 @@ _PENDING_FORM = {
     "sums": object_of(is_number),
 }
 
-_STATE_FORM = {
+_TRAINING_FORM = {
     "step": is_count,
     "processes": is_count,
     "identity": {"settings": is_object, "models": object_of(object_of(is_text))},
     "optimizer": {"kind": is_text, "groups": [is_parameter_group]},
     "kept": object_of(is_list_of_texts),
     "scheduler": is_scheduler_state,
+}
+"""Entries of trainer_state.json that every training has."""
+
+_PPO_FORM = {
+    **_TRAINING_FORM,
     "skipped_steps": is_count,
     "skipped_in_a_row": is_count,
     "pretraining": optional({"texts": is_count, "position": is_count, "generator": [is_count]}),
@@ -134,11 +139,21 @@ _STATE_FORM = {
     },
 }
 
+_SUPERVISED_FORM = {
+    **_TRAINING_FORM,
+    "progress": {"steps": is_count, "tail": is_number, "line": [is_number]},
+}
+
 _PROCESS_FORM = {"python": is_python_random_state, "numpy": is_numpy_random_state}
 
+_PROCESSES = {r"process-\d+\.json": _PROCESS_FORM}
+
 FORMS = {
-    re.escape(STATE): _STATE_FORM,
-    r"process-\d+\.json": _PROCESS_FORM,
+    re.escape(STATE): _PPO_FORM,
+    **_PROCESSES,
     r"(adapter_|generation_)?config\.json": is_object,
 }
-"""Forms of the JSON files of a checkpoint."""
+"""Forms of the JSON files of a PPO checkpoint."""
+
+SUPERVISED_FORMS = {re.escape(STATE): _SUPERVISED_FORM, **_PROCESSES}
+"""Forms of the JSON files of a checkpoint of supervised training."""

@@ -21,8 +21,7 @@ _SPLIT = "name the split in dataset_name, as in org/name:test"
 _CONFIG = "name the configuration in dataset_name, as in org/name:config/train"
 _ONE_DATA_SET = "write the rows into one file, and set dataset_name to the file"
 _NO_EVALUATION = "nothing is evaluated during the training: evaluate the trained model"
-_NO_CHECKPOINTS = "only the trained model is saved, at the end: leave it out"
-_PROGRESS = "the progress bar shows the loss, and the command prints the metrics: leave it out"
+_PROGRESS = "the loss of each step is in metrics.jsonl in output_dir: leave it out"
 _UPLOAD = "upload the trained model: hf upload ORG/NAME OUTPUT_DIR"
 _TOKENIZER = "it is read from the tokenizer: save the tokenizer with it"
 _ONE_ROW = "each row is a sequence of its own, and batches have rows of similar length"
@@ -36,7 +35,7 @@ _LOADER = "rows are mapped from disk, and batches are made in the main process: 
 _NO_COMPILE = "models are not compiled: leave it out"
 _TOKENIZED = "rows are tokenized in the main process: leave it out"
 _ONE_LOSS = "SFT minimizes the cross entropy, and a reward model the pairwise loss: leave it out"
-_PROCESSES = "start the processes with accelerate launch or torchrun: leave it out"
+_SHARDING = "set sharding to zero1, zero2, zero3 or fsdp2"
 
 SUPERVISED_INSTEAD: Unsupported = {
     # data
@@ -119,18 +118,15 @@ SUPERVISED_INSTEAD: Unsupported = {
     "do_eval": ((False,), _NO_EVALUATION),
     "do_train": ((True,), "the command trains"),
     "load_best_model_at_end": ((False,), _NO_EVALUATION),
-    "save_strategy": (("no",), _NO_CHECKPOINTS),
-    "save_steps": ((), _NO_CHECKPOINTS),
-    "save_total_limit": ((None,), _NO_CHECKPOINTS),
+    "save_strategy": (("no", "steps"), "set save_steps, where 0 writes no checkpoint"),
     "save_safetensors": ((True,), "weights are always written as safetensors"),
-    "resume_from_checkpoint": ((None, False), _NO_CHECKPOINTS),
     "overwrite_output_dir": ((True,), "a model in output_dir is replaced by the trained model"),
     "push_to_hub": ((False,), _UPLOAD),
     "hub_model_id": ((None,), _UPLOAD),
     "config": ((), "write the settings as flags"),
     # processes
-    "deepspeed": ((None,), _PROCESSES),
-    "fsdp": ((None, ""), _PROCESSES),
+    "deepspeed": ((None,), _SHARDING),
+    "fsdp": ((None, ""), _SHARDING),
     "use_cpu": ((False,), "hide the GPU: set the environment variable CUDA_VISIBLE_DEVICES to ''"),
 }
 """Flag of TRL's SFT and reward scripts -> (values that match what `python -m ppo_core.supervised`

@@ -1,13 +1,22 @@
 """Progress bars of long phases, on a terminal or in a log."""
 
+import math
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 5.0
+
+PROGRESS_FILE = "progress.txt"
+"""Name of the file in the folder of a program's job."""
+
+SECONDS_BETWEEN_WRITES = 1.0
+"""Minimum seconds between two writes of it."""
 
 
 class _OneLineEach:
@@ -46,6 +55,28 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _listeners.remove(listener)
+
+
+class ProgressFile:
+    """Listener of progress bars that writes the name of the current phase, at most once a second.
+
+    The launcher looks at the file's time.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Write the file in this folder, which exists."""
+        self._path = folder / PROGRESS_FILE
+        self._written = -math.inf
+
+    def moved(self, phase: str) -> None:
+        """Write the phase, whose bar began or advanced."""
+        now = time.monotonic()
+        if now - self._written >= SECONDS_BETWEEN_WRITES:
+            self._path.write_text(phase + "\n", encoding="utf-8")
+            self._written = now
+
+    def ended(self, phase: str) -> None:
+        """Write nothing: the process ends soon, or begins another phase."""
 
 
 class _Bar(tqdm):  # type: ignore[misc]

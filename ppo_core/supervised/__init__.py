@@ -1,1 +1,1 @@
-"""Supervised fine-tuning and reward-model training over transformers.Trainer."""
+"""Supervised fine-tuning and reward-model training, in one process or several."""

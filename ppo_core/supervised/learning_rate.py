@@ -3,16 +3,16 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from datasets import Dataset
 
-from ppo_core.errors import DataError, TrainingError
+from ppo_core.distributed.engine import Engine
+from ppo_core.errors import ConfigError, DataError, TrainingError
+from ppo_core.supervised.examples.reward_pairs import collate_pairs
 from ppo_core.supervised.pair_ranker import PairRanker
-from ppo_core.supervised.reward_pairs import collate_pairs
 from ppo_core.supervised.supervised_config import LOSS_AT, SupervisedConfig
-from ppo_core.supervised.training_loop import run_training
+from ppo_core.supervised.training_loop import TrainingData, TrainingLoop
 
 FACTORS = (1 / 3, 1, 3)
 """The rates that a search tries, as factors of the rate in the middle."""
@@ -31,8 +31,8 @@ def search_learning_rate(
     make_ranker: Callable[[], PairRanker],
     pairs: Dataset,
     config: SupervisedConfig,
-    output_dir: str | Path,
     middle: float,
+    engine: Engine,
 ) -> tuple[float, dict[str, float]]:
     """Return the best of three learning rates for a reward model, and the loss with each.
 
@@ -43,13 +43,21 @@ def search_learning_rate(
         make_ranker: function that returns the model before its training, always the same.
         pairs: encoded pairs, with the types of `PAIR_SCHEMA`.
         config: settings of the training; its learning rate is not read.
-        output_dir: folder that `run_training` creates.
         middle: the rate in the middle, which is the default for the model's size.
+        engine: connection to the other processes.
 
     Raises:
+        ConfigError: the weights or optimizer states would be sharded.
         DataError: there is only one pair.
         TrainingError: the training diverges with every rate.
     """
+    if engine.sharding not in ("none", "ddp"):
+        # DeepSpeed prepares one model in a process.
+        raise ConfigError(
+            f"learning_rate='auto' trains several models, one after the other, which does not work "
+            f"with sharding={engine.sharding!r}. Set learning_rate to a number, or leave it out "
+            "for a rate by the size of the model."
+        )
     trained, judged = _parts(pairs, config.seed)
     losses: dict[float, float] = {}
     for rate in (factor * middle for factor in FACTORS):
@@ -57,7 +65,8 @@ def search_learning_rate(
         tried = replace(config, learning_rate=rate, num_epochs=1)
         name = f"learning rate {rate:.1e}"
         try:
-            run_training(ranker, trained, collate_pairs, tried, name, output_dir)
+            data = TrainingData(rows=trained, digest="", collate=collate_pairs)
+            TrainingLoop(ranker, data, tried, name, engine=engine, output_dir=None).train()
             losses[rate] = _mean_loss(ranker, judged, config.batch_size)
         except TrainingError:
             losses[rate] = math.inf
@@ -93,6 +102,7 @@ def _mean_loss(ranker: PairRanker, pairs: Dataset, batch_size: int) -> float:
     total = 0.0
     for start in range(0, len(pairs), batch_size):
         rows = [pairs[number] for number in range(start, min(start + batch_size, len(pairs)))]
-        batch = {name: tensor.to(device) for name, tensor in collate_pairs(rows).items()}
-        total += len(rows) * float(ranker(**batch)["loss"])
+        batch = collate_pairs(rows) | {"weights": torch.ones(len(rows))}
+        loss, _ = ranker(**{name: tensor.to(device) for name, tensor in batch.items()})
+        total += float(loss)
     return total / len(pairs)

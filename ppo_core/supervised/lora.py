@@ -1,4 +1,4 @@
-"""LoRA in supervised training: add adapters, save them separately, and merge them into the base."""
+"""LoRA in supervised training: adapters for a task, on a model without adapters."""
 
 import copy
 from pathlib import Path
@@ -8,14 +8,10 @@ from transformers import PreTrainedModel
 
 from ppo_core.errors import ConfigError
 from ppo_core.models.adapters import add_adapter
-from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.files.model_folder import adapter_refusal
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
-
-ADAPTER_FOLDER = "adapter"
-"""Subfolder of the output folder for the adapter, in PEFT's format."""
 
 
 def require_plain(model: PreTrainedModel, path: str | Path) -> None:
@@ -48,10 +44,3 @@ def add_task_adapter(
     config = copy.deepcopy(peft_config)
     config.task_type = task_type
     return add_adapter(model, config)
-
-
-def save_and_merge(model: "PeftModel", output_dir: str | Path) -> PreTrainedModel:
-    """Save the adapter in `ADAPTER_FOLDER`; return the base model with the adapter merged."""
-    save_adapter(model, Path(output_dir) / ADAPTER_FOLDER)
-    merged: PreTrainedModel = model.merge_and_unload()
-    return merged

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ def make_classifier(policy: PreTrainedModel, pad_token_id: int | None) -> PreTra
 
 
 class PairRanker(nn.Module):
-    """A module around a classifier; its forward pass scores pairs and returns their loss.
+    """A module around a classifier; its forward pass scores pairs and returns their summed loss.
 
     The score is read at the last token of the sequence, which the sequence length locates. A
     search for the pad id would fail if a text contains the pad id, or if pad equals eos.
@@ -43,6 +44,7 @@ class PairRanker(nn.Module):
         initial scores are near 0 (arXiv:2403.17031).
         """
         super().__init__()
+        self.metrics = "accuracy", "margin"
         head = getattr(classifier, "score", None)
         if not isinstance(head, nn.Linear) or classifier.base_model is classifier:
             raise ModelError(
@@ -54,16 +56,27 @@ class PairRanker(nn.Module):
         self._centering = centre_rewards_coefficient
         nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
 
-    def forward(self, input_ids: Tensor, lengths: Tensor, margins: Tensor) -> dict[str, Tensor]:
-        """Return the mean loss of B pairs as {"loss": loss}.
+    def forward(
+        self, input_ids: Tensor, lengths: Tensor, margins: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss () of B pairs, and the sums of `metrics` (2,) without a gradient.
 
-        The shapes are input_ids (B, 2, S), lengths (B, 2) and margins (B,). In dimension 1, index
-        0 is the chosen response and index 1 the rejected response.
+        All are sums over the pairs, each times its weight. The shapes are input_ids (B, 2, S),
+        lengths (B, 2), margins (B,) and weights (B,). In dimension 1, index 0 is the chosen
+        response and index 1 the rejected response.
         """
         scores = self.score(input_ids.flatten(0, 1), lengths.flatten()).view(-1, 2)
         chosen, rejected = at_least_fp32(scores).unbind(1)
-        loss = preference_loss(chosen, rejected, margins)
-        return {"loss": loss + self._centering * centering_loss(chosen, rejected)}
+        losses = preference_losses(chosen, rejected, margins)
+        losses = losses + self._centering * centering_losses(chosen, rejected)
+        differences = (chosen - rejected).detach()
+        weights = weights.to(losses.dtype)
+        sums = torch.stack(((differences > 0).to(losses.dtype) @ weights, differences @ weights))
+        return losses @ weights, sums
+
+    def units(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the number () of pairs of a batch, of which a step's loss is the mean."""
+        return batch["weights"].sum()
 
     def score(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
         """Return the scores (N,) of right-padded sequences input_ids (N, S)."""
@@ -74,17 +87,17 @@ class PairRanker(nn.Module):
         return scores.squeeze(-1)
 
 
-def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor | float = 0.0) -> Tensor:
-    """Return the mean of -log sigmoid(chosen - rejected - margin) over pairs; inputs are (B,).
+def preference_losses(chosen: Tensor, rejected: Tensor, margins: Tensor | float = 0.0) -> Tensor:
+    """Return -log sigmoid(chosen - rejected - margin) of each pair; all tensors are (B,).
 
     Without margins, this is eq. 1 of arXiv:1909.08593; with margins, eq. 2 of arXiv:2307.09288.
     """
-    return -logsigmoid(chosen - rejected - margins).mean()
+    return -logsigmoid(chosen - rejected - margins)
 
 
-def centering_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Return the mean of (chosen + rejected)^2 over pairs; inputs are (B,) (arXiv:2312.09244).
+def centering_losses(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Return (chosen + rejected)^2 of each pair; all tensors are (B,) (arXiv:2312.09244).
 
     Preferences determine scores only up to a constant; this loss pulls the mean score towards 0.
     """
-    return ((chosen + rejected) ** 2).mean()
+    return (chosen + rejected) ** 2

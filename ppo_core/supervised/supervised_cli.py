@@ -1,9 +1,11 @@
 """The command line of `python -m ppo_core.supervised sft|reward`."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_core.config.argument_parser import DocumentedParser
@@ -11,11 +13,14 @@ from ppo_core.config.row_settings import Overlong, PromptFormat, parse_columns
 from ppo_core.config.script_arguments import LoraArguments
 from ppo_core.config.trl_names import SUPERVISED_ALIASES, supervised_instead
 from ppo_core.data.atomic_files import explained_full_disk
-from ppo_core.errors import ConfigError, PPOError
+from ppo_core.distributed.interruption import EXIT_CODE
+from ppo_core.distributed.process import large_imports, reported_errors
+from ppo_core.errors import ConfigError, PPOError, RunInterruptedError
+from ppo_core.supervised.job import run_job
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 if TYPE_CHECKING:
-    from ppo_core.supervised.encoded_rows import TrainingKind
+    from ppo_core.supervised.examples.encoded_rows import TrainingKind
 
 TRAININGS = ("sft", "reward")
 
@@ -49,7 +54,15 @@ class SupervisedArguments:
     """Allow dataset_name to be an address of such a file, as https:// or s3://."""
 
     output_dir: str
-    """Folder for the trained model and its tokenizer."""
+    """Folder for the trained model and its tokenizer, metrics.jsonl, and checkpoints."""
+
+    resume_from_checkpoint: str | None = None
+    """Folder of the checkpoint to resume from; `latest` takes the newest checkpoint in output_dir,
+    or starts anew if there is none."""
+
+    resume_anyway: bool = False
+    """Only warn, instead of failing, if the checkpoint was written with other settings, data or
+    model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +74,23 @@ class SupervisedLoraArguments(LoraArguments):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train and print the metrics; on an error print one line to stderr. Return the exit code."""
+    """Train and print the metrics; on an error print one line to stderr. Return the exit code.
+
+    The only argument may be the file of a `SupervisedJob`, whose metrics go to a file. The exit
+    code is 75 after SIGTERM: the training can resume from its checkpoint, if it writes any.
+    """
     try:
-        with explained_full_disk():
-            print(json.dumps(train_supervised(argv)))
+        with reported_errors(), explained_full_disk():
+            if len(argv) == 1 and argv[0].endswith(".json"):
+                _hide_library_output()
+                run_job(Path(argv[0]))
+                return 0
+            metrics = train_supervised(argv)
+            if _is_main():
+                print(json.dumps(metrics))
+    except RunInterruptedError as error:
+        print(f"ppo_core.supervised: {error}", file=sys.stderr)
+        return EXIT_CODE
     except PPOError as error:
         print(f"ppo_core.supervised: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -80,7 +106,8 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
         ConfigError: the first argument, a flag or a value is not valid.
         DataError: the rows cannot be used.
         ModelError: the model or its tokenizer cannot be loaded or used.
-        TrainingError: the loss is not finite.
+        RunInterruptedError: SIGTERM stopped the training.
+        TrainingError: the loss is not finite, memory is full, or a checkpoint does not fit.
         SystemExit: the flag --help was given; the help is printed first.
     """
     kind, *flags = argv or [""]
@@ -91,15 +118,20 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
         )
     arguments, config, lora = parse_supervised(kind, flags if kind in TRAININGS else ["--help"])
     # Imported here: --help and a wrong flag need no torch.
-    from ppo_core.data.rows.describe import (
-        describe_first,
-        describe_reading,
-        require_columns_read,
-    )
-    from ppo_core.data.rows.reader import read_rows
-    from ppo_core.models.loading import load_tokenizer
-    from ppo_core.supervised.encoded_rows import encode_rows, max_tokens
-    from ppo_core.supervised.training import refuse_other_settings, train_reward_model, train_sft
+    with large_imports():
+        from ppo_core.data.rows.describe import (
+            describe_first,
+            describe_reading,
+            require_columns_read,
+        )
+        from ppo_core.data.rows.reader import read_rows
+        from ppo_core.models.loading import load_tokenizer
+        from ppo_core.supervised.examples.encoded_rows import encode_rows, max_tokens
+        from ppo_core.supervised.training import (
+            refuse_other_settings,
+            train_reward_model,
+            train_sft,
+        )
 
     train = train_sft if kind == "sft" else train_reward_model
     rows_kind: TrainingKind = "demonstrations" if kind == "sft" else "pairs"
@@ -124,9 +156,11 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
         limit=max_tokens(arguments.model_name_or_path, config),
         overlong=arguments.overlong,
     )
-    print(describe_reading(encoded), file=sys.stderr)
-    ids = encoded.table[0]["input_ids" if kind == "sft" else "chosen"]
-    print(describe_first(tokenizer, ids), file=sys.stderr)
+    if _is_main():
+        print(describe_reading(encoded), file=sys.stderr)
+        ids = encoded.table[0]["input_ids" if kind == "sft" else "chosen"]
+        print(describe_first(tokenizer, ids), file=sys.stderr)
+    resume = arguments.resume_from_checkpoint
     return train(
         arguments.model_name_or_path,
         rows,
@@ -135,6 +169,8 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
         prompt_format=arguments.prompt_format,
         overlong=arguments.overlong,
         peft_config=_lora_config(lora) if lora.use_peft else None,
+        resume=True if resume == "latest" else resume,
+        resume_anyway=arguments.resume_anyway,
     )
 
 
@@ -171,6 +207,11 @@ def _lora_config(lora: SupervisedLoraArguments) -> Any:
         lora_dropout=lora.lora_dropout,
         target_modules=lora.lora_target_modules,
     )
+
+
+def _is_main() -> bool:
+    """Return whether this is the main process, by the variable of torchrun and accelerate."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _hide_library_output() -> None:

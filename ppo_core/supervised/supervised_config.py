@@ -1,6 +1,7 @@
 """Settings of supervised training, immutable and validated."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ppo_core.config.checks import require, require_count, require_finite, require_seed
 
@@ -25,10 +26,11 @@ class SupervisedConfig:
     """Number of passes over the data."""
 
     batch_size: int = 32
-    """Number of examples or pairs per forward and backward pass on one device."""
+    """Maximum number of examples or pairs in one forward and backward pass on one device."""
 
     gradient_accumulation_steps: int = 1
-    """Number of batches per optimizer step and device."""
+    """Number of batches in one optimizer step, which has batch_size * gradient_accumulation_steps
+    examples or pairs in all. Several processes share them, so their number changes no result."""
 
     max_length: int = 512
     """Maximum number of tokens of prompt plus response."""
@@ -59,6 +61,20 @@ class SupervisedConfig:
     """Recompute activations in the backward pass; this saves memory and takes about a third more
     time."""
 
+    sharding: Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"] | None = None
+    """How several processes train one model: ddp (each has all of it), zero1 to zero3 (DeepSpeed)
+    or fsdp2 (PyTorch). None takes that of accelerate launch, else ddp in several processes."""
+
+    offload: bool = False
+    """Keep optimizer states, and weights under zero3 and fsdp2, in the memory of the CPU."""
+
+    save_steps: float = 0.0
+    """Number of optimizer steps between two checkpoints in output_dir; below 1 a fraction of all
+    steps; 0 writes no checkpoint."""
+
+    save_total_limit: int | None = 2
+    """Number of newest checkpoints to keep; None keeps all."""
+
     def __post_init__(self) -> None:
         """Raise ConfigError if a value is out of range."""
         require_finite(self)
@@ -68,6 +84,10 @@ class SupervisedConfig:
         rate = self.learning_rate
         is_rate = isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0
         require(self, "learning_rate", rate in (None, "auto") or is_rate, "above 0, or auto")
-        for name in ("weight_decay", "centre_rewards_coefficient"):
+        for name in ("weight_decay", "centre_rewards_coefficient", "save_steps"):
             require(self, name, getattr(self, name) >= 0, "at least 0")
+        fits = self.save_steps < 1 or float(self.save_steps).is_integer()
+        require(self, "save_steps", fits, "a whole number, or a fraction below 1")
+        if self.save_total_limit is not None:
+            require_count(self, "save_total_limit")
         require(self, "warmup_ratio", 0 <= self.warmup_ratio < 1, "at least 0 and below 1")

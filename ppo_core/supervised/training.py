@@ -1,4 +1,4 @@
-"""SFT and reward-model training with transformers.Trainer.
+"""SFT and reward-model training, in one process or several.
 
 To train from a shell, see `python -m ppo_core.supervised sft|reward --help`.
 """
@@ -13,22 +13,35 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ppo_core.config.row_settings import Overlong, PromptFormat
 from ppo_core.config.sized_defaults import sized_defaults
+from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.data.rows.reader import Rows, read_source
 from ppo_core.data.sources.source import source_of_rows
+from ppo_core.distributed.engine import Engine
+from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import ConfigError
+from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.files.model_folder import refuse_adapter
 from ppo_core.models.loading import count_parameters, load_policy, load_tokenizer
-from ppo_core.supervised.encoded_rows import TrainingKind, encode_rows, max_tokens
+from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows, max_tokens
+from ppo_core.supervised.examples.reward_pairs import collate_pairs
+from ppo_core.supervised.examples.sft_examples import collate_examples
 from ppo_core.supervised.learning_rate import search_learning_rate
 from ppo_core.supervised.lora import add_task_adapter, require_plain
+from ppo_core.supervised.next_token_loss import NextTokenLoss
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
-from ppo_core.supervised.reward_pairs import collate_pairs
-from ppo_core.supervised.sft_examples import collate_examples
 from ppo_core.supervised.supervised_config import SupervisedConfig
-from ppo_core.supervised.training_loop import run_training, save_model
+from ppo_core.supervised.training_loop import (
+    TIMEOUT,
+    TrainingData,
+    TrainingLoop,
+    make_output_dir,
+)
 
 if TYPE_CHECKING:
-    from peft import PeftConfig
+    from peft import PeftConfig, PeftModel
+
+ADAPTER = "adapter"
+"""Subfolder for the adapter, in PEFT's format, inside the folder of the merged model."""
 
 
 def train_sft(
@@ -40,21 +53,29 @@ def train_sft(
     prompt_format: PromptFormat = "auto",
     overlong: Overlong = "drop",
     peft_config: "PeftConfig | None" = None,
+    resume: str | Path | bool | None = None,
+    resume_anyway: bool = False,
+    model_dir: str | Path | None = None,
 ) -> dict[str, float]:
     """Fine-tune a causal language model on demonstrations.
 
     The loss is the mean over those tokens of an optimizer step whose label is not ignored. The
-    trained model and its tokenizer are saved in `output_dir`.
+    trained model and its tokenizer are saved. Call this function in every process of torchrun or
+    `accelerate launch`; the result is that of one process.
 
     Args:
         model: folder or hub id of the model to start from.
         examples: demonstrations that `read_rows` returned, or rows in a form that it reads.
         config: the settings.
-        output_dir: folder for the trained model.
+        output_dir: folder for the trained model, metrics.jsonl, and checkpoints.
         prompt_format: whether prompts are a chat, see `set_prompt_format`.
         overlong: what happens to a row with more tokens than `max_length` or the model's context.
         peft_config: a `peft.LoraConfig` (arXiv:2106.09685), to train adapters instead of all
             weights. The adapters are merged into the saved model, and also saved in `adapter/`.
+        resume: folder of a checkpoint; True for the newest undamaged checkpoint in `output_dir`, if
+            there is one; None or False to start anew.
+        resume_anyway: only warn if the checkpoint was written with other settings, data or model.
+        model_dir: folder for the trained model; None for `output_dir`.
 
     Returns:
         Metrics: "loss" (mean over the last tenth of the run), "rows", "steps" (optimizer steps),
@@ -64,7 +85,8 @@ def train_sft(
         ConfigError: a setting is for reward models, or the peft_config cannot be used.
         DataError: there are no rows, or more than 1 % of the rows cannot be used or are too long.
         ModelError: the model cannot be loaded, or already has adapters.
-        TrainingError: the loss is not finite.
+        RunInterruptedError: SIGTERM stopped the training; it can resume from its checkpoint.
+        TrainingError: the loss is not finite, memory is full, or the checkpoint does not fit.
     """
     refuse_other_settings("demonstrations", config)
     refuse_adapter(model)
@@ -78,9 +100,15 @@ def train_sft(
         sized = sized_defaults(policy.num_parameters(), lora=peft_config is not None)
         config = replace(config, learning_rate=sized.sft_learning_rate)
     _checkpoint_activations(policy, config)
-    trained = policy if peft_config is None else add_task_adapter(policy, peft_config, "CAUSAL_LM")
-    metrics = run_training(trained, encoded.table, collate_examples, config, "SFT", output_dir)
-    save_model(trained, tokenizer, output_dir)
+    adapted = None if peft_config is None else add_task_adapter(policy, peft_config, "CAUSAL_LM")
+    data = TrainingData(rows=encoded.table, digest=encoded.digest, collate=collate_examples)
+    output = Path(output_dir)
+    make_output_dir(output)
+    engine = connect_processes(config)
+    module = NextTokenLoss(adapted or policy)
+    loop = TrainingLoop(module, data, config, "SFT", engine=engine, output_dir=output)
+    metrics = loop.train(resume, anyway=resume_anyway)
+    _save(policy, adapted, tokenizer, engine, Path(model_dir or output))
     return metrics
 
 
@@ -93,20 +121,26 @@ def train_reward_model(
     prompt_format: PromptFormat = "auto",
     overlong: Overlong = "drop",
     peft_config: "PeftConfig | None" = None,
+    resume: str | Path | bool | None = None,
+    resume_anyway: bool = False,
+    model_dir: str | Path | None = None,
 ) -> dict[str, float]:
     """Train a reward model to score chosen responses above rejected responses.
 
     The model gets a new score head, which is applied to the last token. The trained model and its
-    tokenizer are saved in `output_dir`.
+    tokenizer are saved. Call this function in every process, as `train_sft`.
 
     Args:
         model: folder or hub id of a decoder-only model, for example the SFT policy.
         pairs: preferences that `read_rows` returned, or rows in a form that it reads.
         config: the settings.
-        output_dir: folder for the trained model.
+        output_dir: folder for the trained model, metrics.jsonl, and checkpoints.
         prompt_format: as in `train_sft`.
         overlong: as in `train_sft`.
         peft_config: as in `train_sft`; the score head is trained in full, without an adapter.
+        resume: as in `train_sft`.
+        resume_anyway: as in `train_sft`.
+        model_dir: as in `train_sft`.
 
     Returns:
         Metrics: as `train_sft`; if the learning rate was searched, also the loss on other pairs
@@ -117,7 +151,8 @@ def train_reward_model(
         DataError: there are no rows, or more than 1 % of the rows cannot be used or are too long.
         ModelError: the model cannot be loaded, already has adapters, or its architecture has no
             last-token classifier.
-        TrainingError: the loss is not finite.
+        RunInterruptedError: SIGTERM stopped the training; it can resume from its checkpoint.
+        TrainingError: the loss is not finite, memory is full, or the checkpoint does not fit.
     """
     refuse_other_settings("pairs", config)
     refuse_adapter(model)
@@ -126,18 +161,23 @@ def train_reward_model(
     limit = max_tokens(model, config)
     encoded = encode_rows("pairs", rows, tokenizer, config, limit=limit, overlong=overlong)
     make = partial(_make_ranker, model, tokenizer.pad_token_id, config, peft_config)
+    output = Path(output_dir)
+    make_output_dir(output)
+    engine = connect_processes(config)
     tried: dict[str, float] = {}
     if config.learning_rate in (None, "auto"):
         sized = sized_defaults(count_parameters(model, scores=True), lora=peft_config is not None)
         rate = sized.reward_learning_rate
         if config.learning_rate == "auto":
             rate, tried = search_learning_rate(
-                lambda: make()[0], encoded.table, config, output_dir, rate
+                lambda: make()[0], encoded.table, config, rate, engine
             )
         config = replace(config, learning_rate=rate)
-    ranker, trained = make()
-    metrics = run_training(ranker, encoded.table, collate_pairs, config, "reward model", output_dir)
-    save_model(trained, tokenizer, output_dir)
+    ranker, adapted = make()
+    data = TrainingData(rows=encoded.table, digest=encoded.digest, collate=collate_pairs)
+    loop = TrainingLoop(ranker, data, config, "reward model", engine=engine, output_dir=output)
+    metrics = loop.train(resume, anyway=resume_anyway)
+    _save(ranker.classifier, adapted, tokenizer, engine, Path(model_dir or output))
     return metrics | tried
 
 
@@ -146,16 +186,51 @@ def _make_ranker(
     pad_token_id: int | None,
     config: SupervisedConfig,
     peft_config: "PeftConfig | None",
-) -> tuple[PairRanker, Any]:
-    """Return the reward model before its training, and the model in it that is saved."""
+) -> tuple[PairRanker, "PeftModel | None"]:
+    """Return the reward model before its training, and the PeftModel in it if there is one."""
     set_seed(config.seed)
     classifier = make_classifier(_load_start(model), pad_token_id)
     _checkpoint_activations(classifier, config)
     ranker = PairRanker(classifier, centre_rewards_coefficient=config.centre_rewards_coefficient)
     if peft_config is None:
-        return ranker, classifier
+        return ranker, None
     # This adds the adapters in place, so the ranker uses them as well.
     return ranker, add_task_adapter(classifier, peft_config, "SEQ_CLS")
+
+
+def connect_processes(config: SupervisedConfig) -> Engine:
+    """Connect this process to the others of the training.
+
+    Raises:
+        ConfigError: settings of the sharding contradict each other or the launcher's.
+    """
+    return Engine(
+        bf16=config.bf16, sharding=config.sharding, offload=config.offload, timeout=TIMEOUT
+    )
+
+
+def _save(
+    model: PreTrainedModel,
+    adapted: "PeftModel | None",
+    tokenizer: PreTrainedTokenizerBase,
+    engine: Engine,
+    folder: Path,
+) -> None:
+    """Write the trained model and its tokenizer completely or not at all; all processes must call.
+
+    An adapter is saved separately, and also merged into the written model.
+
+    Raises:
+        TrainingError: a file cannot be written, for example because the disk is full.
+    """
+    weights = gather_weights(engine, model, adapted)
+    if not engine.is_main:
+        return
+    with replaced_together(folder) as unfinished:
+        if adapted is not None:
+            save_adapter(adapted, unfinished / ADAPTER, weights=weights)
+        save_plain(model, adapted, unfinished, weights)
+        save_tokenizer(tokenizer, unfinished)
 
 
 def refuse_other_settings(kind: TrainingKind, config: SupervisedConfig) -> None:

@@ -1,155 +1,313 @@
-"""Run supervised training with transformers.Trainer, and save the trained model."""
+"""The loop of supervised training: optimizer steps, lines of metrics, and checkpoints."""
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from torch.optim import Optimizer
+from transformers import get_scheduler, set_seed
 
-from ppo_core.data.model_files import replaced_together, save_tokenizer
+from ppo_core.checkpointing.checkpointer import Checkpointer, SavePlan
+from ppo_core.checkpointing.fingerprint import AROUND, Fingerprint, fingerprint
+from ppo_core.checkpointing.state_form import SUPERVISED_FORMS
 from ppo_core.data.progress_bar import progress
-from ppo_core.errors import ConfigError, TrainingError
-from ppo_core.supervised.lora import save_and_merge
+from ppo_core.distributed.engine import Engine
+from ppo_core.distributed.interruption import Interruption
+from ppo_core.errors import ConfigError, RunInterruptedError, TrainingError
+from ppo_core.errors.out_of_memory import explained_out_of_memory
+from ppo_core.reporting.metrics_file import MetricsFile
+from ppo_core.supervised.checkpoint import Progress, SupervisedContents
+from ppo_core.supervised.step_order import StepOrder
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
+MAX_GRAD_NORM = 1.0
+"""Norm to which the gradient of a step is clipped."""
 
-def run_training(
-    model: nn.Module,
-    rows: Dataset,
-    collate: Callable[[Any], dict[str, Tensor]],
-    config: SupervisedConfig,
-    description: str,
-    output_dir: str | Path,
-) -> dict[str, float]:
-    """Train a model in place.
+MOST_LINES = 500
+"""Maximum number of lines in the metrics file; a line of a longer training is of several steps."""
 
-    Args:
-        model: model whose forward pass takes a batch's tensors by name and returns the loss.
-        rows: encoded rows, with the number of tokens of the longest text in the column `length`.
-        collate: function that makes a batch from encoded rows.
-        config: the settings, whose learning rate is a number.
-        description: name of the training in the progress bar.
-        output_dir: folder for the trained model; created before training.
+TIMEOUT = 1800
+"""Seconds that a process waits for the others."""
 
-    Returns:
-        Metrics: "loss" (mean over the last tenth of the run), "rows", "steps" (optimizer steps),
-        "seconds" and "learning_rate".
+LESS_MEMORY = (
+    "Lower batch_size and raise gradient_accumulation_steps by the same factor: no result depends "
+    "on it. Or set gradient_checkpointing=True, train LoRA adapters, lower max_length, or set "
+    "sharding to zero2, zero3 or fsdp2 with several processes, with offload=True if that is not "
+    "enough. Then resume."
+)
+"""What to do after a training that ran out of memory."""
+
+Batch = dict[str, Tensor]
+
+
+class SummedLoss(Protocol):
+    """A module whose forward pass takes a batch's tensors by name.
+
+    It returns the loss summed over the units that count, and sums of `metrics` over them.
+    """
+
+    metrics: Sequence[str]
+    """Names of the further metrics."""
+
+    def units(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the number () of units of a batch: tokens, or pairs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """Encoded rows, and how they become batches."""
+
+    rows: Dataset
+    """Encoded rows, with the number of tokens of the longest text in the column `length`."""
+
+    digest: str
+    """Digest of the rows."""
+
+    collate: Callable[[Any], Batch]
+    """Function that makes a batch from encoded rows."""
+
+
+class TrainingLoop:
+    """Trains a module in place; all processes must call the methods."""
+
+    def __init__(
+        self,
+        module: Any,
+        data: TrainingData,
+        config: SupervisedConfig,
+        description: str,
+        *,
+        engine: Engine,
+        output_dir: Path | None,
+    ) -> None:
+        """Prepare the module, its optimizer, and the files of the training.
+
+        Args:
+            module: a `SummedLoss`, which is a module of torch.
+            data: the rows to train on.
+            config: the settings, whose learning rate is a number.
+            description: name of the training in the progress bar.
+            engine: connection to the other processes.
+            output_dir: folder for metrics and checkpoints; None writes neither.
+
+        Raises:
+            ConfigError: a setting of the sharding contradicts another.
+        """
+        self._objective: SummedLoss = module
+        self._data, self._config, self._description = data, config, description
+        self._engine, self._output_dir = engine, output_dir
+        # The column of a data set would be read from disk number by number, in random order.
+        self._order = StepOrder.of(data.rows["length"][:], config)
+        start = Fingerprint(settings=self._identity(), models={"model": fingerprint(module)})
+        optimizer = make_optimizer(module, config)
+        warmup = math.ceil(config.warmup_ratio * self._order.steps)
+        scheduler = get_scheduler("linear", optimizer, warmup, self._order.steps)
+        self._module, self._optimizer = engine.prepare(module.train(), optimizer)
+        # Each process draws its own dropout.
+        set_seed(config.seed + engine.rank)
+        self._scheduler = scheduler
+        self._progress = Progress()
+        self._interruption = Interruption()
+        self._metrics_file = MetricsFile(output_dir) if output_dir and engine.is_main else None
+        self._checkpoints: Checkpointer | None = None
+        if output_dir is not None:
+            contents = SupervisedContents(
+                engine=engine,
+                module=self._module,
+                optimizer=self._optimizer,
+                scheduler=scheduler,
+                fingerprint=start,
+                progress=self._progress,
+            )
+            plan = SavePlan(
+                folder=output_dir,
+                saves=config.save_steps > 0,
+                keep=config.save_total_limit,
+                timeout=TIMEOUT,
+            )
+            self._checkpoints = Checkpointer(contents, plan, SUPERVISED_FORMS)
+
+    def train(
+        self, resume: str | Path | bool | None = None, *, anyway: bool = False
+    ) -> dict[str, float]:
+        """Run all remaining steps; the arguments are those of `Checkpointer.start`.
+
+        Returns:
+            Metrics: "loss" (mean over the last tenth of the steps), "rows", "steps" (optimizer
+            steps), "seconds" (of this process) and "learning_rate".
+
+        Raises:
+            ConfigError: output_dir holds checkpoints of an earlier training, and `resume` is off.
+            RunInterruptedError: the process received SIGTERM; a checkpoint was written if
+                checkpoints are on.
+            TrainingError: the loss is not finite, memory is full, or the checkpoint does not fit.
+        """
+        started = time.monotonic()
+        with self._interruption, explained_out_of_memory(LESS_MEMORY):
+            if self._checkpoints is not None:
+                self._checkpoints.start(resume, anyway=anyway)
+            if self._metrics_file is not None:
+                done, every = self._progress.steps, self._steps_per_line
+                first = self._order.steps % every or every
+                self._metrics_file.cut_back(done, first=first, every=every)
+            self._run_steps()
+        return {
+            "loss": self._progress.tail / self._tail_steps,
+            "rows": len(self._data.rows),
+            "steps": self._order.steps,
+            "seconds": time.monotonic() - started,
+            "learning_rate": float(self._config.learning_rate or 0.0),
+        }
+
+    @property
+    def _steps_per_line(self) -> int:
+        return math.ceil(self._order.steps / MOST_LINES)
+
+    @property
+    def _tail_steps(self) -> int:
+        """Number of steps in the last tenth."""
+        return math.ceil(self._order.steps / 10)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return the settings and the data that a resumed training must share."""
+        settings = {k: v for k, v in asdict(self._config).items() if not AROUND.fullmatch(k)}
+        order = {"rows_per_step": self._order.rows_per_step, "steps": self._order.steps}
+        return settings | order | {"rows": self._data.digest}
+
+    def _run_steps(self) -> None:
+        order, done = self._order, self._progress.steps
+        hidden = not self._engine.is_main
+        with progress(order.steps, self._description, "step", hidden=hidden) as bar:
+            bar.update(done)
+            for epoch in range(done // order.steps_per_epoch, order.epochs):
+                steps = order.epoch(epoch)
+                for rows in steps[self._progress.steps - epoch * order.steps_per_epoch :]:
+                    self._stop_if_interrupted()
+                    loss = self._step(rows)
+                    self._save_if_due()
+                    bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                    bar.update(1)
+
+    def _step(self, rows: list[int]) -> float:
+        """Take one optimizer step on rows of the data, count it, and return its mean loss."""
+        batches = self._own_batches(rows)
+        engine, module = self._engine, self._module
+        own_units = sum((self._objective.units(batch) for batch in batches), torch.zeros(()))
+        units = engine.sum(own_units.double().cpu())
+        sums = torch.zeros(1 + len(self._objective.metrics), dtype=torch.float64)
+        for number, batch in enumerate(batches):
+            with engine.accumulate_only(module, number < len(batches) - 1):
+                loss, metrics = module(**batch)
+                engine.backward(loss / float(units))
+            sums += torch.cat([loss.detach().view(1), metrics]).double().cpu()
+        norm = float(engine.step(module, self._optimizer, MAX_GRAD_NORM))
+        sums = engine.sum(sums)
+        self._scheduler.step()
+        return self._count_step([*sums.tolist(), float(units)], norm)
+
+    def _own_batches(self, rows: list[int]) -> list[Batch]:
+        """Return this process's share of a step in batches; all processes have as many."""
+        share = self._engine.share(len(rows))
+        # The last processes repeat a row if there are too few; the repetition does not count.
+        first = self._engine.rank
+        own = [n * self._engine.num_processes + first < len(rows) for n in range(len(share))]
+        encoded = self._data.rows.__getitems__([rows[number] for number in share])
+        batches = []
+        for start in range(0, len(share), self._config.batch_size):
+            part = slice(start, start + self._config.batch_size)
+            batch = self._data.collate(encoded[part])
+            batch["weights"] = torch.tensor(own[part]).float()
+            batches.append({name: t.to(self._engine.device) for name, t in batch.items()})
+        return batches
+
+    def _count_step(self, sums: list[float], norm: float) -> float:
+        """Count a step with its sums of losses, metrics and units; write a line if it is due.
+
+        Return the mean loss.
+
+        Raises:
+            TrainingError: the loss or the norm of its gradient is not finite.
+        """
+        state, total = self._progress, self._order.steps
+        state.steps += 1
+        loss = sums[0] / sums[-1]
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainingError(
+                f"The loss is {loss} at step {state.steps}, and the norm of its gradient {norm}, "
+                "so the weights are unusable and were not saved. Lower learning_rate, and check "
+                "the initial model for weights that are not finite."
+            )
+        if state.steps > total - self._tail_steps:
+            state.tail += loss
+        state.line = [a + b for a, b in zip(state.line or [0.0] * len(sums), sums, strict=True)]
+        if (total - state.steps) % self._steps_per_line == 0:
+            self._write_line(norm)
+        return loss
+
+    def _write_line(self, norm: float) -> None:
+        *sums, units = self._progress.line
+        self._progress.line = []
+        if self._metrics_file is not None:
+            names = ["loss", *self._objective.metrics]
+            metrics = {name: value / units for name, value in zip(names, sums, strict=True)}
+            metrics |= {"grad_norm": norm, "lr": float(self._scheduler.get_last_lr()[0])}
+            self._metrics_file.append(self._progress.steps, metrics)
+
+    def _save_if_due(self) -> None:
+        if self._checkpoints is None or not self._config.save_steps:
+            return
+        self._checkpoints.check_writer()
+        asked = self._config.save_steps
+        every = int(asked) if asked >= 1 else math.ceil(asked * self._order.steps)
+        if self._progress.steps % every == 0:
+            self._checkpoints.save()
+
+    def _stop_if_interrupted(self) -> None:
+        """Save and stop all processes if any process received SIGTERM.
+
+        Raises:
+            RunInterruptedError: a process received SIGTERM; raised in all processes.
+        """
+        if not self._engine.any(self._interruption.requested):
+            return
+        next_move = "No checkpoint was saved, because save_steps=0."
+        if self._checkpoints is not None and self._config.save_steps:
+            self._checkpoints.save()
+            next_move = (
+                f"To resume from the checkpoint in '{self._output_dir}', start the training again "
+                "with --resume_from_checkpoint latest."
+            )
+        raise RunInterruptedError(
+            f"The training stopped after SIGTERM, with {self._progress.steps} of "
+            f"{self._order.steps} steps done. {next_move}"
+        )
+
+
+def make_output_dir(folder: Path) -> None:
+    """Create the folder of a training.
 
     Raises:
-        ConfigError: the output folder cannot be created.
-        TrainingError: the loss is not finite.
+        ConfigError: the folder cannot be created.
     """
     try:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"output_dir='{output_dir}' cannot be created: {error}.") from error
-    trainer = _LengthGroupingTrainer(
-        model=model,
-        args=_training_arguments(config, output_dir),
-        train_dataset=rows,
-        data_collator=collate,
-    )
-    trainer.remove_callback(PrinterCallback)
-    batches = len(trainer.get_train_dataloader())
-    steps = config.num_epochs * math.ceil(batches / config.gradient_accumulation_steps)
-    with progress(steps, description, "step") as bar:
-        trainer.add_callback(_ProgressCallback(bar))
-        result = trainer.train()
-    return {
-        "loss": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1],
-        "rows": len(rows),
-        "steps": trainer.state.global_step,
-        "seconds": result.metrics["train_runtime"],
-        "learning_rate": trainer.args.learning_rate,
-    }
+        raise ConfigError(f"output_dir='{folder}' cannot be created: {error}.") from error
 
 
-def save_model(trained: Any, tokenizer: PreTrainedTokenizerBase, output_dir: str | Path) -> None:
-    """Write the trained model and its tokenizer, in the main process only.
-
-    The files are written completely or not at all. An adapter is saved separately, and also merged
-    into the written model.
-
-    Raises:
-        TrainingError: a file cannot be written, for example because the disk is full.
-    """
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-        return
-    plain = isinstance(trained, PreTrainedModel)
-    with replaced_together(Path(output_dir)) as unfinished:
-        model = trained if plain else save_and_merge(trained, unfinished)
-        model.save_pretrained(unfinished)
-        save_tokenizer(tokenizer, unfinished)
-
-
-def _training_arguments(config: SupervisedConfig, output_dir: str | Path) -> TrainingArguments:
-    """Return arguments for transformers.Trainer without reports, checkpoints and evaluation."""
+def make_optimizer(module: nn.Module, config: SupervisedConfig) -> Optimizer:
+    """Return AdamW for the trained parameters; weight decay applies only to matrices."""
     assert isinstance(config.learning_rate, int | float)
-    return TrainingArguments(
-        output_dir=str(output_dir),
-        per_device_train_batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        num_train_epochs=config.num_epochs,
-        learning_rate=config.learning_rate,
-        warmup_steps=config.warmup_ratio,  # a value below 1 is a fraction of the steps
-        weight_decay=config.weight_decay,
-        seed=config.seed,
-        bf16=config.bf16,
-        use_cpu=not torch.cuda.is_available(),
-        logging_steps=0.1,  # a fraction of the steps
-        logging_nan_inf_filter=False,
-        remove_unused_columns=False,
-        # Batch rows of similar length, which need less padding.
-        train_sampling_strategy="group_by_length",
-        dataloader_pin_memory=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-
-
-class _LengthGroupingTrainer(Trainer):
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(train_dataset)
-        assert isinstance(sampler, LengthGroupedSampler)
-        # The column of a data set would be read from disk number by number, in random order.
-        sampler.lengths = sampler.lengths[:]
-        return sampler
-
-
-class _ProgressCallback(TrainerCallback):
-    """Callback that advances the progress bar, and raises if the loss is not finite."""
-
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.bar.update(1)
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        loss = kwargs["logs"].get("loss")
-        if loss is None:  # the last log entry is a summary of the run without "loss"
-            return
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"The loss is {loss} at step {state.global_step}, so the weights are unusable "
-                "and were not saved. Lower learning_rate, and check the initial model for weights "
-                "that are not finite."
-            )
-        self.bar.set_postfix(loss=f"{loss:.3f}")
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if (p.ndim >= 2) == decays], "weight_decay": weight_decay}
+        for decays, weight_decay in ((True, config.weight_decay), (False, 0.0))
+    ]
+    present = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(present, lr=config.learning_rate, fused=True)

@@ -4,10 +4,8 @@ Each process of `python -m ppo_core.training.answers JOB.json` writes its answer
 """
 
 import json
-import math
 import os
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,7 +14,7 @@ from ppo_core.config.placement import Precision, placement_for_reading
 from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.atomic_files import write_atomically
 from ppo_core.data.chat_template import Messages
-from ppo_core.data.progress_bar import listening
+from ppo_core.data.progress_bar import ProgressFile, listening
 from ppo_core.data.rows.dialogues import in_format_of
 from ppo_core.distributed.process import (
     end_with_parent,
@@ -26,12 +24,8 @@ from ppo_core.distributed.process import (
 from ppo_core.errors import PPOError
 from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.models.loading import load_policy, load_tokenizer
-from ppo_core.reporting.metrics_file import MetricsFile
 from ppo_core.rollout.sampler import own_stop_token
 from ppo_core.training.evaluation import Answers, answer_prompts
-
-REPORT_SECONDS = 1.0
-"""Minimum seconds between two reports of progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,32 +134,13 @@ def _file_of(folder: Path, rank: int) -> Path:
     return folder / f"answers-{rank}.json"
 
 
-class _Reporter:
-    """Appends lines to the metrics file of a job, by which its launcher sees the progress."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = MetricsFile(folder)
-        self._lines = 0
-        self._written = -math.inf
-
-    def moved(self, phase: str) -> None:
-        now = time.monotonic()
-        if now - self._written >= REPORT_SECONDS:
-            self._lines += 1
-            self._file.append(self._lines, {"time": now})
-            self._written = now
-
-    def ended(self, phase: str) -> None:
-        """Write no line: the process ends soon, or begins another phase."""
-
-
 def main(file: Path) -> int:
     """Answer the prompts of this process; return 0, or 1 after an error, which is printed."""
     rank, processes = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     try:
         with reported_errors():
             job = AnswerJob(**json.loads(file.read_text(encoding="utf-8")))
-            with listening(_Reporter(file.parent)):
+            with listening(ProgressFile(file.parent)):
                 answers = run_answer_job(job, rank=rank, processes=processes)
             write_atomically(_file_of(file.parent, rank), json.dumps(asdict(answers)))
     except PPOError as error:

@@ -64,11 +64,11 @@ class Run:
         return self.scheduler.wait()
 
     def wait_for_updates(self, count: int) -> None:
-        self._wait_until(lambda: len(self.updates()) >= count)
+        self.wait_until(lambda: len(self.updates()) >= count)
 
     def finish_training(self) -> None:
         """Wait for the step after PPO; what follows is the business of other tests."""
-        self._wait_until(lambda: self.pids("evaluate_win_rate"))
+        self.wait_until(lambda: self.pids("evaluate_win_rate"))
         self.stop()
 
     def stop(self) -> None:
@@ -79,7 +79,7 @@ class Run:
             self.scheduler.kill()
             self.wait()
 
-    def _wait_until(self, condition: Callable[[], object]) -> None:
+    def wait_until(self, condition: Callable[[], object]) -> None:
         while not condition():
             assert self.scheduler.poll() is None, self.log()
             time.sleep(0.05)

@@ -43,6 +43,8 @@ def versions(folder: Path) -> int:
 def journey(tmp_path_factory) -> Journey:
     folder: Path = tmp_path_factory.mktemp("flow")
     table = tiny_table(folder) | {"registered_model": "tiny-policy"}
+    # Long enough to learn that the chosen texts repeat a word, for which it is refused.
+    table["reward_model_training"] |= {"num_epochs": 15, "learning_rate": 5e-3}
     (folder / "tiny.toml").write_text(as_toml(table))
     (folder / "judge.py").write_text(
         "def judge(prompts, pairs):\n    return ['maybe'] * len(pairs)"
@@ -136,6 +138,7 @@ def test_a_policy_that_won_nothing_is_registered_and_refused(
     assert summary["promotion"]["action"] == "refused"
     version = client_of(journey.folder).get_model_version("tiny-policy", "1")
     assert version.tags["promotion"] == "refused"
+    assert json.loads(version.tags["self_check"])["policy_padded"] < 1e-3
     assert "min_win_rate" in version.tags["promotion_reasons"]
     assert "reward model failed validation" in version.tags["promotion_reasons"]
     assert "**Refused** by run RLHF/" in version.description

@@ -27,7 +27,7 @@ from ppo_core.data.types import Rollout
 from ppo_core.models.loading import load_policy, load_reward_model, load_tokenizer
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.reward_functions import make_rewards
-from ppo_core.supervised.encoded_rows import encode_rows
+from ppo_core.supervised.examples.encoded_rows import encode_rows
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.training import evaluation
 from tests.helpers.chat_models import TEMPLATES, make_instruct_config, make_instruct_tokenizer

@@ -17,7 +17,7 @@ from ppo_core.data.rows.forms import Kind, Row
 from ppo_core.data.rows.reader import Rows, read_rows
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config, load_tokenizer
-from ppo_core.supervised.encoded_rows import TrainingKind, encode_rows, max_tokens
+from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows, max_tokens
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 

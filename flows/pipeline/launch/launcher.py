@@ -29,6 +29,7 @@ from pipeline.launch.process_tree import (
     tree,
 )
 from pipeline.launch.stall_watch import STALL_MINUTES, StallWatch
+from ppo_core.data.progress_bar import PROGRESS_FILE
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.distributed.process import PARENT, end_with_parent, stacks_file
 from ppo_core.errors import ProcessError
@@ -65,8 +66,9 @@ def train(
         processes: number of processes; 0 for one per GPU, or one without a GPU.
         machines: the machines of the training.
         program: module that trains, and its arguments before the job; PPO by default.
-        stall_minutes: minutes without a new line of the metrics file after which the training is
-            ended (or 20 times the median time between two lines, if that is longer).
+        stall_minutes: minutes without a new line of the metrics file, or a change of PROGRESS_FILE,
+            after which the training is ended (or 20 times the median time between two such signs,
+            if that is longer).
         on_metrics: called with the number and the metrics of each line in the metrics file.
 
     Raises:
@@ -127,13 +129,15 @@ def _follow(
     """Monitor a child until it ends; kill frozen processes and return their names.
 
     Raises:
-        ProcessError: the metrics file gets no new line.
+        ProcessError: the processes make no progress.
     """
+    progress = _ChangedFile(folder / PROGRESS_FILE)
     watch, next_look, forwarded = FrozenProcesses(child.pid), 0.0, False
     frozen: list[str] = []
     while True:
         ended = child.poll() is not None
-        if follower.read_new_lines():
+        has_lines, has_moved = follower.read_new_lines() > 0, progress.has_changed()
+        if has_lines or has_moved:
             stall.advance()
         if ended:
             return frozen
@@ -180,6 +184,21 @@ def _training_processes(pid: int) -> list[psutil.Process]:
     """Return the processes that torchrun started, or the only process of the training."""
     below = [each for each in tree(pid)[1:] if rank_of(each) is not None]
     return below or tree(pid)[:1]
+
+
+class _ChangedFile:
+    """Tells whether a file was written since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen = self._time()
+
+    def has_changed(self) -> bool:
+        before, self._seen = self._seen, self._time()
+        return self._seen != before
+
+    def _time(self) -> int:
+        return self._path.stat().st_mtime_ns if self._path.exists() else 0
 
 
 class _MetricsFollower:

@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.lora_config import LoraConfig
 from pipeline.settings.overrides import merge_tables, read_overrides
 from pipeline.settings.promotion_config import PromotionConfig
 from pipeline.settings.reward_validation_config import RewardGateConfig
+from pipeline.settings.training_sections import LoraConfig, SupervisedSection
 from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.checks import check_type, refuse_secrets, require_finite
 from ppo_core.config.placement import Precision
@@ -22,7 +22,6 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.row_settings import Overlong, PromptFormat, check_columns
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.errors import ConfigError
-from ppo_core.supervised.supervised_config import SupervisedConfig
 
 WARN_SHARE = 0.75
 """Default of ppo.warn_kl as a fraction of promotion.max_kl, so that the warning comes first."""
@@ -131,7 +130,8 @@ class Settings:
     """Seed of all random numbers in the run; a section with its own `seed` uses that instead."""
 
     processes: int = 0
-    """Number of PPO processes on each machine; 0 starts one per GPU, or one without a GPU."""
+    """Number of processes of each training on one machine; 0 starts one per GPU, or one without a
+    GPU."""
 
     num_nodes: int = 1
     """Number of machines for PPO, which share output_dir; Metaflow's @parallel starts them."""
@@ -142,19 +142,19 @@ class Settings:
 
     stall_minutes: float = 30.0
     """A training or a step is ended after so many minutes without progress (an update, an answer, a
-    verdict), or after 20 times its median wait if that is longer. PPO is retried from its last
-    checkpoint."""
+    verdict), or after 20 times its median wait if that is longer. A training is retried from its
+    last checkpoint."""
 
     step_minutes: float = 0.0
     """Time limit in minutes of each step except `start`; 0 for no limit."""
 
-    sft: SupervisedConfig = field(
-        default_factory=lambda: SupervisedConfig(**_defaults(UNKNOWN_SIZE, lora=False)["sft"])
+    sft: SupervisedSection = field(
+        default_factory=lambda: SupervisedSection(**_defaults(UNKNOWN_SIZE, lora=False)["sft"])
     )
     """Settings for fine-tuning the policy on `sft_data`."""
 
-    reward_model_training: SupervisedConfig = field(
-        default_factory=lambda: SupervisedConfig(
+    reward_model_training: SupervisedSection = field(
+        default_factory=lambda: SupervisedSection(
             **_defaults(UNKNOWN_SIZE, lora=False)["reward_model_training"]
         )
     )
@@ -279,16 +279,16 @@ _INSTEAD_OF = {
 """Section -> setting -> the default that goes if the setting is given: both set the same size."""
 
 
-def _names_by_section() -> dict[str, list[str]]:
-    types = get_type_hints(Settings)
-    sections = {name: kind for name, kind in types.items() if dataclasses.is_dataclass(kind)}
-    return {"": [*types]} | {
-        f"{name}.": [field.name for field in dataclasses.fields(kind)]
-        for name, kind in sections.items()
-    }
+def _names_by_section(kind: Any, section: str = "") -> dict[str, list[str]]:
+    types = get_type_hints(kind)
+    names = {section: [one.name for one in dataclasses.fields(kind)]}
+    for name in names[section]:
+        if dataclasses.is_dataclass(types[name]):
+            names |= _names_by_section(types[name], f"{section}{name}.")
+    return names
 
 
-SETTING_NAMES = _names_by_section()
+SETTING_NAMES = _names_by_section(Settings)
 """Section with a dot -> names of its settings; the top level is the section without a name."""
 
 
@@ -408,9 +408,12 @@ def _with_one_seed(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_defaults(table: Mapping[str, Any], parameters: int) -> dict[str, Any]:
     """Return the table with the flow's defaults for a policy of this size."""
-    lora = table.get("lora")
-    is_lora = isinstance(lora, Mapping) and bool(lora.get("r"))
-    defaults = _defaults(parameters, lora=is_lora)
+    sections = {name: table.get(name) for name in ("sft", "reward_model_training")}
+    defaults = _defaults(
+        parameters,
+        lora=_has_adapters(table),
+        supervised_lora={name: _has_adapters(section) for name, section in sections.items()},
+    )
     defaults["ppo"] |= _kl_warning(table.get("promotion"))
     return {**table} | {
         name: _with_section_defaults(name, table[name], section)
@@ -419,16 +422,38 @@ def _with_defaults(table: Mapping[str, Any], parameters: int) -> dict[str, Any]:
     }
 
 
-def _defaults(parameters: int, *, lora: bool) -> dict[str, dict[str, Any]]:
-    """Return section -> the flow's defaults; [ppo] alone trains adapters."""
-    full, ppo = (sized_defaults(parameters, lora=one) for one in (False, lora))
+def _has_adapters(table: object) -> bool:
+    """Return whether a table has a section `lora` with a rank."""
+    lora = table.get("lora") if isinstance(table, Mapping) else None
+    return isinstance(lora, Mapping) and bool(lora.get("r"))
+
+
+def _defaults(
+    parameters: int, *, lora: bool, supervised_lora: Mapping[str, bool] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return section -> the flow's defaults.
+
+    `lora` is whether PPO trains adapters, `supervised_lora` for which other sections it is so.
+    """
+    has_lora = supervised_lora or {}
+    full, ppo, sft, reward = (
+        sized_defaults(parameters, lora=one)
+        for one in (
+            False,
+            lora,
+            has_lora.get("sft", False),
+            has_lora.get("reward_model_training", False),
+        )
+    )
     supervised = {
         "batch_size": full.batch_size,
         "gradient_accumulation_steps": full.gradient_accumulation_steps,
+        # A checkpoint after each tenth of the training, for a retried step.
+        "save_steps": 0.1,
     }
     return {
-        "sft": {"learning_rate": full.sft_learning_rate, **supervised},
-        "reward_model_training": {"learning_rate": full.reward_learning_rate, **supervised},
+        "sft": {"learning_rate": sft.sft_learning_rate, **supervised},
+        "reward_model_training": {"learning_rate": reward.reward_learning_rate, **supervised},
         "ppo": {
             "learning_rate": ppo.ppo_learning_rate,
             "batch_size": ppo.ppo_batch_size,

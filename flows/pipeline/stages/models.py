@@ -1,26 +1,21 @@
-"""Provide the policy and the reward model for PPO: load or train each of them.
+"""Provide the policy and the reward model for PPO: load or train each of them."""
 
-torch is imported only for training, not if the cache has the trained model.
-"""
-
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import ppo_core
 from pipeline.inputs import data_sets, model_digests
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.launch.supervised_training import train_supervised
 from pipeline.results import PreparedModel
 from pipeline.settings.settings import Settings
+from pipeline.settings.training_sections import NOT_OF_THE_RESULT, SupervisedSection
 from pipeline.stages.tracked import cache_folder, track
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data import folder_cache
 from ppo_core.data.rows.reader import Rows
-from ppo_core.distributed.process import large_imports
-from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training_code import modules_of_training
-
-Trainer = Callable[..., Mapping[str, float]]
 
 
 def load_policy(settings: Settings, run: FlowRun) -> PreparedModel:
@@ -29,10 +24,7 @@ def load_policy(settings: Settings, run: FlowRun) -> PreparedModel:
         if not settings.sft_data:
             return PreparedModel(path=settings.policy, metrics={})
         rows = data_sets.sft_rows(settings)
-        folder = cache_folder(settings)
-        made = _train_once(
-            "train_sft", folder / "sft", settings.policy, rows, settings.sft, settings
-        )
+        made = _train_once("sft", settings.policy, rows, settings.sft, settings, run, tracker)
         return _prepared(made, tracker)
 
 
@@ -45,49 +37,64 @@ def load_reward_models(
     from the same policy, on other pairs and with another seed.
     """
     with track(run, "load_reward_model", patient=True) as tracker:
-        folder, config = cache_folder(settings), settings.reward_model_training
+        section = settings.reward_model_training
         reward_model = PreparedModel(path=settings.reward_model, metrics={})
         if not settings.reward_model:
             rows = data_sets.training_pairs(settings)
-            made = _train_once(
-                "train_reward_model", folder / "reward-model", sft.path, rows, config, settings
-            )
+            made = _train_once("reward-model", sft.path, rows, section, settings, run, tracker)
             reward_model = _prepared(made, tracker)
         if settings.judge:
             return reward_model, None
         rows = data_sets.judge_pairs(settings)
-        config = replace(config, seed=(config.seed + 1) % 2**32)
-        made = _train_once("train_reward_model", folder / "judge", sft.path, rows, config, settings)
+        section = replace(section, seed=(section.seed + 1) % 2**32)
+        made = _train_once("judge", sft.path, rows, section, settings, run, tracker)
         tracker.step.log_metrics({f"judge/{name}": value for name, value in made.values.items()})
         return reward_model, PreparedModel(path=str(made.path), metrics=made.values)
 
 
 def _train_once(
-    trainer: str,
-    prefix: Path,
+    name: str,
     model: str,
     rows: Rows,
-    config: SupervisedConfig,
+    section: SupervisedSection,
     settings: Settings,
+    run: FlowRun,
+    tracker: Tracker,
 ) -> folder_cache.Cached:
-    """Return the cached model in `prefix`-DIGEST; train it with `ppo_core` if it is missing."""
+    """Return the model NAME-DIGEST of the cache; train it if it is missing."""
+    job = run.folder / name
+
+    def log_curves(step: int, metrics: Mapping[str, float]) -> None:
+        tracker.step.log_metrics(
+            {f"{name}/{metric}": value for metric, value in metrics.items()}, step=step
+        )
 
     def train(folder: Path) -> Mapping[str, float]:
-        print(f"{prefix.name}: training on {len(rows):,} rows", flush=True)
-        with large_imports():
-            call: Trainer = getattr(ppo_core, trainer)
-        return call(model, rows, config, folder, **reading)
+        print(f"{name}: training on {len(rows):,} rows", flush=True)
+        return train_supervised(
+            "sft" if name == "sft" else "reward",
+            model,
+            rows,
+            section,
+            settings,
+            folder=job,
+            model_dir=folder,
+            on_metrics=log_curves,
+        )
 
-    reading = {"prompt_format": settings.prompt_format, "overlong": settings.overlong}
+    config = {k: v for k, v in asdict(section).items() if k not in NOT_OF_THE_RESULT}
     decides_the_result = {
-        **reading,
+        "prompt_format": settings.prompt_format,
+        "overlong": settings.overlong,
         "model": model_digests.digest_of_model(model),
         "rows": rows.digest,
-        "settings": asdict(config),
+        "settings": config,
         "code": folder_cache.digest_of_code(*modules_of_training()),
     }
-    made = folder_cache.make_once(prefix.parent, prefix.name, decides_the_result, train)
-    print(f"{prefix.name}: {'reused' if made.reused else 'made'} {made.path}", flush=True)
+    made = folder_cache.make_once(cache_folder(settings), name, decides_the_result, train)
+    # Its checkpoints, each larger than the model, have served their purpose.
+    shutil.rmtree(job, ignore_errors=True)
+    print(f"{name}: {'reused' if made.reused else 'made'} {made.path}", flush=True)
     return made
 
 

@@ -113,13 +113,13 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     return RunSize(
         policy_parameters=policy,
         reward_parameters=reward_model,
-        sft=_sft_size(settings, devices),
+        sft=_sft_size(settings),
         reward_model=None
         if settings.reward_model
-        else _reward_size(data_sets.encoded_pairs(settings), settings, devices),
+        else _reward_size(data_sets.encoded_pairs(settings), settings),
         judge=None
         if settings.judge
-        else _reward_size(data_sets.encoded_judge_pairs(settings), settings, devices),
+        else _reward_size(data_sets.encoded_judge_pairs(settings), settings),
         validation_pairs=len(data_sets.test_pairs(settings)),
         prompts=len(prompts),
         prompt_tokens=sum(lengths),
@@ -180,26 +180,25 @@ def _memory(
     return describe_memory(peak_memory(size), "GPU" if on_gpus else "process")
 
 
-def _sft_size(settings: Settings, devices: int) -> SupervisedSize | None:
+def _sft_size(settings: Settings) -> SupervisedSize | None:
     if not settings.sft_data:
         return None
     rows = data_sets.encoded_demonstrations(settings)
-    return _supervised(len(rows), _tokens(rows, "input_ids"), settings.sft, devices)
+    return _supervised(len(rows), _tokens(rows, "input_ids"), settings.sft)
 
 
-def _reward_size(rows: Rows, settings: Settings, devices: int) -> SupervisedSize:
+def _reward_size(rows: Rows, settings: Settings) -> SupervisedSize:
     tokens = _tokens(rows, "chosen") + _tokens(rows, "rejected")
-    return _supervised(len(rows), tokens, settings.reward_model_training, devices)
+    return _supervised(len(rows), tokens, settings.reward_model_training)
 
 
-def _supervised(rows: int, tokens: int, config: SupervisedConfig, devices: int) -> SupervisedSize:
-    # One process, whose batches transformers.Trainer splits over all GPUs.
-    batches = ceil(rows / (config.batch_size * devices))
+def _supervised(rows: int, tokens: int, config: SupervisedConfig) -> SupervisedSize:
+    rows_per_step = config.batch_size * config.gradient_accumulation_steps
     return SupervisedSize(
         rows=rows,
         tokens=tokens,
         epochs=config.num_epochs,
-        optimizer_steps=config.num_epochs * ceil(batches / config.gradient_accumulation_steps),
+        optimizer_steps=config.num_epochs * ceil(rows / rows_per_step),
     )
 
 

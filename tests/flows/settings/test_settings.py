@@ -3,12 +3,13 @@ from math import inf
 from typing import Any
 
 import pytest
+from peft import LoraConfig
 
 from pipeline.launch.job import ppo_config
 from pipeline.settings.settings import INPUTS, Settings, as_plain_dict, make_settings, read_preset
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
-from ppo_core.models.adapters import add_adapter
+from ppo_core.models.adapters import add_adapter, lora_config
 from ppo_core.reporting.health import HealthMonitor
 from tests.helpers.tiny import make_policy
 
@@ -159,14 +160,30 @@ def test_no_stop_token_is_written_as_none():
     assert settings({}).ppo.stop_token == "eos"
 
 
-def test_without_a_rank_the_whole_policy_is_trained():
-    assert settings({}).lora.peft_config() is None
+def test_without_a_rank_all_parameters_are_trained():
+    assert settings({}).sft.lora_arguments() is None
+
+
+def lora_of(table: dict[str, Any]) -> LoraConfig:
+    section = settings({"sft": {"lora": table}}).sft
+    return lora_config(**section.lora_arguments(), task_type="CAUSAL_LM")
+
+
+def test_adapters_have_a_rate_of_their_own_and_a_section_below_the_training():
+    made = settings({"sft": {"lora": {"r": 4, "dropout": 0.0}}})
+    plain = settings({})
+    assert made.sft.learning_rate == pytest.approx(10 * plain.sft.learning_rate)
+    assert made.reward_model_training == plain.reward_model_training
+    with pytest.raises(
+        ConfigError, match=r"Unknown setting sft\.lora\.rank\. Known here: r, alpha"
+    ):
+        settings({"sft": {"lora": {"rank": 4}}})
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_with_a_rank_adapters_on_all_linear_layers_are_trained(family: str):
     pytest.importorskip("peft")
-    adapted = add_adapter(make_policy(family), settings({"lora": {"r": 4}}).lora.peft_config())
+    adapted = add_adapter(make_policy(family), lora_of({"r": 4}))
     trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
     assert all("lora_" in name for name in trained)
     assert {min(adapted.get_parameter(name).shape) for name in trained} == {4}
@@ -178,8 +195,8 @@ def test_with_a_rank_adapters_on_all_linear_layers_are_trained(family: str):
 
 def test_adapters_are_put_on_the_named_modules_alone():
     pytest.importorskip("peft")
-    lora = settings({"lora": {"r": 2, "alpha": 6, "target_modules": ["q_proj"]}}).lora
-    adapted = add_adapter(make_policy(), lora.peft_config())
+    lora = lora_of({"r": 2, "alpha": 6, "target_modules": ["q_proj"]})
+    adapted = add_adapter(make_policy(), lora)
     layers = [name for name, layer in adapted.named_modules() if hasattr(layer, "lora_A")]
     assert [name.rpartition(".")[2] for name in layers] == ["q_proj", "q_proj"]
 

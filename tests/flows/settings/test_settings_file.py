@@ -82,6 +82,10 @@ def test_another_seed_is_asked_for_on_the_command_line():
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a setting's type; most are in the range of most settings."""
+    if is_dataclass(kind):
+        types = get_type_hints(kind)
+        values = st.fixed_dictionaries({}, optional={n: values_of(t) for n, t in types.items()})
+        return values.map(lambda given: kind(**valid_part(kind, {}, given)))
     parts = get_args(kind)
     if get_origin(kind) is Literal:
         return st.sampled_from(parts)
@@ -138,6 +142,8 @@ VALUES = {int: 7, float: 1.5, str: "a", bool: True}
 
 def changed(kind: Any, default: Any) -> Any:
     """Another value than the default of a setting, and one that is in its range."""
+    if is_dataclass(kind):
+        return kind(r=7, alpha=9, target_modules=["q_proj"], dropout=0.25)
     parts = get_args(kind)
     if get_origin(kind) is dict:
         return {"prompt": "the post", "chosen": 'a "better" one'}

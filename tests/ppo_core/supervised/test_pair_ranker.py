@@ -14,8 +14,8 @@ from transformers import (
 
 from pipeline.demo.task import write_base_model
 from ppo_core.errors import ModelError
-from ppo_core.supervised.pair_ranker import PairRanker, centering_loss, preference_loss
-from ppo_core.supervised.reward_pairs import collate_pairs
+from ppo_core.supervised.examples.reward_pairs import collate_pairs
+from ppo_core.supervised.pair_ranker import PairRanker, centering_losses, preference_losses
 from tests.helpers.tiny import make_classifier
 
 
@@ -28,23 +28,23 @@ def base(tmp_path_factory) -> Path:
 
 def test_preference_loss_matches_the_numbers_done_by_hand():
     # differences 0 and ln 3: -log(1/2) = ln 2, -log(3/4) = ln(4/3); their mean is ln(8/3) / 2
-    loss = preference_loss(torch.tensor([1.0, 2.0 + math.log(3)]), torch.tensor([1.0, 2.0]))
-    assert_close(loss, torch.tensor(math.log(8 / 3) / 2))
+    losses = preference_losses(torch.tensor([1.0, 2.0 + math.log(3)]), torch.tensor([1.0, 2.0]))
+    assert_close(losses.mean(), torch.tensor(math.log(8 / 3) / 2))
 
 
 def test_a_margin_is_taken_off_the_difference_before_the_sigmoid():
     # differences ln 3 and 0, margins ln 3 and -ln 3: -log(1/2) = ln 2, -log(3/4) = ln(4/3)
     ln3 = math.log(3)
-    loss = preference_loss(
+    losses = preference_losses(
         torch.tensor([ln3, 1.0]), torch.tensor([0.0, 1.0]), torch.tensor([ln3, -ln3])
     )
-    assert_close(loss, torch.tensor(math.log(8 / 3) / 2))
+    assert_close(losses.mean(), torch.tensor(math.log(8 / 3) / 2))
 
 
 def test_centering_loss_matches_the_numbers_done_by_hand():
     # (1 + 2)^2 = 9 and (0 - 1)^2 = 1; their mean is 5
-    loss = centering_loss(torch.tensor([1.0, 0.0]), torch.tensor([2.0, -1.0]))
-    assert loss.item() == 5
+    losses = centering_losses(torch.tensor([1.0, 0.0]), torch.tensor([2.0, -1.0]))
+    assert losses.tolist() == [9, 1]
 
 
 def test_the_loss_of_a_batch_of_pairs_has_its_margins_and_its_centering():
@@ -62,8 +62,11 @@ def test_the_loss_of_a_batch_of_pairs_has_its_margins_and_its_centering():
         -math.log(1 / (1 + math.exp(rejected + margin - chosen))) + 0.1 * (chosen + rejected) ** 2
         for chosen, rejected, margin in pairs
     )
-    loss = ranker(**collate_pairs(rows))["loss"]
-    assert loss.item() == pytest.approx(expected / 2, abs=1e-6)
+    loss, sums = ranker(**collate_pairs(rows), weights=torch.ones(2))
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    differences = [chosen - rejected for chosen, rejected, _ in pairs]
+    expected_sums = [sum(one > 0 for one in differences), sum(differences)]
+    assert sums.tolist() == pytest.approx(expected_sums, abs=1e-6)
 
 
 def test_scores_do_not_depend_on_padding_neighbours_or_pad_tokens_in_the_text(base):

@@ -146,11 +146,11 @@ def test_help_lists_every_flag_with_its_sentence(capsys):
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "python -m ppo_core.supervised sft|reward" in text
-    assert "OUTPUT_DIR Folder for the trained model and its tokenizer." in text
+    assert "OUTPUT_DIR Folder for the trained model and its tokenizer, metrics.jsonl" in text
     assert "--use_peft" in text
     assert "--centre_rewards_coefficient" in text
     assert "tokens of prompt plus response. Also --max_seq_length. (default: 512)" in text
-    assert "its tokenizer. Required." in text
+    assert "metrics.jsonl, and checkpoints. Required." in text
 
 
 SFT = """

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from pipeline.demo.task import write_base_model
 from ppo_core.data.rows.encoding import encode_row
 from ppo_core.errors import ConfigError, DataError, TrainingError
-from ppo_core.supervised.reward_pairs import pair_encoding
+from ppo_core.supervised.examples.reward_pairs import pair_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
 from tests.helpers.rows import read_row

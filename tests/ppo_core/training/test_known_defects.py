@@ -37,7 +37,7 @@ from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import critic_values
 from ppo_core.reporting.health import HealthMonitor
 from ppo_core.reporting.metrics import objective_metrics, update_metrics
-from ppo_core.supervised.reward_pairs import pair_encoding
+from ppo_core.supervised.examples.reward_pairs import pair_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.fault_server import fault_server, say
 from tests.helpers.paths import ROOT

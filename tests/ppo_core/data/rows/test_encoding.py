@@ -12,9 +12,9 @@ from ppo_core.data.rows.encoding import encode_batch, encode_row
 from ppo_core.data.rows.fitting import fit_prompts
 from ppo_core.data.rows.row_error import RowError, attempt
 from ppo_core.errors import DataError
-from ppo_core.supervised.encoded_rows import encode_rows
-from ppo_core.supervised.reward_pairs import pair_encoding
-from ppo_core.supervised.sft_examples import example_encoding
+from ppo_core.supervised.examples.encoded_rows import encode_rows
+from ppo_core.supervised.examples.reward_pairs import pair_encoding
+from ppo_core.supervised.examples.sft_examples import example_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.chat import say
 from tests.helpers.chat_models import TEMPLATES, make_instruct_tokenizer

@@ -7,7 +7,11 @@ from tokenizers.processors import TemplateProcessing
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.data.rows.encoding import encode_row
 from ppo_core.data.rows.row_error import RowError
-from ppo_core.supervised.sft_examples import IGNORED_LABEL, collate_examples, example_encoding
+from ppo_core.supervised.examples.sft_examples import (
+    IGNORED_LABEL,
+    collate_examples,
+    example_encoding,
+)
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.chat import (
     ASSISTANT,

@@ -5,7 +5,7 @@ import pytest
 from ppo_core.data.prompts import encode_dialogue
 from ppo_core.data.rows.encoding import encode_row
 from ppo_core.data.rows.row_error import RowError
-from ppo_core.supervised.reward_pairs import collate_pairs, pair_encoding
+from ppo_core.supervised.examples.reward_pairs import collate_pairs, pair_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.chat import ASSISTANT, ENDED, make_chat_tokenizer, say
 from tests.helpers.rows import read_row

@@ -19,8 +19,8 @@ from ppo_core.data.rows.row_error import RowError
 from ppo_core.data.rows.tokenizer_digest import tokenizer_digest
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config
-from ppo_core.supervised.reward_pairs import PAIR_SCHEMA, pair_encoding
-from ppo_core.supervised.sft_examples import EXAMPLE_SCHEMA, example_encoding
+from ppo_core.supervised.examples.reward_pairs import PAIR_SCHEMA, pair_encoding
+from ppo_core.supervised.examples.sft_examples import EXAMPLE_SCHEMA, example_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 TrainingKind: TypeAlias = Literal["demonstrations", "pairs"]

@@ -1,0 +1,67 @@
+"""Run SFT or the training of a reward model in processes of its own, as PPO runs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pipeline.launch.launcher import OnMetrics, train
+from pipeline.settings.settings import Settings
+from pipeline.settings.training_sections import SupervisedSection
+from ppo_core.data.rows.handed_over import write_rows
+from ppo_core.data.rows.reader import Rows
+from ppo_core.supervised.job import SupervisedJob, read_result, write_job
+
+PROGRAM = ("ppo_core.supervised",)
+
+Training = Literal["sft", "reward"]
+
+
+def train_supervised(
+    training: Training,
+    model: str,
+    rows: Rows,
+    section: SupervisedSection,
+    settings: Settings,
+    *,
+    folder: Path,
+    model_dir: Path,
+    on_metrics: OnMetrics,
+) -> Mapping[str, float]:
+    """Train a model, or resume its training from the last checkpoint in `folder`.
+
+    Args:
+        training: `sft`, or `reward` for a reward model.
+        model: folder or hub id of the model to start from.
+        rows: demonstrations or pairs.
+        section: settings of the training.
+        settings: settings of the run.
+        folder: folder of the job, its metrics and its checkpoints.
+        model_dir: folder for the trained model.
+        on_metrics: see `train`.
+
+    Returns:
+        The metrics of `train_sft` or `train_reward_model`.
+
+    Raises:
+        RunInterruptedError: SIGTERM arrived, and a checkpoint was saved.
+        ProcessError: a process died, failed unexpectedly, was frozen, or made no progress.
+        PPOError: a process failed with an error that a retry would not fix.
+    """
+    write_rows(rows, folder)
+    job = SupervisedJob(
+        training=training,
+        model=model,
+        model_dir=str(model_dir),
+        prompt_format=settings.prompt_format,
+        overlong=settings.overlong,
+        config=section.training_settings(),
+        lora=section.lora_arguments(),
+    )
+    train(
+        write_job(job, folder),
+        processes=settings.processes,
+        program=PROGRAM,
+        stall_minutes=settings.stall_minutes,
+        on_metrics=on_metrics,
+    )
+    return read_result(folder)

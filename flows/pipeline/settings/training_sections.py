@@ -1,0 +1,109 @@
+"""Settings of supervised training in the flow, and of LoRA adapters in all trainings."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from ppo_core.config.checks import require, require_count, require_finite
+from ppo_core.config.script_arguments import ALL_LINEAR
+from ppo_core.errors import ConfigError
+from ppo_core.errors.packages import require_package
+from ppo_core.supervised.supervised_config import SupervisedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Adapters on a frozen model (LoRA, arXiv:2106.09685), or none.
+
+    Raises:
+        ConfigError: a value is out of range or has no effect, or the package peft is missing.
+    """
+
+    r: int = 0
+    """Rank of the adapters; 0 trains all parameters."""
+
+    alpha: int = 32
+    """Numerator of the adapters' scale, alpha / r."""
+
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """Names of the modules that get adapters; `all-linear`, as the only entry, selects every
+    linear layer except the output head."""
+
+    def __post_init__(self) -> None:
+        """Raise if a value is out of range."""
+        require_finite(self)
+        require(self, "r", self.r >= 0, "at least 0")
+        require_count(self, "alpha")
+        names = self.target_modules
+        require(self, "target_modules", bool(names) and all(names), "a list of names")
+        if ALL_LINEAR in names and len(names) > 1:
+            raise ConfigError(
+                f"target_modules={names!r}: {ALL_LINEAR!r} must be the only entry; with others it "
+                "would be read as a module name. Remove this entry or all others."
+            )
+        if self.r == 0:
+            self._refuse_what_has_no_effect()
+        else:
+            require_package("peft", extra="peft", needed_by=f"r={self.r}")
+
+    def _refuse_what_has_no_effect(self) -> None:
+        plain = {"target_modules": [ALL_LINEAR]}
+        defaults = {one.name: one.default for one in fields(self)} | plain
+        for name, default in defaults.items():
+            if (value := getattr(self, name)) != default:
+                raise ConfigError(
+                    f"{name}={value!r} would be ignored, because r = 0 trains without adapters. "
+                    "Set r to the rank of the adapters, or remove the setting."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(AdapterConfig):
+    """Adapters that PPO trains instead of all parameters of the policy.
+
+    Dropout has no setting, because PPO sets all dropout to 0: otherwise the policy in the loss
+    would differ from the policy that sampled.
+    """
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the frozen policy in PPO; bfloat16 halves its memory. Adapters are always
+    trained in float32. With bfloat16, also set ppo.bf16 to true, to compute in bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedLoraConfig(AdapterConfig):
+    """Adapters that SFT or the training of a reward model trains; then merged into the model."""
+
+    dropout: float = 0.05
+    """Dropout probability at the input of the adapters."""
+
+    def __post_init__(self) -> None:
+        """Raise if a value is out of range."""
+        super().__post_init__()
+        require(self, "dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
+
+
+NOT_OF_THE_RESULT = ("sharding", "offload", "save_steps", "save_total_limit")
+"""Settings that change a result by rounding only, so that a model in the cache stays valid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedSection(SupervisedConfig):
+    """Settings of one supervised training, and of its adapters."""
+
+    lora: SupervisedLoraConfig = field(default_factory=SupervisedLoraConfig)
+    """Adapters that are trained instead of all parameters."""
+
+    def training_settings(self) -> dict[str, Any]:
+        """Return the settings of a `SupervisedConfig`."""
+        return {one.name: getattr(self, one.name) for one in fields(SupervisedConfig)}
+
+    def lora_arguments(self) -> dict[str, Any] | None:
+        """Return the arguments of `peft.LoraConfig`; None without adapters."""
+        if self.lora.r == 0:
+            return None
+        return {
+            "r": self.lora.r,
+            "lora_alpha": self.lora.alpha,
+            "lora_dropout": self.lora.dropout,
+            "target_modules": self.lora.target_modules,
+        }

@@ -1,0 +1,44 @@
+"""Hand rows that have been read to another process, in a folder of files."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+from datasets import Dataset, disable_progress_bars
+
+from ppo_core.data.atomic_files import explained_writes, write_atomically
+from ppo_core.data.rows.reader import Rows
+from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
+
+_TABLE, _FACTS = "rows.arrow", "rows.json"
+
+
+def write_rows(rows: Rows, folder: Path) -> None:
+    """Write rows into a folder, which is created.
+
+    Raises:
+        TrainingError: a file cannot be written, for example because the disk is full.
+    """
+    with explained_writes(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with (
+            (folder / _TABLE).open("wb") as file,
+            pyarrow.ipc.new_stream(file, rows.table.features.arrow_schema) as table,
+        ):
+            for batch in rows.table.with_format("arrow").iter(ROWS_AT_ONCE):
+                table.write_table(batch)
+    facts = {
+        "source": rows.source,
+        "digest": rows.digest,
+        "reading": rows.reading,
+        "left_out": rows.left_out,
+        "key": rows.key,
+    }
+    write_atomically(folder / _FACTS, json.dumps(facts))
+
+
+def read_written_rows(folder: Path) -> Rows:
+    """Return the rows that `write_rows` wrote, mapped into memory."""
+    disable_progress_bars()
+    facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+    return Rows(table=Dataset.from_file(str(folder / _TABLE)), **facts)

@@ -1,0 +1,1 @@
+"""Rows of supervised training as token ids, and their batches."""
