@@ -73,7 +73,7 @@ def test_a_reward_model_that_is_not_fit_stops_the_run_with_the_reasons(journey: 
     assert journey.refused.code == 1
     assert "The reward model is not fit to train against:" in journey.refused.log
     assert re.search(
-        r"- It prefers degenerate text \(repeated words\) for .* of 6", journey.refused.log
+        r"- It prefers degenerate text \(repeated answer\) for .* of 6", journey.refused.log
     )
     assert "--accept-reward-model" in journey.refused.log
     assert "Traceback" not in journey.refused.log
