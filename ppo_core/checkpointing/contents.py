@@ -11,18 +11,11 @@ from torch import Tensor, nn
 
 from ppo_core.checkpointing.files import STATE, Checkpoint, Part
 from ppo_core.checkpointing.fingerprint import Fingerprint
-from ppo_core.checkpointing.optimizer_options import optimizer_options
 from ppo_core.checkpointing.training_state import (
-    begin_restoring,
+    TrainingState,
     copied,
     explained_form,
     full_weights,
-    log_resumed,
-    optimizer_part,
-    random_part,
-    restore_optimizer,
-    restore_random_part,
-    restore_schedule,
 )
 from ppo_core.data.model_files import save_tokenizer
 from ppo_core.errors import TrainingError
@@ -48,19 +41,27 @@ class CheckpointContents(RunContext):
 
     def part(self) -> Part:
         """Return a copy of the files that this process writes."""
-        randomness, documents = random_part(self.engine)
-        train_state = self.train_state
-        optimizer, kept = optimizer_part(self.engine, train_state.module, train_state.optimizer)
-        groups = randomness | optimizer
+        groups, documents, entries = self._training.part()
         weights = self._full_weights()
         write_policy = self._policy_writer()
         if not self.engine.is_main:
             return Part(groups=groups, documents=documents)
-        run_groups, state = self._state(kept)
+        run_groups, state = self._state()
         return Part(
             groups=groups | weights | run_groups,
-            documents=documents | {STATE: json.dumps(state)},
+            documents=documents | {STATE: json.dumps(entries | state)},
             write_policy=write_policy,
+        )
+
+    @property
+    def _training(self) -> TrainingState:
+        train_state = self.train_state
+        return TrainingState(
+            engine=self.engine,
+            module=train_state.module,
+            optimizer=train_state.optimizer,
+            scheduler=train_state.scheduler,
+            fingerprint=self.fingerprint,
         )
 
     def _full_weights(self) -> dict[str, Mapping[str, Tensor]]:
@@ -92,17 +93,12 @@ class CheckpointContents(RunContext):
 
         return write
 
-    def _state(self, kept: dict[str, list[str]]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the tensors of the run state, and the content of trainer_state.json."""
+    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the tensors of the run state, and PPO's entries of trainer_state.json."""
         train_state = self.train_state
         groups, run = self.run.as_checkpoint()
         return groups, {
             "step": self.run.updates,
-            "processes": self.engine.num_processes,
-            "identity": self.fingerprint.as_json(),
-            "optimizer": optimizer_options(train_state.optimizer),
-            "kept": kept,
-            "scheduler": train_state.scheduler.state_dict(),
             "skipped_steps": train_state.skipped_steps,
             "skipped_in_a_row": train_state.skipped_in_a_row,
             "pretraining": train_state.pretraining and train_state.pretraining.state_dict(),
@@ -137,26 +133,22 @@ class CheckpointContents(RunContext):
 
     def _restore(self, checkpoint: Checkpoint, *, anyway: bool) -> None:
         state, train_state = checkpoint.state, self.train_state
-        module, optimizer = train_state.module, train_state.optimizer
-        is_same = begin_restoring(
-            checkpoint, self.fingerprint, self.engine, module, optimizer, anyway=anyway
-        )
-        self.engine.load_weights(module, self._weights(checkpoint).get)
+        training = self._training
+        is_same = training.begin_restoring(checkpoint, anyway=anyway)
+        self.engine.load_weights(train_state.module, self._weights(checkpoint).get)
         if self.config.reference_refresh_updates:
             reference = checkpoint.tensors(REFERENCE)
             self.engine.load_weights(self.models.reference, reference.get)
         if self.average is not None:
             self.average.load(checkpoint.tensors(AVERAGE))
-        restore_optimizer(checkpoint, self.engine, module, optimizer)
-        restore_schedule(checkpoint, optimizer, train_state.scheduler, is_same=is_same)
+        training.restore_optimizer(checkpoint, is_same=is_same)
         train_state.skipped_steps = state["skipped_steps"]
         train_state.skipped_in_a_row = state["skipped_in_a_row"]
         if train_state.pretraining is not None and state["pretraining"] is not None:
             train_state.pretraining.load_state_dict(state["pretraining"])
         self.run.restore({g: dict(checkpoint.tensors(g)) for g in state["groups"]}, state["run"])
         self.reporter.load_state_dict(state["reporter"])
-        restore_random_part(checkpoint, self.engine)
-        log_resumed(checkpoint, self.engine, "updates")
+        training.finish_restoring(checkpoint, "updates")
 
     def _weights(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         """Return a checkpoint's policy and critic weights, by name in the trained module."""

@@ -1,4 +1,4 @@
-"""What the checkpoint of any training has: weights, optimizer, schedule, and random states.
+"""What the checkpoint of any training has beside weights: optimizer, schedule, random states.
 
 Tensors are written unsharded, by parameter name, so a checkpoint can be resumed with any number of
 processes and any sharding.
@@ -8,6 +8,8 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -19,6 +21,7 @@ from ppo_core.checkpointing.files import Checkpoint
 from ppo_core.checkpointing.fingerprint import Fingerprint
 from ppo_core.checkpointing.optimizer_options import (
     check_optimizer_fits,
+    optimizer_options,
     restore_options,
     set_schedule_step,
 )
@@ -32,121 +35,136 @@ OPTIMIZER, PROCESS = "optimizer", "process"
 logger = logging.getLogger(__name__)
 
 
-def random_part(engine: Engine) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, str]]:
-    """Return the random states of this process, as groups of tensors and as JSON documents."""
-    rng, numbers = global_rng_state()
-    process = f"{PROCESS}-{engine.rank}"
-    return {process: rng}, {f"{process}.json": json.dumps(numbers)}
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """What a step of any training changes; all processes must call the methods."""
 
+    engine: Engine
+    module: nn.Module
+    """The trained module, as the engine prepared it."""
 
-def restore_random_part(checkpoint: Checkpoint, engine: Engine) -> None:
-    """Restore the random states of this process, or of another if there were fewer processes."""
-    process = f"{PROCESS}-{engine.rank % checkpoint.state['processes']}"
-    rng = load_file(checkpoint.folder / f"{process}.safetensors")
-    restore_global_rng_state(rng, checkpoint.document(f"{process}.json"))
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    fingerprint: Fingerprint
 
+    def part(self) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, str], dict[str, Any]]:
+        """Return a copy of what this process writes, without the weights.
 
-def optimizer_part(
-    engine: Engine, module: nn.Module, optimizer: Optimizer
-) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, list[str]]]:
-    """Return the optimizer states that this process writes, and each parameter's state keys."""
-    loads = [0] * engine.num_processes
-    share: dict[str, Tensor] = {}
-    kept = {}
-    for name, state in engine.optimizer_states(module, optimizer):
-        kept[name] = list(state)
-        rank = loads.index(min(loads))
-        loads[rank] += sum(tensor.nbytes for tensor in state.values())
-        if rank == engine.rank:
-            share |= {f"{name}/{key}": copied(tensor) for key, tensor in state.items()}
-    return {f"{OPTIMIZER}-{engine.rank}": share}, kept
+        Returns:
+            Groups of tensors, the text of JSON files, and entries of trainer_state.json.
+        """
+        rng, numbers = global_rng_state()
+        process = f"{PROCESS}-{self.engine.rank}"
+        share, kept = self._optimizer_share()
+        groups: dict[str, Mapping[str, Tensor]] = {
+            process: rng,
+            f"{OPTIMIZER}-{self.engine.rank}": share,
+        }
+        entries = {
+            "processes": self.engine.num_processes,
+            "identity": self.fingerprint.as_json(),
+            "optimizer": optimizer_options(self.optimizer),
+            "kept": kept,
+            "scheduler": self.scheduler.state_dict(),
+        }
+        return groups, {f"{process}.json": json.dumps(numbers)}, entries
 
+    def _optimizer_share(self) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+        """Return the optimizer states that this process writes, and each parameter's state keys."""
+        loads = [0] * self.engine.num_processes
+        share: dict[str, Tensor] = {}
+        kept = {}
+        for name, state in self.engine.optimizer_states(self.module, self.optimizer):
+            kept[name] = list(state)
+            rank = loads.index(min(loads))
+            loads[rank] += sum(tensor.nbytes for tensor in state.values())
+            if rank == self.engine.rank:
+                share |= {f"{name}/{key}": copied(tensor) for key, tensor in state.items()}
+        return share, kept
 
-def restore_optimizer(
-    checkpoint: Checkpoint, engine: Engine, module: nn.Module, optimizer: Optimizer
-) -> None:
-    """Restore the states that `optimizer_part` returned in all processes.
+    # --- Resuming, in this order, with the weights after `begin_restoring` ---
 
-    Raises:
-        TrainingError: the states are of other parameters.
-    """
-    kept, saved = checkpoint.state["kept"], checkpoint.tensors(OPTIMIZER)
-    asked = set()
+    def begin_restoring(self, checkpoint: Checkpoint, *, anyway: bool) -> bool:
+        """Check that a checkpoint fits the run; return whether both have the same settings.
 
-    def state_of(name: str) -> dict[str, Tensor]:
-        asked.add(name)
-        return {key: saved[f"{name}/{key}"] for key in kept.get(name, ())}
+        Raises:
+            TrainingError: the optimizer is another; or settings, data or models are others, and
+                `anyway` is off.
+        """
+        is_same = self._check_same_run(checkpoint, anyway=anyway)
+        check_optimizer_fits(self.optimizer, checkpoint.state["optimizer"])
+        # Drop gradients that an earlier error may have left.
+        self.engine.discard(self.module, self.optimizer)
+        return is_same
 
-    engine.load_optimizer_states(module, optimizer, state_of)
-    if strange := asked ^ kept.keys():
-        raise TrainingError(
-            f"The optimizer state in the checkpoint '{checkpoint.folder}' is for other "
-            f"parameters than in this run, for example {min(strange)}. Moments would start "
-            "from zero. Resume with the models that wrote the checkpoint, or start a new run "
-            "from the checkpoint's policy."
-        )
+    def restore_optimizer(self, checkpoint: Checkpoint, *, is_same: bool) -> None:
+        """Restore optimizer and schedule.
 
+        If not `is_same`, rates and options are those of the new settings.
 
-def restore_schedule(
-    checkpoint: Checkpoint, optimizer: Optimizer, scheduler: LRScheduler, *, is_same: bool
-) -> None:
-    """Restore the options of the optimizer and the step of the schedule.
+        Raises:
+            TrainingError: the optimizer's states are of other parameters.
+        """
+        self._restore_optimizer_states(checkpoint)
+        state = checkpoint.state
+        if is_same or not isinstance(self.scheduler, LambdaLR):
+            restore_options(self.optimizer, state["optimizer"])
+            self.scheduler.load_state_dict(state["scheduler"])
+        else:
+            set_schedule_step(self.scheduler, state["scheduler"]["last_epoch"])
 
-    If the run is not the `same`, rates and options are those of the new settings.
-    """
-    state = checkpoint.state
-    if is_same or not isinstance(scheduler, LambdaLR):
-        restore_options(optimizer, state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
-    else:
-        set_schedule_step(scheduler, state["scheduler"]["last_epoch"])
+    def finish_restoring(self, checkpoint: Checkpoint, unit: str) -> None:
+        """Restore the random states, and log how many steps are done; `unit` is their name.
+
+        A process that the earlier run did not have takes the random states of another.
+        """
+        state = checkpoint.state
+        process = f"{PROCESS}-{self.engine.rank % state['processes']}"
+        rng = load_file(checkpoint.folder / f"{process}.safetensors")
+        restore_global_rng_state(rng, checkpoint.document(f"{process}.json"))
+        if self.engine.is_main:
+            logger.warning(
+                "Resumed from %s: %d %s are done.", checkpoint.folder, state["step"], unit
+            )
+
+    def _check_same_run(self, checkpoint: Checkpoint, *, anyway: bool) -> bool:
+        different = self.fingerprint.differences(checkpoint.state["identity"])
+        if not different:
+            return True
+        differences = "; ".join(different)
+        if not anyway:
+            raise TrainingError(
+                f"The checkpoint '{checkpoint.folder}' was {differences}. The resumed run would "
+                "match neither configuration. Resume with the settings and models of the "
+                "checkpoint, start a new run from the checkpoint's policy, or set --resume_anyway "
+                "(resume_anyway=True)."
+            )
+        if self.engine.is_main:
+            logger.warning("Resuming anyway: '%s' was %s.", checkpoint.folder, differences)
+        return False
+
+    def _restore_optimizer_states(self, checkpoint: Checkpoint) -> None:
+        kept, saved = checkpoint.state["kept"], checkpoint.tensors(OPTIMIZER)
+        asked = set()
+
+        def state_of(name: str) -> dict[str, Tensor]:
+            asked.add(name)
+            return {key: saved[f"{name}/{key}"] for key in kept.get(name, ())}
+
+        self.engine.load_optimizer_states(self.module, self.optimizer, state_of)
+        if strange := asked ^ kept.keys():
+            raise TrainingError(
+                f"The optimizer state in the checkpoint '{checkpoint.folder}' is for other "
+                f"parameters than in this run, for example {min(strange)}. Moments would start "
+                "from zero. Resume with the models that wrote the checkpoint, or start a new run "
+                "from the checkpoint's policy."
+            )
 
 
 def full_weights(engine: Engine, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return unsharded copies of parameters; an empty dict outside the main process."""
     full = engine.full_state_dict(nn.ParameterList(parameters.values()))
     return dict(zip(parameters, full.values(), strict=True)) if full is not None else {}
-
-
-def begin_restoring(
-    checkpoint: Checkpoint,
-    fingerprint: Fingerprint,
-    engine: Engine,
-    module: nn.Module,
-    optimizer: Optimizer,
-    *,
-    anyway: bool,
-) -> bool:
-    """Check that a checkpoint fits a run, and drop gradients; return whether the runs are the same.
-
-    Raises:
-        TrainingError: the optimizer is another; or settings, data or models are others, and
-            `anyway` is off.
-    """
-    is_same = _check_same_run(checkpoint, fingerprint, is_main=engine.is_main, anyway=anyway)
-    check_optimizer_fits(optimizer, checkpoint.state["optimizer"])
-    # Drop gradients that an earlier error may have left.
-    engine.discard(module, optimizer)
-    return is_same
-
-
-def _check_same_run(
-    checkpoint: Checkpoint, fingerprint: Fingerprint, *, is_main: bool, anyway: bool
-) -> bool:
-    different = fingerprint.differences(checkpoint.state["identity"])
-    if not different:
-        return True
-    differences = "; ".join(different)
-    if not anyway:
-        raise TrainingError(
-            f"The checkpoint '{checkpoint.folder}' was {differences}. The resumed run would "
-            "match neither configuration. Resume with the settings and models of the "
-            "checkpoint, start a new run from the checkpoint's policy, or set --resume_anyway "
-            "(resume_anyway=True)."
-        )
-    if is_main:
-        logger.warning("Resuming anyway: '%s' was %s.", checkpoint.folder, differences)
-    return False
 
 
 @contextmanager
@@ -162,13 +180,6 @@ def explained_form(checkpoint: Checkpoint) -> Iterator[None]:
             f"has another form than this version writes: {type(e).__name__}: {e}. Resume from "
             "an earlier checkpoint, or with the version that wrote this one."
         ) from e
-
-
-def log_resumed(checkpoint: Checkpoint, engine: Engine, unit: str) -> None:
-    """Log from where a run continues; `unit` is what its steps are."""
-    if engine.is_main:
-        done = checkpoint.state["step"]
-        logger.warning("Resumed from %s: %d %s are done.", checkpoint.folder, done, unit)
 
 
 def copied(tensor: Tensor) -> Tensor:

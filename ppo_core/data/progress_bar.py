@@ -16,7 +16,7 @@ PROGRESS_FILE = "progress.txt"
 """Name of the file in the folder of a program's job."""
 
 SECONDS_BETWEEN_WRITES = 1.0
-"""Minimum seconds between two writes of it."""
+"""Minimum seconds between two writes of that file."""
 
 
 class _OneLineEach:

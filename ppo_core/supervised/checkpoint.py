@@ -1,28 +1,13 @@
 """The contents of a checkpoint of supervised training: everything that the next step depends on."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor, nn
 
 from ppo_core.checkpointing.files import STATE, Checkpoint, Part
-from ppo_core.checkpointing.fingerprint import Fingerprint
-from ppo_core.checkpointing.optimizer_options import optimizer_options
-from ppo_core.checkpointing.training_state import (
-    begin_restoring,
-    explained_form,
-    full_weights,
-    log_resumed,
-    optimizer_part,
-    random_part,
-    restore_optimizer,
-    restore_random_part,
-    restore_schedule,
-)
-from ppo_core.distributed.engine import Engine
+from ppo_core.checkpointing.training_state import TrainingState, explained_form, full_weights
 from ppo_core.errors import TrainingError
 
 WEIGHTS = "weights"
@@ -47,13 +32,7 @@ class Progress:
 class SupervisedContents:
     """Collects the state of one training, and restores it; all processes must call."""
 
-    engine: Engine
-    module: nn.Module
-    """The module, as the engine prepared it."""
-
-    optimizer: Optimizer
-    scheduler: LRScheduler
-    fingerprint: Fingerprint
+    training: TrainingState
     progress: Progress
 
     @property
@@ -63,29 +42,17 @@ class SupervisedContents:
 
     def part(self) -> Part:
         """Return a copy of the files that this process writes."""
-        groups, documents = random_part(self.engine)
-        optimizer, kept = optimizer_part(self.engine, self.module, self.optimizer)
-        weights = full_weights(self.engine, self._trained())
-        groups |= optimizer
-        if self.engine.is_main:
+        groups, documents, entries = self.training.part()
+        weights = full_weights(self.training.engine, self._trained())
+        if self.training.engine.is_main:
             groups[WEIGHTS] = weights
-            documents[STATE] = json.dumps(self._state(kept))
+            own = {"step": self.step, "progress": asdict(self.progress)}
+            documents[STATE] = json.dumps(entries | own)
         return Part(groups=groups, documents=documents)
-
-    def _state(self, kept: dict[str, list[str]]) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "processes": self.engine.num_processes,
-            "identity": self.fingerprint.as_json(),
-            "optimizer": optimizer_options(self.optimizer),
-            "kept": kept,
-            "scheduler": self.scheduler.state_dict(),
-            "progress": asdict(self.progress),
-        }
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are trained: all of them, or those of an adapter."""
-        named = self.engine.unwrap(self.module).named_parameters()
+        named = self.training.engine.unwrap(self.training.module).named_parameters()
         return {name: parameter for name, parameter in named if parameter.requires_grad}
 
     def restore(self, checkpoint: Checkpoint, *, anyway: bool) -> None:
@@ -97,14 +64,15 @@ class SupervisedContents:
             TrainingError: the checkpoint belongs to another run, has another model, or a file of it
                 has another form.
         """
+        training = self.training
         with explained_form(checkpoint):
-            self._restore(checkpoint, anyway=anyway)
+            is_same = training.begin_restoring(checkpoint, anyway=anyway)
+            training.engine.load_weights(training.module, self._weights(checkpoint).get)
+            training.restore_optimizer(checkpoint, is_same=is_same)
+            vars(self.progress).update(checkpoint.state["progress"])
+            training.finish_restoring(checkpoint, "steps")
 
-    def _restore(self, checkpoint: Checkpoint, *, anyway: bool) -> None:
-        engine, module, optimizer = self.engine, self.module, self.optimizer
-        is_same = begin_restoring(
-            checkpoint, self.fingerprint, engine, module, optimizer, anyway=anyway
-        )
+    def _weights(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         weights = checkpoint.tensors(WEIGHTS)
         if strange := weights.keys() ^ self._trained().keys():
             raise TrainingError(
@@ -112,9 +80,4 @@ class SupervisedContents:
                 f"this run, for example {min(strange)}. Resume with the model that the checkpoint "
                 "was trained from."
             )
-        engine.load_weights(module, weights.get)
-        restore_optimizer(checkpoint, engine, module, optimizer)
-        restore_schedule(checkpoint, optimizer, self.scheduler, is_same=is_same)
-        vars(self.progress).update(checkpoint.state["progress"])
-        restore_random_part(checkpoint, engine)
-        log_resumed(checkpoint, engine, "steps")
+        return weights

@@ -1,7 +1,7 @@
 """A training whose settings are in a file: `python -m ppo_core.supervised JOB.json`.
 
-The flow starts a training so. The rows are beside the file, as `write_rows` wrote them; so are the
-metrics, the checkpoints and the result.
+The flow starts each training in this way. The folder of the file also has the rows (see
+`write_rows`), the metrics, the checkpoints and the result.
 """
 
 import json

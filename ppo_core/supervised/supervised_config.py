@@ -30,7 +30,7 @@ class SupervisedConfig:
 
     gradient_accumulation_steps: int = 1
     """Number of batches in one optimizer step, which has batch_size * gradient_accumulation_steps
-    examples or pairs in all. Several processes share them, so their number changes no result."""
+    examples or pairs in all. Several processes share them."""
 
     max_length: int = 512
     """Maximum number of tokens of prompt plus response."""

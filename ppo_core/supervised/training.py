@@ -61,7 +61,7 @@ def train_sft(
 
     The loss is the mean over those tokens of an optimizer step whose label is not ignored. The
     trained model and its tokenizer are saved. Call this function in every process of torchrun or
-    `accelerate launch`; the result is that of one process.
+    `accelerate launch`.
 
     Args:
         model: folder or hub id of the model to start from.

@@ -16,6 +16,7 @@ from transformers import get_scheduler, set_seed
 from ppo_core.checkpointing.checkpointer import Checkpointer, SavePlan
 from ppo_core.checkpointing.fingerprint import AROUND, Fingerprint, fingerprint
 from ppo_core.checkpointing.state_form import SUPERVISED_FORMS
+from ppo_core.checkpointing.training_state import TrainingState
 from ppo_core.data.progress_bar import progress
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
@@ -30,16 +31,18 @@ MAX_GRAD_NORM = 1.0
 """Norm to which the gradient of a step is clipped."""
 
 MOST_LINES = 500
-"""Maximum number of lines in the metrics file; a line of a longer training is of several steps."""
+"""Maximum number of lines in the metrics file.
+
+In a longer training a line has the means of several steps, and `grad_norm` and `lr` of the last."""
 
 TIMEOUT = 1800
 """Seconds that a process waits for the others."""
 
 LESS_MEMORY = (
-    "Lower batch_size and raise gradient_accumulation_steps by the same factor: no result depends "
-    "on it. Or set gradient_checkpointing=True, train LoRA adapters, lower max_length, or set "
-    "sharding to zero2, zero3 or fsdp2 with several processes, with offload=True if that is not "
-    "enough. Then resume."
+    "Lower batch_size and raise gradient_accumulation_steps by the same factor, set "
+    "gradient_checkpointing=True, train LoRA adapters, or lower max_length, in a new output_dir. "
+    "Or start several processes with sharding=zero2, zero3 or fsdp2, and with offload=True if that "
+    "is not enough; such a training can resume."
 )
 """What to do after a training that ran out of memory."""
 
@@ -117,14 +120,14 @@ class TrainingLoop:
         self._metrics_file = MetricsFile(output_dir) if output_dir and engine.is_main else None
         self._checkpoints: Checkpointer | None = None
         if output_dir is not None:
-            contents = SupervisedContents(
+            training = TrainingState(
                 engine=engine,
                 module=self._module,
                 optimizer=self._optimizer,
                 scheduler=scheduler,
                 fingerprint=start,
-                progress=self._progress,
             )
+            contents = SupervisedContents(training=training, progress=self._progress)
             plan = SavePlan(
                 folder=output_dir,
                 saves=config.save_steps > 0,

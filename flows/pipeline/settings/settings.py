@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -141,7 +141,7 @@ class Settings:
     `fp32`, `bf16`, or `auto`, bf16 on a GPU that computes in it. Reward models score in fp32."""
 
     stall_minutes: float = 30.0
-    """A training or a step is ended after so many minutes without progress (an update, an answer, a
+    """A training or a step is ended after so many minutes without progress (a step, an answer, a
     verdict), or after 20 times its median wait if that is longer. A training is retried from its
     last checkpoint."""
 
@@ -149,20 +149,18 @@ class Settings:
     """Time limit in minutes of each step except `start`; 0 for no limit."""
 
     sft: SupervisedSection = field(
-        default_factory=lambda: SupervisedSection(**_defaults(UNKNOWN_SIZE, lora=False)["sft"])
+        default_factory=lambda: SupervisedSection(**_defaults(UNKNOWN_SIZE)["sft"])
     )
     """Settings for fine-tuning the policy on `sft_data`."""
 
     reward_model_training: SupervisedSection = field(
         default_factory=lambda: SupervisedSection(
-            **_defaults(UNKNOWN_SIZE, lora=False)["reward_model_training"]
+            **_defaults(UNKNOWN_SIZE)["reward_model_training"]
         )
     )
     """Settings for training the reward model; `end_of_text` also applies when it scores texts."""
 
-    ppo: PPOConfig = field(
-        default_factory=lambda: PPOConfig(**_defaults(UNKNOWN_SIZE, lora=False)["ppo"])
-    )
+    ppo: PPOConfig = field(default_factory=lambda: PPOConfig(**_defaults(UNKNOWN_SIZE)["ppo"]))
     """Settings of PPO."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -408,12 +406,10 @@ def _with_one_seed(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_defaults(table: Mapping[str, Any], parameters: int) -> dict[str, Any]:
     """Return the table with the flow's defaults for a policy of this size."""
-    sections = {name: table.get(name) for name in ("sft", "reward_model_training")}
-    defaults = _defaults(
-        parameters,
-        lora=_has_adapters(table),
-        supervised_lora={name: _has_adapters(section) for name, section in sections.items()},
-    )
+    # The adapters of PPO have a section of the top level.
+    places = {"sft": table.get("sft"), "reward_model_training": table.get("reward_model_training")}
+    adapted = {name for name, place in {**places, "ppo": table}.items() if _has_adapters(place)}
+    defaults = _defaults(parameters, adapted)
     defaults["ppo"] |= _kl_warning(table.get("promotion"))
     return {**table} | {
         name: _with_section_defaults(name, table[name], section)
@@ -428,26 +424,15 @@ def _has_adapters(table: object) -> bool:
     return isinstance(lora, Mapping) and bool(lora.get("r"))
 
 
-def _defaults(
-    parameters: int, *, lora: bool, supervised_lora: Mapping[str, bool] | None = None
-) -> dict[str, dict[str, Any]]:
-    """Return section -> the flow's defaults.
-
-    `lora` is whether PPO trains adapters, `supervised_lora` for which other sections it is so.
-    """
-    has_lora = supervised_lora or {}
-    full, ppo, sft, reward = (
-        sized_defaults(parameters, lora=one)
-        for one in (
-            False,
-            lora,
-            has_lora.get("sft", False),
-            has_lora.get("reward_model_training", False),
-        )
+def _defaults(parameters: int, adapted: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Return section -> the flow's defaults; the sections in `adapted` train adapters."""
+    sft, reward, ppo = (
+        sized_defaults(parameters, lora=name in adapted)
+        for name in ("sft", "reward_model_training", "ppo")
     )
     supervised = {
-        "batch_size": full.batch_size,
-        "gradient_accumulation_steps": full.gradient_accumulation_steps,
+        "batch_size": sft.batch_size,
+        "gradient_accumulation_steps": sft.gradient_accumulation_steps,
         # A checkpoint after each tenth of the training, for a retried step.
         "save_steps": 0.1,
     }

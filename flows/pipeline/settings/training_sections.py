@@ -46,8 +46,8 @@ class AdapterConfig:
             require_package("peft", extra="peft", needed_by=f"r={self.r}")
 
     def _refuse_what_has_no_effect(self) -> None:
-        plain = {"target_modules": [ALL_LINEAR]}
-        defaults = {one.name: one.default for one in fields(self)} | plain
+        defaults = {one.name: one.default for one in fields(self)}
+        defaults["target_modules"] = [ALL_LINEAR]  # made by a function
         for name, default in defaults.items():
             if (value := getattr(self, name)) != default:
                 raise ConfigError(
@@ -83,7 +83,7 @@ class SupervisedLoraConfig(AdapterConfig):
 
 
 NOT_OF_THE_RESULT = ("sharding", "offload", "save_steps", "save_total_limit")
-"""Settings that change a result by rounding only, so that a model in the cache stays valid."""
+"""Settings that change a result only by rounding: a model in the cache stays valid without them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,9 @@ from pipeline.tracking.tracker import SHORT_SECONDS, Tracker
 def track(run: FlowRun, step: str, *, patient: bool = False) -> Tracker:
     """Return the tracker of a step.
 
-    Set `patient` for a step without subprocesses that logs at its end. Such a step imports MLflow
-    only if it runs longer than SHORT_SECONDS; otherwise the next step sends its entries.
+    Set `patient` for a step that often ends at once, because its model is in the cache. Such a step
+    imports MLflow only if it runs longer than SHORT_SECONDS; otherwise the next step sends its
+    entries.
     """
     return Tracker(run.folder, run.tracking, step, patience=SHORT_SECONDS if patient else 0.0)
 
