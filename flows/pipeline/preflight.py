@@ -1,7 +1,8 @@
 """Check the inputs of a run before anything is trained."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.inputs.repeated_prompts import describe_repeats
 from pipeline.judges.judge_names import read_judges
 from pipeline.judges.spec import check_judge
+from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.reader import Rows
 from ppo_core.data.sources.source import named_data
+from ppo_core.distributed.strategy import choose_sharding
 from ppo_core.errors import ConfigError, DataError, ModelError, reason_of
 from ppo_core.models.files.model_folder import check_model_folder
 from ppo_core.models.loading import (
@@ -29,6 +32,8 @@ from ppo_core.models.loading import (
     load_tokenizer,
 )
 from ppo_core.rollout.sampler import stop_token
+from ppo_core.supervised.learning_rate import refuse_sharded_search
+from ppo_core.supervised.training import refuse_other_settings
 
 
 def check_inputs(settings: Settings) -> None:
@@ -40,6 +45,7 @@ def check_inputs(settings: Settings) -> None:
         ModelError: a model cannot be used.
     """
     check_outputs(settings.output_dir, settings.summary_json)
+    _check_trainings(settings)
     _check_models(settings)
     labels = data_sets.labels_of_run(settings)
     _check_prompts(settings)
@@ -89,6 +95,38 @@ def require_writable(folder: Path, name: str) -> None:
             f"{name}: nothing can be written into {str(folder)!r} ({reason_of(error)}). "
             "Choose a writable folder."
         ) from error
+
+
+def _check_trainings(settings: Settings) -> None:
+    """Raise if a setting of a training contradicts another, or has no effect."""
+    processes = settings.processes or gpus() or 1
+    if settings.sft_data:
+        with _named_section("sft"):
+            refuse_other_settings("demonstrations", settings.sft)
+            choose_sharding(
+                settings.sft.sharding,
+                deepspeed=None,
+                offload=settings.sft.offload,
+                processes=processes,
+            )
+    if not (settings.reward_model and settings.judge):
+        section = settings.reward_model_training
+        with _named_section("reward_model_training"):
+            refuse_other_settings("pairs", section)
+            sharding = choose_sharding(
+                section.sharding, deepspeed=None, offload=section.offload, processes=processes
+            )
+            if section.learning_rate == "auto":
+                refuse_sharded_search(sharding)
+
+
+@contextmanager
+def _named_section(name: str) -> Iterator[None]:
+    """Begin the message of a ConfigError with the section of the settings file."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"[{name}]: {error}") from error
 
 
 def _check_models(settings: Settings) -> None:

@@ -89,8 +89,8 @@ class Checkpointer:
         self._peers = ProcessGroup.meet(patience)
         # The writing thread needs a group of its own: its messages must not mix with others.
         self._writers = ProcessGroup.meet(patience) if self._plan.in_background else self._peers
-        if not resume:
-            self._peers.together(self._refuse_earlier)
+        if not resume and self._plan.saves:
+            self._peers.together(lambda: refuse_earlier_run(self._plan.folder))
         if self._plan.saves:
             self._lease = self._claim()
         checkpoint = None
@@ -142,15 +142,6 @@ class Checkpointer:
         """
         self._saver.wait()
 
-    def _refuse_earlier(self) -> None:
-        earlier = checkpoint_folders(self._plan.folder)
-        if earlier and self._plan.saves:
-            raise ConfigError(
-                f"'{earlier[0]}' belongs to an earlier run. The checkpoints of both runs would "
-                "mix, and a later resume could take the wrong checkpoint. Resume with "
-                "resume_from_checkpoint, choose another output_dir, or remove the old checkpoints."
-            )
-
     def _claim(self) -> Lease:
         claims: list[Any] = self._peers.together(
             lambda: self._claim_folder() if self._peers.is_main else None
@@ -167,3 +158,18 @@ class Checkpointer:
                 f"output_dir='{folder}' cannot be created or written: {error}. Set output_dir to "
                 "another folder, because no checkpoint could be saved in this one."
             ) from error
+
+
+def refuse_earlier_run(folder: Path) -> None:
+    """Raise if the folder of a new run has checkpoints.
+
+    Raises:
+        ConfigError: there is a checkpoint.
+    """
+    earlier = checkpoint_folders(folder)
+    if earlier:
+        raise ConfigError(
+            f"'{earlier[0]}' belongs to an earlier run. The checkpoints of both runs would mix, "
+            "and a later resume could take the wrong checkpoint. Resume with "
+            "resume_from_checkpoint, choose another output_dir, or remove the old checkpoints."
+        )

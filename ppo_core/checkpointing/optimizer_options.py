@@ -47,7 +47,7 @@ def check_optimizer_fits(optimizer: Optimizer, saved: JSON) -> None:
     raise TrainingError(
         f"The optimizer state of the checkpoint does not fit: {misfit}. Without this state "
         "the moments would start from zero. Resume with the models and settings that wrote the "
-        "checkpoint, or start a new run from its policy."
+        "checkpoint, or start a new run in another output_dir."
     )
 
 

@@ -136,7 +136,7 @@ class TrainingState:
             raise TrainingError(
                 f"The checkpoint '{checkpoint.folder}' was {differences}. The resumed run would "
                 "match neither configuration. Resume with the settings and models of the "
-                "checkpoint, start a new run from the checkpoint's policy, or set --resume_anyway "
+                "checkpoint, start a new run in another output_dir, or set --resume_anyway "
                 "(resume_anyway=True)."
             )
         if self.engine.is_main:
@@ -157,7 +157,7 @@ class TrainingState:
                 f"The optimizer state in the checkpoint '{checkpoint.folder}' is for other "
                 f"parameters than in this run, for example {min(strange)}. Moments would start "
                 "from zero. Resume with the models that wrote the checkpoint, or start a new run "
-                "from the checkpoint's policy."
+                "in another output_dir."
             )
 
 

@@ -40,6 +40,22 @@ def require_count(config: object, name: str) -> None:
     require(config, name, isinstance(value, int) and value >= 1, "a whole number, at least 1")
 
 
+def require_kept_checkpoints(config: Any) -> None:
+    """Raise if `save_total_limit` of a configuration keeps fewer than two checkpoints.
+
+    Raises:
+        ConfigError: it is not None and below 2.
+    """
+    if config.save_total_limit is None:
+        return
+    require_count(config, "save_total_limit")
+    if config.save_total_limit == 1:
+        raise ConfigError(
+            "save_total_limit=1 would keep only one checkpoint. If its files were damaged, the run "
+            "could not resume. Set save_total_limit to at least 2, or to None to keep all."
+        )
+
+
 def check_type(kind: Any, value: object, name: str) -> None:
     """Raise unless the value of a setting, read from a file, has the type of its field.
 

@@ -5,7 +5,13 @@ from math import inf
 from types import NoneType
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from ppo_core.config.checks import is_finite, require, require_count, require_seed
+from ppo_core.config.checks import (
+    is_finite,
+    require,
+    require_count,
+    require_kept_checkpoints,
+    require_seed,
+)
 from ppo_core.config.run_config import RunConfig
 from ppo_core.config.unsupported_settings import refusing_unsupported
 from ppo_core.errors import ConfigError
@@ -283,18 +289,12 @@ def _check_ranges(config: PPOConfig) -> None:
         "max_skipped_steps ddp_timeout"
     ).split():
         require_count(config, name)
-    for name in (
-        "total_episodes batch_size max_tokens_per_microbatch save_total_limit dataset_num_proc"
-    ).split():
+    for name in "total_episodes batch_size max_tokens_per_microbatch dataset_num_proc".split():
         if getattr(config, name) is not None:
             require_count(config, name)
     if config.max_steps != -1:
         require_count(config, "max_steps")
-    if config.save_total_limit == 1:
-        raise ConfigError(
-            "save_total_limit=1 would keep only one checkpoint. If its files were damaged, the run "
-            "could not resume. Set save_total_limit to at least 2, or to None to keep all."
-        )
+    require_kept_checkpoints(config)
     for name in (
         "top_k overlong_buffer critic_warmup_updates reference_refresh_updates "
         "num_sample_generations"

@@ -118,7 +118,7 @@ SUPERVISED_INSTEAD: Unsupported = {
     "do_eval": ((False,), _NO_EVALUATION),
     "do_train": ((True,), "the command trains"),
     "load_best_model_at_end": ((False,), _NO_EVALUATION),
-    "save_strategy": (("no", "steps"), "set save_steps, where 0 writes no checkpoint"),
+    "save_strategy": (("no",), "set only save_steps, which writes checkpoints if it is above 0"),
     "save_safetensors": ((True,), "weights are always written as safetensors"),
     "overwrite_output_dir": ((True,), "a model in output_dir is replaced by the trained model"),
     "push_to_hub": ((False,), _UPLOAD),

@@ -54,6 +54,11 @@ def large_imports() -> Iterator[None]:
         gc.enable()
 
 
+def is_main_process() -> bool:
+    """Return whether this process has rank 0, by the variable of torchrun and accelerate."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent process ends.
 

@@ -20,27 +20,28 @@ def uses_deepspeed(sharding: str | None) -> bool:
 
 
 def choose_sharding(
-    sharding: Sharding | None, *, deepspeed: str | None, offload: bool
+    sharding: Sharding | None, *, deepspeed: str | None, offload: bool, processes: int | None = None
 ) -> Sharding | None:
     """Return the sharding to use; None means that DeepSpeed's settings choose the ZeRO stage.
 
     `deepspeed` is the path of a JSON file with DeepSpeed's settings. The options of `accelerate
-    launch` and the number of processes are read from the environment.
+    launch`, and `processes` if it is None, are read from the environment.
 
     Raises:
         ConfigError: two settings contradict each other; the message names both.
     """
     _check_number_launched()
+    processes = processes or _num_processes()
     launched = launched_by_accelerate()
     if launched == "deepspeed" or deepspeed is not None:
         chosen = _with_deepspeed(sharding, deepspeed, offload)
     elif launched == "fsdp":
         chosen = _with_fsdp(sharding)
     else:
-        chosen = sharding or ("ddp" if _num_processes() > 1 else "none")
-    if chosen == "none" and _num_processes() > 1:
+        chosen = sharding or ("ddp" if processes > 1 else "none")
+    if chosen == "none" and processes > 1:
         raise ConfigError(
-            f"sharding='none' is for one process, but {_num_processes()} processes were launched: "
+            f"sharding='none' is for one process, but there are {processes}: "
             "each would train alone. Set sharding='ddp', or start one process."
         )
     if offload and chosen in ("none", "ddp"):

@@ -45,6 +45,10 @@ class TrainingError(PPOError, RuntimeError):
     """Training cannot continue, for example after repeated non-finite losses."""
 
 
+class NotFiniteError(TrainingError):
+    """The loss or its gradient is infinite or NaN, so the weights are unusable."""
+
+
 class RunInterruptedError(PPOError, RuntimeError):
     """Training was stopped by a signal and can resume from its last checkpoint."""
 

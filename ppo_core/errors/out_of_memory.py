@@ -42,10 +42,7 @@ class BatchSize:
             self._halve(reason)
 
     def _halve(self, reason: str) -> None:
-        import torch
-
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_unused()
         if self._size == 1:
             raise TrainingError(
                 f"The memory is too small for {self._purpose} a single row ({_peak()}): {reason} "
@@ -57,6 +54,14 @@ class BatchSize:
             self._purpose.capitalize(),
             self._size,
         )
+
+
+def free_unused() -> None:
+    """Free the memory of objects that nothing uses, also on the GPU."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @contextmanager

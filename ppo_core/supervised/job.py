@@ -12,7 +12,7 @@ from typing import Any
 from ppo_core.config.row_settings import Overlong, PromptFormat
 from ppo_core.data.atomic_files import write_atomically
 from ppo_core.data.progress_bar import ProgressFile, listening
-from ppo_core.distributed.process import large_imports
+from ppo_core.distributed.process import is_main_process, large_imports
 from ppo_core.errors import ConfigError
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
@@ -99,5 +99,6 @@ def run_job(file: Path) -> dict[str, float]:
             resume=True,
             model_dir=job.model_dir,
         )
-    write_atomically(folder / _RESULT, json.dumps(metrics))
+    if is_main_process():
+        write_atomically(folder / _RESULT, json.dumps(metrics))
     return metrics

@@ -1,18 +1,23 @@
 """Search the learning rate of a reward model's training."""
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
 
+from ppo_core.data.atomic_files import write_atomically
 from ppo_core.distributed.engine import Engine
-from ppo_core.errors import ConfigError, DataError, TrainingError
+from ppo_core.errors import ConfigError, DataError, NotFiniteError, TrainingError
+from ppo_core.errors.out_of_memory import free_unused
 from ppo_core.supervised.examples.reward_pairs import collate_pairs
 from ppo_core.supervised.pair_ranker import PairRanker
 from ppo_core.supervised.supervised_config import LOSS_AT, SupervisedConfig
-from ppo_core.supervised.training_loop import TrainingData, TrainingLoop
+from ppo_core.supervised.training_loop import TrainingData, TrainingLoop, identity_of
 
 FACTORS = (1 / 3, 1, 3)
 """The rates that a search tries, as factors of the rate in the middle."""
@@ -25,6 +30,68 @@ LEAST_PAIRS = 1_000
 
 MOST_JUDGED = 1_000
 """Maximum number of other pairs on which a search measures the loss."""
+
+
+RATE_FILE = "learning-rate.json"
+"""Name of the file with the result of a search, in the folder of the training."""
+
+
+def find_learning_rate(
+    make_ranker: Callable[[], PairRanker],
+    pairs: TrainingData,
+    config: SupervisedConfig,
+    middle: float,
+    engine: Engine,
+    *,
+    file: Path,
+    reads: bool,
+) -> tuple[float, dict[str, float]]:
+    """Return the best of three learning rates for a reward model, and the loss with each.
+
+    The result is written to `file`. A training that resumes `reads` it, because its checkpoints
+    fit no other rate. The other arguments and the errors are those of `search_learning_rate`.
+    """
+    refuse_sharded_search(engine.sharding)
+    inputs = identity_of(config, pairs) | {"middle": middle}
+    found = engine.peers.of_main(_found(file, inputs) if reads and engine.is_main else None)
+    if found is None:
+        # Rounding may differ between the processes, and so may their best rates.
+        found = engine.peers.of_main(
+            search_learning_rate(make_ranker, pairs.rows, config, middle, engine)
+        )
+        if engine.is_main:
+            rate, losses = found
+            write_atomically(file, json.dumps({"rate": rate, "losses": losses, "inputs": inputs}))
+    rate, losses = found
+    return rate, losses
+
+
+def _found(file: Path, inputs: Mapping[str, Any]) -> tuple[float, dict[str, float]] | None:
+    """Return the rate and the losses in a file; None if there is none for these inputs."""
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TrainingError(
+            f"'{file}' is damaged: {error}. Remove it to search the learning rate again."
+        ) from error
+    return (found["rate"], found["losses"]) if found["inputs"] == inputs else None
+
+
+def refuse_sharded_search(sharding: str | None) -> None:
+    """Raise if a search would train with sharded states.
+
+    Raises:
+        ConfigError: the weights or optimizer states would be sharded.
+    """
+    if sharding not in (None, "none", "ddp"):
+        # DeepSpeed prepares one model in a process.
+        raise ConfigError(
+            f"learning_rate='auto' trains several models, one after the other, which does not work "
+            f"with sharding={sharding!r}. Set learning_rate to a number, or leave it out for a "
+            "rate by the size of the model."
+        )
 
 
 def search_learning_rate(
@@ -47,29 +114,16 @@ def search_learning_rate(
         engine: connection to the other processes.
 
     Raises:
-        ConfigError: the weights or optimizer states would be sharded.
         DataError: there is only one pair.
-        TrainingError: the training diverges with every rate.
+        TrainingError: the training diverges with every rate, or memory is full.
     """
-    if engine.sharding not in ("none", "ddp"):
-        # DeepSpeed prepares one model in a process.
-        raise ConfigError(
-            f"learning_rate='auto' trains several models, one after the other, which does not work "
-            f"with sharding={engine.sharding!r}. Set learning_rate to a number, or leave it out "
-            "for a rate by the size of the model."
-        )
     trained, judged = _parts(pairs, config.seed)
     losses: dict[float, float] = {}
     for rate in (factor * middle for factor in FACTORS):
-        ranker = make_ranker()
         tried = replace(config, learning_rate=rate, num_epochs=1)
-        name = f"learning rate {rate:.1e}"
-        try:
-            data = TrainingData(rows=trained, digest="", collate=collate_pairs)
-            TrainingLoop(ranker, data, tried, name, engine=engine, output_dir=None).train()
-            losses[rate] = _mean_loss(ranker, judged, config.batch_size)
-        except TrainingError:
-            losses[rate] = math.inf
+        losses[rate] = _loss_after(make_ranker(), trained, judged, tried, engine)
+        # The next model may not fit beside this one.
+        free_unused()
     best = min(losses, key=lambda rate: losses[rate])
     if not math.isfinite(losses[best]):
         raise TrainingError(
@@ -92,6 +146,20 @@ def _parts(pairs: Dataset, seed: int) -> tuple[Dataset, Dataset]:
     shuffled = pairs.shuffle(seed=seed, keep_in_memory=True)
     last = min(count + MOST_JUDGED, len(pairs))
     return shuffled.select(range(count)), shuffled.select(range(count, last))
+
+
+def _loss_after(
+    ranker: PairRanker, trained: Dataset, judged: Dataset, config: SupervisedConfig, engine: Engine
+) -> float:
+    """Train a ranker; return its loss on other pairs, which is infinite if it diverges."""
+    data = TrainingData(rows=trained, digest="", collate=collate_pairs)
+    name = f"learning rate {config.learning_rate:.1e}"
+    loop = TrainingLoop(ranker, data, config, name, engine=engine, output_dir=None)
+    try:
+        loop.train()
+    except NotFiniteError:
+        return math.inf
+    return _mean_loss(ranker, judged, config.batch_size)
 
 
 @torch.no_grad()

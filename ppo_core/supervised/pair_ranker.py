@@ -14,17 +14,28 @@ from ppo_core.errors import ModelError
 
 
 def make_classifier(policy: PreTrainedModel, pad_token_id: int | None) -> PreTrainedModel:
-    """Return a classifier with one label on a copy of the policy's backbone.
+    """Return a classifier with one label on the policy's backbone; its head has no values yet.
 
-    If a checkpoint stores tied embeddings under the name of the LM head,
+    The backbone is not copied, because two models may not fit into memory. If a checkpoint stores
+    tied embeddings under the name of the LM head,
     `AutoModelForSequenceClassification.from_pretrained` would use random embeddings and only log
     a message.
+
+    Raises:
+        ModelError: the classifier of this model type has another backbone.
     """
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
     config.pad_token_id = pad_token_id
-    classifier = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
-    classifier.base_model.load_state_dict(policy.base_model.state_dict())
+    with torch.device("meta"):
+        classifier = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
+    backbone = policy.base_model
+    if type(classifier.base_model) is not type(backbone):
+        raise no_ranker(classifier)
+    setattr(classifier, classifier.base_model_prefix, backbone)
+    for module in classifier.children():
+        if module is not backbone:
+            module.to_empty(device=policy.device)
     return classifier
 
 
@@ -47,11 +58,7 @@ class PairRanker(nn.Module):
         self.metrics = "accuracy", "margin"
         head = getattr(classifier, "score", None)
         if not isinstance(head, nn.Linear) or classifier.base_model is classifier:
-            raise ModelError(
-                f"{type(classifier).__name__} is no last-token classifier, because it has no "
-                "linear layer 'score' on its backbone. Start from a decoder-only model such as "
-                "Llama, GPT-2, GPT-NeoX or Qwen2."
-            )
+            raise no_ranker(classifier)
         self.classifier = classifier
         self._centering = centre_rewards_coefficient
         nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
@@ -70,9 +77,9 @@ class PairRanker(nn.Module):
         losses = preference_losses(chosen, rejected, margins)
         losses = losses + self._centering * centering_losses(chosen, rejected)
         differences = (chosen - rejected).detach()
-        weights = weights.to(losses.dtype)
-        sums = torch.stack(((differences > 0).to(losses.dtype) @ weights, differences @ weights))
-        return losses @ weights, sums
+        # Sums of products, because autocast would round a product of vectors to bfloat16.
+        sums = torch.stack([((differences > 0) * weights).sum(), (differences * weights).sum()])
+        return (losses * weights).sum(), sums
 
     def units(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number () of pairs of a batch, of which a step's loss is the mean."""
@@ -85,6 +92,15 @@ class PairRanker(nn.Module):
         sequences = torch.arange(len(lengths), device=input_ids.device)
         scores: Tensor = self.classifier.get_submodule("score")(hidden[sequences, lengths - 1])
         return scores.squeeze(-1)
+
+
+def no_ranker(classifier: PreTrainedModel) -> ModelError:
+    """Return the error for a classifier that reads no score from the last token."""
+    return ModelError(
+        f"{type(classifier).__name__} is no last-token classifier, because it has no linear layer "
+        "'score' on its backbone. Start from a decoder-only model such as Llama, GPT-2, GPT-NeoX "
+        "or Qwen2."
+    )
 
 
 def preference_losses(chosen: Tensor, rejected: Tensor, margins: Tensor | float = 0.0) -> Tensor:

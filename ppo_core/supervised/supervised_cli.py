@@ -1,7 +1,6 @@
 """The command line of `python -m ppo_core.supervised sft|reward`."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from ppo_core.config.script_arguments import LoraArguments
 from ppo_core.config.trl_names import SUPERVISED_ALIASES, supervised_instead
 from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.distributed.interruption import EXIT_CODE
-from ppo_core.distributed.process import large_imports, reported_errors
+from ppo_core.distributed.process import is_main_process, large_imports, reported_errors
 from ppo_core.errors import ConfigError, PPOError, RunInterruptedError
 from ppo_core.supervised.job import run_job
 from ppo_core.supervised.supervised_config import SupervisedConfig
@@ -86,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
                 run_job(Path(argv[0]))
                 return 0
             metrics = train_supervised(argv)
-            if _is_main():
+            if is_main_process():
                 print(json.dumps(metrics))
     except RunInterruptedError as error:
         print(f"ppo_core.supervised: {error}", file=sys.stderr)
@@ -156,7 +155,7 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
         limit=max_tokens(arguments.model_name_or_path, config),
         overlong=arguments.overlong,
     )
-    if _is_main():
+    if is_main_process():
         print(describe_reading(encoded), file=sys.stderr)
         ids = encoded.table[0]["input_ids" if kind == "sft" else "chosen"]
         print(describe_first(tokenizer, ids), file=sys.stderr)
@@ -207,11 +206,6 @@ def _lora_config(lora: SupervisedLoraArguments) -> Any:
         lora_dropout=lora.lora_dropout,
         target_modules=lora.lora_target_modules,
     )
-
-
-def _is_main() -> bool:
-    """Return whether this is the main process, by the variable of torchrun and accelerate."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _hide_library_output() -> None:

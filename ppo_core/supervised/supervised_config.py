@@ -3,7 +3,22 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ppo_core.config.checks import require, require_count, require_finite, require_seed
+from ppo_core.config.checks import (
+    require,
+    require_count,
+    require_finite,
+    require_kept_checkpoints,
+    require_seed,
+)
+
+NOT_OF_THE_RESULT = (
+    "sharding",
+    "offload",
+    "save_steps",
+    "save_total_limit",
+    "gradient_checkpointing",
+)
+"""Settings that change a result only by rounding."""
 
 LOSS_AT = "loss_at_"
 """Start of the names of metrics that hold the loss with each learning rate that was tried."""
@@ -88,6 +103,5 @@ class SupervisedConfig:
             require(self, name, getattr(self, name) >= 0, "at least 0")
         fits = self.save_steps < 1 or float(self.save_steps).is_integer()
         require(self, "save_steps", fits, "a whole number, or a fraction below 1")
-        if self.save_total_limit is not None:
-            require_count(self, "save_total_limit")
+        require_kept_checkpoints(self)
         require(self, "warmup_ratio", 0 <= self.warmup_ratio < 1, "at least 0 and below 1")

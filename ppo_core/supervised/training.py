@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from ppo_core.checkpointing.checkpointer import refuse_earlier_run
 from ppo_core.config.row_settings import Overlong, PromptFormat
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.data.model_files import replaced_together, save_tokenizer
@@ -19,13 +20,14 @@ from ppo_core.data.sources.source import source_of_rows
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import ConfigError
+from ppo_core.models.adapters import recompute_activations
 from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.files.model_folder import refuse_adapter
 from ppo_core.models.loading import count_parameters, load_policy, load_tokenizer
 from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows, max_tokens
 from ppo_core.supervised.examples.reward_pairs import collate_pairs
 from ppo_core.supervised.examples.sft_examples import collate_examples
-from ppo_core.supervised.learning_rate import search_learning_rate
+from ppo_core.supervised.learning_rate import RATE_FILE, find_learning_rate
 from ppo_core.supervised.lora import add_task_adapter, require_plain
 from ppo_core.supervised.next_token_loss import NextTokenLoss
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
@@ -106,7 +108,9 @@ def train_sft(
     make_output_dir(output)
     engine = connect_processes(config)
     module = NextTokenLoss(adapted or policy)
-    loop = TrainingLoop(module, data, config, "SFT", engine=engine, output_dir=output)
+    loop = TrainingLoop(
+        module, data, config, "SFT", adapted=adapted, engine=engine, output_dir=output
+    )
     metrics = loop.train(resume, anyway=resume_anyway)
     _save(policy, adapted, tokenizer, engine, Path(model_dir or output))
     return metrics
@@ -164,18 +168,28 @@ def train_reward_model(
     output = Path(output_dir)
     make_output_dir(output)
     engine = connect_processes(config)
+    data = TrainingData(rows=encoded.table, digest=encoded.digest, collate=collate_pairs)
     tried: dict[str, float] = {}
     if config.learning_rate in (None, "auto"):
         sized = sized_defaults(count_parameters(model, scores=True), lora=peft_config is not None)
         rate = sized.reward_learning_rate
         if config.learning_rate == "auto":
-            rate, tried = search_learning_rate(
-                lambda: make()[0], encoded.table, config, rate, engine
+            if config.save_steps and not resume:
+                engine.peers.together(lambda: refuse_earlier_run(output))
+            rate, tried = find_learning_rate(
+                lambda: make()[0],
+                data,
+                config,
+                rate,
+                engine,
+                file=output / RATE_FILE,
+                reads=bool(resume),
             )
         config = replace(config, learning_rate=rate)
     ranker, adapted = make()
-    data = TrainingData(rows=encoded.table, digest=encoded.digest, collate=collate_pairs)
-    loop = TrainingLoop(ranker, data, config, "reward model", engine=engine, output_dir=output)
+    loop = TrainingLoop(
+        ranker, data, config, "reward model", adapted=adapted, engine=engine, output_dir=output
+    )
     metrics = loop.train(resume, anyway=resume_anyway)
     _save(ranker.classifier, adapted, tokenizer, engine, Path(model_dir or output))
     return metrics | tried
@@ -277,5 +291,4 @@ def _checkpoint_activations(model: PreTrainedModel, config: SupervisedConfig) ->
     if config.gradient_checkpointing:
         # With adapters the inputs need no gradient, and reentrant checkpointing would then compute
         # no gradients at all.
-        options = {"use_reentrant": False}
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        recompute_activations(model, {"use_reentrant": False})

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from datasets import Dataset
@@ -14,18 +14,22 @@ from torch.optim import Optimizer
 from transformers import get_scheduler, set_seed
 
 from ppo_core.checkpointing.checkpointer import Checkpointer, SavePlan
-from ppo_core.checkpointing.fingerprint import AROUND, Fingerprint, fingerprint
+from ppo_core.checkpointing.fingerprint import Fingerprint, fingerprint
 from ppo_core.checkpointing.state_form import SUPERVISED_FORMS
 from ppo_core.checkpointing.training_state import TrainingState
 from ppo_core.data.progress_bar import progress
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
-from ppo_core.errors import ConfigError, RunInterruptedError, TrainingError
+from ppo_core.errors import ConfigError, NotFiniteError, RunInterruptedError
 from ppo_core.errors.out_of_memory import explained_out_of_memory
+from ppo_core.models.adapters import adapter_settings
 from ppo_core.reporting.metrics_file import MetricsFile
 from ppo_core.supervised.checkpoint import Progress, SupervisedContents
 from ppo_core.supervised.step_order import StepOrder
-from ppo_core.supervised.supervised_config import SupervisedConfig
+from ppo_core.supervised.supervised_config import NOT_OF_THE_RESULT, SupervisedConfig
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 MAX_GRAD_NORM = 1.0
 """Norm to which the gradient of a step is clipped."""
@@ -40,9 +44,9 @@ TIMEOUT = 1800
 
 LESS_MEMORY = (
     "Lower batch_size and raise gradient_accumulation_steps by the same factor, set "
-    "gradient_checkpointing=True, train LoRA adapters, or lower max_length, in a new output_dir. "
-    "Or start several processes with sharding=zero2, zero3 or fsdp2, and with offload=True if that "
-    "is not enough; such a training can resume."
+    "gradient_checkpointing=True, or start several processes with sharding=zero2, zero3 or fsdp2, "
+    "and with offload=True if that is not enough; such a training can resume. Or train LoRA "
+    "adapters, or lower max_length, in a new output_dir."
 )
 """What to do after a training that ran out of memory."""
 
@@ -86,6 +90,7 @@ class TrainingLoop:
         config: SupervisedConfig,
         description: str,
         *,
+        adapted: "PeftModel | None" = None,
         engine: Engine,
         output_dir: Path | None,
     ) -> None:
@@ -96,6 +101,7 @@ class TrainingLoop:
             data: the rows to train on.
             config: the settings, whose learning rate is a number.
             description: name of the training in the progress bar.
+            adapted: the model with adapters in `module`, if there is one.
             engine: connection to the other processes.
             output_dir: folder for metrics and checkpoints; None writes neither.
 
@@ -107,7 +113,12 @@ class TrainingLoop:
         self._engine, self._output_dir = engine, output_dir
         # The column of a data set would be read from disk number by number, in random order.
         self._order = StepOrder.of(data.rows["length"][:], config)
-        start = Fingerprint(settings=self._identity(), models={"model": fingerprint(module)})
+        start = Fingerprint(
+            settings=identity_of(config, data) | {"steps": self._order.steps},
+            models={"model": fingerprint(module)},
+        )
+        if adapted is not None:
+            start.models["adapter"] = adapter_settings(adapted)
         optimizer = make_optimizer(module, config)
         warmup = math.ceil(config.warmup_ratio * self._order.steps)
         scheduler = get_scheduler("linear", optimizer, warmup, self._order.steps)
@@ -177,12 +188,6 @@ class TrainingLoop:
         """Number of steps in the last tenth."""
         return math.ceil(self._order.steps / 10)
 
-    def _identity(self) -> dict[str, Any]:
-        """Return the settings and the data that a resumed training must share."""
-        settings = {k: v for k, v in asdict(self._config).items() if not AROUND.fullmatch(k)}
-        order = {"rows_per_step": self._order.rows_per_step, "steps": self._order.steps}
-        return settings | order | {"rows": self._data.digest}
-
     def _run_steps(self) -> None:
         order, done = self._order, self._progress.steps
         hidden = not self._engine.is_main
@@ -235,13 +240,13 @@ class TrainingLoop:
         Return the mean loss.
 
         Raises:
-            TrainingError: the loss or the norm of its gradient is not finite.
+            NotFiniteError: the loss or the norm of its gradient is not finite.
         """
         state, total = self._progress, self._order.steps
         state.steps += 1
         loss = sums[0] / sums[-1]
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(
+            raise NotFiniteError(
                 f"The loss is {loss} at step {state.steps}, and the norm of its gradient {norm}, "
                 "so the weights are unusable and were not saved. Lower learning_rate, and check "
                 "the initial model for weights that are not finite."
@@ -280,7 +285,9 @@ class TrainingLoop:
         if not self._engine.any(self._interruption.requested):
             return
         next_move = "No checkpoint was saved, because save_steps=0."
-        if self._checkpoints is not None and self._config.save_steps:
+        if self._checkpoints is None:
+            next_move = "It only tried a learning rate; the next training repeats the search."
+        elif self._config.save_steps:
             self._checkpoints.save()
             next_move = (
                 f"To resume from the checkpoint in '{self._output_dir}', start the training again "
@@ -290,6 +297,16 @@ class TrainingLoop:
             f"The training stopped after SIGTERM, with {self._progress.steps} of "
             f"{self._order.steps} steps done. {next_move}"
         )
+
+
+def identity_of(config: SupervisedConfig, data: TrainingData) -> dict[str, Any]:
+    """Return the settings and the digest of the data, which a resumed training must share."""
+    # Only the product of these two matters.
+    batches = ("batch_size", "gradient_accumulation_steps")
+    left_out = {*NOT_OF_THE_RESULT, *batches}
+    settings = {name: value for name, value in asdict(config).items() if name not in left_out}
+    rows_per_step = config.batch_size * config.gradient_accumulation_steps
+    return settings | {"rows_per_step": rows_per_step, "rows": data.digest}
 
 
 def make_output_dir(folder: Path) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_core.checkpointing.fingerprint import Layout, given_models, layout
+from ppo_core.checkpointing.fingerprint import Layout, layout
+from ppo_core.checkpointing.ppo_fingerprint import given_models
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.checkpointing.checkpointer import Checkpointer, SavePlan
 from ppo_core.checkpointing.contents import CheckpointContents
-from ppo_core.checkpointing.fingerprint import Fingerprint
+from ppo_core.checkpointing.ppo_fingerprint import ppo_fingerprint
 from ppo_core.checkpointing.state_form import FORMS
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.unsupported_settings import own_copy
@@ -170,7 +170,7 @@ class PPOTrainer(ScriptNames):
         self._reporter = self._make_reporter(callbacks or [])
         context = self._context()
         self._files = PolicyExporter(**vars(context))
-        fingerprint = Fingerprint.of(args, self.schedule, self._train_set.digest(), prints)
+        fingerprint = ppo_fingerprint(args, self.schedule, self._train_set.digest(), prints)
         contents = CheckpointContents(**vars(context), fingerprint=fingerprint)
         plan = SavePlan(
             folder=Path(args.output_dir),

@@ -82,10 +82,6 @@ class SupervisedLoraConfig(AdapterConfig):
         require(self, "dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
 
 
-NOT_OF_THE_RESULT = ("sharding", "offload", "save_steps", "save_total_limit")
-"""Settings that change a result only by rounding: a model in the cache stays valid without them."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SupervisedSection(SupervisedConfig):
     """Settings of one supervised training, and of its adapters."""

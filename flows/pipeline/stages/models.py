@@ -10,11 +10,12 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.supervised_training import train_supervised
 from pipeline.results import PreparedModel
 from pipeline.settings.settings import Settings
-from pipeline.settings.training_sections import NOT_OF_THE_RESULT, SupervisedSection
+from pipeline.settings.training_sections import SupervisedSection
 from pipeline.stages.tracked import cache_folder, track
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data import folder_cache
 from ppo_core.data.rows.reader import Rows
+from ppo_core.supervised.supervised_config import NOT_OF_THE_RESULT
 from ppo_core.supervised.training_code import modules_of_training
 
 
@@ -48,7 +49,8 @@ def load_reward_models(
         rows = data_sets.judge_pairs(settings)
         section = replace(section, seed=(section.seed + 1) % 2**32)
         made = _train_once("judge", sft.path, rows, section, settings, run, tracker)
-        tracker.step.log_metrics({f"judge/{name}": value for name, value in made.values.items()})
+        # MLflow has the curve of the training as judge/loss.
+        tracker.step.log_metrics({f"judge_{name}": value for name, value in made.values.items()})
         return reward_model, PreparedModel(path=str(made.path), metrics=made.values)
 
 

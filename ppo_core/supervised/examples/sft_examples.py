@@ -165,7 +165,8 @@ def _with_labels(segments: list[EncodedSegment], config: SupervisedConfig) -> SF
     labels = [
         token if counts or all_count else IGNORED_LABEL for ids, counts in segments for token in ids
     ]
-    if all(label == IGNORED_LABEL for label in labels):
+    # No token predicts the first.
+    if all(label == IGNORED_LABEL for label in labels[1:]):
         raise RowError(
             "without a token to learn",
             "Remove these rows, or set end_of_text to true if empty responses are intended.",

@@ -237,6 +237,32 @@ def test_the_judge_of_a_given_reward_model_learns_from_all_pairs(tmp_path: Path)
     assert data_sets(settings)["judge-preferences"].digest == judge_pairs(settings).digest
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sft": {"learning_rate": "auto"}}, r"\[sft\]: learning_rate='auto' is for reward"),
+        ({"sft": {"offload": True}}, r"\[sft\]: offload=True has no effect"),
+        (
+            {"sft": {"sharding": "none"}, "processes": 2},
+            r"\[sft\]: sharding='none' is for one process, but there are 2",
+        ),
+        (
+            {"reward_model_training": {"learning_rate": "auto", "sharding": "zero2"}},
+            r"\[reward_model_training\]: learning_rate='auto' trains several models",
+        ),
+        (
+            {"reward_model_training": {"completion_only_loss": False}},
+            r"\[reward_model_training\]: completion_only_loss=False is for SFT",
+        ),
+    ],
+)
+def test_settings_of_a_training_that_contradict_each_other_are_refused_at_the_start(
+    tmp_path: Path, changes: dict[str, Any], message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        check(tmp_path, **changes)
+
+
 def test_too_few_pairs_for_a_judge_are_refused(tmp_path: Path):
     changes = {"judge": "", "preferences": write_rows(tmp_path / "few.jsonl", pairs_of(3))}
     with pytest.raises(DataError, match=r"^'preferences': .*of 2 rows .* must be 3.*name a judge"):

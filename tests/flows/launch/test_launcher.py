@@ -216,14 +216,14 @@ def test_a_process_that_had_saved_before_it_was_ended_was_told_to_stop(tmp_path,
     report = kind and ErrorReport(kind=kind, message="stopped", traceback="", time=0.0)
     error = as_error(Ended(rank=0, pid=1, exit_code=exit_code, report=report), [], tmp_path)
     assert isinstance(error, RunInterruptedError)
-    assert str(error).startswith("SIGTERM: the training saved and stopped.")
+    assert str(error).startswith("The training stopped after SIGTERM.")
 
 
 @pytest.mark.slow
 def test_sigterm_saves_and_the_next_attempt_gives_the_same(make_job, whole: Job):
     job = make_job(save_steps=500)
     after(lambda: len(job.updates()) >= 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(RunInterruptedError, match="SIGTERM: the training saved and stopped"):
+    with pytest.raises(RunInterruptedError, match="The training stopped after SIGTERM"):
         train(job.settings, processes=1)
     assert not job.ranks()
     assert 3 <= len(job.updates()) < UPDATES
@@ -251,7 +251,7 @@ def test_a_further_attempt_ends_the_one_that_still_runs(make_job, launch, whole:
     job.wait_for(3)
     train(job.settings, processes=1)
     step.wait()
-    assert "SIGTERM: the training saved and stopped" in step.said()
+    assert "The training stopped after SIGTERM" in step.said()
     assert job.updates() == whole.updates()
     assert job.policy() == whole.policy()
 

@@ -139,7 +139,7 @@ def test_a_training_that_is_killed_ends_as_one_that_is_not(
 def test_sigterm_saves_and_the_next_attempt_resumes(
     start: Start, undisturbed: dict[str, Any], tmp_path: Path
 ):
-    with pytest.raises(RunInterruptedError, match="the training saved and stopped"):
+    with pytest.raises(RunInterruptedError, match="The training stopped after SIGTERM"):
         start("reward", tmp_path, lambda: os.kill(os.getpid(), signal.SIGTERM), at=10)
     folders = (tmp_path / "job").glob("checkpoint-*")
     states = [json.loads((folder / "trainer_state.json").read_text()) for folder in folders]

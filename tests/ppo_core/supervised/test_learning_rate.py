@@ -1,15 +1,18 @@
 """The learning rate of supervised training: by the model's size, or searched."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
+import torch
+from torch import Tensor
 
 from pipeline.demo.task import write_base_model
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.models.loading import count_parameters
-from ppo_core.supervised.learning_rate import FACTORS
+from ppo_core.supervised.learning_rate import FACTORS, RATE_FILE
 from ppo_core.supervised.supervised_config import LOSS_AT, SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
 
@@ -84,6 +87,36 @@ def test_a_rate_that_diverges_is_not_taken(base, tmp_path, monkeypatch):
     assert metrics["learning_rate"] == pytest.approx(2e-3)
     monkeypatch.setattr("ppo_core.supervised.learning_rate.FACTORS", (1e30, 1e31))
     with pytest.raises(TrainingError, match=r"diverges with each of the learning rates 2\.0e\+27"):
+        train(base, tmp_path / "rm", pairs(40), learning_rate="auto")
+
+
+def test_a_resumed_training_takes_the_rate_of_its_search(base, tmp_path, monkeypatch):
+    config = SupervisedConfig(batch_size=8, max_length=64, learning_rate="auto", save_steps=1)
+    rows = pairs(40)
+    first = train_reward_model(base, rows, config, tmp_path / "rm", resume=True)
+    refuse = pytest.raises(ConfigError, match="belongs to an earlier run")
+
+    def search(*_) -> tuple[float, dict[str, float]]:
+        raise AssertionError("the search is repeated")
+
+    monkeypatch.setattr("ppo_core.supervised.learning_rate.search_learning_rate", search)
+    again = train_reward_model(base, rows, config, tmp_path / "rm", resume=True)
+    assert {**again, "seconds": 0} == {**first, "seconds": 0}
+    with refuse:
+        train_reward_model(base, rows, config, tmp_path / "rm")
+    with pytest.raises(AssertionError, match="the search is repeated"):
+        train_reward_model(base, rows, replace(config, seed=2), tmp_path / "rm", resume=True)
+    (tmp_path / "rm" / RATE_FILE).write_text("{")
+    with pytest.raises(TrainingError, match=r"learning-rate\.json' is damaged"):
+        train_reward_model(base, rows, config, tmp_path / "rm", resume=True)
+
+
+def test_a_full_memory_ends_a_search(base, tmp_path, monkeypatch):
+    def fill(*_) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("ppo_core.supervised.pair_ranker.PairRanker.score", fill)
+    with pytest.raises(TrainingError, match=r"ran out of memory \(peak .* Lower batch_size"):
         train(base, tmp_path / "rm", pairs(40), learning_rate="auto")
 
 

@@ -14,8 +14,14 @@ from transformers import (
 
 from pipeline.demo.task import write_base_model
 from ppo_core.errors import ModelError
+from ppo_core.models.loading import load_policy
 from ppo_core.supervised.examples.reward_pairs import collate_pairs
-from ppo_core.supervised.pair_ranker import PairRanker, centering_losses, preference_losses
+from ppo_core.supervised.pair_ranker import (
+    PairRanker,
+    centering_losses,
+    preference_losses,
+)
+from ppo_core.supervised.pair_ranker import make_classifier as make_ranked_classifier
 from tests.helpers.tiny import make_classifier
 
 
@@ -67,6 +73,26 @@ def test_the_loss_of_a_batch_of_pairs_has_its_margins_and_its_centering():
     differences = [chosen - rejected for chosen, rejected, _ in pairs]
     expected_sums = [sum(one > 0 for one in differences), sum(differences)]
     assert sums.tolist() == pytest.approx(expected_sums, abs=1e-6)
+
+
+def test_the_sums_of_a_batch_are_exact_under_bf16():
+    ranker = PairRanker(make_classifier()).eval()
+    row = {"chosen": [3, 4, 1], "rejected": [3, 5], "margin": 0.0}
+    with torch.autocast("cpu", torch.bfloat16):
+        (one, ones), (many, sums) = (
+            ranker(**collate_pairs([row] * count), weights=torch.ones(count)) for count in (1, 257)
+        )
+    # 257 is no number of bfloat16.
+    assert many.item() == pytest.approx(257 * one.item(), rel=1e-5)
+    assert sums.tolist() == pytest.approx((257 * ones).tolist(), rel=1e-5)
+
+
+def test_a_new_classifier_has_the_backbone_of_the_policy(base):
+    policy = load_policy(base)
+    classifier = make_ranked_classifier(policy, pad_token_id=0)
+    assert classifier.base_model is policy.base_model
+    assert not any(tensor.is_meta for tensor in classifier.state_dict().values())
+    assert (classifier.config.num_labels, classifier.config.pad_token_id) == (1, 0)
 
 
 def test_scores_do_not_depend_on_padding_neighbours_or_pad_tokens_in_the_text(base):

@@ -1,12 +1,15 @@
 """SFT and reward-model training: results, refused input, and determinism."""
 
 import math
+import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from datasets.arrow_dataset import Column
+from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.testing import assert_close
@@ -159,6 +162,35 @@ def test_gradient_checkpointing_computes_layers_again_and_changes_no_weight(base
         assert_close(plain, again, rtol=0, atol=1e-7)
 
 
+def test_a_training_resumes_with_smaller_batches_and_less_memory(base, tmp_path):
+    config = settings(save_steps=1, batch_size=2, num_epochs=2)
+    whole = train_sft(base, EXAMPLES, config, tmp_path / "sft")
+    shutil.rmtree(tmp_path / "sft" / "checkpoint-2")
+    smaller = replace(
+        config, batch_size=1, gradient_accumulation_steps=2, gradient_checkpointing=True
+    )
+    resumed = train_sft(base, EXAMPLES, smaller, tmp_path / "sft", resume=True)
+    assert resumed["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+    fewer_rows = replace(config, batch_size=1)
+    with pytest.raises(TrainingError, match="written with rows_per_step=2, which is now 1"):
+        train_sft(base, EXAMPLES, fewer_rows, tmp_path / "sft", resume=True)
+
+
+def test_a_training_of_adapters_resumes_only_with_their_settings(base, tmp_path):
+    config = settings(save_steps=1)
+    adapters = {"r": 2, "target_modules": ["q_proj"], "lora_dropout": 0.0}
+    train_sft(base, EXAMPLES, config, tmp_path, peft_config=LoraConfig(**adapters, lora_alpha=4))
+    with pytest.raises(TrainingError, match=r"with another adapter: .* lora_alpha, which"):
+        train_sft(
+            base,
+            EXAMPLES,
+            config,
+            tmp_path,
+            peft_config=LoraConfig(**adapters, lora_alpha=8),
+            resume=True,
+        )
+
+
 @contextmanager
 def counting_calls(kind):
     count = [0]
@@ -240,6 +272,7 @@ def test_an_output_folder_that_cannot_be_created_is_refused_before_training(base
         ("weight_decay", -0.1),
         ("gradient_accumulation_steps", 0),
         ("centre_rewards_coefficient", -0.1),
+        ("save_total_limit", 1),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(name, value):

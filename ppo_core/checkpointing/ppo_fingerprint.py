@@ -1,0 +1,67 @@
+"""The fingerprint of a PPO run."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from ppo_core.checkpointing.fingerprint import Fingerprint, Layout, fingerprint
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.models.adapters import is_peft
+from ppo_core.models.reward_model import RewardModel
+from ppo_core.models.value_head import ModelWithValueHead
+from ppo_core.ppo.schedule import Schedule
+
+AROUND = re.compile(
+    "output_dir|exp_name|run_name|report_to|disable_tqdm|dataset_num_proc|num_sample_generations|"
+    "local_rollout_forward_batch_size|per_device_eval_batch_size|(logging|eval|save|hub|warn)_.*|"
+    "push_to_hub|.*_model_path|max_skipped_steps|max_steps|async_save|vllm_(server|weights)_.*|"
+    # The number of processes and the sharding change results by rounding only.
+    "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout"
+)
+"""Pattern of settings that do not change a run's results, and may differ in a resumed run."""
+
+
+def ppo_fingerprint(
+    config: PPOConfig,
+    schedule: Schedule,
+    prompts_digest: str,
+    models: Mapping[str, Layout],
+) -> Fingerprint:
+    """Return the fingerprint of a run."""
+    settings = {k: v for k, v in vars(config).items() if not AROUND.fullmatch(k)}
+    settings |= vars(schedule) | {"prompts": prompts_digest}
+    return Fingerprint(settings=settings, models=dict(models))
+
+
+def given_models(
+    model: nn.Module,
+    ref_model: nn.Module | None,
+    reward_models: Iterable[RewardModel],
+    reward_modules: Iterable[nn.Module] = (),
+    *,
+    adds_adapter: bool,
+) -> dict[str, Layout]:
+    """Return fingerprints, with digests of weights, of the models that a checkpoint does not hold.
+
+    The fingerprint of a reward model includes its bias, gain and end_of_text. The policy is
+    included if the reference is a copy of the policy, or if the policy is the frozen base of an
+    adapter. Call this before the models are prepared, when each process still holds full weights.
+    """
+    given: dict[str, nn.Module] = {}
+    plain = _without_value_head(model)
+    if ref_model is not None:
+        given["reference"] = _without_value_head(ref_model)
+    if ref_model is None or is_peft(plain) or adds_adapter:
+        given["policy"] = plain
+    fingerprints = {part: fingerprint(given_model) for part, given_model in given.items()}
+    for number, reward in enumerate(reward_models):
+        reading = {name: str(getattr(reward, name)) for name in ("bias", "gain", "end_of_text")}
+        fingerprints[f"reward model {number}"] = fingerprint(reward.model) | reading
+    for number, module in enumerate(reward_modules):
+        fingerprints[f"reward module {number}"] = fingerprint(module)
+    return fingerprints
+
+
+def _without_value_head(model: nn.Module) -> nn.Module:
+    return model.pretrained_model if isinstance(model, ModelWithValueHead) else model
