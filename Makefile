@@ -32,7 +32,7 @@ soak: $(VENV)/installed-dev ## The tests that take minutes.
 phases: $(VENV)/installed-dev ## Every phase with several processes, on another device, killed and hanging.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" -n 2 --dist loadfile \
 		tests/ppo_core/supervised tests/flows/launch tests/flows/test_placement.py \
-		tests/flows/test_flow_supervised.py
+		tests/flows/test_flow_supervised.py tests/flows/test_flow_vllm.py
 
 hostile: $(VENV)/installed-dev ## Hostile and broken inputs, with a table of the cases of each part.
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/hostile -m "slow or not slow" -n 2 --dist loadfile

@@ -82,7 +82,8 @@ class PPOConfig(RunConfig):
 
     use_vllm: bool = False
     """Sample the training responses on a vLLM server, which loads the policy's current weights
-    before each rollout (docs/vllm.md). Evaluations sample without the server."""
+    before each rollout (docs/vllm.md). In the flow the server also samples the answers for the
+    validation of the reward model and for the win rate."""
 
     vllm_importance_sampling_cap: float = 2.0
     """Cap of a token's importance weight min(p_policy / p_server, cap). The weights correct the

@@ -7,6 +7,7 @@ a configuration or a tokenizer does not need them.
 """
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -65,6 +66,12 @@ def load_tokenizer(
     return tokenizer
 
 
+_NOT_COMPUTED = re.compile(
+    "_name_or_path|transformers_version|dtype|torch_dtype|.*_token_id|use_cache"
+)
+"""Entries of a configuration that no layer reads."""
+
+
 def load_config(path: str | Path, revision: str | None = None) -> Any:
     """Return the transformers configuration of a folder or hub id, without loading weights.
 
@@ -79,6 +86,19 @@ def load_config(path: str | Path, revision: str | None = None) -> Any:
         written, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
         check_config_keys(written, path)
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+
+
+def is_same_architecture(model: str | Path, other: str | Path) -> bool:
+    """Return whether two models compute alike with equal weights, by their configurations.
+
+    Raises:
+        ModelError: see `load_config`.
+    """
+    settings, others = (
+        {k: v for k, v in load_config(path).to_dict().items() if not _NOT_COMPUTED.fullmatch(k)}
+        for path in (model, other)
+    )
+    return settings == others
 
 
 def commit_of(path: str) -> str:

@@ -19,7 +19,7 @@ from ppo_core.ppo.run_state import RunState
 from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.reporting.metrics import Metrics, PhaseTimer, sampler_metrics
 from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
-from ppo_core.rollout.sampler import SamplingSettings
+from ppo_core.rollout.sampler import SamplingSettings, server_of
 
 if TYPE_CHECKING:
     from ppo_core.rollout.vllm_sampler import VLLMSampler
@@ -140,6 +140,13 @@ class PolicySampler:
         # Imported only here, because the vLLM client takes a second to import.
         from ppo_core.rollout.vllm_sampler import VLLMSampler
 
+        server = server_of(self.config)
+        assert server is not None
         return VLLMSampler(
-            self.config, self.models.policy, self.models.adapted, self.engine, self.prompts.tokens
+            server,
+            self.models.policy,
+            self.models.adapted,
+            self.engine,
+            self.prompts.tokens,
+            response_length=self.config.response_length,
         )

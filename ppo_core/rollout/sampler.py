@@ -13,6 +13,8 @@ from ppo_core.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ppo_core.config.ppo_config import PPOConfig
+
 NO_STOP_TOKEN = -1
 """Stop token id for responses that always have the maximum length; no token has this id."""
 
@@ -35,6 +37,33 @@ class SamplingSettings:
     def is_restricted(self) -> bool:
         """Whether top_k or top_p truncates the policy's distribution."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """A vLLM server that samples (docs/vllm.md)."""
+
+    url: str
+    weights_dir: str
+    """Folder from which the server reads weights."""
+
+    timeout: float
+    """Seconds to wait for a reply, or for the server to become reachable."""
+
+    at_once: int
+    """Maximum number of prompts that are sampled at a time."""
+
+
+def server_of(config: "PPOConfig") -> ServerSettings | None:
+    """Return the vLLM server of a run; None without `use_vllm`."""
+    if not config.use_vllm:
+        return None
+    return ServerSettings(
+        url=config.vllm_server_base_url,
+        weights_dir=str(config.vllm_weights_dir),
+        timeout=config.vllm_server_timeout,
+        at_once=config.local_rollout_forward_batch_size,
+    )
 
 
 def stop_token(

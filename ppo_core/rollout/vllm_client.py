@@ -148,11 +148,12 @@ class VLLMServer:
         *,
         max_new_tokens: int,
         salt: str,
+        on_finished: Callable[[int], object],
     ) -> list[Choice]:
         """Sample one response to each prompt, with the seed of that prompt.
 
         Each prompt is sent as a separate request, because a request has only one seed. Only prompts
-        with the same `salt` share cached prefixes.
+        with the same `salt` share cached prefixes. `on_finished` is as in `VLLMSampler.sample`.
 
         Raises:
             TrainingError: the server refuses a prompt, cannot be reached, or answers without token
@@ -163,8 +164,12 @@ class VLLMServer:
             return self._complete(prompt, seed, settings, max_new_tokens=max_new_tokens, salt=salt)
 
         # If a request fails, `map` cancels the requests that have not begun.
+        choices = []
         with ThreadPoolExecutor(self._at_once) as pool:
-            return list(pool.map(request, prompts, seeds))
+            for choice in pool.map(request, prompts, seeds):
+                choices.append(choice)
+                on_finished(1)
+        return choices
 
     def _complete(
         self,

@@ -1,7 +1,7 @@
 """Sample responses by a vLLM server that receives the policy's weights."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ppo_core.algorithm.masking import length_mask
-from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.text_config import text_config
@@ -23,7 +22,7 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import TrainingError
 from ppo_core.models.policy import LanguageModel
-from ppo_core.rollout.sampler import SamplingSettings
+from ppo_core.rollout.sampler import SamplingSettings, ServerSettings
 from ppo_core.rollout.vllm_client import Choice, VLLMServer
 
 if TYPE_CHECKING:
@@ -38,33 +37,31 @@ class VLLMSampler:
 
     def __init__(
         self,
-        config: PPOConfig,
+        server: ServerSettings,
         policy: LanguageModel,
         adapted: "PeftModel | None",
         engine: Engine,
         prompts: Sequence[Tokens],
+        *,
+        response_length: int,
     ) -> None:
         """Connect to the server, and check that it can sample responses to all prompts.
 
         `adapted` is the PeftModel if the policy has an adapter, else None. The server gets weights
-        with the adapter merged.
+        with the adapter merged. `response_length` is the largest number of tokens of a response.
 
         Raises:
             ConfigError: the server's log-probabilities are not those of the sampling distribution.
             ModelError: the context of the server's model is too short.
             TrainingError: the server cannot be reached, or refuses a request.
         """
-        self._config = config
+        self._settings = server
         self._policy = policy
         self._adapted = adapted
         self._engine = engine
         self._peers = engine.peers
-        self._server = VLLMServer(
-            config.vllm_server_base_url,
-            timeout=config.vllm_server_timeout,
-            at_once=config.local_rollout_forward_batch_size,
-        )
-        longest = max(map(len, prompts)) + config.response_length
+        self._server = VLLMServer(server.url, timeout=server.timeout, at_once=server.at_once)
+        longest = max(map(len, prompts)) + response_length
         self._peers.together(partial(self._server.check, prompts[0], longest))
 
     def synchronize(self) -> str:
@@ -84,7 +81,7 @@ class VLLMSampler:
         name = f"weights-{uuid4().hex}"
         if not self._engine.is_main:
             return name
-        folder = Path(str(self._config.vllm_weights_dir)).resolve() / name
+        folder = Path(self._settings.weights_dir).resolve() / name
         try:
             with _no_progress_bar():
                 save_plain(self._policy.model, self._adapted, folder, weights)
@@ -92,7 +89,7 @@ class VLLMSampler:
         except OSError as error:
             raise TrainingError(
                 f"The policy's weights cannot be written for the vLLM server: {error}. Free disk "
-                f"space in vllm_weights_dir={self._config.vllm_weights_dir!r}, or set "
+                f"space in vllm_weights_dir={self._settings.weights_dir!r}, or set "
                 "vllm_weights_dir to another folder."
             ) from error
         finally:
@@ -105,6 +102,7 @@ class VLLMSampler:
         uniforms: Tensor,
         settings: SamplingSettings,
         version: str,
+        on_finished: Callable[[int], object] = lambda count: None,
     ) -> Rollout:
         """Sample one response to each of this process's prompts.
 
@@ -112,7 +110,8 @@ class VLLMSampler:
         `sample_responses`. A request's seed is derived from its row of `uniforms`, so its response
         is reproducible if the server is deterministic. `logprobs` and `behaviour_logprobs` of the
         rollout are both the server's, under the sampling distribution. The caller must replace
-        `logprobs` by log-probabilities under the policy.
+        `logprobs` by log-probabilities under the policy. `on_finished` is called with the number of
+        responses that are finished since its last call.
 
         Raises:
             TrainingError: the server cannot be reached, or returns another response than requested.
@@ -128,6 +127,7 @@ class VLLMSampler:
                     settings,
                     max_new_tokens=max_new_tokens,
                     salt=version,
+                    on_finished=on_finished,
                 )
             )
             for choice in choices:
@@ -154,7 +154,7 @@ class VLLMSampler:
             wrong = f"token {max(ids)}, but the policy has only {vocabulary} tokens"
         if wrong is not None:
             raise TrainingError(
-                f"The vLLM server at {self._config.vllm_server_base_url} answers with {wrong}, so "
+                f"The vLLM server at {self._settings.url} answers with {wrong}, so "
                 "the policy cannot learn from this response. Start the server with the policy's "
                 "model, and resume the run."
             )

@@ -24,7 +24,7 @@ from ppo_core.distributed.process import (
 from ppo_core.errors import PPOError
 from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.models.loading import load_policy, load_tokenizer
-from ppo_core.rollout.sampler import own_stop_token
+from ppo_core.rollout.sampler import ServerSettings, own_stop_token
 from ppo_core.training.evaluation import Answers, answer_prompts
 
 
@@ -75,6 +75,9 @@ class AnswerJob:
     reference: str | None = None
     """Folder or hub id of the policy to which the KL divergence is measured; None for none."""
 
+    server: ServerSettings | None = None
+    """vLLM server that samples with the policy's weights, for one process; None samples here."""
+
 
 def run_answer_job(job: AnswerJob, *, rank: int = 0, processes: int = 1) -> Answers:
     """Return this process's answers: those to prompts rank, rank + processes, ...
@@ -106,6 +109,7 @@ def run_answer_job(job: AnswerJob, *, rank: int = 0, processes: int = 1) -> Answ
         seed=job.seed,
         batch_size=job.batch_size,
         reference=reference,
+        server=job.server,
     )
 
 

@@ -1,7 +1,7 @@
 """Responses of a policy to prompts, and its KL divergence from a reference."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,16 +10,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_core.algorithm.kl import kl_per_token
 from ppo_core.data.progress_bar import progress
 from ppo_core.data.prompt_set import PromptSet
-from ppo_core.data.prompts import Prompt, encode_prompt, prompt_text, response_texts
+from ppo_core.data.prompts import Prompt, Tokens, encode_prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
+from ppo_core.distributed.engine import Engine
+from ppo_core.errors import TrainingError
 from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
+from ppo_core.ppo.sampling import FAR_SERVER
 from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.ppo.update import TrainState
+from ppo_core.reporting.metrics import sampler_metrics
 from ppo_core.reporting.sample_table import Completions
 from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
-from ppo_core.rollout.sampler import SamplingSettings, stop_token
+from ppo_core.rollout.sampler import SamplingSettings, ServerSettings, stop_token
+
+CHECKED_PROMPTS, CHECKED_TOKENS = 8, 16
+"""Number of prompts, and of tokens of each response, by which a server's weights are checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +57,17 @@ def answer_prompts(
     stop: str | None = "eos",
     stop_token_id: int | None = None,
     reference: PreTrainedModel | None = None,
+    server: ServerSettings | None = None,
 ) -> Answers:
     """Sample a response to each prompt with training's sampler; temperature 0 decodes greedily.
 
     `stop` and `stop_token_id` are the settings `stop_token` and `stop_token_id` of PPOConfig.
     `batch_size` is halved while memory is full. With `numbers` only these prompts are answered; an
-    answer does not depend on the other prompts.
+    answer does not depend on the other prompts. A `server` samples with the model's weights.
+
+    Raises:
+        ModelError: there is no stop token, or the context of the server's model is too short.
+        TrainingError: the server cannot be reached, or samples from another distribution.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
     if not numbers:
@@ -81,11 +93,51 @@ def answer_prompts(
             )
 
     batches = BatchSize(batch_size, "answering")
-    rollout = batches.run(sample)
+    if server is None:
+        rollout = batches.run(sample)
+    else:
+        rollout = _sample_by_server(server, policy, encoded, uniforms, sampling)
     kl = None
     if compared is not None:
+        if server is not None:
+            own = batches.run(lambda rows: response_logprobs(policy, rollout, rows))
+            rollout = replace(rollout, logprobs=own)
         kl = batches.run(lambda rows: _divergence(rollout, compared, rows)).mean().item()
     return Answers(texts=response_texts(tokenizer, rollout), kl=kl)
+
+
+def _sample_by_server(
+    server: ServerSettings,
+    policy: LanguageModel,
+    prompts: Sequence[Tokens],
+    uniforms: Tensor,
+    settings: SamplingSettings,
+) -> Rollout:
+    """Return the responses of a vLLM server, after a check that it has the policy's weights."""
+    # Imported here, because the vLLM client takes a second to import.
+    from ppo_core.rollout.vllm_sampler import VLLMSampler
+
+    sampler = VLLMSampler(
+        server, policy, None, Engine(), prompts, response_length=uniforms.shape[1]
+    )
+    version = sampler.synchronize()
+    at_one = SamplingSettings(stop_token_id=settings.stop_token_id, temperature=1.0)
+    tried = sampler.sample(
+        prompts[:CHECKED_PROMPTS], uniforms[:CHECKED_PROMPTS, :CHECKED_TOKENS], at_one, version
+    )
+    mask = tried.response_mask
+    own = response_logprobs(policy, tried, CHECKED_PROMPTS)[mask]
+    assert tried.behaviour_logprobs is not None
+    kl = sampler_metrics(own, tried.behaviour_logprobs[mask], cap=1.0)["vllm/kl"]
+    if kl > FAR_SERVER:
+        raise TrainingError(
+            f"The KL divergence between the vLLM server at {server.url} and the policy is {kl:.3g} "
+            f"nats per token, and rounding explains at most {FAR_SERVER:g}: the server does not "
+            "use all of the policy's weights, so the answers would be those of another policy. See "
+            "the server's log and docs/vllm.md, or set use_vllm=False."
+        )
+    with progress(len(prompts), "answering", "prompt") as bar:
+        return sampler.sample(prompts, uniforms, settings, version, on_finished=bar.update)
 
 
 def _divergence(rollout: Rollout, reference: LanguageModel, batch_size: int) -> Tensor:

@@ -21,6 +21,8 @@ from pipeline.results import (
     write_report,
 )
 from pipeline.settings.settings import Settings
+from ppo_core.models.loading import is_same_architecture
+from ppo_core.rollout.sampler import server_of
 from ppo_core.training.answers import AnswerJob
 from ppo_core.training.evaluation import Answers
 
@@ -152,6 +154,7 @@ def _answer(
         stop=settings.ppo.stop_token,
         stop_token_id=settings.ppo.stop_token_id,
         reference=reference,
+        server=server_of(settings.ppo),
     )
 
 
@@ -159,6 +162,10 @@ def _answer_as_champion(
     settings: Settings, champion: FetchedChampion, prompts: Sequence[JudgedPrompt], folder: Path
 ) -> list[str]:
     """Return the champion's answers, which end at the champion's own stop token."""
+    server = server_of(settings.ppo)
+    # A server keeps the architecture that it was started with.
+    if server and not is_same_architecture(champion.model, settings.policy):
+        server = None
     return _sample(
         settings,
         champion.model,
@@ -170,6 +177,7 @@ def _answer_as_champion(
         stop="own",
         stop_token_id=None,
         reference=None,
+        server=server,
     ).texts
 
 

@@ -56,7 +56,8 @@ def answer_in_run(job: AnswerJob, settings: Settings, folder: Path) -> Answers:
     """
     return answer(
         job,
-        processes=answer_processes(settings.processes, len(job.prompts)),
+        # A vLLM server uses its GPUs by itself.
+        processes=1 if job.server else answer_processes(settings.processes, len(job.prompts)),
         folder=folder / "answers",
         stall_minutes=settings.stall_minutes,
     )

@@ -29,6 +29,7 @@ from ppo_core.config.placement import placement_for_reading
 from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_reward_model
+from ppo_core.rollout.sampler import server_of
 from ppo_core.training.answers import AnswerJob
 
 
@@ -129,6 +130,7 @@ def _sample_texts(
         seed=settings.seed,
         batch_size=settings.ppo.local_rollout_forward_batch_size,
         precision=settings.precision,
+        server=server_of(settings.ppo),
     )
     return answer_in_run(job, settings, folder).texts
 

@@ -1,5 +1,7 @@
-"""Several processes share the prompts of a policy, and give the answers of one."""
+"""Answers of a policy: by several processes as by one, and by a vLLM server."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,11 +9,14 @@ import pytest
 from pipeline.launch import answers
 from pipeline.launch.answers import PROGRAM, answer, answer_processes
 from ppo_core.data.progress_bar import PROGRESS_FILE
-from ppo_core.errors import ModelError
-from ppo_core.training.answers import AnswerJob, write_answer_job
+from ppo_core.errors import ModelError, TrainingError
+from ppo_core.models.loading import is_same_architecture
+from ppo_core.rollout.sampler import ServerSettings
+from ppo_core.training.answers import AnswerJob, run_answer_job, write_answer_job
 from tests.helpers.forked_python import run_python
 from tests.helpers.pipeline_inputs import write_model
 from tests.helpers.tiny import make_policy
+from tests.helpers.vllm_server import VLLMServerOfTests, vllm_server
 
 
 def job_of(folder: Path, **changes: object) -> AnswerJob:
@@ -40,6 +45,63 @@ def test_two_processes_answer_as_one(tmp_path):
     assert len(set(one.texts)) > 1
     assert two.kl == pytest.approx(one.kl, abs=1e-5)
     assert not folder.exists()
+
+
+# --- Answers of a vLLM server --------------------------------------------------
+
+
+def server_settings(server: VLLMServerOfTests, folder: Path) -> ServerSettings:
+    return ServerSettings(
+        url=server.url, weights_dir=str(folder / "weights"), timeout=2.0, at_once=4
+    )
+
+
+@pytest.fixture
+def server() -> Iterator[VLLMServerOfTests]:
+    """One that starts with other weights than the policy's."""
+    with vllm_server(make_policy(seed=7)) as server:
+        yield server
+
+
+def test_a_server_gives_the_greedy_answers_of_the_policy(tmp_path, server):
+    job = job_of(tmp_path, temperature=0.0)
+    here = run_answer_job(job)
+    there = run_answer_job(replace(job, server=server_settings(server, tmp_path)))
+    assert there == here
+    assert len(set(there.texts)) > 1
+    # 8 responses of the check, and the answers
+    assert len(server.completions) - 1 == 8 + len(job.prompts)
+
+
+def test_the_divergence_of_a_servers_answers_is_the_policys(tmp_path, server):
+    job = job_of(tmp_path, prompts=[f"w{n % 9} w{n % 7}" for n in range(300)])
+    here = run_answer_job(job)
+    there = run_answer_job(replace(job, server=server_settings(server, tmp_path)))
+    assert there.texts != here.texts
+    # Both are means over 300 samples.
+    assert there.kl == pytest.approx(here.kl, rel=0.3)
+    assert here.kl > 0.1
+
+
+def test_a_server_with_other_weights_is_refused(tmp_path, server):
+    server.keeps_its_head = True
+    job = job_of(tmp_path, server=server_settings(server, tmp_path))
+    with pytest.raises(TrainingError, match=r"KL divergence between the vLLM server at .* nats"):
+        run_answer_job(job)
+    assert len(server.completions) == 1 + 8
+
+
+def test_only_models_that_compute_alike_are_of_the_same_architecture(tmp_path):
+    one = write_model(tmp_path / "one")
+    make_policy(seed=5).save_pretrained(tmp_path / "again")
+    policy = make_policy()
+    policy.config.rope_parameters["rope_theta"] *= 2
+    policy.save_pretrained(tmp_path / "other")
+    assert is_same_architecture(one, tmp_path / "again")
+    assert not is_same_architecture(one, tmp_path / "other")
+
+
+# --- Several processes ----------------------------------------------------------
 
 
 def test_an_error_of_a_process_is_raised_as_it_was(tmp_path):

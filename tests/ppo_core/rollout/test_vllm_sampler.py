@@ -21,7 +21,7 @@ from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.reporting.metrics import sampler_metrics
 from ppo_core.rollout.generate import sample_responses
-from ppo_core.rollout.sampler import SamplingSettings
+from ppo_core.rollout.sampler import SamplingSettings, server_of
 from ppo_core.rollout.vllm_sampler import VLLMSampler, request_seeds
 from tests.helpers.tiny import make_policy, make_prompts
 from tests.helpers.vllm_server import VLLMServerOfTests, vllm_server
@@ -59,8 +59,11 @@ def settings(server: VLLMServerOfTests, folder: Path, **changes: Any) -> PPOConf
 def make_sampler(
     server: VLLMServerOfTests, folder: Path, policy: LanguageModel, adapted: Any = None
 ) -> VLLMSampler:
-    config = settings(server, folder)
-    return VLLMSampler(config, policy, adapted, Engine(use_cpu=True), PROMPTS)
+    described = server_of(settings(server, folder))
+    assert described is not None
+    return VLLMSampler(
+        described, policy, adapted, Engine(use_cpu=True), PROMPTS, response_length=LENGTH
+    )
 
 
 def uniforms(seed: int = 0) -> torch.Tensor:
