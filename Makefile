@@ -1,6 +1,6 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
 # The others: lint, types, soak, phases, hostile, forms, architectures, tldr and stories (both for three
-# seeds), bench, bench-gpu, clean.
+# seeds), bench, test-gpu, bench-gpu, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,7 @@ TRL_FOLDER := $(TRL_VENV)/wheel
 GPU_PYTHON ?= $(BIN)/python
 TRL_WHEEL ?= trl==1.12.0
 
-.PHONY: run test soak phases hostile forms architectures lint types tldr stories bench bench-gpu clean
+.PHONY: run test soak phases hostile forms architectures lint types tldr stories bench test-gpu bench-gpu clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -64,7 +64,11 @@ tldr stories: $(VENV)/installed-dev
 bench: $(VENV)/installed-dev $(TRL_VENV)/installed
 	$(BIN)/python -m tests.benchmarks $(BENCH_ARGS)
 
-# The same on CUDA; fails without a CUDA device.
+# `make test-gpu GPU_PYTHON=python3` tests with the torch and transformers of the machine.
+test-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/installed-dev) ## Every phase on CUDA; skipped without a CUDA device.
+	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest tests/gpu -m "slow or not slow" -rs
+
+# The same as `bench` on CUDA; fails without a CUDA device.
 bench-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/installed-dev) $(TRL_FOLDER)/trl
 	PYTHONPATH=$(TRL_FOLDER) $(GPU_PYTHON) -m tests.benchmarks --gpu --trl-python $(GPU_PYTHON)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,11 @@ PLACES = (
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each step computed, and on which devices: see `tests.helpers.placement_job`."""
-    folder = tmp_path_factory.mktemp("placement")
+    return run_places(tmp_path_factory.mktemp("placement"), "other")
+
+
+def run_places(folder: Path, device: str) -> dict[str, Any]:
+    """The result of each step on the CPU and on a device, with the devices of its models."""
     write_model(folder / "rm", labels=1)
     make_policy(seed=5).save_pretrained(folder / "other-policy")
     make_tokenizer().save_pretrained(folder / "other-policy")
@@ -37,7 +42,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch, tracking_to(database):
         patch.chdir(folder)  # artifacts will be here
         register(MlflowClient(), write_version(folder / "version"))
-    ended = run_python("-m", "tests.helpers.placement_job", folder, database, folder=folder)
+    ended = run_python("-m", "tests.helpers.placement_job", folder, database, device, folder=folder)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
@@ -50,13 +55,16 @@ def test_model_and_inputs_are_on_the_device(place: str, found: dict[str, Any]):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_the_device_changes_no_result(place: str, found: dict[str, Any]):
-    on_cpu, on_other = (dict(leaves(found[place][device][1])) for device in ("cpu", "other"))
-    assert on_other.keys() == on_cpu.keys()
-    for name, expected in on_cpu.items():
-        # The kernels differ, and round differently.
-        is_number = isinstance(expected, float)
-        limit = pytest.approx(expected, rel=1e-4, abs=1e-5) if is_number else expected
-        assert on_other[name] == limit, name
+    require_equal(*(found[place][device][1] for device in ("cpu", "other")))
+
+
+def require_equal(on_cpu: Any, on_other: Any) -> None:
+    """Compare the results of a step on two devices, whose kernels round differently."""
+    expected, got = dict(leaves(on_cpu)), dict(leaves(on_other))
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        limit = pytest.approx(value, rel=1e-4, abs=1e-5) if isinstance(value, float) else value
+        assert got[name] == limit, name
 
 
 def leaves(result: Any, path: str = "") -> Iterator[tuple[str, Any]]:

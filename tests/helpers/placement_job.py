@@ -1,7 +1,7 @@
 """Run every step that only reads models, on the CPU and on another device; print the results.
 
-Arguments: folder with the inputs of `tests.helpers.pipeline_inputs`, and the URI of an MLflow
-database in which `rlhf-policy` has a champion.
+Arguments: folder with the inputs of `tests.helpers.pipeline_inputs`; the URI of an MLflow database
+in which `rlhf-policy` has a champion; and the other device, `cuda` or `other` (see `other_device`).
 """
 
 import json
@@ -96,22 +96,23 @@ def devices_of(step: Place) -> tuple[list[str], Any]:
     return sorted(seen), result
 
 
-def main(folder: Path, database: str) -> None:
+def main(folder: Path, database: str, other: str) -> None:
     """Print a JSON object: step -> devices and result, on the CPU and on the other device."""
     settings = make_settings(tiny_table(folder), {})
     found: dict[str, dict[str, Any]] = {}
     with tracking_to(database):
-        for name, step in places(folder, settings).items():
-            found[name] = {"cpu": devices_of(step)}
-        device = register()
+        with patch.object(placement, "_gpu", lambda: None):
+            for name, step in places(folder, settings).items():
+                found[name] = {"cpu": devices_of(step)}
+        device = register() if other == "other" else torch.device(other)
         with (
             patch.object(placement, "_gpu", lambda: device),
             patch.object(placement, "_computes_in_bf16", lambda: False),
         ):
             for name, step in places(folder, settings).items():
-                found[name]["other"] = devices_of(step)
+                found[name][other] = devices_of(step)
     print(json.dumps(found, default=str))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])
