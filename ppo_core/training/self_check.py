@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """The result of `check_numbers`."""
+    """The result of `check_numbers`, or of `check_loaded`."""
 
     decoding: DecodingCheck | None
     """The backend that decodes the policy; None if a server samples."""
@@ -66,12 +66,9 @@ def check_numbers(
         ModelError: a model gives other numbers in a padded batch than alone, or the policy cannot
             be sampled from.
     """
-    own = OwnForward.of(models.policy, prompts)
-    decoding = choose_backend(models.policy, own) if samples_here else None
-    padded = {}
     with torch.autocast(engine.device.type, enabled=False):
-        expected = [logprobs[:-1] for logprobs in own.logprobs]
-        padded["policy"] = _check_language_model("policy", models.policy, own.sequences, expected)
+        decoding, difference = _check_policy(models.policy, prompts, samples_here=samples_here)
+        padded = {"policy": difference}
         with engine.gathered(models.reference):
             padded["reference"] = _check_reference(models.reference, prompts)
         # The numbers of a script's own module are what it returns: there are no others to compare.
@@ -84,6 +81,35 @@ def check_numbers(
     listed = ", ".join(f"{name} {difference:.1e}" for name, difference in padded.items())
     logger.info("Differences of padded passes to each sequence alone: %s.", listed)
     return SelfCheck(decoding, padded)
+
+
+@torch.no_grad()
+def check_loaded(
+    policy: LanguageModel,
+    reward_model: RewardModel | None,
+    prompts: Sequence[Tokens],
+    *,
+    samples_here: bool,
+) -> SelfCheck:
+    """Check the models that a run will start from, as `check_numbers` does.
+
+    Raises:
+        ModelError: see `check_numbers`.
+    """
+    decoding, difference = _check_policy(policy, prompts, samples_here=samples_here)
+    padded = {"policy": difference}
+    if reward_model is not None:
+        padded["reward_model"] = _check_reward_model(reward_model, prompts)
+    return SelfCheck(decoding, padded)
+
+
+def _check_policy(
+    policy: LanguageModel, prompts: Sequence[Tokens], *, samples_here: bool
+) -> tuple[DecodingCheck | None, float]:
+    own = OwnForward.of(policy, prompts)
+    decoding = choose_backend(policy, own) if samples_here else None
+    expected = [logprobs[:-1] for logprobs in own.logprobs]
+    return decoding, _check_language_model("policy", policy, own.sequences, expected)
 
 
 def _check_reference(reference: LanguageModel, prompts: Sequence[Tokens]) -> float:

@@ -1,15 +1,18 @@
 """`python flows/rlhf.py run --check`: every input is checked, and nothing is started."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlflow
 import pytest
 
 from pipeline.settings.settings import make_settings
 from pipeline.stages import run_time
+from pipeline.stages.check import self_check
 from pipeline.stages.run_size import describe_run, measure_run
 from pipeline.stages.run_time import UTILIZATION, describe_seconds, estimate_ppo_seconds
 from tests.helpers.paths import ROOT
@@ -43,6 +46,8 @@ def test_a_check_prints_the_sizes_and_leaves_no_run(tmp_path: Path):
     assert any("training: rows 58" in line and "steps 8" in line for line in lines), ran.stdout
     # 3 updates of 4 epochs and 1 minibatch.
     assert any("episodes 24" in line and "optimizer steps 12" in line for line in lines)
+    (checked,) = (line for line in lines if line.startswith("self-check"))
+    assert "backend the fast path" in checked
     assert not list((tmp_path / ".metaflow").glob("RLHF/*/_parameters"))
     assert not (tmp_path / ".metaflow" / "RLHF" / "latest_run").exists()
     assert not (tmp_path / "outputs" / "runs").exists()
@@ -59,6 +64,19 @@ def test_a_misspelt_judge_is_reported_before_anything_is_read(tmp_path: Path):
     assert "judge='opnai:gpt-4o' is unknown. Did you mean openai:gpt-4o?" in ran.stderr
     assert "Traceback" not in ran.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+def test_the_self_check_reads_a_given_reward_model_and_is_left_out_without_memory(
+    tmp_path: Path, monkeypatch
+):
+    table = tiny_table(tmp_path) | {"reward_model": write_model(tmp_path / "reward", labels=1)}
+    settings = make_settings(table, {})
+    assert re.search(
+        r"policy_padded \S+, reward_model_padded \S+, backend the fast path, decoded \S+e-0\d$",
+        self_check(settings),
+    )
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**10))
+    assert re.search("left out, because the models need .* GiB are free", self_check(settings))
 
 
 def test_the_sizes_are_those_of_the_settings(tmp_path: Path):

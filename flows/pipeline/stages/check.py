@@ -1,9 +1,20 @@
 """`run --check`: the checks of the first step, and the sizes of the run, without a run."""
 
+import psutil
+
+from pipeline.inputs import data_sets
 from pipeline.promotion.champion import look_up_champion
 from pipeline.settings.settings import Settings
 from pipeline.stages.run_size import sizes_in_words
 from pipeline.stages.start import prepare_inputs
+from ppo_core.config.placement import placement_for_reading
+from ppo_core.data.prompts import encode_prompt
+from ppo_core.models.loading import count_parameters, load_policy, load_reward_model
+from ppo_core.models.policy import LanguageModel
+from ppo_core.training.self_check import check_loaded
+
+CHECKED_PROMPTS = 64
+"""Number of prompts of which the self-check takes tokens."""
 
 
 def check_run(given: Settings) -> str:
@@ -19,4 +30,41 @@ def check_run(given: Settings) -> str:
     """
     settings = prepare_inputs(given)
     champion = look_up_champion(settings)
-    return sizes_in_words(settings, has_champion=champion is not None)
+    sizes = sizes_in_words(settings, has_champion=champion is not None)
+    return f"{self_check(settings)}\n{sizes}"
+
+
+def self_check(settings: Settings) -> str:
+    """Compare the numbers of the given models with their own forward; return the result as text."""
+    paths = [path for path in (settings.policy, settings.reward_model) if path]
+    placement = placement_for_reading(settings.precision)
+    # A reward model is read in float32.
+    needed = 4 * sum(map(count_parameters, paths))
+    free = psutil.virtual_memory().available
+    if placement.device.type == "cpu" and needed > free:
+        return (
+            f"self-check: left out, because the models need {needed / 2**30:.1f} GiB and "
+            f"{free / 2**30:.1f} GiB are free; the training makes it before its first rollout"
+        )
+    tokenizer = data_sets.policy_tokenizer(settings)
+    table = data_sets.training_prompts(settings).table
+    prompts = table.select(range(min(CHECKED_PROMPTS, len(table))))["prompt"]
+    reward_model = None
+    if settings.reward_model:
+        reward_model = load_reward_model(
+            settings.reward_model,
+            end_of_text=settings.reward_model_training.end_of_text,
+            prompt_format=data_sets.reward_format(settings),
+            placement=placement_for_reading(),
+        )
+    found = check_loaded(
+        LanguageModel(load_policy(settings.policy, placement=placement)),
+        reward_model,
+        [encode_prompt(tokenizer, prompt) for prompt in prompts],
+        samples_here=not settings.ppo.use_vllm,
+    )
+    numbers = ", ".join(
+        f"{name} {value if isinstance(value, str) else f'{value:.1e}'}"
+        for name, value in found.as_record().items()
+    )
+    return f"self-check, differences to the models' own forward: {numbers}"
