@@ -53,7 +53,8 @@ def find_learning_rate(
     """
     refuse_sharded_search(engine.sharding)
     inputs = identity_of(config, pairs) | {"middle": middle}
-    found = engine.peers.of_main(_found(file, inputs) if reads and engine.is_main else None)
+    reads = reads and engine.is_main
+    found = engine.peers.together(lambda: _found(file, inputs) if reads else None)[0]
     if found is None:
         # Rounding may differ between the processes, and so may their best rates.
         found = engine.peers.of_main(

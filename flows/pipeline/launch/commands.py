@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import ppo_core
@@ -78,6 +79,7 @@ def command(
     ]
 
 
+@cache
 def gpus() -> int:
     """Return the number of GPUs that torch finds on this machine."""
     devices = Path("/dev")
