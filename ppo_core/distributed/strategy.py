@@ -41,7 +41,7 @@ def choose_sharding(
         chosen = sharding or ("ddp" if processes > 1 else "none")
     if chosen == "none" and processes > 1:
         raise ConfigError(
-            f"sharding='none' is for one process, but there are {processes}: "
+            f"sharding='none' is for one process, but {processes} processes were launched: "
             "each would train alone. Set sharding='ddp', or start one process."
         )
     if offload and chosen in ("none", "ddp"):

@@ -73,11 +73,12 @@ def _found(file: Path, inputs: Mapping[str, Any]) -> tuple[float, dict[str, floa
         return None
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        same, result = found["inputs"] == inputs, (found["rate"], found["losses"])
+    except (ValueError, KeyError, TypeError) as error:
         raise TrainingError(
             f"'{file}' is damaged: {error}. Remove it to search the learning rate again."
         ) from error
-    return (found["rate"], found["losses"]) if found["inputs"] == inputs else None
+    return result if same else None
 
 
 def refuse_sharded_search(sharding: str | None) -> None:

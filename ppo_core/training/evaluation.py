@@ -129,7 +129,7 @@ def _sample_by_server(
     own = response_logprobs(policy, tried, CHECKED_PROMPTS)[mask]
     assert tried.behaviour_logprobs is not None
     kl = sampler_metrics(own, tried.behaviour_logprobs[mask], cap=1.0)["vllm/kl"]
-    if kl > FAR_SERVER:
+    if not kl <= FAR_SERVER:  # also if it is NaN
         raise TrainingError(
             f"The KL divergence between the vLLM server at {server.url} and the policy is {kl:.3g} "
             f"nats per token, and rounding explains at most {FAR_SERVER:g}: the server does not "

@@ -44,7 +44,7 @@ def journey(tmp_path_factory) -> Journey:
     folder: Path = tmp_path_factory.mktemp("flow")
     table = tiny_table(folder) | {"registered_model": "tiny-policy"}
     # Long enough to learn that the chosen texts repeat a word, for which it is refused.
-    table["reward_model_training"] |= {"num_epochs": 15, "learning_rate": 5e-3}
+    table["reward_model_training"] |= {"num_epochs": 15, "learning_rate": 1e-2}
     (folder / "tiny.toml").write_text(as_toml(table))
     (folder / "judge.py").write_text(
         "def judge(prompts, pairs):\n    return ['maybe'] * len(pairs)"

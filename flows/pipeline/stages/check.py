@@ -36,15 +36,16 @@ def check_run(given: Settings) -> str:
 
 def self_check(settings: Settings) -> str:
     """Compare the numbers of the given models with their own forward; return the result as text."""
-    paths = [path for path in (settings.policy, settings.reward_model) if path]
     placement = placement_for_reading(settings.precision)
-    # A reward model is read in float32.
-    needed = 4 * sum(map(count_parameters, paths))
+    parameters = count_parameters(settings.policy)
+    if settings.reward_model:
+        parameters += count_parameters(settings.reward_model, scores=True)
+    needed = 4 * parameters
     free = psutil.virtual_memory().available
     if placement.device.type == "cpu" and needed > free:
         return (
             f"self-check: left out, because the models need {needed / 2**30:.1f} GiB and "
-            f"{free / 2**30:.1f} GiB are free; the training makes it before its first rollout"
+            f"{free / 2**30:.1f} GiB are free; PPO runs the self-check before its first rollout"
         )
     tokenizer = data_sets.policy_tokenizer(settings)
     table = data_sets.training_prompts(settings).table

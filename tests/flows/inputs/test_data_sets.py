@@ -244,7 +244,7 @@ def test_the_judge_of_a_given_reward_model_learns_from_all_pairs(tmp_path: Path)
         ({"sft": {"offload": True}}, r"\[sft\]: offload=True has no effect"),
         (
             {"sft": {"sharding": "none"}, "processes": 2},
-            r"\[sft\]: sharding='none' is for one process, but there are 2",
+            r"\[sft\]: sharding='none' is for one process, but 2 processes",
         ),
         (
             {"reward_model_training": {"learning_rate": "auto", "sharding": "zero2"}},
