@@ -1,8 +1,7 @@
 """Check the inputs of a run before anything is trained."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from pipeline.judges.judge_names import read_judges
 from pipeline.judges.spec import check_judge
 from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
+from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.reader import Rows
@@ -32,6 +32,7 @@ from ppo_core.models.loading import (
     load_tokenizer,
 )
 from ppo_core.rollout.sampler import stop_token
+from ppo_core.supervised.examples.encoded_rows import TrainingKind
 from ppo_core.supervised.learning_rate import refuse_sharded_search
 from ppo_core.supervised.training import refuse_other_settings
 
@@ -99,32 +100,27 @@ def require_writable(folder: Path, name: str) -> None:
 
 def _check_trainings(settings: Settings) -> None:
     """Raise if a setting of a training contradicts another, or has no effect."""
-    processes = settings.processes or gpus() or 1
     if settings.sft_data:
-        with _named_section("sft"):
-            refuse_other_settings("demonstrations", settings.sft)
-            choose_sharding(
-                settings.sft.sharding,
-                deepspeed=None,
-                offload=settings.sft.offload,
-                processes=processes,
-            )
+        _check_training("sft", "demonstrations", settings.sft, settings)
     if not (settings.reward_model and settings.judge):
         section = settings.reward_model_training
-        with _named_section("reward_model_training"):
-            refuse_other_settings("pairs", section)
-            sharding = choose_sharding(
-                section.sharding, deepspeed=None, offload=section.offload, processes=processes
-            )
-            if section.learning_rate == "auto":
-                refuse_sharded_search(sharding)
+        _check_training("reward_model_training", "pairs", section, settings)
 
 
-@contextmanager
-def _named_section(name: str) -> Iterator[None]:
-    """Begin the message of a ConfigError with the section of the settings file."""
+def _check_training(
+    name: str, kind: TrainingKind, section: SupervisedSection, settings: Settings
+) -> None:
+    """Check one training; the message of an error begins with the section's name."""
     try:
-        yield
+        refuse_other_settings(kind, section)
+        sharding = choose_sharding(
+            section.sharding,
+            deepspeed=None,
+            offload=section.offload,
+            processes=settings.processes or gpus() or 1,
+        )
+        if section.learning_rate == "auto":
+            refuse_sharded_search(sharding)
     except ConfigError as error:
         raise ConfigError(f"[{name}]: {error}") from error
 

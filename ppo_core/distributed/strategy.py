@@ -4,6 +4,7 @@ import logging
 import os
 from typing import Literal, get_args
 
+from ppo_core.distributed.process import is_main_process
 from ppo_core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -126,8 +127,7 @@ def _with_fsdp(sharding: Sharding | None) -> Sharding:
             f"sharding={sharding!r} and accelerate launch with FSDP contradict each other. Remove "
             "one of the two."
         )
-    is_main = os.environ.get("RANK", "0") == "0"
-    if is_main and os.environ.get("FSDP_VERSION", "1") != "2":
+    if is_main_process() and os.environ.get("FSDP_VERSION", "1") != "2":
         logger.warning("FSDP version 1 of accelerate launch is run as version 2.")
     for name, (accepted, default, instead) in _FSDP_ACCEPTED.items():
         value = os.environ.get(name, default)

@@ -89,7 +89,7 @@ def load_config(path: str | Path, revision: str | None = None) -> Any:
 
 
 def is_same_architecture(model: str | Path, other: str | Path) -> bool:
-    """Return whether two models compute alike with equal weights, by their configurations.
+    """Return whether, by their configurations, two models with equal weights give equal outputs.
 
     Raises:
         ModelError: see `load_config`.

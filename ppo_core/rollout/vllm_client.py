@@ -225,7 +225,7 @@ class VLLMServer:
             raise TrainingError(
                 f"The vLLM server at {self._url} cannot be reached to {action}, after retries "
                 f"for vllm_server_timeout={self._timeout:g} seconds: {error.__cause__ or error}. "
-                "Start the server, and resume the run from its last checkpoint."
+                "Start the server, and resume the run."
             ) from None
         except openai.APIStatusError as error:
             raise TrainingError(

@@ -154,9 +154,9 @@ class VLLMSampler:
             wrong = f"token {max(ids)}, but the policy has only {vocabulary} tokens"
         if wrong is not None:
             raise TrainingError(
-                f"The vLLM server at {self._settings.url} answers with {wrong}, so "
-                "the policy cannot learn from this response. Start the server with the policy's "
-                "model, and resume the run."
+                f"The vLLM server at {self._settings.url} answers with {wrong}, so this "
+                "response cannot be used. Start the server with the policy's model, and resume the "
+                "run."
             )
 
 

@@ -31,7 +31,6 @@ LEAST_PAIRS = 1_000
 MOST_JUDGED = 1_000
 """Maximum number of other pairs on which a search measures the loss."""
 
-
 RATE_FILE = "learning-rate.json"
 """Name of the file with the result of a search, in the folder of the training."""
 
@@ -48,8 +47,9 @@ def find_learning_rate(
 ) -> tuple[float, dict[str, float]]:
     """Return the best of three learning rates for a reward model, and the loss with each.
 
-    The result is written to `file`. A training that resumes `reads` it, because its checkpoints
-    fit no other rate. The other arguments and the errors are those of `search_learning_rate`.
+    The result is written to `file`. With `reads`, the result in that file is taken if it is for the
+    same settings and pairs: a training that resumes needs the rate of its checkpoints. The other
+    arguments and the errors are those of `search_learning_rate`.
     """
     refuse_sharded_search(engine.sharding)
     inputs = identity_of(config, pairs) | {"middle": middle}
@@ -61,8 +61,8 @@ def find_learning_rate(
             search_learning_rate(make_ranker, pairs.rows, config, middle, engine)
         )
         if engine.is_main:
-            rate, losses = found
-            write_atomically(file, json.dumps({"rate": rate, "losses": losses, "inputs": inputs}))
+            record = {"rate": found[0], "losses": found[1], "inputs": inputs}
+            write_atomically(file, json.dumps(record))
     rate, losses = found
     return rate, losses
 

@@ -29,9 +29,8 @@ class NextTokenLoss(nn.Module):
         does not count.
         """
         row, position = _counted(labels, weights).nonzero(as_tuple=True)
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-        logits = self.model(**inputs, use_cache=False).logits
-        predicted = at_least_fp32(logits[row, position])
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        predicted = at_least_fp32(output.logits[row, position])
         loss = cross_entropy(predicted, labels[row, position + 1], reduction="sum")
         return loss, torch.zeros(0, device=loss.device)
 

@@ -95,11 +95,11 @@ class PairRanker(nn.Module):
 
 
 def no_ranker(classifier: PreTrainedModel) -> ModelError:
-    """Return the error for a classifier that reads no score from the last token."""
+    """Return the error for a classifier without a linear score head on the policy's backbone."""
     return ModelError(
         f"{type(classifier).__name__} is no last-token classifier, because it has no linear layer "
-        "'score' on its backbone. Start from a decoder-only model such as Llama, GPT-2, GPT-NeoX "
-        "or Qwen2."
+        "'score' on the policy's backbone. Start from a decoder-only model such as Llama, GPT-2, "
+        "GPT-NeoX or Qwen2."
     )
 
 

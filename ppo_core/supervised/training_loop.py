@@ -286,7 +286,7 @@ class TrainingLoop:
             return
         next_move = "No checkpoint was saved, because save_steps=0."
         if self._checkpoints is None:
-            next_move = "It only tried a learning rate; the next training repeats the search."
+            next_move = "It was a trial of the learning-rate search, which starts again next time."
         elif self._config.save_steps:
             self._checkpoints.save()
             next_move = (

@@ -1,7 +1,6 @@
 """The command `python -m ppo_core`: load data and models by name, and train."""
 
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +19,7 @@ from ppo_core.data.rows.describe import describe_first, describe_reading, requir
 from ppo_core.data.rows.fitting import fit_prompts
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.data.sources.source import named_data
+from ppo_core.distributed.process import is_main_process
 from ppo_core.errors import ConfigError
 from ppo_core.models.adapters import get_peft_config
 from ppo_core.models.loading import load_config, load_policy, load_reward_model, load_tokenizer
@@ -148,8 +148,8 @@ def _read_prompts(
         response_length=response_length,
         overlong=script.overlong,
     )
-    # The variable of torchrun and accelerate: all processes read the rows.
-    if os.environ.get("RANK", "0") == "0":
+    # All processes read the rows.
+    if is_main_process():
         print(describe_reading(fitting), file=sys.stderr)
         ids = encode_prompt(tokenizer, fitting.table[0]["prompt"])
         print(describe_first(tokenizer, ids), file=sys.stderr)

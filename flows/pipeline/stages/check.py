@@ -1,4 +1,4 @@
-"""`run --check`: the checks of the first step, and the sizes of the run, without a run."""
+"""`run --check`: the checks of the first step, a self-check, and the sizes of the run."""
 
 import psutil
 
@@ -14,11 +14,13 @@ from ppo_core.models.policy import LanguageModel
 from ppo_core.training.self_check import check_loaded
 
 CHECKED_PROMPTS = 64
-"""Number of prompts of which the self-check takes tokens."""
+"""Number of prompts whose tokens the self-check uses."""
 
 
 def check_run(given: Settings) -> str:
-    """Check everything that the first step checks, and return the sizes of the run as text.
+    """Check what the first step checks, load the given models for the self-check; return the text.
+
+    The text has the result of the self-check and the sizes of the run.
 
     Nothing is trained or registered, and no run is created. Files that a run would reuse stay in
     the cache: those of a built-in task, and the champion.
@@ -68,4 +70,4 @@ def self_check(settings: Settings) -> str:
         f"{name} {value if isinstance(value, str) else f'{value:.1e}'}"
         for name, value in found.as_record().items()
     )
-    return f"self-check, differences to the models' own forward: {numbers}"
+    return f"self-check, differences from the models' own forward: {numbers}"

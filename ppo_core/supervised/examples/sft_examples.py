@@ -165,7 +165,7 @@ def _with_labels(segments: list[EncodedSegment], config: SupervisedConfig) -> SF
     labels = [
         token if counts or all_count else IGNORED_LABEL for ids, counts in segments for token in ids
     ]
-    # No token predicts the first.
+    # The first token has no context, so the loss never counts it.
     if all(label == IGNORED_LABEL for label in labels[1:]):
         raise RowError(
             "without a token to learn",

@@ -94,7 +94,6 @@ def test_a_resumed_training_takes_the_rate_of_its_search(base, tmp_path, monkeyp
     config = SupervisedConfig(batch_size=8, max_length=64, learning_rate="auto", save_steps=1)
     rows = pairs(40)
     first = train_reward_model(base, rows, config, tmp_path / "rm", resume=True)
-    refuse = pytest.raises(ConfigError, match="belongs to an earlier run")
 
     def search(*_) -> tuple[float, dict[str, float]]:
         raise AssertionError("the search is repeated")
@@ -102,7 +101,7 @@ def test_a_resumed_training_takes_the_rate_of_its_search(base, tmp_path, monkeyp
     monkeypatch.setattr("ppo_core.supervised.learning_rate.search_learning_rate", search)
     again = train_reward_model(base, rows, config, tmp_path / "rm", resume=True)
     assert {**again, "seconds": 0} == {**first, "seconds": 0}
-    with refuse:
+    with pytest.raises(ConfigError, match="belongs to an earlier run"):
         train_reward_model(base, rows, config, tmp_path / "rm")
     with pytest.raises(AssertionError, match="the search is repeated"):
         train_reward_model(base, rows, replace(config, seed=2), tmp_path / "rm", resume=True)
