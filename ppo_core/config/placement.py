@@ -1,11 +1,16 @@
 """Where a model goes in a step that only reads it: its device and the precision of its weights."""
 
+import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import torch
+
+_CONTAINER = Path("/sys/fs/cgroup")
+"""Folder that describes the control group of this process in a container."""
 
 Precision: TypeAlias = Literal["auto", "fp32", "bf16"]
 """Precision of a model that is only read: "auto" is bfloat16 on a GPU that computes in it, and
@@ -35,6 +40,28 @@ def placement_for_reading(precision: Precision = "fp32") -> Placement:
     return Placement(
         gpu or torch.device("cpu"), torch.bfloat16 if precision == "bf16" else torch.float32
     )
+
+
+def free_memory(device: "torch.device") -> int:
+    """Return the free memory of a GPU, or of this machine or container, in bytes."""
+    import psutil
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free: int = psutil.virtual_memory().available
+    return int(min(free, _left_in_container(_CONTAINER)))
+
+
+def _left_in_container(folder: Path) -> float:
+    """Return the bytes below the limit of a control group (version 2); infinity without a limit."""
+    limit = folder / "memory.max"
+    if not limit.is_file() or (most := limit.read_text().strip()) == "max":
+        return math.inf
+    used = int((folder / "memory.current").read_text())
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    # The kernel drops files from its cache before a process runs out of memory.
+    return int(most) - used + int(stat["inactive_file"])
 
 
 def _gpu() -> "torch.device | None":

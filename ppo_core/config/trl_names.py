@@ -22,6 +22,7 @@ _CONFIG = "name the configuration in dataset_name, as in org/name:config/train"
 _ONE_DATA_SET = "write the rows into one file, and set dataset_name to the file"
 _NO_EVALUATION = "nothing is evaluated during the training: evaluate the trained model"
 _PROGRESS = "the loss is in metrics.jsonl in output_dir: leave it out"
+_ONE_SAVE_SETTING = "set only save_steps, which writes checkpoints if it is above 0"
 _UPLOAD = "upload the trained model: hf upload ORG/NAME OUTPUT_DIR"
 _TOKENIZER = "it is read from the tokenizer: save the tokenizer with it"
 _ONE_ROW = "each row is a sequence of its own, and batches have rows of similar length"
@@ -118,7 +119,7 @@ SUPERVISED_INSTEAD: Unsupported = {
     "do_eval": ((False,), _NO_EVALUATION),
     "do_train": ((True,), "the command trains"),
     "load_best_model_at_end": ((False,), _NO_EVALUATION),
-    "save_strategy": (("no",), "set only save_steps, which writes checkpoints if it is above 0"),
+    "save_strategy": (("no",), _ONE_SAVE_SETTING),
     "save_safetensors": ((True,), "weights are always written as safetensors"),
     "overwrite_output_dir": ((True,), "a model in output_dir is replaced by the trained model"),
     "push_to_hub": ((False,), _UPLOAD),
@@ -136,11 +137,15 @@ LORA_TASKS = {"sft": "CAUSAL_LM", "reward": "SEQ_CLS"}
 """Training -> value of TRL's flag `lora_task_type` that describes it."""
 
 
-def supervised_instead(kind: str) -> Unsupported:
-    """Return `SUPERVISED_INSTEAD` with the flags whose accepted value depends on the training."""
+def supervised_instead(kind: str, *, saves: bool) -> Unsupported:
+    """Return `SUPERVISED_INSTEAD` with the flags whose accepted value depends on the others.
+
+    `saves` says whether save_steps is given.
+    """
     task = LORA_TASKS.get(kind)
     return {
         **SUPERVISED_INSTEAD,
         "lora_task_type": ((task,), f"the adapters of this training are always {task}"),
+        "save_strategy": (("steps" if saves else "no",), _ONE_SAVE_SETTING),
         "disable_dropout": ((False,), "the dropout of the model's configuration is used"),
     }

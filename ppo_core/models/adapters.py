@@ -182,10 +182,14 @@ def recompute_activations(model: PreTrainedModel, settings: dict[str, Any]) -> N
 
 def adapter_settings(model: "PeftModel", name: str | None = None) -> dict[str, str]:
     """Return an adapter's settings that affect its computation; the default is the active one."""
-    settings = model.peft_config[name or model.active_adapter].to_dict()
+    return settings_of_adapter(model.peft_config[name or model.active_adapter])
+
+
+def settings_of_adapter(config: "PeftConfig") -> dict[str, str]:
+    """Return the settings that affect the computation of an adapter with this configuration."""
     return {
         key: str(sorted(value) if isinstance(value, set) else value)
-        for key, value in settings.items()
+        for key, value in config.to_dict().items()
         if key not in _ORIGIN
     }
 

@@ -38,6 +38,16 @@ def restore_generators(generators: Mapping[str, torch.Generator], tensors: Tenso
         generator.set_state(tensors[name])
 
 
+def seed_global_generators(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch, on all devices.
+
+    `transformers.set_seed` does the same, and imports peft, which takes a second.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def global_rng_state() -> tuple[dict[str, Tensor], JSON]:
     """Return the states of the global generators of Python, NumPy and torch.
 

@@ -13,11 +13,16 @@ from datasets import Dataset
 from ppo_core.data.atomic_files import write_atomically
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, DataError, NotFiniteError, TrainingError
-from ppo_core.errors.out_of_memory import free_unused
+from ppo_core.errors.out_of_memory import explained_out_of_memory, free_unused
 from ppo_core.supervised.examples.reward_pairs import collate_pairs
 from ppo_core.supervised.pair_ranker import PairRanker
 from ppo_core.supervised.supervised_config import LOSS_AT, SupervisedConfig
-from ppo_core.supervised.training_loop import TrainingData, TrainingLoop, identity_of
+from ppo_core.supervised.training_loop import (
+    LESS_MEMORY,
+    TrainingData,
+    TrainingLoop,
+    identity_of,
+)
 
 FACTORS = (1 / 3, 1, 3)
 """The rates that a search tries, as factors of the rate in the middle."""
@@ -42,27 +47,28 @@ def find_learning_rate(
     middle: float,
     engine: Engine,
     *,
+    model: Mapping[str, str],
     file: Path,
-    reads: bool,
+    earlier: Path | None,
 ) -> tuple[float, dict[str, float]]:
     """Return the best of three learning rates for a reward model, and the loss with each.
 
-    The result is written to `file`. With `reads`, the result in that file is taken if it is for the
-    same settings and pairs: a training that resumes needs the rate of its checkpoints. The other
-    arguments and the errors are those of `search_learning_rate`.
+    The result is written to `file`. The result in the file `earlier` is taken if there is one for
+    the same `model`, settings and pairs: a training that resumes needs the rate of its checkpoints.
+    The other arguments and the errors are those of `search_learning_rate`.
     """
     refuse_sharded_search(engine.sharding)
-    inputs = identity_of(config, pairs) | {"middle": middle}
-    reads = reads and engine.is_main
-    found = engine.peers.together(lambda: _found(file, inputs) if reads else None)[0]
+    inputs = identity_of(config, pairs) | {"middle": middle, "model": dict(model)}
+    found = engine.peers.together(
+        lambda: _found(earlier, inputs) if earlier and engine.is_main else None
+    )[0]
     if found is None:
         # Rounding may differ between the processes, and so may their best rates.
         found = engine.peers.of_main(
             search_learning_rate(make_ranker, pairs.rows, config, middle, engine)
         )
-        if engine.is_main:
-            record = {"rate": found[0], "losses": found[1], "inputs": inputs}
-            write_atomically(file, json.dumps(record))
+        record = json.dumps({"rate": found[0], "losses": found[1], "inputs": inputs})
+        engine.peers.together(lambda: write_atomically(file, record) if engine.is_main else None)
     rate, losses = found
     return rate, losses
 
@@ -161,7 +167,8 @@ def _loss_after(
         loop.train()
     except NotFiniteError:
         return math.inf
-    return _mean_loss(ranker, judged, config.batch_size)
+    with explained_out_of_memory(LESS_MEMORY):
+        return _mean_loss(ranker, judged, config.batch_size)
 
 
 @torch.no_grad()

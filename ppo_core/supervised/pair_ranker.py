@@ -31,7 +31,8 @@ def make_classifier(policy: PreTrainedModel, pad_token_id: int | None) -> PreTra
         classifier = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
     backbone = policy.base_model
     if type(classifier.base_model) is not type(backbone):
-        raise no_ranker(classifier)
+        other = f"its backbone is a {type(classifier.base_model).__name__}"
+        raise no_ranker(classifier, f"{other}, and the policy's is a {type(backbone).__name__}")
     setattr(classifier, classifier.base_model_prefix, backbone)
     for module in classifier.children():
         if module is not backbone:
@@ -58,7 +59,7 @@ class PairRanker(nn.Module):
         self.metrics = "accuracy", "margin"
         head = getattr(classifier, "score", None)
         if not isinstance(head, nn.Linear) or classifier.base_model is classifier:
-            raise no_ranker(classifier)
+            raise no_ranker(classifier, "it has no linear layer 'score' on the policy's backbone")
         self.classifier = classifier
         self._centering = centre_rewards_coefficient
         nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
@@ -94,12 +95,11 @@ class PairRanker(nn.Module):
         return scores.squeeze(-1)
 
 
-def no_ranker(classifier: PreTrainedModel) -> ModelError:
-    """Return the error for a classifier without a linear score head on the policy's backbone."""
+def no_ranker(classifier: PreTrainedModel, reason: str) -> ModelError:
+    """Return the error for a classifier that cannot score the last token; `reason` says why."""
     return ModelError(
-        f"{type(classifier).__name__} is no last-token classifier, because it has no linear layer "
-        "'score' on the policy's backbone. Start from a decoder-only model such as Llama, GPT-2, "
-        "GPT-NeoX or Qwen2."
+        f"{type(classifier).__name__} is no last-token classifier, because {reason}. Start from a "
+        "decoder-only model such as Llama, GPT-2, GPT-NeoX or Qwen2."
     )
 
 

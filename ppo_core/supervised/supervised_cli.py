@@ -1,6 +1,7 @@
 """The command line of `python -m ppo_core.supervised sft|reward`."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -186,12 +187,13 @@ def parse_supervised(
         ConfigError: a flag is unknown, missing or not supported, or a value is not valid.
         SystemExit: the flag --help was given; the help is printed first.
     """
+    saves = any(re.match("--save[-_]steps(=|$)", flag) for flag in flags)
     parser = DocumentedParser(
         [SupervisedArguments, SupervisedConfig, SupervisedLoraArguments],
         prog="python -m ppo_core.supervised",
         usage=f"%(prog)s {kind if kind in TRAININGS else '|'.join(TRAININGS)} [--name value]",
         aliases=SUPERVISED_ALIASES,
-        instead=supervised_instead(kind),
+        instead=supervised_instead(kind, saves=saves),
     )
     arguments, config, lora = parser.parse(flags)
     return arguments, config, lora

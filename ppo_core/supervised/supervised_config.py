@@ -1,7 +1,7 @@
 """Settings of supervised training, immutable and validated."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from ppo_core.config.checks import (
     require,
@@ -11,12 +11,15 @@ from ppo_core.config.checks import (
     require_seed,
 )
 
-NOT_OF_THE_RESULT = (
+_NOT_OF_THE_RESULT = (
     "sharding",
     "offload",
     "save_steps",
     "save_total_limit",
     "gradient_checkpointing",
+    # Only the product of these two matters.
+    "batch_size",
+    "gradient_accumulation_steps",
 )
 """Settings that change a result only by rounding."""
 
@@ -105,3 +108,13 @@ class SupervisedConfig:
         require(self, "save_steps", fits, "a whole number, or a fraction below 1")
         require_kept_checkpoints(self)
         require(self, "warmup_ratio", 0 <= self.warmup_ratio < 1, "at least 0 and below 1")
+
+    @property
+    def rows_per_step(self) -> int:
+        """Number of examples or pairs in one optimizer step of all processes."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    def settings_of_result(self) -> dict[str, Any]:
+        """Return the settings that change the result by more than rounding."""
+        given = asdict(self) | {"rows_per_step": self.rows_per_step}
+        return {name: value for name, value in given.items() if name not in _NOT_OF_THE_RESULT}

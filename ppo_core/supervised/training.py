@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.checkpointing.checkpointer import refuse_earlier_run
 from ppo_core.config.row_settings import Overlong, PromptFormat
@@ -20,10 +20,11 @@ from ppo_core.data.sources.source import source_of_rows
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import ConfigError
-from ppo_core.models.adapters import recompute_activations
+from ppo_core.models.adapters import recompute_activations, settings_of_adapter
 from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.files.model_folder import refuse_adapter
 from ppo_core.models.loading import count_parameters, load_policy, load_tokenizer
+from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows, max_tokens
 from ppo_core.supervised.examples.reward_pairs import collate_pairs
 from ppo_core.supervised.examples.sft_examples import collate_examples
@@ -96,7 +97,7 @@ def train_sft(
     rows = _rows(examples, "demonstrations", tokenizer)
     limit = max_tokens(model, config)
     encoded = encode_rows("demonstrations", rows, tokenizer, config, limit=limit, overlong=overlong)
-    set_seed(config.seed)
+    seed_global_generators(config.seed)
     policy = _load_start(model)
     if config.learning_rate is None:
         sized = sized_defaults(policy.num_parameters(), lora=peft_config is not None)
@@ -182,8 +183,9 @@ def train_reward_model(
                 config,
                 rate,
                 engine,
+                model=_start_and_adapter(model, peft_config),
                 file=output / RATE_FILE,
-                reads=bool(resume),
+                earlier=_earlier_search(resume, output),
             )
         config = replace(config, learning_rate=rate)
     ranker, adapted = make()
@@ -195,6 +197,19 @@ def train_reward_model(
     return metrics | tried
 
 
+def _start_and_adapter(model: str | Path, peft_config: "PeftConfig | None") -> dict[str, str]:
+    """Return what a searched learning rate depends on, beside settings and pairs."""
+    adapter = {} if peft_config is None else settings_of_adapter(peft_config)
+    return {"start": str(model)} | adapter
+
+
+def _earlier_search(resume: str | Path | bool | None, output: Path) -> Path | None:
+    """Return the file of the learning-rate search before the checkpoint to resume from."""
+    if resume is True:
+        return output / RATE_FILE
+    return Path(resume).parent / RATE_FILE if resume else None
+
+
 def _make_ranker(
     model: str | Path,
     pad_token_id: int | None,
@@ -202,7 +217,7 @@ def _make_ranker(
     peft_config: "PeftConfig | None",
 ) -> tuple[PairRanker, "PeftModel | None"]:
     """Return the reward model before its training, and the PeftModel in it if there is one."""
-    set_seed(config.seed)
+    seed_global_generators(config.seed)
     classifier = make_classifier(_load_start(model), pad_token_id)
     _checkpoint_activations(classifier, config)
     ranker = PairRanker(classifier, centre_rewards_coefficient=config.centre_rewards_coefficient)

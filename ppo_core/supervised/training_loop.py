@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import get_scheduler, set_seed
+from transformers import get_scheduler
 
 from ppo_core.checkpointing.checkpointer import Checkpointer, SavePlan
 from ppo_core.checkpointing.fingerprint import Fingerprint, fingerprint
@@ -23,10 +23,11 @@ from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import ConfigError, NotFiniteError, RunInterruptedError
 from ppo_core.errors.out_of_memory import explained_out_of_memory
 from ppo_core.models.adapters import adapter_settings
+from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.reporting.metrics_file import MetricsFile
 from ppo_core.supervised.checkpoint import Progress, SupervisedContents
 from ppo_core.supervised.step_order import StepOrder
-from ppo_core.supervised.supervised_config import NOT_OF_THE_RESULT, SupervisedConfig
+from ppo_core.supervised.supervised_config import SupervisedConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -124,7 +125,7 @@ class TrainingLoop:
         scheduler = get_scheduler("linear", optimizer, warmup, self._order.steps)
         self._module, self._optimizer = engine.prepare(module.train(), optimizer)
         # Each process draws its own dropout.
-        set_seed(config.seed + engine.rank)
+        seed_global_generators(config.seed + engine.rank)
         self._scheduler = scheduler
         self._progress = Progress()
         self._interruption = Interruption()
@@ -301,12 +302,7 @@ class TrainingLoop:
 
 def identity_of(config: SupervisedConfig, data: TrainingData) -> dict[str, Any]:
     """Return the settings and the digest of the data, which a resumed training must share."""
-    # Only the product of these two matters.
-    batches = ("batch_size", "gradient_accumulation_steps")
-    left_out = {*NOT_OF_THE_RESULT, *batches}
-    settings = {name: value for name, value in asdict(config).items() if name not in left_out}
-    rows_per_step = config.batch_size * config.gradient_accumulation_steps
-    return settings | {"rows_per_step": rows_per_step, "rows": data.digest}
+    return config.settings_of_result() | {"rows": data.digest}
 
 
 def make_output_dir(folder: Path) -> None:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from transformers import PreTrainedModel
+
 from ppo_core.config.placement import Precision, placement_for_reading
 from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.atomic_files import write_atomically
@@ -22,6 +24,7 @@ from ppo_core.distributed.process import (
     write_stacks_on_request,
 )
 from ppo_core.errors import PPOError
+from ppo_core.errors.out_of_memory import free_unused
 from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.models.loading import load_policy, load_tokenizer
 from ppo_core.rollout.sampler import ServerSettings, own_stop_token
@@ -89,10 +92,16 @@ def run_answer_job(job: AnswerJob, *, rank: int = 0, processes: int = 1) -> Answ
     """
     placement = placement_for_reading(job.precision)
     model = load_policy(job.policy, placement=placement)
-    reference = None
-    if job.reference is not None:
-        same = job.reference == job.policy
-        reference = model if same else load_policy(job.reference, placement=placement)
+
+    def load_reference() -> PreTrainedModel:
+        assert job.reference is not None
+        if job.reference == job.policy:
+            return model
+        # The memory of a GPU may be too small for both.
+        model.cpu()
+        free_unused()
+        return load_policy(job.reference, placement=placement)
+
     tokenizer = load_tokenizer(job.tokenizer, job.prompt_format)
     is_own = job.stop == "own"
     return answer_prompts(
@@ -108,7 +117,7 @@ def run_answer_job(job: AnswerJob, *, rank: int = 0, processes: int = 1) -> Answ
         stop_token_id=own_stop_token(model, tokenizer) if is_own else job.stop_token_id,
         seed=job.seed,
         batch_size=job.batch_size,
-        reference=reference,
+        load_reference=None if job.reference is None else load_reference,
         server=job.server,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.row_settings import PromptFormat, parse_columns
@@ -25,6 +25,7 @@ from ppo_core.models.adapters import get_peft_config
 from ppo_core.models.loading import load_config, load_policy, load_reward_model, load_tokenizer
 from ppo_core.models.quantization import get_quantization_config
 from ppo_core.models.reward_model import RewardModel
+from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.reporting.metrics_file import SELF_CHECK_FILE
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.training.trainer import PPOTrainer
@@ -43,7 +44,7 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
         TrainingError: training cannot continue.
     """
     # Seed the global generators, because a reward function may use them.
-    set_seed(config.seed)
+    seed_global_generators(config.seed)
     start = config.sft_model_path or model.model_name_or_path
     if start is None:
         raise ConfigError("There is no policy. Set --model_name_or_path to a folder or hub id.")
@@ -207,7 +208,7 @@ def load_reward(
         stacklevel=2,
     )
     tokenizer = load_tokenizer(base, prompt_format)
-    set_seed(seed)
+    seed_global_generators(seed)
     classifier = make_classifier(load_policy(base), tokenizer.pad_token_id)
     PairRanker(classifier)  # initializes the head's weights, so that scores are near 0
     return RewardModel(classifier.eval(), tokenizer, **reading)

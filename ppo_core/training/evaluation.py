@@ -1,6 +1,6 @@
 """Responses of a policy to prompts, and its KL divergence from a reference."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,7 +56,7 @@ def answer_prompts(
     batch_size: int = 64,
     stop: str | None = "eos",
     stop_token_id: int | None = None,
-    reference: PreTrainedModel | None = None,
+    load_reference: Callable[[], PreTrainedModel] | None = None,
     server: ServerSettings | None = None,
 ) -> Answers:
     """Sample a response to each prompt with training's sampler; temperature 0 decodes greedily.
@@ -64,6 +64,7 @@ def answer_prompts(
     `stop` and `stop_token_id` are the settings `stop_token` and `stop_token_id` of PPOConfig.
     `batch_size` is halved while memory is full. With `numbers` only these prompts are answered; an
     answer does not depend on the other prompts. A `server` samples with the model's weights.
+    `load_reference` is called once the model is no longer needed, if there is a KL divergence.
 
     Raises:
         ModelError: there is no stop token, or the context of the server's model is too short.
@@ -80,7 +81,6 @@ def answer_prompts(
         top_p=top_p,
     )
     is_sample = temperature > 0 and not sampling.is_restricted
-    compared = LanguageModel(reference) if reference is not None and is_sample else None
     generator = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(len(prompts), response_length, generator=generator)[list(numbers)]
     encoded = [encode_prompt(tokenizer, prompts[number]) for number in numbers]
@@ -96,12 +96,13 @@ def answer_prompts(
     if server is None:
         rollout = batches.run(sample)
     else:
-        rollout = _sample_by_server(server, policy, encoded, uniforms, sampling)
+        rollout = _sample_by_server(server, policy, encoded, uniforms, sampling, batches)
     kl = None
-    if compared is not None:
+    if load_reference is not None and is_sample:
         if server is not None:
             own = batches.run(lambda rows: response_logprobs(policy, rollout, rows))
             rollout = replace(rollout, logprobs=own)
+        compared = LanguageModel(load_reference())
         kl = batches.run(lambda rows: _divergence(rollout, compared, rows)).mean().item()
     return Answers(texts=response_texts(tokenizer, rollout), kl=kl)
 
@@ -112,6 +113,7 @@ def _sample_by_server(
     prompts: Sequence[Tokens],
     uniforms: Tensor,
     settings: SamplingSettings,
+    batches: BatchSize,
 ) -> Rollout:
     """Return the responses of a vLLM server, after a check that it has the policy's weights."""
     # Imported here, because the vLLM client takes a second to import.
@@ -126,7 +128,7 @@ def _sample_by_server(
         prompts[:CHECKED_PROMPTS], uniforms[:CHECKED_PROMPTS, :CHECKED_TOKENS], at_one, version
     )
     mask = tried.response_mask
-    own = response_logprobs(policy, tried, CHECKED_PROMPTS)[mask]
+    own = batches.run(lambda rows: response_logprobs(policy, tried, rows))[mask]
     assert tried.behaviour_logprobs is not None
     kl = sampler_metrics(own, tried.behaviour_logprobs[mask], cap=1.0)["vllm/kl"]
     if not kl <= FAR_SERVER:  # also if it is NaN

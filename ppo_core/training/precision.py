@@ -27,4 +27,5 @@ def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bo
 
 def _width(model: nn.Module) -> int:
     config = getattr(model, "config", None)
-    return text_config(config).hidden_size if config is not None else 0
+    # A model type without a width is refused later, with its own message.
+    return getattr(text_config(config), "hidden_size", 0) if config is not None else 0

@@ -1,13 +1,11 @@
 """`run --check`: the checks of the first step, a self-check, and the sizes of the run."""
 
-import psutil
-
 from pipeline.inputs import data_sets
 from pipeline.promotion.champion import look_up_champion
 from pipeline.settings.settings import Settings
 from pipeline.stages.run_size import sizes_in_words
 from pipeline.stages.start import prepare_inputs
-from ppo_core.config.placement import placement_for_reading
+from ppo_core.config.placement import free_memory, placement_for_reading
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.models.loading import count_parameters, load_policy, load_reward_model
 from ppo_core.models.policy import LanguageModel
@@ -15,6 +13,9 @@ from ppo_core.training.self_check import check_loaded
 
 CHECKED_PROMPTS = 64
 """Number of prompts whose tokens the self-check uses."""
+
+BESIDE_WEIGHTS = 0.25
+"""Memory of the self-check beside the weights, as a fraction of the weights."""
 
 
 def check_run(given: Settings) -> str:
@@ -39,12 +40,14 @@ def check_run(given: Settings) -> str:
 def self_check(settings: Settings) -> str:
     """Compare the numbers of the given models with their own forward; return the result as text."""
     placement = placement_for_reading(settings.precision)
-    parameters = count_parameters(settings.policy)
+    needed = placement.dtype.itemsize * count_parameters(settings.policy)
+    reads_scores = placement_for_reading()
     if settings.reward_model:
-        parameters += count_parameters(settings.reward_model, scores=True)
-    needed = 4 * parameters
-    free = psutil.virtual_memory().available
-    if placement.device.type == "cpu" and needed > free:
+        scorer = count_parameters(settings.reward_model, scores=True)
+        needed += reads_scores.dtype.itemsize * scorer
+    needed = round(needed * (1 + BESIDE_WEIGHTS))
+    free = free_memory(placement.device)
+    if needed > free:
         return (
             f"self-check: left out, because the models need {needed / 2**30:.1f} GiB and "
             f"{free / 2**30:.1f} GiB are free; PPO runs the self-check before its first rollout"
@@ -58,7 +61,7 @@ def self_check(settings: Settings) -> str:
             settings.reward_model,
             end_of_text=settings.reward_model_training.end_of_text,
             prompt_format=data_sets.reward_format(settings),
-            placement=placement_for_reading(),
+            placement=reads_scores,
         )
     found = check_loaded(
         LanguageModel(load_policy(settings.policy, placement=placement)),

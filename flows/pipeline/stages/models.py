@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.inputs import data_sets, model_digests
@@ -15,7 +15,6 @@ from pipeline.stages.tracked import cache_folder, track
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data import folder_cache
 from ppo_core.data.rows.reader import Rows
-from ppo_core.supervised.supervised_config import NOT_OF_THE_RESULT
 from ppo_core.supervised.training_code import modules_of_training
 
 
@@ -84,13 +83,12 @@ def _train_once(
             on_metrics=log_curves,
         )
 
-    config = {k: v for k, v in asdict(section).items() if k not in NOT_OF_THE_RESULT}
     decides_the_result = {
         "prompt_format": settings.prompt_format,
         "overlong": settings.overlong,
         "model": model_digests.digest_of_model(model),
         "rows": rows.digest,
-        "settings": config,
+        "settings": section.settings_of_result(),
         "code": folder_cache.digest_of_code(*modules_of_training()),
     }
     made = folder_cache.make_once(cache_folder(settings), name, decides_the_result, train)

@@ -193,12 +193,11 @@ def _reward_size(rows: Rows, settings: Settings) -> SupervisedSize:
 
 
 def _supervised(rows: int, tokens: int, config: SupervisedConfig) -> SupervisedSize:
-    rows_per_step = config.batch_size * config.gradient_accumulation_steps
     return SupervisedSize(
         rows=rows,
         tokens=tokens,
         epochs=config.num_epochs,
-        optimizer_steps=config.num_epochs * ceil(rows / rows_per_step),
+        optimizer_steps=config.num_epochs * ceil(rows / config.rows_per_step),
     )
 
 

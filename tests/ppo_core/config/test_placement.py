@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ppo_core.config import placement
-from ppo_core.config.placement import Placement, placement_for_reading
+from ppo_core.config.placement import Placement, free_memory, placement_for_reading
 from ppo_core.models.loading import load_policy, load_reward_model
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 
@@ -34,6 +34,17 @@ def test_each_process_takes_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert placement_for_reading("fp32").device == torch.device("cuda", 3)
+
+
+def test_the_free_memory_of_a_container_counts_what_the_kernel_would_drop(tmp_path, monkeypatch):
+    monkeypatch.setattr(placement, "_CONTAINER", tmp_path)
+    of_the_machine = free_memory(CPU)
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 200\ninactive_file 300\n")
+    assert free_memory(CPU) == 600
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(CPU) == pytest.approx(of_the_machine, rel=0.5)
 
 
 def test_a_model_is_loaded_in_the_precision_of_its_placement(tmp_path):

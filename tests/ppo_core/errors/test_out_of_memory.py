@@ -54,11 +54,11 @@ def test_a_process_that_really_has_too_little_memory_halves_its_batch():
 def test_answers_in_smaller_batches_are_the_same(caplog):
     tokenizer = make_tokenizer()
     how: dict[str, Any] = {"response_length": 6, "temperature": 0.7, "seed": 1, "batch_size": 8}
-    expected = answer_prompts(make_policy(), tokenizer, PROMPTS, **how, reference=make_policy())
+    expected = answer_prompts(make_policy(), tokenizer, PROMPTS, **how, load_reference=make_policy)
     model = make_policy()
     model.model.embed_tokens.register_forward_pre_hook(full_above(3), with_kwargs=True)
     with caplog.at_level(logging.WARNING):
-        answers = answer_prompts(model, tokenizer, PROMPTS, **how, reference=make_policy())
+        answers = answer_prompts(model, tokenizer, PROMPTS, **how, load_reference=make_policy)
     assert answers.texts == expected.texts
     assert [record.message for record in caplog.records if "memory" in record.message] == [
         "Answering: the memory was full, so the batch has 4 rows from now on.",

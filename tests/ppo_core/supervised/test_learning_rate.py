@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from pipeline.demo.task import write_base_model
@@ -101,10 +102,16 @@ def test_a_resumed_training_takes_the_rate_of_its_search(base, tmp_path, monkeyp
     monkeypatch.setattr("ppo_core.supervised.learning_rate.search_learning_rate", search)
     again = train_reward_model(base, rows, config, tmp_path / "rm", resume=True)
     assert {**again, "seconds": 0} == {**first, "seconds": 0}
+    checkpoint = tmp_path / "rm" / f"checkpoint-{first['steps']}"
+    elsewhere = train_reward_model(base, rows, config, tmp_path / "elsewhere", resume=checkpoint)
+    assert {**elsewhere, "seconds": 0} == {**first, "seconds": 0}
     with pytest.raises(ConfigError, match="belongs to an earlier run"):
         train_reward_model(base, rows, config, tmp_path / "rm")
     with pytest.raises(AssertionError, match="the search is repeated"):
         train_reward_model(base, rows, replace(config, seed=2), tmp_path / "rm", resume=True)
+    lora = LoraConfig(r=2, target_modules="all-linear")
+    with pytest.raises(AssertionError, match="the search is repeated"):
+        train_reward_model(base, rows, config, tmp_path / "rm", resume=True, peft_config=lora)
     (tmp_path / "rm" / RATE_FILE).write_text("{")
     with pytest.raises(TrainingError, match=r"learning-rate\.json' is damaged"):
         train_reward_model(base, rows, config, tmp_path / "rm", resume=True)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_core.config.trl_names import SUPERVISED_ALIASES, SUPERVISED_INSTEAD
+from ppo_core.errors import ConfigError
 from ppo_core.supervised.supervised_cli import (
     SupervisedArguments,
     SupervisedLoraArguments,
@@ -199,3 +200,21 @@ def test_no_refused_flag_of_trl_is_a_flag_or_an_alias_here():
     assert set(SUPERVISED_ALIASES.values()) <= flags
     assert not flags & {*SUPERVISED_ALIASES, *SUPERVISED_INSTEAD}
     assert not {*SUPERVISED_ALIASES} & {*SUPERVISED_INSTEAD}
+
+
+@pytest.mark.parametrize(
+    ("flags", "accepted"),
+    [
+        ("--save_strategy no", True),
+        ("--save_strategy steps --save_steps 5", True),
+        ("--save_strategy no --save_steps 5", False),
+        ("--save_strategy steps", False),
+    ],
+)
+def test_a_save_strategy_must_agree_with_save_steps(flags: str, accepted: bool):
+    if accepted:
+        _, config, _ = parse_supervised("sft", [*REQUIRED, *flags.split()])
+        assert config.save_steps == (5 if "--save_steps" in flags else 0)
+    else:
+        with pytest.raises(ConfigError, match="set only save_steps"):
+            parse_supervised("sft", [*REQUIRED, *flags.split()])

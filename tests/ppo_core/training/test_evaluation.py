@@ -35,7 +35,7 @@ def test_greedy_texts_depend_on_no_seed():
 
 def test_the_distance_from_itself_is_nothing_and_from_another_it_is_the_exact_divergence():
     policy, other = make_policy(), make_policy(seed=5)
-    assert answer(policy, reference=policy).kl == pytest.approx(0, abs=1e-5)
+    assert answer(policy, load_reference=lambda: policy).kl == pytest.approx(0, abs=1e-5)
     # At one token an answer the estimate's expectation is the divergence of two distributions.
     many = answer_prompts(
         policy,
@@ -43,7 +43,7 @@ def test_the_distance_from_itself_is_nothing_and_from_another_it_is_the_exact_di
         ["w1 w2"] * 4000,
         **{**SAMPLING, "response_length": 1},
         batch_size=4000,
-        reference=other,
+        load_reference=lambda: other,
     )
     ids = torch.tensor([[4, 5]])
     p, q = (
@@ -58,7 +58,7 @@ def test_the_distance_from_itself_is_nothing_and_from_another_it_is_the_exact_di
 def test_restricted_sampling_takes_likely_tokens_only_and_measures_no_divergence():
     policy = make_policy()
     greedy = answer(policy, temperature=0).texts
-    likeliest = answer(policy, top_k=1, reference=make_policy(seed=5))
+    likeliest = answer(policy, top_k=1, load_reference=lambda: make_policy(seed=5))
     assert likeliest.texts == greedy
     assert likeliest.kl is None
     assert answer(policy, top_p=1e-6).texts == greedy
