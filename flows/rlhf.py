@@ -19,6 +19,7 @@ from typing import Any
 
 from metaflow import (
     Config,
+    FlowMutator,
     FlowSpec,
     Parameter,
     card,
@@ -48,7 +49,7 @@ from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedE
 ppo_core.METAFLOW_PACKAGE_POLICY = "include"
 
 
-RECORDS = 7
+RECORDS = 8
 """Format version of the records passed between steps; increased when older records are
 unreadable."""
 
@@ -100,6 +101,120 @@ def parse_toml(text: str) -> dict[str, Any]:
     return tables
 
 
+class SeveralMachines:
+    """The steps of the flow that differ if `num_nodes` machines share each training.
+
+    Each training starts on all machines, by Metaflow's `@parallel`, and a join keeps what the first
+    machine returned. Metaflow reads the graph from the source of the steps, so each is written out.
+    """
+
+    @phase
+    @step
+    def start(self: Any) -> None:
+        """Read the settings, check every input, and find the champion to beat."""
+        self._begin()
+        self.next(self.load_policy, num_parallel=self.settings.num_nodes)
+
+    @retry(times=3, minutes_between_retries=0)
+    @phase
+    @parallel
+    @step
+    def load_policy(self: Any) -> None:
+        """Load the policy, or fine-tune it first."""
+        here, models = this_step(), stages.models
+        load = models.help_to_load_policy if here.index else models.load_policy
+        self.made_here = load(self.settings, self.tracked, here)
+        self.next(self.join_policy)
+
+    @phase
+    @step
+    def join_policy(self: Any, inputs: Any) -> None:
+        """Continue with the policy of the first machine."""
+        self.sft = take_from_first(self, inputs)
+        self.next(self.share_policy)
+
+    @phase
+    @step
+    def share_policy(self: Any) -> None:
+        """Hand the policy to all machines, which a join cannot do in Metaflow."""
+        self.next(self.load_reward_model, num_parallel=self.settings.num_nodes)
+
+    @retry(times=3, minutes_between_retries=0)
+    @phase
+    @parallel
+    @step
+    def load_reward_model(self: Any) -> None:
+        """Load the reward model, or train it on preferences; train a judge if none is named."""
+        here, models = this_step(), stages.models
+        load = models.help_to_load_reward_models if here.index else models.load_reward_models
+        self.made_here = load(self.settings, self.sft, self.tracked, here)
+        self.next(self.join_reward_model)
+
+    @phase
+    @step
+    def join_reward_model(self: Any, inputs: Any) -> None:
+        """Continue with the models of the first machine."""
+        self.rewarder, self.judge_model = take_from_first(self, inputs)
+        self.next(self.validate_reward_model)
+
+    # Without an interval, so that the card of a refused reward model can be written at once.
+    @card(type="blank", refresh_interval=0)
+    @phase
+    @step
+    def validate_reward_model(self: Any) -> None:
+        """Measure the reward model on held-out preferences; end the run if it is refused."""
+        self._validate()
+        self.next(self.train_policy, num_parallel=self.settings.num_nodes)
+
+    @retry(times=3, minutes_between_retries=0)
+    @phase
+    @parallel
+    @step
+    def train_policy(self: Any) -> None:
+        """Train the policy with PPO; resume from any last checkpoint."""
+        here, training = this_step(), stages.training
+        train = training.help_to_train_policy if here.index else training.train_policy
+        self.made_here = train(
+            self.settings, self.sft, self.rewarder, self.validation, self.tracked, here
+        )
+        self.next(self.join_trained)
+
+    @phase
+    @step
+    def join_trained(self: Any, inputs: Any) -> None:
+        """Continue with the policy that the first machine trained."""
+        self.trained = take_from_first(self, inputs)
+        self.next(self.evaluate_win_rate)
+
+
+def this_step() -> Any:
+    """Return the machines of this step, for an attempt that all of them name alike."""
+    return stages.training.this_machine(current.parallel, f"{current.run_id}.{current.retry_count}")
+
+
+def take_from_first(flow: Any, inputs: Any) -> Any:
+    """Return what the first machine made, and keep the artifacts that all machines share."""
+    (first,) = [each for each in inputs if each.made_here]
+    flow.seconds = first.seconds
+    flow.merge_artifacts(inputs, exclude=["made_here", "seconds"])
+    return first.made_here
+
+
+class machines_of_settings(FlowMutator):  # noqa: N801
+    """Replace steps by those of `SeveralMachines` if the settings file has num_nodes above 1."""
+
+    def pre_mutate(self, mutable_flow: Any) -> None:
+        """Replace the steps before Metaflow reads the graph."""
+        nodes = (dict(mutable_flow.configs)["settings"] or {}).get("num_nodes")
+        # Metaflow has no method that replaces a step. Values of other types are refused later.
+        if isinstance(nodes, int) and nodes > 1:
+            for name in vars(SeveralMachines):
+                # By getattr, because a decorator stands for its step in the class.
+                if hasattr(member := getattr(SeveralMachines, name), "is_step"):
+                    setattr(mutable_flow._flow_cls, name, member)
+
+
+@machines_of_settings()
 class RLHF(FlowSpec):
     """Train a policy on human preferences, judge its answers, and register the policy."""
 
@@ -128,7 +243,6 @@ class RLHF(FlowSpec):
         help="Train even if the gate refuses the reward model.",
     )
     processes = Parameter("processes", type=int, help="Processes of each training on one machine.")
-    num_nodes = Parameter("num-nodes", type=int, help="Machines for PPO.")
     total_episodes = Parameter("total-episodes", type=int, help="Total responses of PPO.")
     seed = Parameter("seed", type=int, help="Seed of all random numbers.")
     registered_model = Parameter("registered-model", type=str, help="Model name in MLflow.")
@@ -152,20 +266,7 @@ class RLHF(FlowSpec):
     @step
     def start(self) -> None:
         """Read the settings, check every input, and find the champion to beat."""
-        self.records = RECORDS
-        if self.check:
-            raise ConfigError(
-                "check is a flag of `python flows/rlhf.py run` on this machine. A scheduled run "
-                "would start all steps, so leave it out."
-            )
-        given = self._given_settings()
-        self.settings = stages.start.prepare_inputs(given)
-        self.champion = stages.start.find_champion(self.settings)
-        has_champion = self.champion is not None
-        print(stages.run_size.sizes_in_words(self.settings, has_champion=has_champion), flush=True)
-        self.tracked = stages.start.start_run(
-            given, self.settings, current.flow_name, current.run_id, self._tracked_steps()
-        )
+        self._begin()
         self.next(self.load_policy)
 
     @retry(times=3, minutes_between_retries=0)
@@ -192,39 +293,17 @@ class RLHF(FlowSpec):
     @step
     def validate_reward_model(self) -> None:
         """Measure the reward model on held-out preferences; end the run if it is refused."""
-        self.validation = stages.validation.validate_reward_model(
-            self.settings, self.sft, self.rewarder, self.judge_model, self.tracked
-        )
-        current.card.extend(stages.cards.reward_model_card(self.validation))
-        if self.validation.refused:
-            stages.cards.write_card_now(current.card)
-            stages.validation.stop_run(self.validation, self.settings, self.tracked)
-        self.next(self.train_policy, num_parallel=self.settings.num_nodes)
+        self._validate()
+        self.next(self.train_policy)
 
     @retry(times=3, minutes_between_retries=0)
     @phase
-    @parallel
     @step
     def train_policy(self) -> None:
-        """Train the policy with PPO on `num_nodes` machines; resume from any last checkpoint."""
-        self.trained_here = stages.training.train_policy(
-            self.settings,
-            self.sft,
-            self.rewarder,
-            self.validation,
-            self.tracked,
-            current.parallel,
-            f"{current.run_id}.{current.retry_count}",
+        """Train the policy with PPO; resume from any last checkpoint."""
+        self.trained = stages.training.train_policy(
+            self.settings, self.sft, self.rewarder, self.validation, self.tracked
         )
-        self.next(self.join_machines)
-
-    @phase
-    @step
-    def join_machines(self, inputs: Any) -> None:
-        """Continue with the policy that the first machine returned."""
-        (first,) = [each for each in inputs if each.trained_here]
-        self.trained, self.seconds = first.trained_here, first.seconds
-        self.merge_artifacts(inputs, exclude=["trained_here", "seconds"])
         self.next(self.evaluate_win_rate)
 
     @card(type="blank")
@@ -276,6 +355,31 @@ class RLHF(FlowSpec):
             self.seconds,
         )
 
+    def _begin(self) -> None:
+        self.records = RECORDS
+        if self.check:
+            raise ConfigError(
+                "check is a flag of `python flows/rlhf.py run` on this machine. A scheduled run "
+                "would start all steps, so leave it out."
+            )
+        given = self._given_settings()
+        self.settings = stages.start.prepare_inputs(given)
+        self.champion = stages.start.find_champion(self.settings)
+        has_champion = self.champion is not None
+        print(stages.run_size.sizes_in_words(self.settings, has_champion=has_champion), flush=True)
+        self.tracked = stages.start.start_run(
+            given, self.settings, current.flow_name, current.run_id, self._tracked_steps()
+        )
+
+    def _validate(self) -> None:
+        self.validation = stages.validation.validate_reward_model(
+            self.settings, self.sft, self.rewarder, self.judge_model, self.tracked
+        )
+        current.card.extend(stages.cards.reward_model_card(self.validation))
+        if self.validation.refused:
+            stages.cards.write_card_now(current.card)
+            stages.validation.stop_run(self.validation, self.settings, self.tracked)
+
     def _tracked_steps(self) -> list[str]:
         """Return the steps that have an MLflow run: all except start, join and end steps."""
         graph = self._graph
@@ -318,7 +422,6 @@ class RLHF(FlowSpec):
             # A flag that was not given is False, which must not override the settings file.
             "accept_reward_model": self.accept_reward_model or None,
             "processes": self.processes,
-            "num_nodes": self.num_nodes,
             "total_episodes": self.total_episodes,
             "seed": self.seed,
             "registered_model": self.registered_model,

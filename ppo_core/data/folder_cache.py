@@ -53,8 +53,7 @@ def make_once(
         inputs: everything that decides the result; must be serializable as JSON.
         make: function that fills the given folder and returns values that JSON has.
     """
-    everything = {**inputs, "libraries": {library: version(library) for library in LIBRARIES}}
-    folder = root / f"{name}-{digest_of(everything)}"
+    folder = _folder_of(root, name, inputs)
     if folder.is_dir():
         if _is_unchanged(folder):
             return Cached(folder, True, _read_made(folder)["values"])
@@ -71,6 +70,16 @@ def make_once(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return Cached(folder, False, _read_made(folder)["values"])
+
+
+def is_made(root: Path, name: str, inputs: Mapping[str, Any]) -> bool:
+    """Return whether `make_once` with these arguments would reuse a folder."""
+    return _is_unchanged(_folder_of(root, name, inputs))
+
+
+def _folder_of(root: Path, name: str, inputs: Mapping[str, Any]) -> Path:
+    everything = {**inputs, "libraries": {library: version(library) for library in LIBRARIES}}
+    return root / f"{name}-{digest_of(everything)}"
 
 
 def digest_of(value: Any) -> str:

@@ -118,8 +118,8 @@ def begin(folder: Path, *arguments: str, **settings: object) -> Run:
 class Undisturbed:
     """A run that nothing happens to, from whose PPO step others begin."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.run = begin(folder, *arguments, accept_reward_model=True)
+    def __init__(self, folder: Path, *arguments: str, **settings: object) -> None:
+        self.run = begin(folder, *arguments, accept_reward_model=True, **settings)
         assert self.run.wait() == 0, self.run.log()
         assert self.run.updates() == [*range(1, UPDATES + 1)]
         self.policy, self.weights = self.run.policy(), self.run.weights()
@@ -155,7 +155,7 @@ def undisturbed(tmp_path_factory) -> Undisturbed:
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory) -> Undisturbed:
     """On two machines, tasks of Metaflow that are both on this one, with a process each."""
-    return Undisturbed(tmp_path_factory.mktemp("machines"), "--num-nodes", "2")
+    return Undisturbed(tmp_path_factory.mktemp("machines"), num_nodes=2)
 
 
 @pytest.fixture(params=["undisturbed", "machines"])

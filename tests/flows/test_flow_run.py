@@ -185,7 +185,6 @@ def test_the_summary_has_its_parts(summary: dict[str, Any]):
         "load_reward_model",
         "validate_reward_model",
         "train_policy",
-        "join_machines",
         "evaluate_win_rate",
         "register",
     }

@@ -1,5 +1,6 @@
 """A whole run whose SFT is killed, and one whose judge hangs."""
 
+import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -36,13 +37,13 @@ def begin(tmp_path: Path) -> Callable[..., Run]:
     return with_settings
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("spread", [{"processes": 1}, {"processes": 2}, {"num_nodes": 2}])
 def test_sft_that_is_killed_is_retried_and_resumes(
-    begin: Callable[..., Run], tmp_path: Path, processes: int
+    begin: Callable[..., Run], tmp_path: Path, spread: dict[str, int]
 ):
     training = {"batch_size": 2, "max_length": 32, "learning_rate": 1e-3}
     sft = training | {"num_epochs": 60, "save_steps": 20}
-    run = begin(processes=processes, sft=sft, reward_model_training=training)
+    run = begin(**spread, sft=sft, reward_model_training=training)
 
     def lines() -> list[dict[str, float]]:
         files = tmp_path.glob(f"outputs/runs/*/sft/{METRICS_FILE}")
@@ -62,6 +63,24 @@ def test_sft_that_is_killed_is_retried_and_resumes(
     # The checkpoints of a finished training are removed.
     assert not [*tmp_path.glob("outputs/runs/*/sft")]
     assert [*tmp_path.glob("outputs/cache/sft-*/model.safetensors")]
+
+
+def test_two_machines_train_the_same_models_as_two_processes(
+    begin: Callable[..., Run], tmp_path: Path
+):
+    def train(**spread: int) -> dict[str, bytes]:
+        run = begin(judge="", **spread)
+        assert run.wait() == 0, run.log()
+        files = tmp_path.glob("outputs/*/*/model.safetensors")
+        trained = {file.parent.name: file.read_bytes() for file in files}
+        policies = tmp_path.glob("outputs/runs/*/policy/model.safetensors")
+        trained["policy"] = next(policies).read_bytes()
+        shutil.rmtree(tmp_path / "outputs")
+        return trained
+
+    machines = train(num_nodes=2)
+    assert len(machines) == 4
+    assert machines == train(processes=2)
 
 
 def test_a_judge_that_hangs_ends_the_run_and_nothing_is_registered(

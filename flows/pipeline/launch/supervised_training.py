@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.launcher import OnMetrics, train
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
@@ -25,8 +26,9 @@ def train_supervised(
     *,
     folder: Path,
     model_dir: Path,
+    machines: Machines = ONE_MACHINE,
     on_metrics: OnMetrics,
-) -> Mapping[str, float]:
+) -> Mapping[str, float] | None:
     """Train a model, or resume its training from the last checkpoint in `folder`.
 
     Args:
@@ -37,10 +39,11 @@ def train_supervised(
         settings: settings of the run.
         folder: folder of the job, its metrics and its checkpoints.
         model_dir: folder for the trained model.
+        machines: the machines of the training, which share both folders.
         on_metrics: see `train`.
 
     Returns:
-        The metrics of `train_sft` or `train_reward_model`.
+        The metrics of `train_sft` or `train_reward_model`; None on machines after the first.
 
     Raises:
         RunInterruptedError: SIGTERM arrived, and a checkpoint was saved.
@@ -60,8 +63,9 @@ def train_supervised(
     train(
         write_job(job, folder),
         processes=settings.processes,
+        machines=machines,
         program=PROGRAM,
         stall_minutes=settings.stall_minutes,
         on_metrics=on_metrics,
     )
-    return read_result(folder)
+    return read_result(folder) if machines.index == 0 else None

@@ -134,7 +134,8 @@ class Settings:
     GPU."""
 
     num_nodes: int = 1
-    """Number of machines for PPO, which share output_dir; Metaflow's @parallel starts them."""
+    """Number of machines that share each training, and output_dir; Metaflow's @parallel starts
+    them. It is read from the settings file only."""
 
     precision: Precision = "auto"
     """Precision of language models in steps that only read them, which sample, answer and judge:

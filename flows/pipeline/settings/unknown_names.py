@@ -16,6 +16,13 @@ _REFUSED: dict[str, Unsupported] = {
 FILE_FORM = "python flows/rlhf.py --config settings FILE run"
 
 
+ONLY_IN_FILE = (
+    "num_nodes decides the steps of the run, which Metaflow reads before it reads flags. Write it "
+    f"at the top of the settings file, as in num_nodes = 2: {FILE_FORM}"
+)
+"""What to do with num_nodes on the command line."""
+
+
 def describe_unknown_setting(name: str, where: str, known: Mapping[str, Collection[str]]) -> str:
     """Return a message about a setting that does not exist.
 
@@ -56,6 +63,8 @@ def describe_unknown_option(
     flags = {each.replace("-", "_"): f"--{each}" for each in options}
     if name in ("config", "settings", "config_file", "settings_file"):
         return f"The settings file is named before `run`: {FILE_FORM}"
+    if name == "num_nodes":
+        return ONLY_IN_FILE
     if name in flags:
         return f"Write {flags[name]} after `run`: python flows/rlhf.py run {flags[name]} ..."
     if same := same_setting(name, flags):

@@ -9,7 +9,9 @@ from typing import Any
 from pipeline.judges.judge_names import check_judge_name
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.unknown_names import ONLY_IN_FILE
 from ppo_core.distributed.process import large_imports
+from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
 
 
@@ -23,10 +25,12 @@ def read_settings(
     The arguments are those of `make_settings`.
 
     Raises:
-        ConfigError: see `make_settings` and `check_names`.
+        ConfigError: see `make_settings` and `check_names`; or num_nodes is not from the file.
         ModelError: the policy cannot be read, or is no language model that writes.
     """
     given = make_settings(from_file, from_command_line, overrides)
+    if given.num_nodes != from_file.get("num_nodes", 1):
+        raise ConfigError(f"num_nodes={given.num_nodes} cannot be set by --set. {ONLY_IN_FILE}")
     check_names(given.judge, given.reward_model, given.judging)
     return make_settings(
         from_file, from_command_line, overrides, parameters=_parameters(given.policy)

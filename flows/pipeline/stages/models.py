@@ -2,11 +2,14 @@
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipeline.inputs import data_sets, model_digests
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.launch.commands import ONE_MACHINE, Machines
+from pipeline.launch.launcher import OnMetrics
 from pipeline.launch.supervised_training import train_supervised
 from pipeline.results import PreparedModel
 from pipeline.settings.settings import Settings
@@ -17,53 +20,105 @@ from ppo_core.data import folder_cache
 from ppo_core.data.rows.reader import Rows
 from ppo_core.supervised.training_code import modules_of_training
 
+SFT, REWARD_MODEL, JUDGE = "sft", "reward-model", "judge"
+"""Names of the trainings, which begin the names of their folders in the cache."""
 
-def load_policy(settings: Settings, run: FlowRun) -> PreparedModel:
-    """Return the policy to start from: `policy` itself, or `policy` fine-tuned on `sft_data`."""
+
+@dataclass(frozen=True, kw_only=True)
+class _Training:
+    """One supervised training of the run."""
+
+    name: str
+    model: str
+    """Folder or hub id of the model to start from."""
+
+    rows: Rows
+    section: SupervisedSection
+
+    def decides_the_result(self, settings: Settings) -> dict[str, Any]:
+        """Return everything that the trained model depends on."""
+        return {
+            "prompt_format": settings.prompt_format,
+            "overlong": settings.overlong,
+            "model": model_digests.digest_of_model(self.model),
+            "rows": self.rows.digest,
+            "settings": self.section.settings_of_result(),
+            "code": folder_cache.digest_of_code(*modules_of_training()),
+        }
+
+
+def load_policy(settings: Settings, run: FlowRun, here: Machines = ONE_MACHINE) -> PreparedModel:
+    """Return the policy to start from: `policy` itself, or `policy` fine-tuned on `sft_data`.
+
+    The other machines call `help_to_load_policy` meanwhile.
+    """
     with track(run, "load_policy", patient=True) as tracker:
         if not settings.sft_data:
             return PreparedModel(path=settings.policy, metrics={})
-        rows = data_sets.sft_rows(settings)
-        made = _train_once("sft", settings.policy, rows, settings.sft, settings, run, tracker)
+        made = _train_once(_policy_training(settings), settings, run, here, tracker)
         return _prepared(made, tracker)
 
 
 def load_reward_models(
-    settings: Settings, sft: PreparedModel, run: FlowRun
+    settings: Settings, sft: PreparedModel, run: FlowRun, here: Machines = ONE_MACHINE
 ) -> tuple[PreparedModel, PreparedModel | None]:
     """Return the reward model, and the one that judges if no judge is named; None if one is.
 
     The reward model is `reward_model` itself, or one trained from the policy. The judge is trained
-    from the same policy, on other pairs and with another seed.
+    from the same policy, on other pairs and with another seed. The other machines call
+    `help_to_load_reward_models` meanwhile.
     """
     with track(run, "load_reward_model", patient=True) as tracker:
-        section = settings.reward_model_training
         reward_model = PreparedModel(path=settings.reward_model, metrics={})
         if not settings.reward_model:
-            rows = data_sets.training_pairs(settings)
-            made = _train_once("reward-model", sft.path, rows, section, settings, run, tracker)
+            made = _train_once(_reward_training(settings, sft), settings, run, here, tracker)
             reward_model = _prepared(made, tracker)
         if settings.judge:
             return reward_model, None
-        rows = data_sets.judge_pairs(settings)
-        section = replace(section, seed=(section.seed + 1) % 2**32)
-        made = _train_once("judge", sft.path, rows, section, settings, run, tracker)
+        made = _train_once(_judge_training(settings, sft), settings, run, here, tracker)
         # MLflow has the curve of the training as judge/loss.
         tracker.step.log_metrics({f"judge_{name}": value for name, value in made.values.items()})
         return reward_model, PreparedModel(path=str(made.path), metrics=made.values)
 
 
+def help_to_load_policy(settings: Settings, run: FlowRun, here: Machines) -> None:
+    """Take part in the training of `load_policy`, as a machine after the first."""
+    if settings.sft_data:
+        _take_part(_policy_training(settings), settings, run, here)
+
+
+def help_to_load_reward_models(
+    settings: Settings, sft: PreparedModel, run: FlowRun, here: Machines
+) -> None:
+    """Take part in the trainings of `load_reward_models`, as a machine after the first."""
+    if not settings.reward_model:
+        _take_part(_reward_training(settings, sft), settings, run, here)
+    if not settings.judge:
+        _take_part(_judge_training(settings, sft), settings, run, here)
+
+
+def _policy_training(settings: Settings) -> _Training:
+    rows = data_sets.sft_rows(settings)
+    return _Training(name=SFT, model=settings.policy, rows=rows, section=settings.sft)
+
+
+def _reward_training(settings: Settings, sft: PreparedModel) -> _Training:
+    rows, section = data_sets.training_pairs(settings), settings.reward_model_training
+    return _Training(name=REWARD_MODEL, model=sft.path, rows=rows, section=section)
+
+
+def _judge_training(settings: Settings, sft: PreparedModel) -> _Training:
+    section = settings.reward_model_training
+    section = replace(section, seed=(section.seed + 1) % 2**32)
+    rows = data_sets.judge_pairs(settings)
+    return _Training(name=JUDGE, model=sft.path, rows=rows, section=section)
+
+
 def _train_once(
-    name: str,
-    model: str,
-    rows: Rows,
-    section: SupervisedSection,
-    settings: Settings,
-    run: FlowRun,
-    tracker: Tracker,
+    training: _Training, settings: Settings, run: FlowRun, here: Machines, tracker: Tracker
 ) -> folder_cache.Cached:
     """Return the model NAME-DIGEST of the cache; train it if it is missing."""
-    job = run.folder / name
+    name, job = training.name, _folder(run, training)
 
     def log_curves(step: int, metrics: Mapping[str, float]) -> None:
         tracker.step.log_metrics(
@@ -71,31 +126,51 @@ def _train_once(
         )
 
     def train(folder: Path) -> Mapping[str, float]:
-        print(f"{name}: training on {len(rows):,} rows", flush=True)
-        return train_supervised(
-            "sft" if name == "sft" else "reward",
-            model,
-            rows,
-            section,
-            settings,
-            folder=job,
-            model_dir=folder,
-            on_metrics=log_curves,
-        )
+        print(f"{name}: training on {len(training.rows):,} rows", flush=True)
+        metrics = _train(training, settings, job, here, log_curves)
+        assert metrics is not None
+        for file in _model_folder(job).iterdir():
+            file.rename(folder / file.name)
+        return metrics
 
-    decides_the_result = {
-        "prompt_format": settings.prompt_format,
-        "overlong": settings.overlong,
-        "model": model_digests.digest_of_model(model),
-        "rows": rows.digest,
-        "settings": section.settings_of_result(),
-        "code": folder_cache.digest_of_code(*modules_of_training()),
-    }
-    made = folder_cache.make_once(cache_folder(settings), name, decides_the_result, train)
+    inputs = training.decides_the_result(settings)
+    made = folder_cache.make_once(cache_folder(settings), name, inputs, train)
     # Its checkpoints, each larger than the model, have served their purpose.
     shutil.rmtree(job, ignore_errors=True)
     print(f"{name}: {'reused' if made.reused else 'made'} {made.path}", flush=True)
     return made
+
+
+def _take_part(training: _Training, settings: Settings, run: FlowRun, here: Machines) -> None:
+    """Run this machine's processes of a training, unless its model is in the cache."""
+    inputs = training.decides_the_result(settings)
+    if not folder_cache.is_made(cache_folder(settings), training.name, inputs):
+        _train(training, settings, _folder(run, training), here, lambda step, metrics: None)
+
+
+def _train(
+    training: _Training, settings: Settings, job: Path, here: Machines, on_metrics: OnMetrics
+) -> Mapping[str, float] | None:
+    return train_supervised(
+        "sft" if training.name == SFT else "reward",
+        training.model,
+        training.rows,
+        training.section,
+        settings,
+        folder=job,
+        model_dir=_model_folder(job),
+        machines=here,
+        on_metrics=on_metrics,
+    )
+
+
+def _folder(run: FlowRun, training: _Training) -> Path:
+    """Return the folder of a training's job, which all machines share."""
+    return run.folder / training.name
+
+
+def _model_folder(job: Path) -> Path:
+    return job / "model"
 
 
 def _prepared(made: folder_cache.Cached, tracker: Tracker) -> PreparedModel:

@@ -2,7 +2,6 @@
 
 import resource
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,28 @@ from ppo_core.reporting.health import warnings_of
 from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, read_metrics
 
 
+def this_machine(parallel: Any, attempt: str) -> Machines:
+    """Return the machines of a step with Metaflow's `current.parallel`, as this machine sees them.
+
+    See `Machines.attempt` for the attempt.
+    """
+    return Machines(
+        count=parallel.num_nodes,
+        index=parallel.node_index,
+        main_address=parallel.main_ip,
+        attempt=attempt,
+    )
+
+
 def train_policy(
     settings: Settings,
     sft: PreparedModel,
     reward_model: PreparedModel,
     validation: ValidatedReward,
     run: FlowRun,
-    machines: Any = None,
-    attempt: str = "",
-) -> TrainedPolicy | None:
-    """Train the policy with PPO against the reward model.
+    here: Machines = ONE_MACHINE,
+) -> TrainedPolicy:
+    """Train the policy with PPO against the reward model, and track the training.
 
     Args:
         settings: settings of the run.
@@ -37,39 +48,18 @@ def train_policy(
         reward_model: the reward model.
         validation: result of validating the reward model.
         run: the run of the flow.
-        machines: Metaflow's `current.parallel`; None for a single machine.
-        attempt: text that is equal on all machines and differs between attempts of the step.
-
-    Returns:
-        On the first machine, which also tracks the training, the trained policy; on others, None.
+        here: the machines of the training; the others call `help_to_train_policy` meanwhile.
 
     Raises:
         ProcessError: a process of the training failed.
     """
-    here = _this_machine(machines, attempt)
-    start = partial(
-        write_job,
-        settings,
-        policy=sft.path,
-        reward_model=reward_model.path,
-        reward_bias=validation.bias,
-        reward_gain=validation.gain,
-        folder=run.folder / "ppo",
-        policy_dir=run.folder / "policy",
-    )
-    run_job = partial(
-        train,
-        processes=settings.processes,
-        machines=here,
-        stall_minutes=settings.stall_minutes,
-    )
-    if here.index > 0:
-        run_job(start())
-        return None
     with track(run, "train_policy") as tracker:
-        job = start()
-        run_job(
+        job = _write_job(settings, sft, reward_model, validation, run)
+        train(
             job,
+            processes=settings.processes,
+            machines=here,
+            stall_minutes=settings.stall_minutes,
             on_metrics=lambda update, metrics: tracker.step.log_metrics(metrics, step=update),
         )
         updates = read_metrics(job.parent / METRICS_FILE)
@@ -87,14 +77,38 @@ def train_policy(
     return trained
 
 
-def _this_machine(machines: Any, attempt: str) -> Machines:
-    if machines is None:
-        return ONE_MACHINE
-    return Machines(
-        count=machines.num_nodes,
-        index=machines.node_index,
-        main_address=machines.main_ip,
-        attempt=attempt,
+def help_to_train_policy(
+    settings: Settings,
+    sft: PreparedModel,
+    reward_model: PreparedModel,
+    validation: ValidatedReward,
+    run: FlowRun,
+    here: Machines,
+) -> None:
+    """Take part in the training of `train_policy`, as a machine after the first."""
+    train(
+        _write_job(settings, sft, reward_model, validation, run),
+        processes=settings.processes,
+        machines=here,
+        stall_minutes=settings.stall_minutes,
+    )
+
+
+def _write_job(
+    settings: Settings,
+    sft: PreparedModel,
+    reward_model: PreparedModel,
+    validation: ValidatedReward,
+    run: FlowRun,
+) -> Path:
+    return write_job(
+        settings,
+        policy=sft.path,
+        reward_model=reward_model.path,
+        reward_bias=validation.bias,
+        reward_gain=validation.gain,
+        folder=run.folder / "ppo",
+        policy_dir=run.folder / "policy",
     )
 
 

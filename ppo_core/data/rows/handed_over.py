@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from uuid import uuid4
 
 import pyarrow
 from datasets import Dataset, disable_progress_bars
@@ -21,12 +22,15 @@ def write_rows(rows: Rows, folder: Path) -> None:
     """
     with explained_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        # Several machines may write the same rows, and others may already read them.
+        unfinished = folder / f".{_TABLE}.{uuid4().hex}"
         with (
-            (folder / _TABLE).open("wb") as file,
+            unfinished.open("wb") as file,
             pyarrow.ipc.new_stream(file, rows.table.features.arrow_schema) as table,
         ):
             for batch in rows.table.with_format("arrow").iter(ROWS_AT_ONCE):
                 table.write_table(batch)
+        unfinished.replace(folder / _TABLE)
     facts = {
         "source": rows.source,
         "digest": rows.digest,
