@@ -38,6 +38,7 @@ from pipeline.settings.command_line import (
     check_settings_file,
     explain_unknown_options,
     name_resumed_run,
+    refuse_scheduler,
 )
 from pipeline.settings.environment import prepare_environment
 from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
@@ -205,9 +206,15 @@ class machines_of_settings(FlowMutator):  # noqa: N801
 
     def pre_mutate(self, mutable_flow: Any) -> None:
         """Replace the steps before Metaflow reads the graph."""
-        nodes = (dict(mutable_flow.configs)["settings"] or {}).get("num_nodes")
-        # Metaflow has no method that replaces a step. Values of other types are refused later.
-        if isinstance(nodes, int) and nodes > 1:
+        nodes = (dict(mutable_flow.configs)["settings"] or {}).get("num_nodes", 1)
+        # Values of other types are refused by the first step.
+        nodes = nodes if isinstance(nodes, int) else 1
+        try:
+            refuse_scheduler(sys.argv, nodes)
+        except ConfigError as error:
+            raise RunStoppedError(str(error)) from error
+        # Metaflow has no method that replaces a step.
+        if nodes > 1:
             for name in vars(SeveralMachines):
                 # By getattr, because a decorator stands for its step in the class.
                 if hasattr(member := getattr(SeveralMachines, name), "is_step"):

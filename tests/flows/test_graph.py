@@ -1,12 +1,16 @@
 """The steps of the flow on one machine and on several."""
 
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
+import boto3
 import pytest
 
 from tests.helpers.forked_python import run_python
 from tests.helpers.paths import ROOT
+from tests.helpers.servers import BUCKET, s3
 
 ONE = (
     "start load_policy load_reward_model validate_reward_model train_policy evaluate_win_rate "
@@ -19,11 +23,13 @@ SEVERAL = (
 ).split()
 
 
-def flow(folder: Path, *arguments: str, nodes: object = 1):
+def flow(
+    folder: Path, *arguments: str, nodes: object = 1, variables: Mapping[str, str] | None = None
+):
     """Run the flow's command with a settings file."""
     (folder / "settings.toml").write_text(f'num_nodes = {nodes}\ntask = "tldr"\n')
     words = (ROOT / "flows" / "rlhf.py", "--config", "settings", folder / "settings.toml")
-    return run_python(*words, *arguments)
+    return run_python(*words, *arguments, variables=dict(variables or {}))
 
 
 @pytest.mark.parametrize(("nodes", "steps"), [(1, ONE), (2, SEVERAL), (4, SEVERAL)])
@@ -50,3 +56,73 @@ def test_a_number_of_machines_that_the_graph_cannot_have_is_refused(
     assert "Traceback" not in ended.stderr
     if arguments:
         assert "Write it at the top of the settings file" in " ".join(ended.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "nodes", "message"),
+    [
+        ("airflow", 1, "airflow is not supported: the DAG that Metaflow writes has no settings"),
+        ("airflow", 2, "airflow is not supported"),
+        ("step-functions", 2, "num_nodes=2 is not possible with step-functions"),
+    ],
+)
+def test_a_scheduler_that_cannot_run_the_flow_is_refused_at_once(
+    scheduler: str, nodes: int, message: str, tmp_path: Path
+):
+    ended = flow(tmp_path, scheduler, "create", nodes=nodes)
+    assert ended.returncode != 0
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "Deploy with argo-workflows" in ended.stderr
+
+
+def job_queue(store: Mapping[str, str]) -> str:
+    """Make a queue of AWS Batch, whose kind of machines Metaflow looks up, and return its name."""
+    keys = {
+        "aws_access_key_id": store["AWS_ACCESS_KEY_ID"],
+        "aws_secret_access_key": store["AWS_SECRET_ACCESS_KEY"],
+        "region_name": store["AWS_DEFAULT_REGION"],
+        "endpoint_url": store["AWS_ENDPOINT_URL_S3"],
+    }
+    role = boto3.client("iam", **keys).create_role(RoleName="batch", AssumeRolePolicyDocument="{}")
+    subnets = boto3.client("ec2", **keys).describe_subnets()["Subnets"]
+    groups = boto3.client("ec2", **keys).describe_security_groups()["SecurityGroups"]
+    batch = boto3.client("batch", **keys)
+    machines = batch.create_compute_environment(
+        computeEnvironmentName="machines",
+        type="MANAGED",
+        state="ENABLED",
+        serviceRole=role["Role"]["Arn"],
+        computeResources={
+            "type": "FARGATE",
+            "maxvCpus": 4,
+            "subnets": [subnets[0]["SubnetId"]],
+            "securityGroupIds": [groups[0]["GroupId"]],
+        },
+    )["computeEnvironmentArn"]
+    order = [{"order": 1, "computeEnvironment": machines}]
+    batch.create_job_queue(
+        jobQueueName="queue", state="ENABLED", priority=1, computeEnvironmentOrder=order
+    )
+    return "queue"
+
+
+def test_one_machine_compiles_for_step_functions(tmp_path: Path):
+    """The code package is stored, and the state machine is printed in the place of deployed."""
+    with s3() as store:
+        variables = store | {
+            "AWS_ENDPOINT_URL": store["AWS_ENDPOINT_URL_S3"],
+            "METAFLOW_S3_ENDPOINT_URL": store["AWS_ENDPOINT_URL_S3"],
+            "METAFLOW_DEFAULT_DATASTORE": "s3",
+            "METAFLOW_DATASTORE_SYSROOT_S3": f"s3://{BUCKET}/metaflow",
+            "METAFLOW_BATCH_JOB_QUEUE": job_queue(store),
+            # Metaflow keeps a token of the deployment there.
+            "METAFLOW_HOME": str(tmp_path / "home"),
+            "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": "arn:aws:iam::1:role/batch",
+            "METAFLOW_ECS_FARGATE_EXECUTION_ROLE": "arn:aws:iam::1:role/fargate",
+            "METAFLOW_SFN_IAM_ROLE": "arn:aws:iam::1:role/sfn",
+        }
+        ended = flow(tmp_path, "step-functions", "create", "--only-json", variables=variables)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    machine = json.loads(ended.stdout[ended.stdout.index("{") :])
+    assert [*machine["States"]] == ONE

@@ -42,6 +42,25 @@ def check_settings_file(argv: Sequence[str]) -> None:
         read_text_file(Path(rest[0]), ConfigError)
 
 
+def refuse_scheduler(argv: Sequence[str], num_nodes: int) -> None:
+    """Raise if the flow is compiled for a scheduler that cannot run it.
+
+    Raises:
+        ConfigError: the scheduler is Airflow, or Step Functions with several machines.
+    """
+    if "airflow" in argv:
+        raise ConfigError(
+            "airflow is not supported: the DAG that Metaflow writes has no settings file, and "
+            "Airflow 3 cannot import it. Deploy with argo-workflows or step-functions instead."
+        )
+    if "step-functions" in argv and num_nodes > 1:
+        raise ConfigError(
+            f"num_nodes={num_nodes} is not possible with step-functions, which cannot start "
+            "several machines for one step. Deploy with argo-workflows, or remove num_nodes and "
+            "train on the GPUs of one larger machine (processes)."
+        )
+
+
 def name_resumed_run(argv: Sequence[str], flow_name: str) -> None:
     """Print the id of the run that `resume` continues if the command line does not give it.
 
