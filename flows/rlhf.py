@@ -102,105 +102,6 @@ def parse_toml(text: str) -> dict[str, Any]:
     return tables
 
 
-class SeveralMachines:
-    """The steps of the flow that differ if `num_nodes` machines share each training.
-
-    Each training starts on all machines, by Metaflow's `@parallel`, and a join keeps what the first
-    machine returned. Metaflow reads the graph from the source of the steps, so each is written out.
-    """
-
-    @phase
-    @step
-    def start(self: Any) -> None:
-        """Read the settings, check every input, and find the champion to beat."""
-        self._begin()
-        self.next(self.load_policy, num_parallel=self.settings.num_nodes)
-
-    @retry(times=3, minutes_between_retries=0)
-    @phase
-    @parallel
-    @step
-    def load_policy(self: Any) -> None:
-        """Load the policy, or fine-tune it first."""
-        here, models = this_step(), stages.models
-        load = models.help_to_load_policy if here.index else models.load_policy
-        self.made_here = load(self.settings, self.tracked, here)
-        self.next(self.join_policy)
-
-    @phase
-    @step
-    def join_policy(self: Any, inputs: Any) -> None:
-        """Continue with the policy of the first machine."""
-        self.sft = take_from_first(self, inputs)
-        self.next(self.share_policy)
-
-    @phase
-    @step
-    def share_policy(self: Any) -> None:
-        """Hand the policy to all machines, which a join cannot do in Metaflow."""
-        self.next(self.load_reward_model, num_parallel=self.settings.num_nodes)
-
-    @retry(times=3, minutes_between_retries=0)
-    @phase
-    @parallel
-    @step
-    def load_reward_model(self: Any) -> None:
-        """Load the reward model, or train it on preferences; train a judge if none is named."""
-        here, models = this_step(), stages.models
-        load = models.help_to_load_reward_models if here.index else models.load_reward_models
-        self.made_here = load(self.settings, self.sft, self.tracked, here)
-        self.next(self.join_reward_model)
-
-    @phase
-    @step
-    def join_reward_model(self: Any, inputs: Any) -> None:
-        """Continue with the models of the first machine."""
-        self.rewarder, self.judge_model = take_from_first(self, inputs)
-        self.next(self.validate_reward_model)
-
-    # Without an interval, so that the card of a refused reward model can be written at once.
-    @card(type="blank", refresh_interval=0)
-    @phase
-    @step
-    def validate_reward_model(self: Any) -> None:
-        """Measure the reward model on held-out preferences; end the run if it is refused."""
-        self._validate()
-        self.next(self.train_policy, num_parallel=self.settings.num_nodes)
-
-    @retry(times=3, minutes_between_retries=0)
-    @phase
-    @parallel
-    @step
-    def train_policy(self: Any) -> None:
-        """Train the policy with PPO; resume from any last checkpoint."""
-        here, training = this_step(), stages.training
-        train = training.help_to_train_policy if here.index else training.train_policy
-        self.made_here = train(
-            self.settings, self.sft, self.rewarder, self.validation, self.tracked, here
-        )
-        self.next(self.join_trained)
-
-    @phase
-    @step
-    def join_trained(self: Any, inputs: Any) -> None:
-        """Continue with the policy that the first machine trained."""
-        self.trained = take_from_first(self, inputs)
-        self.next(self.evaluate_win_rate)
-
-
-def this_step() -> Any:
-    """Return the machines of this step, for an attempt that all of them name alike."""
-    return stages.training.this_machine(current.parallel, f"{current.run_id}.{current.retry_count}")
-
-
-def take_from_first(flow: Any, inputs: Any) -> Any:
-    """Return what the first machine made, and keep the artifacts that all machines share."""
-    (first,) = [each for each in inputs if each.made_here]
-    flow.seconds = first.seconds
-    flow.merge_artifacts(inputs, exclude=["made_here", "seconds"])
-    return first.made_here
-
-
 class machines_of_settings(FlowMutator):  # noqa: N801
     """Replace steps by those of `SeveralMachines` if the settings file has num_nodes above 1."""
 
@@ -435,6 +336,105 @@ class RLHF(FlowSpec):
             "output_dir": self.output_dir,
             "summary_json": self.summary_json,
         }
+
+
+class SeveralMachines:
+    """The steps of the flow that differ if `num_nodes` machines share each training.
+
+    Each training starts on all machines, by Metaflow's `@parallel`, and a join keeps what the first
+    machine returned. Metaflow reads the graph from the source of the steps, so each is written out.
+    """
+
+    @phase
+    @step
+    def start(self: Any) -> None:
+        """Read the settings, check every input, and find the champion to beat."""
+        self._begin()
+        self.next(self.load_policy, num_parallel=self.settings.num_nodes)
+
+    @retry(times=3, minutes_between_retries=0)
+    @phase
+    @parallel
+    @step
+    def load_policy(self: Any) -> None:
+        """Load the policy, or fine-tune it first."""
+        here, models = this_step(), stages.models
+        load = models.help_to_load_policy if here.index else models.load_policy
+        self.made_here = load(self.settings, self.tracked, here)
+        self.next(self.join_policy)
+
+    @phase
+    @step
+    def join_policy(self: Any, inputs: Any) -> None:
+        """Continue with the policy of the first machine."""
+        self.sft = take_from_first(self, inputs)
+        self.next(self.share_policy)
+
+    @phase
+    @step
+    def share_policy(self: Any) -> None:
+        """Hand the policy to all machines, which a join cannot do in Metaflow."""
+        self.next(self.load_reward_model, num_parallel=self.settings.num_nodes)
+
+    @retry(times=3, minutes_between_retries=0)
+    @phase
+    @parallel
+    @step
+    def load_reward_model(self: Any) -> None:
+        """Load the reward model, or train it on preferences; train a judge if none is named."""
+        here, models = this_step(), stages.models
+        load = models.help_to_load_reward_models if here.index else models.load_reward_models
+        self.made_here = load(self.settings, self.sft, self.tracked, here)
+        self.next(self.join_reward_model)
+
+    @phase
+    @step
+    def join_reward_model(self: Any, inputs: Any) -> None:
+        """Continue with the models of the first machine."""
+        self.rewarder, self.judge_model = take_from_first(self, inputs)
+        self.next(self.validate_reward_model)
+
+    # Without an interval, so that the card of a refused reward model can be written at once.
+    @card(type="blank", refresh_interval=0)
+    @phase
+    @step
+    def validate_reward_model(self: Any) -> None:
+        """Measure the reward model on held-out preferences; end the run if it is refused."""
+        self._validate()
+        self.next(self.train_policy, num_parallel=self.settings.num_nodes)
+
+    @retry(times=3, minutes_between_retries=0)
+    @phase
+    @parallel
+    @step
+    def train_policy(self: Any) -> None:
+        """Train the policy with PPO; resume from any last checkpoint."""
+        here, training = this_step(), stages.training
+        train = training.help_to_train_policy if here.index else training.train_policy
+        self.made_here = train(
+            self.settings, self.sft, self.rewarder, self.validation, self.tracked, here
+        )
+        self.next(self.join_trained)
+
+    @phase
+    @step
+    def join_trained(self: Any, inputs: Any) -> None:
+        """Continue with the policy that the first machine trained."""
+        self.trained = take_from_first(self, inputs)
+        self.next(self.evaluate_win_rate)
+
+
+def this_step() -> Any:
+    """Return the machines that run this step; all of them give this attempt the same name."""
+    return stages.training.this_machine(current.parallel, f"{current.run_id}.{current.retry_count}")
+
+
+def take_from_first(flow: Any, inputs: Any) -> Any:
+    """Return what the first machine made, and keep the artifacts that all machines share."""
+    (first,) = [each for each in inputs if each.made_here]
+    flow.seconds = first.seconds
+    flow.merge_artifacts(inputs, exclude=["made_here", "seconds"])
+    return first.made_here
 
 
 if __name__ == "__main__":
