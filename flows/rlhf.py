@@ -358,7 +358,7 @@ class SeveralMachines:
     @step
     def load_policy(self: Any) -> None:
         """Load the policy, or fine-tune it first."""
-        here, models = this_step(), stages.models
+        here, models = machines_of_step(), stages.models
         load = models.help_to_load_policy if here.index else models.load_policy
         self.made_here = load(self.settings, self.tracked, here)
         self.next(self.join_policy)
@@ -382,7 +382,7 @@ class SeveralMachines:
     @step
     def load_reward_model(self: Any) -> None:
         """Load the reward model, or train it on preferences; train a judge if none is named."""
-        here, models = this_step(), stages.models
+        here, models = machines_of_step(), stages.models
         load = models.help_to_load_reward_models if here.index else models.load_reward_models
         self.made_here = load(self.settings, self.sft, self.tracked, here)
         self.next(self.join_reward_model)
@@ -409,7 +409,7 @@ class SeveralMachines:
     @step
     def train_policy(self: Any) -> None:
         """Train the policy with PPO; resume from any last checkpoint."""
-        here, training = this_step(), stages.training
+        here, training = machines_of_step(), stages.training
         train = training.help_to_train_policy if here.index else training.train_policy
         self.made_here = train(
             self.settings, self.sft, self.rewarder, self.validation, self.tracked, here
@@ -424,7 +424,7 @@ class SeveralMachines:
         self.next(self.evaluate_win_rate)
 
 
-def this_step() -> Any:
+def machines_of_step() -> Any:
     """Return the machines that run this step; all of them give this attempt the same name."""
     return stages.training.this_machine(current.parallel, f"{current.run_id}.{current.retry_count}")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase
 
 from ppo_core.classic.classic_config import ClassicPPOConfig
 from ppo_core.classic.classic_step import ClassicStep, StepInputs
@@ -25,6 +25,7 @@ from ppo_core.distributed.saving import cast_weights, name_dtype
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.value_head import ModelWithValueHead
+from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.ppo.reward_functions import RewardMix
 from ppo_core.reporting.callbacks import Reporter
 from ppo_core.reporting.sample_table import log_table
@@ -74,7 +75,7 @@ class ClassicPPOTrainer:
         _check_arguments(config, training_data_collator)
         self.config = own_copy(config)
         self.model, self.tokenizer = _require_model(model, tokenizer)
-        set_seed(self.config.seed)
+        seed_global_generators(self.config.seed)
         self.model.eval()
         self.engine = Engine()
         self._settings = self.config.update_settings()

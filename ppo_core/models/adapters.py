@@ -180,12 +180,7 @@ def recompute_activations(model: PreTrainedModel, settings: dict[str, Any]) -> N
     model.disable_input_require_grads()
 
 
-def adapter_settings(model: "PeftModel", name: str | None = None) -> dict[str, str]:
-    """Return an adapter's settings that affect its computation; the default is the active one."""
-    return settings_of_adapter(model.peft_config[name or model.active_adapter])
-
-
-def settings_of_adapter(config: "PeftConfig") -> dict[str, str]:
+def adapter_settings(config: "PeftConfig") -> dict[str, str]:
     """Return the settings that affect the computation of an adapter with this configuration."""
     return {
         key: str(sorted(value) if isinstance(value, set) else value)

@@ -54,7 +54,8 @@ def find_learning_rate(
     """Return the best of three learning rates for a reward model, and the loss with each.
 
     The result is written to `file`. The result in the file `earlier` is taken if there is one for
-    the same `model`, settings and pairs: a training that resumes needs the rate of its checkpoints.
+    the same settings, pairs, and description `model` of the model to train: a training that resumes
+    needs the rate of its checkpoints.
     The other arguments and the errors are those of `search_learning_rate`.
     """
     refuse_sharded_search(engine.sharding)

@@ -20,7 +20,7 @@ from ppo_core.data.sources.source import source_of_rows
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import ConfigError
-from ppo_core.models.adapters import recompute_activations, settings_of_adapter
+from ppo_core.models.adapters import adapter_settings, recompute_activations
 from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.files.model_folder import refuse_adapter
 from ppo_core.models.loading import count_parameters, load_policy, load_tokenizer
@@ -198,8 +198,8 @@ def train_reward_model(
 
 
 def _start_and_adapter(model: str | Path, peft_config: "PeftConfig | None") -> dict[str, str]:
-    """Return what a searched learning rate depends on, beside settings and pairs."""
-    adapter = {} if peft_config is None else settings_of_adapter(peft_config)
+    """Return the model to train, and its adapter, as texts that JSON has."""
+    adapter = {} if peft_config is None else adapter_settings(peft_config)
     return {"start": str(model)} | adapter
 
 

@@ -119,7 +119,7 @@ class TrainingLoop:
             models={"model": fingerprint(module)},
         )
         if adapted is not None:
-            start.models["adapter"] = adapter_settings(adapted)
+            start.models["adapter"] = adapter_settings(adapted.peft_config[adapted.active_adapter])
         optimizer = make_optimizer(module, config)
         warmup = math.ceil(config.warmup_ratio * self._order.steps)
         scheduler = get_scheduler("linear", optimizer, warmup, self._order.steps)

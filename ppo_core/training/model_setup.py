@@ -128,7 +128,9 @@ def trained_layouts(models: ModelBundle) -> dict[str, Layout]:
     """
     layouts = {"policy or critic": layout(ActorCritic(models.policy, models.critic))}
     if models.adapted is not None:
-        layouts["adapter"] = adapter_settings(models.adapted)
+        layouts["adapter"] = adapter_settings(
+            models.adapted.peft_config[models.adapted.active_adapter]
+        )
     return layouts
 
 

@@ -18,7 +18,8 @@ HEADER = """# Model types
 Written by `make architectures`. Each model type of transformers {version} is built small with
 random weights, and trained for two PPO updates in fp32. It is *exact* if the log-probabilities of
 its responses differ by at most {limit:.0e} from the model's own forward pass of each sequence
-alone, in sampling and in scoring, before and after the updates. *Refused* is a model that the
+alone, in sampling and in scoring, before and after the updates; where it is further, from that
+pass in double precision, which has no rounding of its own. *Refused* is a model that the
 trainer does not take, with its reason. *Not built* are types whose small configuration is not
 known here, or that need a library that is not installed.
 

@@ -1,4 +1,4 @@
-"""A whole run whose SFT is killed, and one whose judge hangs."""
+"""Whole runs whose SFT is killed, on two machines, and with a judge that hangs."""
 
 import shutil
 import sqlite3

@@ -76,6 +76,12 @@ def test_a_scheduler_that_cannot_run_the_flow_is_refused_at_once(
     assert "Deploy with argo-workflows" in ended.stderr
 
 
+def test_a_name_after_run_is_no_scheduler(tmp_path: Path):
+    ended = flow(tmp_path, "run", "--check", "--registered-model", "airflow", "--seed", "-1")
+    assert "airflow is not supported" not in ended.stderr
+    assert "seed=-1 must be at least 0" in ended.stderr
+
+
 def job_queue(store: Mapping[str, str]) -> str:
     """Make a queue of AWS Batch, whose kind of machines Metaflow looks up, and return its name."""
     keys = {

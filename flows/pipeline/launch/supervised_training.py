@@ -1,6 +1,5 @@
 """Run SFT or the training of a reward model in processes of its own, as PPO runs."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +9,7 @@ from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.rows.handed_over import write_rows
 from ppo_core.data.rows.reader import Rows
-from ppo_core.supervised.job import SupervisedJob, read_result, write_job
+from ppo_core.supervised.job import SupervisedJob, write_job
 
 PROGRAM = ("ppo_core.supervised",)
 
@@ -28,8 +27,10 @@ def train_supervised(
     model_dir: Path,
     machines: Machines = ONE_MACHINE,
     on_metrics: OnMetrics,
-) -> Mapping[str, float] | None:
+) -> None:
     """Train a model, or resume its training from the last checkpoint in `folder`.
+
+    `read_result(folder)` then returns the metrics of `train_sft` or `train_reward_model`.
 
     Args:
         training: `sft`, or `reward` for a reward model.
@@ -41,9 +42,6 @@ def train_supervised(
         model_dir: folder for the trained model.
         machines: the machines of the training, which share both folders.
         on_metrics: see `train`.
-
-    Returns:
-        The metrics of `train_sft` or `train_reward_model`; None on machines after the first.
 
     Raises:
         RunInterruptedError: SIGTERM arrived, and a checkpoint was saved.
@@ -68,4 +66,3 @@ def train_supervised(
         stall_minutes=settings.stall_minutes,
         on_metrics=on_metrics,
     )
-    return read_result(folder) if machines.index == 0 else None

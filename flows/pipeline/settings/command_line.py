@@ -48,12 +48,14 @@ def refuse_scheduler(argv: Sequence[str], num_nodes: int) -> None:
     Raises:
         ConfigError: the scheduler is Airflow, or Step Functions with several machines.
     """
-    if "airflow" in argv:
+    # A value after `run` may have the name of a scheduler.
+    words = argv[: argv.index("run")] if "run" in argv else argv
+    if "airflow" in words:
         raise ConfigError(
             "airflow is not supported: the DAG that Metaflow writes has no settings file, and "
             "Airflow 3 cannot import it. Deploy with argo-workflows or step-functions instead."
         )
-    if "step-functions" in argv and num_nodes > 1:
+    if "step-functions" in words and num_nodes > 1:
         raise ConfigError(
             f"num_nodes={num_nodes} is not possible with step-functions, which cannot start "
             "several machines for one step. Deploy with argo-workflows, or remove num_nodes and "

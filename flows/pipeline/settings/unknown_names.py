@@ -15,7 +15,6 @@ _REFUSED: dict[str, Unsupported] = {
 
 FILE_FORM = "python flows/rlhf.py --config settings FILE run"
 
-
 ONLY_IN_FILE = (
     "num_nodes decides the steps of the run, which Metaflow reads before it reads flags. Write it "
     f"at the top of the settings file, as in num_nodes = 2: {FILE_FORM}"

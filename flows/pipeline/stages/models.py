@@ -18,6 +18,7 @@ from pipeline.stages.tracked import cache_folder, track
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data import folder_cache
 from ppo_core.data.rows.reader import Rows
+from ppo_core.supervised.job import read_result
 from ppo_core.supervised.training_code import modules_of_training
 
 SFT, REWARD_MODEL, JUDGE = "sft", "reward-model", "judge"
@@ -127,11 +128,10 @@ def _train_once(
 
     def train(folder: Path) -> Mapping[str, float]:
         print(f"{name}: training on {len(training.rows):,} rows", flush=True)
-        metrics = _train(training, settings, job, here, log_curves)
-        assert metrics is not None
+        _train(training, settings, job, here, log_curves)
         for file in _model_folder(job).iterdir():
             file.rename(folder / file.name)
-        return metrics
+        return read_result(job)
 
     inputs = training.decides_the_result(settings)
     made = folder_cache.make_once(cache_folder(settings), name, inputs, train)
@@ -150,8 +150,8 @@ def _take_part(training: _Training, settings: Settings, run: FlowRun, here: Mach
 
 def _train(
     training: _Training, settings: Settings, job: Path, here: Machines, on_metrics: OnMetrics
-) -> Mapping[str, float] | None:
-    return train_supervised(
+) -> None:
+    train_supervised(
         "sft" if training.name == SFT else "reward",
         training.model,
         training.rows,

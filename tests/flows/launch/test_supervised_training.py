@@ -20,6 +20,7 @@ from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.rows.reader import read_source
 from ppo_core.data.sources.source import source_of_rows
 from ppo_core.errors import ConfigError, ProcessError, RunInterruptedError
+from ppo_core.supervised.job import read_result
 from tests.helpers.chat import make_chat_tokenizer
 from tests.helpers.tiny import make_policy
 
@@ -61,7 +62,7 @@ def start(base: Path) -> Start:
         **changes: Any,
     ) -> Mapping[str, float]:
         rows = read_source(source_of_rows(ROWS[training]), KINDS[training], is_chat=True)
-        return train_supervised(
+        train_supervised(
             training,
             str(base),
             rows,
@@ -71,6 +72,7 @@ def start(base: Path) -> Start:
             model_dir=folder / "model",
             on_metrics=lambda step, metrics: then() if step == at else None,
         )
+        return read_result(folder / "job")
 
     return run
 
