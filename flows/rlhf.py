@@ -50,7 +50,7 @@ from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedE
 ppo_core.METAFLOW_PACKAGE_POLICY = "include"
 
 
-RECORDS = 8
+RECORDS = 9
 """Format version of the records passed between steps; increased when older records are
 unreadable."""
 

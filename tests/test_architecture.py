@@ -18,7 +18,7 @@ CORE_LINE = (
 """Packages of ppo_core: each imports itself and what stands before it."""
 
 PIPELINE_LINE = (
-    "settings inputs demo launch reward_validation tracking judges registry results evaluation "
+    "settings storage inputs demo launch reward_validation tracking judges registry evaluation "
     "reports promotion preflight stages"
 ).split()
 """The same for flows/pipeline."""

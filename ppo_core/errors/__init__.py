@@ -57,6 +57,10 @@ class ProcessError(PPOError, RuntimeError):
     """A process of a run died or stopped responding; a retry resumes from the last checkpoint."""
 
 
+class StorageError(PPOError, RuntimeError):
+    """A file could not be transferred for now; a retry continues the transfer."""
+
+
 class JudgeError(PPOError, RuntimeError):
     """An LLM judge cannot be called, or its budget is spent."""
 

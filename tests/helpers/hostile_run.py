@@ -8,11 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from pipeline import stages
-from pipeline.inputs.flow_run import FlowRun
-from pipeline.inputs.json_lines import write_jsonl
-from pipeline.registry.champions import promote_by_hand
-from pipeline.reports.log_reports import log_evaluation, log_reward_report
-from pipeline.results import (
+from pipeline.evaluation.results import (
     JUDGEMENTS,
     SAMPLES,
     Change,
@@ -20,6 +16,10 @@ from pipeline.results import (
     PreparedModel,
     TrainedPolicy,
 )
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.json_lines import write_jsonl
+from pipeline.registry.champions import promote_by_hand
+from pipeline.reports.log_reports import log_evaluation, log_reward_report
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.registration import Candidate, register_policy
 from pipeline.stages.tracked import track

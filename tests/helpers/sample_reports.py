@@ -10,11 +10,7 @@ import numpy as np
 from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.contests import evaluate
 from pipeline.evaluation.notes import notes_on
-from pipeline.evaluation.win_rate import compare_policies
-from pipeline.inputs.preference_pairs import LabelledPair
-from pipeline.judges.function_judge import FunctionJudge
-from pipeline.registry.decisions import Decision
-from pipeline.results import (
+from pipeline.evaluation.results import (
     EVALUATION_FILE,
     REWARD_REPORT_FILE,
     EvaluatedPolicy,
@@ -22,6 +18,10 @@ from pipeline.results import (
     ValidatedReward,
     write_report,
 )
+from pipeline.evaluation.win_rate import compare_policies
+from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.judges.function_judge import FunctionJudge
+from pipeline.registry.decisions import Decision
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
 from pipeline.reward_validation.contract import Contract

@@ -7,19 +7,19 @@ from typing import Any
 
 from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.notes import doubts_about_trained_judge, notes_on
-from pipeline.evaluation.text_statistics import mean_words, repeated_share
-from pipeline.inputs import data_sets
-from pipeline.inputs.json_lines import read_jsonl, write_jsonl
-from pipeline.judges.spec import make_judge
-from pipeline.judges.verdict import JudgedPrompt
-from pipeline.launch.answers import answer_in_run
-from pipeline.results import (
+from pipeline.evaluation.results import (
     EVALUATION_FILE,
     EvaluatedPolicy,
     FetchedChampion,
     TrainedJudge,
     write_report,
 )
+from pipeline.evaluation.text_statistics import mean_words, repeated_share
+from pipeline.inputs import data_sets
+from pipeline.inputs.json_lines import read_jsonl, write_jsonl
+from pipeline.judges.spec import make_judge
+from pipeline.judges.verdict import JudgedPrompt
+from pipeline.launch.answers import answer_in_run
 from pipeline.settings.settings import Settings
 from ppo_core.models.loading import is_same_architecture
 from ppo_core.rollout.sampler import server_of

@@ -2,7 +2,7 @@
 
 from math import isfinite
 
-from pipeline.results import Report
+from pipeline.evaluation.results import Report
 from pipeline.settings.promotion_config import PromotionConfig
 from ppo_core.errors import DataError
 

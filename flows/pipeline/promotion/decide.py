@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from pipeline.evaluation.promotion_gate import reasons_to_promote, reasons_to_refuse
+from pipeline.evaluation.results import EvaluatedPolicy, ValidatedReward
 from pipeline.promotion.champion import fetch_version
 from pipeline.registry import champions
 from pipeline.registry.alias_sync import settle
 from pipeline.registry.champion_history import Champions
 from pipeline.registry.decisions import Decision
-from pipeline.results import EvaluatedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
 from ppo_core.data.folder_cache import make_once
 from ppo_core.distributed.process import large_imports

@@ -7,6 +7,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from pipeline.evaluation.results import (
+    EvaluatedPolicy,
+    PreparedModel,
+    RegisteredPolicy,
+    TrainedPolicy,
+    ValidatedReward,
+)
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.model_digests import digest_of_model, require_unchanged
@@ -17,13 +24,6 @@ from pipeline.registry.champions import challenge
 from pipeline.registry.decisions import Decision
 from pipeline.registry.versions import register_version, write_card
 from pipeline.reports.headline_metrics import evaluation_numbers
-from pipeline.results import (
-    EvaluatedPolicy,
-    PreparedModel,
-    RegisteredPolicy,
-    TrainedPolicy,
-    ValidatedReward,
-)
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings, as_plain_dict
 

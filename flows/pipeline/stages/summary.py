@@ -5,9 +5,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pipeline.evaluation.results import (
+    RegisteredPolicy,
+    TrainedPolicy,
+    ValidatedReward,
+    write_report,
+)
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.reports.terminal import decision_in_words, render_summary
-from pipeline.results import RegisteredPolicy, TrainedPolicy, ValidatedReward, write_report
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.stages.tracked import track
 from pipeline.tracking.run_record import PARENT

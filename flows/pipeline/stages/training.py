@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pipeline.evaluation.results import Change, PreparedModel, TrainedPolicy, ValidatedReward
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.job import ppo_config, write_job
 from pipeline.launch.launcher import train
-from pipeline.results import Change, PreparedModel, TrainedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
 from ppo_core.config.text_files import read_json_file

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.evaluation.results import PreparedModel
 from pipeline.inputs.data_sets import judge_test_pairs
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.results import PreparedModel
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.models import load_reward_models
 from pipeline.stages.start import start_run

@@ -1,0 +1,1 @@
+"""Files in S3: published once, fetched and verified on other machines."""

@@ -1,0 +1,92 @@
+"""Files from S3 on this disk, by the digest of their content, up to a limit of size."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from filelock import FileLock
+
+SHARE_OF_DISK = 0.5
+"""Fraction of the disk that the cache may fill. What a process uses is never removed."""
+
+_in_use: list[IO[bytes]] = []
+"""Open files of this process, whose locks keep other processes from removing what it uses."""
+
+
+class LocalCache:
+    """A folder with a folder for each content."""
+
+    def __init__(self, root: Path, *, limit_bytes: int | None = None) -> None:
+        """Use `root`, which need not exist; without a limit, use SHARE_OF_DISK."""
+        self._root = root
+        self._limit = limit_bytes
+
+    @contextmanager
+    def filling(self, identity: str) -> Iterator[Path]:
+        """Yield the folder of a content for this process to complete; others wait meanwhile.
+
+        An incomplete folder has another name, so it is never taken for a complete one. Afterwards
+        the contents that were not used for longest are removed, until the limit is met.
+        """
+        self._root.mkdir(parents=True, exist_ok=True)
+        complete = self._root / identity
+        partial = self._root / f"{identity}.part"
+        with FileLock(self._root / f"{identity}.lock"):
+            self._use(identity)
+            folder = complete if complete.is_dir() else partial
+            folder.mkdir(exist_ok=True)
+            yield folder
+            if folder == partial:
+                partial.rename(complete)
+            os.utime(complete)
+        self._remove_unused()
+
+    def path(self, identity: str) -> Path:
+        """Return the folder of a content that `filling` has completed."""
+        return self._root / identity
+
+    def _use(self, identity: str) -> None:
+        file = self._used(identity).open("ab")
+        fcntl.flock(file, fcntl.LOCK_SH)
+        _in_use.append(file)
+
+    def _remove_unused(self) -> None:
+        folders = sorted(
+            (path for path in self._root.iterdir() if path.is_dir()),
+            key=lambda path: path.stat().st_mtime,
+        )
+        sizes = {folder: _size_of(folder) for folder in folders}
+        excess = sum(sizes.values()) - self._limit_bytes()
+        for folder in folders:
+            if excess <= 0:
+                return
+            if self._remove(folder):
+                excess -= sizes[folder]
+
+    def _remove(self, folder: Path) -> bool:
+        """Remove a content unless a process uses it; return whether it was removed."""
+        identity = folder.name.removesuffix(".part")
+        with self._used(identity).open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            shutil.rmtree(folder)
+            (self._root / f"{identity}.arrived").unlink(missing_ok=True)
+        return True
+
+    def _used(self, identity: str) -> Path:
+        return self._root / f"{identity}.used"
+
+    def _limit_bytes(self) -> float:
+        if self._limit is not None:
+            return self._limit
+        return shutil.disk_usage(self._root).total * SHARE_OF_DISK
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

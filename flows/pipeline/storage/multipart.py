@@ -1,0 +1,131 @@
+"""Upload a file of several parts, and continue an upload that was interrupted."""
+
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pipeline.storage.addresses import S3Address
+from pipeline.storage.manifest import BLOCK_BYTES, StoredFile
+from pipeline.storage.objects import checksum_of, list_objects
+from pipeline.storage.s3_client import repeated, s3_client
+from ppo_core.errors import ConfigError, StorageError
+
+BLOCKS = 8
+"""Number of blocks of a part."""
+
+PART_BYTES = BLOCKS * BLOCK_BYTES
+"""Bytes of each part of a file, except the last: what one request transfers."""
+
+MOST_PARTS = 10_000
+"""Number of parts that S3 allows in one file."""
+
+
+def upload_parts(
+    path: Path, file: StoredFile, target: S3Address, pool: ThreadPoolExecutor, bar: Any
+) -> None:
+    """Upload a file of several parts; continue an upload that was interrupted.
+
+    Args:
+        path: the file.
+        file: its size and digests.
+        target: address of the object.
+        pool: threads that transfer parts.
+        bar: progress bar, which advances by bytes.
+
+    Raises:
+        StorageError: the file is too large, or was changed; or see `repeated`.
+    """
+    count = count_parts(file.size)
+    if count > MOST_PARTS:
+        raise StorageError(
+            f"'{path}' has {file.size} bytes, and S3 takes at most {MOST_PARTS * PART_BYTES} in "
+            "this form. Store the model in several files."
+        )
+    client, where = s3_client(), {"Bucket": target.bucket, "Key": target.key}
+    upload, stored = _interrupted_upload(target)
+    if not upload:
+        upload = repeated(
+            target, lambda: client.create_multipart_upload(**where, ChecksumAlgorithm="SHA256")
+        )["UploadId"]
+
+    def put(number: int) -> dict[str, Any]:
+        content, part = checked_part(path, number, file), {"PartNumber": number + 1}
+        checksum = checksum_of(content)
+        earlier = stored.get(number + 1)
+        if earlier is not None and _is_part(earlier, content, checksum):
+            tag = earlier["ETag"]
+        else:
+            tag = repeated(
+                target,
+                lambda: client.upload_part(
+                    **where, **part, UploadId=upload, Body=content, ChecksumSHA256=checksum
+                ),
+            )["ETag"]
+        bar.update(len(content))
+        return {**part, "ETag": tag, "ChecksumSHA256": checksum}
+
+    parts = list(pool.map(put, range(count)))
+    try:
+        repeated(
+            target,
+            lambda: client.complete_multipart_upload(
+                **where, UploadId=upload, MultipartUpload={"Parts": parts}
+            ),
+        )
+    except ConfigError:
+        # After a lost reply the upload is complete, and a second call finds no upload.
+        if not any(each["Size"] == file.size for each in list_objects(target, folder=False)):
+            raise
+
+
+def _interrupted_upload(target: S3Address) -> tuple[str, dict[int, Any]]:
+    """Return the id of an upload that did not end, and its parts; an empty id if there is none."""
+    client, where = s3_client(), {"Bucket": target.bucket}
+    found = repeated(target, lambda: client.list_multipart_uploads(**where, Prefix=target.key)).get(
+        "Uploads", []
+    )
+    uploads = [each["UploadId"] for each in found if each["Key"] == target.key]
+    if not uploads:
+        return "", {}
+    pages = client.get_paginator("list_parts").paginate
+    parts = repeated(
+        target,
+        lambda: list(
+            pages(**where, Key=target.key, UploadId=uploads[-1]).search("Parts[] || `[]`")
+        ),
+    )
+    return uploads[-1], {part["PartNumber"]: part for part in parts}
+
+
+def _is_part(stored: Mapping[str, Any], content: bytes, checksum: str) -> bool:
+    """Return whether a stored part has this content."""
+    if "ChecksumSHA256" in stored:
+        return bool(stored["ChecksumSHA256"] == checksum)
+    # Some stores keep no checksum; the tag is the MD5 of a part that is not encrypted by KMS.
+    tag = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    return bool(stored["ETag"].strip('"') == tag)
+
+
+def checked_part(path: Path, number: int, file: StoredFile) -> bytes:
+    """Return the bytes of a part, whose blocks have the digests of the manifest.
+
+    Raises:
+        StorageError: the file was changed.
+    """
+    blocks = file.blocks[number * BLOCKS : (number + 1) * BLOCKS]
+    with path.open("rb") as opened:
+        opened.seek(number * PART_BYTES)
+        content = [opened.read(BLOCK_BYTES) for _ in blocks]
+    if tuple(hashlib.sha256(block).hexdigest() for block in content) != blocks:
+        raise StorageError(
+            f"'{path}' was changed while it was published, so the copy would be of no use. Find "
+            "out which program writes there, and start again."
+        )
+    return b"".join(content)
+
+
+def count_parts(size: int) -> int:
+    """Return the number of parts of a file with `size` bytes."""
+    return -(-size // PART_BYTES)

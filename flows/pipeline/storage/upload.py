@@ -1,0 +1,144 @@
+"""Publish a file or a folder in S3."""
+
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from botocore.exceptions import ClientError
+
+from pipeline.storage.addresses import S3Address
+from pipeline.storage.manifest import MANIFEST, Manifest, StoredFile, describe
+from pipeline.storage.multipart import PART_BYTES, checked_part, upload_parts
+from pipeline.storage.objects import list_objects, read_object, remove_objects, write_object
+from pipeline.storage.s3_client import CONNECTIONS, is_refused_write
+from ppo_core.data.progress_bar import progress
+from ppo_core.errors import StorageError
+
+BAR_SECONDS = 5.0
+"""Duration of a transfer, in seconds, from which it shows a progress bar."""
+
+
+def publish(source: Path, address: S3Address) -> S3Address:
+    """Publish a file or a folder, unless something is published there; return the pinned address.
+
+    Each file has the key ADDRESS/DIGEST/NAME, so that files of two writers never mix, and what an
+    interrupted transfer has stored is not transferred again. The manifest is written last.
+
+    Raises:
+        ConfigError: S3 refuses the access.
+        StorageError: a file could not be transferred, or was changed meanwhile.
+        OSError: a file cannot be read.
+    """
+    if (published := find(address)) is not None:
+        return published
+    manifest = _upload(files_of(source), address, is_file=source.is_file())
+    try:
+        _write_manifest(manifest, address, IfNoneMatch="*")
+    except ClientError as error:
+        if not is_refused_write(error) or (published := find(address)) is None:
+            raise
+        return published
+    return address.pinned(manifest.digest)
+
+
+def replace(files: Mapping[str, Path], address: S3Address, version: str) -> str:
+    """Publish files in place of those that are published there now; return the new version.
+
+    Files that are no longer in the manifest are removed.
+
+    Args:
+        files: the files by name.
+        address: address of the folder.
+        version: version that this process read or wrote last; empty if nothing is published.
+
+    Raises:
+        StorageError: another process has published since; or see `publish`.
+    """
+    manifest = _upload(files, address, is_file=False)
+    condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
+    try:
+        written = _write_manifest(manifest, address, **condition)
+    except ClientError as error:
+        current = read_object(address.below(MANIFEST))
+        # After a lost reply the manifest is written, and a second call is refused.
+        if current is None or current[0] != manifest.encoded():
+            raise _overtaken(address) from error
+        written = current[1]
+    stored = {each["Key"] for each in list_objects(address)}
+    kept = {key_of(address, name, file) for name, file in manifest.files.items()}
+    remove_objects(address, stored - kept - {address.below(MANIFEST).key})
+    return written
+
+
+def find(address: S3Address) -> S3Address | None:
+    """Return the pinned address of what is published at an address; None if nothing is.
+
+    Raises:
+        ConfigError: S3 refuses the access.
+        StorageError: S3 does not answer, or the manifest is damaged.
+    """
+    content = read_object(address.below(MANIFEST))
+    if content is None:
+        return None
+    return address.pinned(hashlib.sha256(content[0]).hexdigest())
+
+
+def files_of(source: Path) -> dict[str, Path]:
+    """Return the files of a folder by relative name, or the single file `source`."""
+    if source.is_file():
+        return {source.name: source}
+    return {
+        path.relative_to(source).as_posix(): path
+        for path in sorted(source.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _upload(files: Mapping[str, Path], address: S3Address, *, is_file: bool) -> Manifest:
+    """Upload the files that are not stored yet, and return the manifest."""
+    manifest = describe(files, is_file=is_file)
+    stored = {each["Key"]: each["Size"] for each in list_objects(address)}
+    missing = {
+        name: file
+        for name, file in manifest.files.items()
+        if stored.get(key_of(address, name, file)) != file.size
+    }
+    total = sum(file.size for file in missing.values())
+    with (
+        progress(total, f"publish {address.key}", "B", delay=BAR_SECONDS) as bar,
+        ThreadPoolExecutor(CONNECTIONS) as pool,
+    ):
+
+        def put(name: str) -> None:
+            file = missing[name]
+            write_object(_address(address, name, file), checked_part(files[name], 0, file))
+            bar.update(file.size)
+
+        small = [name for name, file in missing.items() if file.size <= PART_BYTES]
+        # Each call waits for its result, which may be an error.
+        list(pool.map(put, small))
+        for name in missing.keys() - set(small):
+            target = _address(address, name, missing[name])
+            upload_parts(files[name], missing[name], target, pool, bar)
+    return manifest
+
+
+def _write_manifest(manifest: Manifest, address: S3Address, **condition: str) -> str:
+    return write_object(address.below(MANIFEST), manifest.encoded(), **condition)
+
+
+def _overtaken(address: S3Address) -> StorageError:
+    return StorageError(
+        f"'{address}' was published by another process since this process read it. Both belong to "
+        "the same run, so this process ends; let the other one continue."
+    )
+
+
+def key_of(address: S3Address, name: str, file: StoredFile) -> str:
+    """Return the key of a file of a published folder."""
+    return _address(address, name, file).key
+
+
+def _address(address: S3Address, name: str, file: StoredFile) -> S3Address:
+    return address.below(f"{file.digest[:16]}/{name}")
