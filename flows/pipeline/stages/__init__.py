@@ -1,4 +1,4 @@
-"""Stages of the flow; they take the settings and earlier records, and return `pipeline.evaluation.results`.
+"""Stages of the flow; they take the settings and earlier records, and return further records.
 
 A stage's module is imported on its first use, because Metaflow also parses the flow in processes
 that run no step, and on machines where only Metaflow is installed.

@@ -77,7 +77,7 @@ def fetch(address: S3Address, cache: LocalCache) -> Path:
         DataError: nothing is stored there, or its content is not that of the address.
         StorageError: a file could not be transferred.
     """
-    manifest = read_manifest(address)
+    manifest = published_manifest(address)
     if manifest is not None:
         sources = _published(address, manifest)
         identity, single = manifest.digest, manifest.is_file
@@ -91,7 +91,7 @@ def fetch(address: S3Address, cache: LocalCache) -> Path:
     return complete / sources[0].name if single else complete
 
 
-def read_manifest(address: S3Address) -> Manifest | None:
+def published_manifest(address: S3Address) -> Manifest | None:
     """Return the manifest of a published file or folder; None if nothing was published.
 
     Raises:

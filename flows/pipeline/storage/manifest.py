@@ -85,7 +85,7 @@ class Manifest:
         return cls(files=files, is_file=fields["is_file"])
 
 
-def describe(files: Mapping[str, Path], *, is_file: bool = False) -> Manifest:
+def manifest_of(files: Mapping[str, Path], *, is_file: bool = False) -> Manifest:
     """Return the manifest of files by name; all cores read them.
 
     Raises:

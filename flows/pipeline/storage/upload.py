@@ -8,7 +8,7 @@ from pathlib import Path
 from botocore.exceptions import ClientError
 
 from pipeline.storage.addresses import S3Address
-from pipeline.storage.manifest import MANIFEST, Manifest, StoredFile, describe
+from pipeline.storage.manifest import MANIFEST, Manifest, StoredFile, manifest_of
 from pipeline.storage.multipart import PART_BYTES, checked_part, upload_parts
 from pipeline.storage.objects import list_objects, read_object, remove_objects, write_object
 from pipeline.storage.s3_client import CONNECTIONS, is_refused_write
@@ -97,7 +97,7 @@ def files_of(source: Path) -> dict[str, Path]:
 
 def _upload(files: Mapping[str, Path], address: S3Address, *, is_file: bool) -> Manifest:
     """Upload the files that are not stored yet, and return the manifest."""
-    manifest = describe(files, is_file=is_file)
+    manifest = manifest_of(files, is_file=is_file)
     stored = {each["Key"]: each["Size"] for each in list_objects(address)}
     missing = {
         name: file
