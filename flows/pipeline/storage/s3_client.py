@@ -19,6 +19,7 @@ from botocore.exceptions import (
     ResponseStreamingError,
 )
 from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 from pipeline.storage.addresses import S3Address
 from ppo_core.errors import ConfigError, StorageError, reason_of
@@ -118,10 +119,12 @@ def _is_temporary(error: BaseException) -> bool:
     if isinstance(error, ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return _code(error) in TEMPORARY or status >= 500
+    # HTTPError: a connection that breaks within a reply that botocore reads as a whole.
     kinds = (
         ConnectionError,
         FlexibleChecksumError,
         HTTPClientError,
+        HTTPError,
         IncompleteReadError,
         ResponseParserError,
         ResponseStreamingError,
@@ -149,7 +152,7 @@ def _explained(address: S3Address) -> Iterator[None]:
             f"There are no credentials for '{address}'. Set AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or give this machine a role."
         ) from error
-    except (BotoCoreError, TransferFaultError) as error:
+    except (BotoCoreError, HTTPError, TransferFaultError) as error:
         raise _failed(address, error) from error
 
 
