@@ -227,7 +227,8 @@ class RLHF(FlowSpec):
             self.validation.judge,
             self.tracked,
         )
-        current.card.extend(stages.cards.evaluation_card(self.evaluation))
+        evaluation = self.tracked.workspace.at_hand(self.evaluation)
+        current.card.extend(stages.cards.evaluation_card(evaluation))
         self.next(self.register)
 
     @card(type="blank")
@@ -245,8 +246,9 @@ class RLHF(FlowSpec):
             evaluation=self.evaluation,
         )
         self.registered = stages.registration.register_policy(candidate)
+        registered = self.tracked.workspace.at_hand(self.registered)
         current.card.extend(
-            stages.cards.promotion_card(self.registered, self.validation, self.settings.promotion)
+            stages.cards.promotion_card(registered, self.validation, self.settings.promotion)
         )
         self.next(self.end)
 
@@ -271,19 +273,21 @@ class RLHF(FlowSpec):
                 "would start all steps, so leave it out."
             )
         given = self._given_settings()
-        self.settings = stages.start.prepare_inputs(given)
-        self.champion = stages.start.find_champion(self.settings)
+        settings = stages.start.prepare_inputs(given)
+        self.champion = stages.start.find_champion(settings)
         has_champion = self.champion is not None
-        print(stages.run_size.sizes_in_words(self.settings, has_champion=has_champion), flush=True)
+        print(stages.run_size.sizes_in_words(settings, has_champion=has_champion), flush=True)
         self.tracked = stages.start.start_run(
-            given, self.settings, current.flow_name, current.run_id, self._tracked_steps()
+            given, settings, current.flow_name, current.run_id, self._tracked_steps()
         )
+        self.settings = stages.start.share_inputs(settings, self.tracked)
 
     def _validate(self) -> None:
         self.validation = stages.validation.validate_reward_model(
             self.settings, self.sft, self.rewarder, self.judge_model, self.tracked
         )
-        current.card.extend(stages.cards.reward_model_card(self.validation))
+        validation = self.tracked.workspace.at_hand(self.validation)
+        current.card.extend(stages.cards.reward_model_card(validation))
         if self.validation.refused:
             stages.cards.write_card_now(current.card)
             stages.validation.stop_run(self.validation, self.settings, self.tracked)

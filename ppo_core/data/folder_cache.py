@@ -35,6 +35,9 @@ class Cached:
     values: dict[str, Any]
     """Values that `make` returned."""
 
+    digest: str
+    """Digest of the folder, as `digest_of_folder` returns it."""
+
 
 def make_once(
     root: Path,
@@ -53,10 +56,10 @@ def make_once(
         inputs: everything that decides the result; must be serializable as JSON.
         make: function that fills the given folder and returns values that JSON has.
     """
-    folder = _folder_of(root, name, inputs)
+    folder = folder_of(root, name, inputs)
     if folder.is_dir():
         if _is_unchanged(folder):
-            return Cached(folder, True, _read_made(folder)["values"])
+            return _cached(folder, reused=True)
         print(f"{name}: {folder} was changed after it was made, so it is made again", flush=True)
         _remove(folder)
     # Processes of several machines may share the cache, and may have equal process ids.
@@ -69,15 +72,16 @@ def make_once(
         _publish(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return Cached(folder, False, _read_made(folder)["values"])
+    return _cached(folder, reused=False)
 
 
-def is_made(root: Path, name: str, inputs: Mapping[str, Any]) -> bool:
-    """Return whether `make_once` with these arguments would reuse a folder."""
-    return _is_unchanged(_folder_of(root, name, inputs))
+def is_made(folder: Path) -> bool:
+    """Return whether `make_once` would reuse a folder of `folder_of`."""
+    return _is_unchanged(folder)
 
 
-def _folder_of(root: Path, name: str, inputs: Mapping[str, Any]) -> Path:
+def folder_of(root: Path, name: str, inputs: Mapping[str, Any]) -> Path:
+    """Return the folder that `make_once` fills, which may not exist."""
     everything = {**inputs, "libraries": {library: version(library) for library in LIBRARIES}}
     return root / f"{name}-{digest_of(everything)}"
 
@@ -143,6 +147,11 @@ def _publish(unfinished: Path, folder: Path) -> None:
     except OSError:
         if not folder.is_dir():
             raise
+
+
+def _cached(folder: Path, *, reused: bool) -> Cached:
+    made = _read_made(folder)
+    return Cached(folder, reused, made["values"], made["digest"])
 
 
 def _is_unchanged(folder: Path) -> bool:

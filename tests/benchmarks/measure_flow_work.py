@@ -16,12 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import ppo_core.__main__
-from pipeline import preflight, stages
+from pipeline import stages
 from pipeline.demo.task import build_demo_task
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.evaluation.results import PreparedModel
 from pipeline.inputs import data_sets
 from pipeline.launch.job import write_job
+from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.settings import Settings, make_settings, read_preset
 from pipeline.settings.settings_file import settings_text
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
@@ -65,8 +66,8 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
         report.update(
             stages.validation.examine_reward_model(
                 settings,
-                PreparedModel(path=str(sft), metrics={}),
-                PreparedModel(path=str(rewarder), metrics={}),
+                PreparedModel(path=str(sft), digest="", metrics={}),
+                PreparedModel(path=str(rewarder), digest="", metrics={}),
                 folder,
             )
         )
@@ -85,7 +86,7 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
             sys.exit("PPO has failed; its reason is above.")
 
     return {
-        "start": lambda: preflight.check_inputs(settings),
+        "start": lambda: check_inputs(settings),
         "load_policy": lambda: train_sft(
             settings.policy, data_sets.sft_rows(settings), settings.sft, sft
         ),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.preflight import check_inputs
+from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.settings import make_settings
 from tests.flows.test_flow_run import client_of, run_flow
 from tests.forms.data_forms import (

@@ -118,12 +118,16 @@ class World:
         return Candidate(
             settings=settings,
             run=run,
-            sft=PreparedModel(path=self.policies["sft"], metrics={}),
-            reward_model=PreparedModel(path=self.policies["sft"], metrics={}),
+            sft=self.model("sft"),
+            reward_model=self.model("sft"),
             trained=self.trained(policy),
             validation=validation,
             evaluation=evaluation,
         )
+
+    def model(self, policy: str) -> PreparedModel:
+        path = self.policies[policy]
+        return PreparedModel(path=path, digest=digest_of_folder(Path(path)), metrics={})
 
     def trained(self, policy: str) -> TrainedPolicy:
         return TrainedPolicy(

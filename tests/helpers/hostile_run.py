@@ -147,7 +147,7 @@ def _evaluation(folder: Path) -> EvaluatedPolicy:
 def _candidate(
     settings: Settings, run: FlowRun, evaluation: EvaluatedPolicy, report: Mapping[str, object]
 ) -> Candidate:
-    model = PreparedModel(path=settings.policy, metrics={})
+    model = PreparedModel(path=settings.policy, digest="", metrics={})
     names = ("scores", "rlhf_reward", "kl", "entropy")
     return Candidate(
         settings=settings,

@@ -35,16 +35,16 @@ Place = Callable[[], Any]
 
 def places(folder: Path, settings: Settings) -> dict[str, Place]:
     """Each step by name: it loads its models, and returns texts and numbers."""
-    policy, judge = PreparedModel(path=settings.policy, metrics={}), str(folder / "rm")
+    policy, judge = PreparedModel(path=settings.policy, digest="", metrics={}), str(folder / "rm")
     champion = FetchedChampion(version=1, model=settings.policy, tokenizer=settings.policy)
     question: Question = [{"role": "user", "content": "w1 w2"}]
 
     def validation() -> Any:
-        judged = PreparedModel(path=judge, metrics={})
+        judged = PreparedModel(path=judge, digest="", metrics={})
         return examine_reward_model(settings, policy, judged, folder)
 
     def trained_judge() -> Any:
-        return _measure_judge(settings, PreparedModel(path=judge, metrics={})).accuracy
+        return _measure_judge(settings, PreparedModel(path=judge, digest="", metrics={})).accuracy
 
     def answers() -> Any:
         other = str(folder / "other-policy")

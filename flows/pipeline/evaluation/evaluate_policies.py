@@ -60,17 +60,23 @@ def evaluate_policies(
 
 
 def evaluate_again(
-    settings: Settings, evaluation: EvaluatedPolicy, champion: FetchedChampion | None, folder: Path
+    settings: Settings,
+    evaluation: EvaluatedPolicy,
+    champion: FetchedChampion | None,
+    folder: Path,
+    *,
+    judge: TrainedJudge | None,
 ) -> EvaluatedPolicy:
-    """Judge the answers of an earlier evaluation against another champion."""
+    """Judge the answers of an earlier evaluation against another champion.
+
+    The other arguments are those of `evaluate_policies`.
+    """
     rows = read_jsonl(evaluation.samples)
     contestants = [who for who in rows[0] if who not in ("prompt", "champion")]
     texts = {who: [row[who] for row in rows] for who in contestants}
     prompts = [row["prompt"] for row in rows]
-    report = evaluation.report()
-    trained = report["trained_judge"]
-    judge = TrainedJudge(**trained) if trained else None
-    return _judge(settings, prompts, texts, report["kl"], champion, folder, judge)
+    kl = evaluation.report()["kl"]
+    return _judge(settings, prompts, texts, kl, champion, folder, judge)
 
 
 def _judge(

@@ -1,4 +1,7 @@
-"""Records that the stages of the flow pass on: paths and small numbers.
+"""Records that the stages of the flow pass on: places of files and small numbers.
+
+A place is a path, a hub id, or the address of a published file; see `Workspace`. PLACES names the
+fields with the places of files that the step has made.
 
 Metaflow pickles these records between steps, so this module imports nothing large. Reports are
 JSON files, which `ValidatedReward.report` and `EvaluatedPolicy.report` read.
@@ -8,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ppo_core.config.text_files import read_json_file
 from ppo_core.data.atomic_files import explained_writes, write_atomically
@@ -33,8 +36,13 @@ EVALUATION_FILE, REWARD_REPORT_FILE = "evaluation.json", "reward-model.json"
 class PreparedModel:
     """A policy or a reward model that is ready for PPO."""
 
+    PLACES: ClassVar = ("path",)
+
     path: str
-    """Folder or hub id."""
+    """Place of the model."""
+
+    digest: str
+    """Digest of the model, as `model_digests.digest_of_model` returns it."""
 
     metrics: dict[str, float]
     """Final training metrics; empty if the flow did not train the model."""
@@ -44,8 +52,10 @@ class PreparedModel:
 class TrainedJudge:
     """The reward model that judges if no judge is named, and its accuracy on held-out pairs."""
 
+    PLACES: ClassVar = ("path",)
+
     path: str
-    """Folder of the model."""
+    """Place of the model."""
 
     accuracy: float
     """Fraction of the held-out pairs whose preferred response scores higher."""
@@ -74,6 +84,8 @@ class FetchedChampion:
 @dataclass(frozen=True, kw_only=True)
 class ValidatedReward:
     """Result of validating a reward model, with the scaling of its scores for PPO."""
+
+    PLACES: ClassVar = ("report_file",)
 
     fit: bool
     """Whether the reward model passed the gate."""
@@ -118,8 +130,10 @@ class Change:
 class TrainedPolicy:
     """The policy after PPO."""
 
+    PLACES: ClassVar = ("path",)
+
     path: str
-    """Folder of the policy."""
+    """Place of the policy."""
 
     digest: str
     """Digest of the folder's files when training ended."""
@@ -144,6 +158,8 @@ class TrainedPolicy:
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedPolicy:
     """An evaluation of the trained policy, stored in its own folder."""
+
+    PLACES: ClassVar = ("folder",)
 
     champion: int | None
     """Champion version that the policy was compared with; None if there was no champion."""

@@ -10,6 +10,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.storage.workspace import original_names
 from ppo_core.data.folder_cache import digest_of
 from ppo_core.errors.redaction import redact
 
@@ -98,7 +99,7 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Row
         data=[
             DataSet(
                 name=name,
-                source=redact(rows.source),
+                source=redact(original_names(rows.source)),
                 digest=rows.digest,
                 rows=len(rows),
                 left_out=rows.left_out,

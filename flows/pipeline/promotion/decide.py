@@ -1,9 +1,10 @@
 """Decide whether a registered candidate is promoted."""
 
+from functools import partial
 from pathlib import Path
 
 from pipeline.evaluation.promotion_gate import reasons_to_promote, reasons_to_refuse
-from pipeline.evaluation.results import EvaluatedPolicy, ValidatedReward
+from pipeline.evaluation.results import EvaluatedPolicy, TrainedJudge, ValidatedReward
 from pipeline.promotion.champion import fetch_version
 from pipeline.registry import champions
 from pipeline.registry.alias_sync import settle
@@ -43,15 +44,16 @@ def decide_promotion(
         The decision, and the evaluation on which the decision is based.
     """
     name, first = settings.registered_model, evaluation
+    evaluated = partial(_evaluated, settings, first, folder, validation.judge)
     while True:
         state = settle(name)
         if earlier := state.decided(by, version):
             # An earlier attempt of this step has decided.
             before = Champions(state.decisions[: earlier.number - 1])
-            return earlier, _evaluated(settings, first, before.champion, folder)
+            return earlier, evaluated(before.champion)
         if state.champion == version:
             return _promotion_of(version, state), first
-        evaluation = _evaluated(settings, first, state.champion, folder)
+        evaluation = evaluated(state.champion)
         report = evaluation.report()
         against = reasons_to_refuse(
             report,
@@ -75,7 +77,11 @@ def decide_promotion(
 
 
 def _evaluated(
-    settings: Settings, first: EvaluatedPolicy, champion: int | None, folder: Path
+    settings: Settings,
+    first: EvaluatedPolicy,
+    folder: Path,
+    judge: TrainedJudge | None,
+    champion: int | None,
 ) -> EvaluatedPolicy:
     """Return the evaluation against a champion: `first`, a cached evaluation, or a new one."""
     if first.champion == champion:
@@ -87,7 +93,7 @@ def _evaluated(
             from pipeline.evaluation.evaluate_policies import evaluate_again
 
         fetched = None if champion is None else fetch_version(settings, champion)
-        evaluate_again(settings, first, fetched, unfinished)
+        evaluate_again(settings, first, fetched, unfinished, judge=judge)
 
     name = f"against-{'sft' if champion is None else champion}"
     # The key contains the full first report, because the candidate's answers or the judge may

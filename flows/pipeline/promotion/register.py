@@ -16,7 +16,7 @@ from pipeline.evaluation.results import (
 )
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.json_lines import read_jsonl
-from pipeline.inputs.model_digests import digest_of_model, require_unchanged
+from pipeline.inputs.model_digests import require_unchanged
 from pipeline.promotion.decide import decide_promotion
 from pipeline.promotion.version_card import version_card
 from pipeline.registry.artifact import VersionContents, write_artifact
@@ -43,13 +43,12 @@ class Candidate:
     @cached_property
     def models(self) -> dict[str, tuple[str, str]]:
         """Path and digest of each model of the run: base, SFT, reward model and policy."""
-        paths = {
-            "base": self.settings.policy,
-            "sft": self.sft.path,
-            "reward_model": self.reward_model.path,
+        return {
+            "base": (self.settings.policy, self.run.origin["model/base"]),
+            "sft": (self.sft.path, self.sft.digest),
+            "reward_model": (self.reward_model.path, self.reward_model.digest),
+            "policy": (self.trained.path, self.trained.digest),
         }
-        digests = {part: (path, digest_of_model(path)) for part, path in paths.items()}
-        return digests | {"policy": (self.trained.path, self.trained.digest)}
 
     @property
     def kl(self) -> float:

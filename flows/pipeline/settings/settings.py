@@ -123,6 +123,11 @@ class Settings:
     output_dir: str = "outputs"
     """Folder for the cache and for the files of each run."""
 
+    store: str = ""
+    """Address in S3, s3://BUCKET/PREFIX, through which the steps share the files of output_dir.
+    Empty: a folder of Metaflow's data store if the steps run on AWS Batch or Kubernetes. `none`:
+    all machines have output_dir on a shared disk."""
+
     summary_json: str = ""
     """File for the summary of the run; empty for none."""
 

@@ -32,13 +32,18 @@ def evaluate_win_rate(
         ModelError: the files of the policy were changed after training.
     """
     with track(run, "evaluate_win_rate", patient=True) as tracker:
+        at_hand = run.workspace.at_hand
+        settings, judge = at_hand(settings), at_hand(judge)
+        sft, policy = at_hand(sft), at_hand(policy)
         champion = fetch_again(settings, champion)
         require_unchanged(policy.path, policy.digest, "The trained policy")
+        folder = run.folder / "evaluation"
+        folder.mkdir(exist_ok=True)
         evaluation = evaluate_policies(
-            settings, sft.path, policy.path, champion, run.folder, judge=judge
+            settings, sft.path, policy.path, champion, folder, judge=judge
         )
         log_evaluation(tracker, evaluation.report())
-    return evaluation
+        return run.workspace.share(evaluation)
 
 
 def fetch_again(settings: Settings, champion: FetchedChampion | None) -> FetchedChampion | None:

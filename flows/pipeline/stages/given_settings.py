@@ -10,6 +10,7 @@ from pipeline.judges.judge_names import check_judge_name
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.unknown_names import ONLY_IN_FILE
+from pipeline.storage.workspace import is_address, workspace_of
 from ppo_core.distributed.process import large_imports
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
@@ -32,9 +33,17 @@ def read_settings(
     if given.num_nodes != from_file.get("num_nodes", 1):
         raise ConfigError(f"num_nodes={given.num_nodes} cannot be set by --set. {ONLY_IN_FILE}")
     check_names(given.judge, given.reward_model, given.judging)
-    return make_settings(
-        from_file, from_command_line, overrides, parameters=_parameters(given.policy)
-    )
+    policy = _policy_at_hand(given)
+    return make_settings(from_file, from_command_line, overrides, parameters=_parameters(policy))
+
+
+def _policy_at_hand(given: Settings) -> str:
+    """Return the folder or hub id of the policy, which may be the address of a folder."""
+    if not is_address(given.policy):
+        return given.policy
+    with large_imports():
+        from pipeline.preflight.fetch_inputs import fetch_model
+    return fetch_model(given.policy, workspace_of(given))
 
 
 def _parameters(policy: str) -> int:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline import preflight
 from pipeline.demo import task
 from pipeline.evaluation.contests import Evaluation, evaluate, judgements
 from pipeline.evaluation.results import JUDGEMENTS, write_report
@@ -16,6 +15,7 @@ from pipeline.inputs.json_lines import write_jsonl
 from pipeline.judges.spec import check_judge, make_judge
 from pipeline.launch.answers import answer, answer_processes
 from pipeline.launch.stall_watch import STALL_MINUTES
+from pipeline.preflight.check_inputs import check_outputs
 from pipeline.promotion.champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
 from pipeline.reports.document import as_equal_length_rate, as_number, as_percent
@@ -45,7 +45,7 @@ def compare_with_references(
         JudgeError: the judge does not reply.
     """
     output = Path(arguments.output_dir)
-    preflight.check_outputs(arguments.output_dir, arguments.summary_json)
+    check_outputs(arguments.output_dir, arguments.summary_json)
     check_judge(arguments.judge, "", judging)
     source = arguments.eval_prompts or str(
         task.find_demo_task(output / "cache", arguments.seed) / "prompts-eval.jsonl"

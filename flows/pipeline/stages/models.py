@@ -1,5 +1,6 @@
 """Provide the policy and the reward model for PPO: load or train each of them."""
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from pipeline.launch.launcher import OnMetrics
 from pipeline.launch.supervised_training import train_supervised
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
-from pipeline.stages.tracked import cache_folder, track
+from pipeline.stages.tracked import track
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data import folder_cache
 from ppo_core.data.rows.reader import Rows
@@ -54,10 +55,10 @@ def load_policy(settings: Settings, run: FlowRun, here: Machines = ONE_MACHINE) 
     The other machines call `help_to_load_policy` meanwhile.
     """
     with track(run, "load_policy", patient=True) as tracker:
+        settings = run.workspace.at_hand(settings)
         if not settings.sft_data:
-            return PreparedModel(path=settings.policy, metrics={})
-        made = _train_once(_policy_training(settings), settings, run, here, tracker)
-        return _prepared(made, tracker)
+            return run.workspace.share(_given_model(settings.policy))
+        return _train_and_log(_policy_training(settings), settings, run, here, tracker)
 
 
 def load_reward_models(
@@ -70,21 +71,24 @@ def load_reward_models(
     `help_to_load_reward_models` meanwhile.
     """
     with track(run, "load_reward_model", patient=True) as tracker:
-        reward_model = PreparedModel(path=settings.reward_model, metrics={})
-        if not settings.reward_model:
-            made = _train_once(_reward_training(settings, sft), settings, run, here, tracker)
-            reward_model = _prepared(made, tracker)
+        settings, sft = run.workspace.at_hand(settings), run.workspace.at_hand(sft)
+        if settings.reward_model:
+            reward_model = run.workspace.share(_given_model(settings.reward_model))
+        else:
+            training = _reward_training(settings, sft)
+            reward_model = _train_and_log(training, settings, run, here, tracker)
         if settings.judge:
             return reward_model, None
-        made = _train_once(_judge_training(settings, sft), settings, run, here, tracker)
+        judge, _ = _train_once(_judge_training(settings, sft), settings, run, here, tracker)
         # MLflow has the curve of the training as judge/loss.
-        tracker.step.log_metrics({f"judge_{name}": value for name, value in made.values.items()})
-        return reward_model, PreparedModel(path=str(made.path), metrics=made.values)
+        tracker.step.log_metrics({f"judge_{name}": value for name, value in judge.metrics.items()})
+        return reward_model, judge
 
 
 def help_to_load_policy(settings: Settings, run: FlowRun, here: Machines) -> None:
     """Take part in the training of `load_policy`, as a machine after the first."""
     if settings.sft_data:
+        settings = run.workspace.at_hand(settings)
         _take_part(_policy_training(settings), settings, run, here)
 
 
@@ -92,6 +96,7 @@ def help_to_load_reward_models(
     settings: Settings, sft: PreparedModel, run: FlowRun, here: Machines
 ) -> None:
     """Take part in the trainings of `load_reward_models`, as a machine after the first."""
+    settings, sft = run.workspace.at_hand(settings), run.workspace.at_hand(sft)
     if not settings.reward_model:
         _take_part(_reward_training(settings, sft), settings, run, here)
     if not settings.judge:
@@ -117,9 +122,10 @@ def _judge_training(settings: Settings, sft: PreparedModel) -> _Training:
 
 def _train_once(
     training: _Training, settings: Settings, run: FlowRun, here: Machines, tracker: Tracker
-) -> folder_cache.Cached:
-    """Return the model NAME-DIGEST of the cache; train it if it is missing."""
-    name, job = training.name, _folder(run, training)
+) -> tuple[PreparedModel, bool]:
+    """Return the model NAME-DIGEST of the cache, and whether it was there; train it if not."""
+    name, job, workspace = training.name, _folder(run, training), run.workspace
+    inputs = training.decides_the_result(settings)
 
     def log_curves(step: int, metrics: Mapping[str, float]) -> None:
         tracker.step.log_metrics(
@@ -133,18 +139,34 @@ def _train_once(
             file.rename(folder / file.name)
         return read_result(job)
 
-    inputs = training.decides_the_result(settings)
-    made = folder_cache.make_once(cache_folder(settings), name, inputs, train)
+    if model := _published(folder_cache.folder_of(workspace.cache, name, inputs), run):
+        reused = True
+    else:
+        made = folder_cache.make_once(workspace.cache, name, inputs, train)
+        reused = made.reused
+        model = workspace.share(
+            PreparedModel(path=str(made.path), digest=made.digest, metrics=made.values)
+        )
     # Its checkpoints, each larger than the model, have served their purpose.
     shutil.rmtree(job, ignore_errors=True)
-    print(f"{name}: {'reused' if made.reused else 'made'} {made.path}", flush=True)
-    return made
+    print(f"{name}: {'reused' if reused else 'made'} {model.path}", flush=True)
+    return model, reused
+
+
+def _published(folder: Path, run: FlowRun) -> PreparedModel | None:
+    """Return the model that a run on another machine has made in this folder of the cache."""
+    address = run.workspace.find(folder)
+    if address is None:
+        return None
+    made = json.loads(run.workspace.read(address, folder_cache.MADE_FILE))
+    return PreparedModel(path=address, digest=made["digest"], metrics=made["values"])
 
 
 def _take_part(training: _Training, settings: Settings, run: FlowRun, here: Machines) -> None:
     """Run this machine's processes of a training, unless its model is in the cache."""
     inputs = training.decides_the_result(settings)
-    if not folder_cache.is_made(cache_folder(settings), training.name, inputs):
+    folder = folder_cache.folder_of(run.workspace.cache, training.name, inputs)
+    if not (folder_cache.is_made(folder) or run.workspace.find(folder)):
         _train(training, settings, _folder(run, training), here, lambda step, metrics: None)
 
 
@@ -173,7 +195,14 @@ def _model_folder(job: Path) -> Path:
     return job / "model"
 
 
-def _prepared(made: folder_cache.Cached, tracker: Tracker) -> PreparedModel:
-    tracker.step.log_metrics(made.values)
-    tracker.step.set_tags({"reused": str(made.reused)})
-    return PreparedModel(path=str(made.path), metrics=made.values)
+def _train_and_log(
+    training: _Training, settings: Settings, run: FlowRun, here: Machines, tracker: Tracker
+) -> PreparedModel:
+    model, reused = _train_once(training, settings, run, here, tracker)
+    tracker.step.log_metrics(model.metrics)
+    tracker.step.set_tags({"reused": str(reused)})
+    return model
+
+
+def _given_model(path: str) -> PreparedModel:
+    return PreparedModel(path=path, digest=model_digests.digest_of_model(path), metrics={})

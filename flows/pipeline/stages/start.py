@@ -1,18 +1,21 @@
 """First step: read the settings, check all inputs, and create the run's records in MLflow."""
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from pipeline.demo.task import find_demo_task
 from pipeline.inputs import data_sets
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.lineage import trace
-from pipeline.preflight import check_inputs, require_writable
+from pipeline.inputs.model_digests import digest_of_model
+from pipeline.preflight.check_inputs import check_inputs, require_writable
+from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
 from pipeline.promotion.champion import find_champion
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.settings.settings_file import settings_text
-from pipeline.stages.tracked import cache_folder
+from pipeline.stages.tracked import shared_journal
+from pipeline.storage.workspace import workspace_of
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.killed_runs import end_killed_runs
 from pipeline.tracking.mlflow_client import check_databases, check_registry
@@ -21,7 +24,7 @@ from pipeline.tracking.mlflow_runs import start_runs
 from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.run_record import PARENT, record_processes
 
-__all__ = ["find_champion", "prepare_inputs", "start_run"]
+__all__ = ["find_champion", "prepare_inputs", "share_inputs", "start_run"]
 
 
 def prepare_inputs(given: Settings) -> Settings:
@@ -37,7 +40,7 @@ def prepare_inputs(given: Settings) -> Settings:
     """
     check_databases(is_written=True)
     require_writable(Path(given.output_dir), "output_dir")
-    settings = _make_demo_task(given) if given.task else given
+    settings = _make_demo_task(given) if given.task else fetch_inputs(given)
     check_inputs(settings)
     check_registry(settings.registered_model)
     return settings
@@ -56,24 +59,27 @@ def start_run(
         steps: names of the steps that get an MLflow run.
     """
     name = f"{flow}/{number}"
-    folder = Path(settings.output_dir).absolute() / "runs" / number
-    folder.mkdir(parents=True, exist_ok=True)
-    record_processes(folder)
     origin = trace(flow_run=name, settings=as_plain_dict(given), data=data_sets.data_sets(settings))
-    runs = start_runs(settings.registered_model, name, as_plain_dict(given), origin.tags, steps)
-    end_killed_runs(folder.parent, flow)
+    tags = origin.tags | {"model/base": digest_of_model(settings.policy)}
+    runs = start_runs(settings.registered_model, name, as_plain_dict(given), tags, steps)
+    workspace = workspace_of(settings)
+    run = FlowRun(id=name, workspace=workspace, tracking=runs, origin=tags, data=origin.data)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    record_processes(run.folder)
+    end_killed_runs(run.folder.parent, flow)
     log_data(runs[PARENT], origin.data)
-    (folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
-    parent = RunLog(Journal(folder), runs[PARENT])
-    parent.log_artifact(folder / SETTINGS_FILE)
-    parent.log_text(origin.packages, "packages.txt")
-    return FlowRun(id=name, folder=folder, tracking=runs, origin=origin.tags, data=origin.data)
+    with shared_journal(run):
+        (run.folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
+        parent = RunLog(Journal(run.folder), runs[PARENT])
+        parent.log_artifact(run.folder / SETTINGS_FILE)
+        parent.log_text(origin.packages, "packages.txt")
+    return run
 
 
 def _make_demo_task(settings: Settings) -> Settings:
     """Return the settings with the files of the built-in task as inputs."""
-    made = find_demo_task(cache_folder(settings), settings.seed)
-    return replace(
+    made = find_demo_task(workspace_of(settings).cache, settings.seed)
+    return dataclasses.replace(
         settings,
         task="",
         policy=str(made / "base"),

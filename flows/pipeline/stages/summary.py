@@ -27,6 +27,7 @@ def summarize(
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
     """Log, print and return the summary of the run, and write it to `summary_json` if set."""
+    validation, registered = run.workspace.at_hand(validation), run.workspace.at_hand(registered)
     summary = {
         **registered.evaluation.report(),
         "reward_model": validation.report(),

@@ -1,6 +1,7 @@
-"""Tracker, watch and cache folder, which several stages use."""
+"""Tracker and watch, which several stages use."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from pipeline.inputs.flow_run import FlowRun
@@ -9,14 +10,40 @@ from pipeline.settings.settings import Settings
 from pipeline.tracking.tracker import SHORT_SECONDS, Tracker
 
 
-def track(run: FlowRun, step: str, *, patient: bool = False) -> Tracker:
-    """Return the tracker of a step.
+@contextmanager
+def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker]:
+    """Track a step inside the context, which has its tracker.
 
     Set `patient` for a step that often ends at once, because its model is in the cache. Such a step
     imports MLflow only if it runs longer than SHORT_SECONDS; otherwise the next step sends its
     entries.
     """
-    return Tracker(run.folder, run.tracking, step, patience=SHORT_SECONDS if patient else 0.0)
+    patience = SHORT_SECONDS if patient else 0.0
+    with shared_journal(run), Tracker(run.folder, run.tracking, step, patience=patience) as tracker:
+        yield tracker
+
+
+@contextmanager
+def shared_journal(run: FlowRun) -> Iterator[None]:
+    """Read the journal that earlier steps have left in S3, and leave it there for the next ones.
+
+    Without a copy of the workspace in S3, all steps share the folder of the run.
+    """
+    if not run.workspace.store:
+        yield
+        return
+    from pipeline.storage.shared_folder import SharedFolder
+
+    folder = SharedFolder(run.folder, run.workspace.address(run.folder / "journal"))
+    folder.read()
+    try:
+        yield
+    finally:
+        folder.write(_small_files(run.folder))
+
+
+LARGE = ("answers", "judge", "policy", "ppo", "reward-model", "sft")
+"""Folders of a run that have models and checkpoints, or files of running processes."""
 
 
 def watched(
@@ -36,6 +63,7 @@ def watched(
     )
 
 
-def cache_folder(settings: Settings) -> Path:
-    """Return the cache folder for models and data sets, which several runs share."""
-    return Path(settings.output_dir) / "cache"
+def _small_files(folder: Path) -> list[Path]:
+    """Return the journal, what it refers to, and the reports; not the models and checkpoints."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return [path for path in files if path.relative_to(folder).parts[0] not in LARGE]

@@ -74,7 +74,7 @@ def train_policy(
         }
         final = {name: value for name, value in updates[-1].items() if name != "update"}
         tracker.parent.log_metrics(final | cost)
-    return trained
+        return run.workspace.share(trained)
 
 
 def help_to_train_policy(
@@ -101,10 +101,11 @@ def _write_job(
     validation: ValidatedReward,
     run: FlowRun,
 ) -> Path:
+    at_hand = run.workspace.at_hand
     return write_job(
-        settings,
-        policy=sft.path,
-        reward_model=reward_model.path,
+        at_hand(settings),
+        policy=at_hand(sft).path,
+        reward_model=at_hand(reward_model).path,
         reward_bias=validation.bias,
         reward_gain=validation.gain,
         folder=run.folder / "ppo",

@@ -25,6 +25,7 @@ from pipeline.reward_validation.scores import score_pairs
 from pipeline.reward_validation.validate import validate
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
+from pipeline.storage.addresses import is_in_s3
 from ppo_core.config.placement import placement_for_reading
 from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError
@@ -47,6 +48,9 @@ def validate_reward_model(
     If the reward model is refused, the MLflow runs of this run end; then call `stop_run`.
     """
     with track(run, "validate_reward_model", patient=True) as tracker:
+        at_hand = run.workspace.at_hand
+        settings, sft = at_hand(settings), at_hand(sft)
+        reward_model, judge_model = at_hand(reward_model), at_hand(judge_model)
         report = examine_reward_model(settings, sft, reward_model, run.folder)
         report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
         file = run.folder / REWARD_REPORT_FILE
@@ -66,7 +70,7 @@ def validate_reward_model(
     if validation.accepted_by_hand:
         reasons = _listed(validation)
         print(f"The reward model was refused, but a person accepted it:\n{reasons}", flush=True)
-    return validation
+    return run.workspace.share(validation)
 
 
 def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> NoReturn:
@@ -86,7 +90,7 @@ def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> N
         f"The reward model is not fit to train against:\n{_listed(validation)}\n"
         "PPO would exploit these faults, so it was not started. The report is the card "
         "(python flows/rlhf.py card view validate_reward_model), "
-        f"{_relative(Path(validation.report_file))}, and in MLflow reward-model/report.html.\n"
+        f"{_relative(validation.report_file)}, and in MLflow reward-model/report.html.\n"
         f"{change}; models that are already trained are reused. To train against this reward model "
         "all the same:\n"
         f"python flows/rlhf.py {same_run} --accept-reward-model"
@@ -160,7 +164,9 @@ def _listed(validation: ValidatedReward) -> str:
     return "\n".join(f"- {reason}" for reason in validation.reasons)
 
 
-def _relative(path: Path) -> str:
+def _relative(place: str | Path) -> str:
     """Return a path relative to the working directory, if it is below that."""
-    here = Path.cwd()
+    path, here = Path(place), Path.cwd()
+    if is_in_s3(str(place)):
+        return str(place)
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -24,6 +24,7 @@ from pipeline.storage.manifest import (
     count_blocks,
     digest_of_block,
     safe_name,
+    stored_file,
     write_block,
 )
 from pipeline.storage.multipart import BLOCKS, count_parts
@@ -91,6 +92,19 @@ def fetch(address: S3Address, cache: LocalCache) -> Path:
     return complete / sources[0].name if single else complete
 
 
+def fetch_into(folder: Path, address: S3Address) -> None:
+    """Fetch the files of a published folder into an empty folder, verified.
+
+    Raises:
+        DataError: nothing is published there, or a file is not that of the manifest.
+        StorageError: a file could not be transferred.
+    """
+    manifest = published_manifest(address)
+    if manifest is None:
+        raise DataError(f"There is nothing at '{address}'. Correct the address.")
+    _fill(folder, _published(address, manifest), address)
+
+
 def published_manifest(address: S3Address) -> Manifest | None:
     """Return the manifest of a published file or folder; None if nothing was published.
 
@@ -118,6 +132,20 @@ def published_manifest(address: S3Address) -> Manifest | None:
             "The run would continue with other files. Find out who writes there, and start again."
         )
     return manifest
+
+
+def read_file(address: S3Address, name: str) -> bytes:
+    """Return the content of a small file of a published folder.
+
+    Raises:
+        DataError: the folder has no such file, or another content; or see `published_manifest`.
+    """
+    manifest = published_manifest(address)
+    file = None if manifest is None else manifest.files.get(name)
+    content = None if file is None else read_object(address.below(f"{file.digest[:16]}/{name}"))
+    if file is None or content is None or file != stored_file(content[0]):
+        raise DataError(f"'{address}' has no file {name!r} with the content of its manifest.")
+    return content[0]
 
 
 def _published(address: S3Address, manifest: Manifest) -> list[_Source]:

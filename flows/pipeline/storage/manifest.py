@@ -104,6 +104,13 @@ def manifest_of(files: Mapping[str, Path], *, is_file: bool = False) -> Manifest
     return Manifest(files=stored, is_file=is_file)
 
 
+def stored_file(content: bytes) -> StoredFile:
+    """Return the description of a file with this content."""
+    starts = range(0, len(content), BLOCK_BYTES)
+    blocks = (hashlib.sha256(content[start : start + BLOCK_BYTES]).hexdigest() for start in starts)
+    return StoredFile(size=len(content), blocks=tuple(blocks))
+
+
 def count_blocks(size: int) -> int:
     """Return the number of blocks of a file with `size` bytes."""
     return -(-size // BLOCK_BYTES)

@@ -42,6 +42,12 @@ def publish(source: Path, address: S3Address) -> S3Address:
     return address.pinned(manifest.digest)
 
 
+def publish_by_content(source: Path, folder: S3Address) -> S3Address:
+    """Publish a file or a folder below `folder` by a digest of its content; see `publish`."""
+    digest = manifest_of(files_of(source), is_file=source.is_file()).digest
+    return publish(source, folder.below(f"{source.name}-{digest[:16]}"))
+
+
 def replace(files: Mapping[str, Path], address: S3Address, version: str) -> str:
     """Publish files in place of those that are published there now; return the new version.
 

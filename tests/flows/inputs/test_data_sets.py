@@ -16,7 +16,7 @@ from pipeline.inputs.data_sets import (
     training_prompts,
 )
 from pipeline.inputs.data_sets import test_pairs as read_test_pairs
-from pipeline.preflight import check_inputs
+from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.tracking.mlflow_client import check_registry
 from ppo_core.errors import ConfigError, DataError, ModelError, PPOError

@@ -24,6 +24,7 @@ from pipeline.promotion import register as register_module
 from pipeline.registry import champions
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.settings_file import settings_text
+from pipeline.storage.workspace import Workspace
 from pipeline.tracking.mlflow_client import connect
 from serving.champion import load_champion
 from tests.helpers.candidates import FIT, World, artifact_root, make_world
@@ -239,10 +240,15 @@ def candidate(world: World, name: str, folder: Path) -> register_module.Candidat
     number = experiment.experiment_id if experiment else client.create_experiment("killed")
     parent = client.create_run(number).info.run_id
     run = FlowRun(
-        id=f"RLHF/{parent}", folder=folder, tracking={"parent": parent}, origin={}, data=[]
+        id=f"RLHF/{parent}",
+        workspace=Workspace(str(folder)),
+        tracking={"parent": parent},
+        origin={"model/base": "0"},
+        data=[],
     )
-    (folder / register_module.SETTINGS_FILE).write_text(settings_text(settings))
-    return world.candidate(settings, "best", run, world.evaluate(settings, "best", folder))
+    run.folder.mkdir(parents=True)
+    (run.folder / register_module.SETTINGS_FILE).write_text(settings_text(settings))
+    return world.candidate(settings, "best", run, world.evaluate(settings, "best", run.folder))
 
 
 KILLED_AT = {

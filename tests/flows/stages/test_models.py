@@ -10,6 +10,7 @@ import pytest
 from pipeline.evaluation.results import PreparedModel
 from pipeline.inputs.data_sets import judge_test_pairs
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.model_digests import digest_of_model
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.models import load_reward_models
 from pipeline.stages.start import start_run
@@ -26,7 +27,9 @@ def bare(folder: Path, **changes: Any) -> Settings:
 
 
 def load(settings: Settings, run: FlowRun) -> Models:
-    return load_reward_models(settings, PreparedModel(path=settings.policy, metrics={}), run)
+    return load_reward_models(
+        settings, PreparedModel(path=settings.policy, digest="", metrics={}), run
+    )
 
 
 @pytest.fixture
@@ -70,14 +73,15 @@ def test_the_judge_of_a_given_reward_model_is_trained_and_measured(tmp_path: Pat
     run = start(settings)
     reward_model, judge = load(settings, run)
     assert judge is not None
-    assert reward_model == PreparedModel(path=settings.reward_model, metrics={})
+    assert (reward_model.path, reward_model.metrics) == (settings.reward_model, {})
+    assert reward_model.digest == digest_of_model(settings.reward_model)
 
     model, pairs = load_reward_model(judge.path), list(judge_test_pairs(settings))
     chosen, rejected = (
         model.score_texts([pair["prompt"] for pair in pairs], [pair[side] for pair in pairs])
         for side in ("chosen", "rejected")
     )
-    sft = PreparedModel(path=settings.policy, metrics={})
+    sft = PreparedModel(path=settings.policy, digest="", metrics={})
     measured = validate_reward_model(settings, sft, reward_model, judge, run).judge
     assert measured is not None
     assert (measured.path, measured.n) == (judge.path, 6)

@@ -8,6 +8,7 @@ from pipeline.evaluation.results import ValidatedReward
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.settings.settings import make_settings
 from pipeline.stages.validation import stop_run
+from pipeline.storage.workspace import Workspace
 from ppo_core.errors import ModelError
 
 INPUTS = {
@@ -29,7 +30,7 @@ def refusal(folder: Path, **settings: str) -> str:
         gain=1.0,
         report_file=str(folder / "reward-model.json"),
     )
-    run = FlowRun(id="RLHF/7", folder=folder, tracking={}, origin={}, data=[])
+    run = FlowRun(id="RLHF/7", workspace=Workspace(str(folder)), tracking={}, origin={}, data=[])
     with pytest.raises(ModelError) as error:
         stop_run(validation, make_settings(INPUTS | settings, {}), run)
     return str(error.value)
@@ -41,7 +42,7 @@ def test_the_message_has_the_reasons_the_report_and_the_next_command(tmp_path, m
     assert "- It repeats itself.\n- It counts characters.\n" in message
     assert "card view validate_reward_model), my outputs/7/reward-model.json, and" in message
     assert message.splitlines()[-1] == (
-        "python flows/rlhf.py --config settings 'my outputs/7/settings.toml' run "
+        "python flows/rlhf.py --config settings 'my outputs/7/runs/7/settings.toml' run "
         "--accept-reward-model"
     )
     assert "resume" not in message

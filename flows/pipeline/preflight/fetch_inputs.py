@@ -1,0 +1,149 @@
+"""One door for every input that a user names: a path, a hub id, or an address.
+
+| name | meaning |
+|---|---|
+| `s3://BUCKET/KEY` | a file or folder in S3 |
+| `models:/NAME@ALIAS`, `models:/NAME/VERSION` | the policy of a registered version |
+| anything else | a path of this machine, or a hub id |
+"""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.judges.judge_names import read_judges
+from pipeline.promotion.champion import CHAMPIONS
+from pipeline.registry.versions import find_policy
+from pipeline.settings.settings import Settings
+from pipeline.storage.workspace import REGISTRY, Workspace, workspace_of
+from ppo_core.config.hub_ids import split_revision
+from ppo_core.errors import ModelError, library_errors
+from ppo_core.models.loading import commit_of
+
+MODELS = ("policy", "reward_model")
+DATA = ("sft_data", "preferences", "preferences_test", "prompts", "eval_prompts")
+MODEL_JUDGES = ("reward-model", "transformers")
+
+MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
+"""Files of a model on the hub that are read."""
+
+
+def fetch_inputs(given: Settings) -> Settings:
+    """Return the settings with a path on this machine in the place of every address.
+
+    Raises:
+        ConfigError: an address is invalid, or S3 refuses the access.
+        DataError: nothing is stored at an address.
+        ModelError: the registry has no such version.
+        StorageError: a file could not be transferred.
+    """
+    workspace = workspace_of(given)
+
+    return _renamed(
+        given,
+        lambda name: fetch_model(name, workspace),
+        lambda name: _keeping_split(name, workspace.fetch),
+        workspace.fetch,
+    )
+
+
+def fetch_model(name: str, workspace: Workspace) -> str:
+    """Return the path or hub id of a model that may be in S3 or in the registry.
+
+    Raises:
+        ModelError: see `fetch_inputs`, as for the other errors.
+    """
+    return _fetch_version(name, workspace) if name.startswith(REGISTRY) else workspace.fetch(name)
+
+
+def share_inputs(settings: Settings, run: FlowRun) -> Settings:
+    """Return the settings of `fetch_inputs` for the other steps of a run.
+
+    If the steps share no disk, every input is published once, by its content, so that all steps
+    read the same bytes. Models of the hub, too: the other steps need no access to the hub.
+
+    Raises:
+        ConfigError: S3 refuses the access.
+        ModelError: the hub has no such model.
+        StorageError: a file could not be transferred.
+    """
+    workspace = run.workspace
+    if not workspace.store:
+        return settings
+
+    def shared(name: str) -> str:
+        return workspace.publish_input(Path(name)) if os.path.exists(name) else name
+
+    def model(name: str) -> str:
+        return shared(name if os.path.exists(name) else _download(name))
+
+    return _renamed(settings, model, lambda name: _keeping_split(name, shared), shared)
+
+
+def _renamed(
+    settings: Settings,
+    model: Callable[[str], str],
+    data: Callable[[str], str],
+    file: Callable[[str], str],
+) -> Settings:
+    """Return the settings with other names of their models, data sets and judges' files."""
+    changes: dict[str, Any] = {
+        name: model(getattr(settings, name)) for name in MODELS if getattr(settings, name)
+    }
+    changes |= {name: data(getattr(settings, name)) for name in DATA if getattr(settings, name)}
+    if settings.judge:
+        changes["judge"] = _renamed_judges(settings.judge, model, file)
+    labels = settings.evaluation.human_labels
+    evaluation = dataclasses.replace(settings.evaluation, human_labels=labels and data(labels))
+    return dataclasses.replace(settings, **changes, evaluation=evaluation)
+
+
+def _renamed_judges(spec: str, model: Callable[[str], str], file: Callable[[str], str]) -> str:
+    renamed = []
+    for part in read_judges(spec):
+        source = part.source
+        if part.kind in MODEL_JUDGES:
+            source = model(source)
+        elif part.kind == "python":
+            place, _, function = source.rpartition(":")
+            source = f"{file(place)}:{function}"
+        renamed.append(f"{part.kind}:{source}" if source else part.kind)
+    return ",".join(renamed)
+
+
+def _keeping_split(name: str, change: Callable[[str], str]) -> str:
+    """Change the name of a data set, which may end in `:SPLIT`."""
+    place, colon, split = name.rpartition(":")
+    has_split = not os.path.exists(name) and place not in ("", "s3") and "/" not in split
+    return f"{change(place)}{colon}{split}" if has_split else change(name)
+
+
+def _fetch_version(address: str, workspace: Workspace) -> str:
+    """Return the folder of a registered policy: its weights and its tokenizer, as one model."""
+    model, tokenizer = find_policy(address, workspace.cache / CHAMPIONS)
+    version = Path(model).parent
+    folder = workspace.cache / "versions" / version.relative_to(workspace.cache / CHAMPIONS)
+    if not folder.is_dir():
+        unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+        unfinished.mkdir(parents=True)
+        for part in (model, tokenizer):
+            shutil.copytree(part, unfinished, dirs_exist_ok=True, copy_function=os.link)
+        unfinished.rename(folder)
+    return str(folder)
+
+
+def _download(name: str) -> str:
+    """Return the folder of a model of the hub, at its present commit."""
+    repository, _ = split_revision(name)
+    with library_errors(
+        ModelError, f"'{name}' cannot be downloaded", "Check the name and HF_TOKEN."
+    ):
+        return snapshot_download(
+            str(repository), revision=commit_of(name), allow_patterns=list(MODEL_FILES)
+        )

@@ -1,0 +1,212 @@
+"""The folder of caches and runs, and its copy in S3 for steps that share no disk."""
+
+import dataclasses
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.settings.settings import NO_VALUE, Settings
+from pipeline.storage.addresses import S3Address, is_in_s3
+from ppo_core.errors import ConfigError
+
+Record = TypeVar("Record")
+
+FETCHED = "cache/fetched"
+"""Folder for files from S3, within the workspace."""
+
+REGISTRY = "models:/"
+"""Beginning of the address of a registered version."""
+
+SUBFOLDER = "rlhf"
+"""Folder of the workspace below Metaflow's data store."""
+
+_fetched: dict[str, str] = {}
+"""Address of each path that this process has fetched."""
+
+_PINNED = re.compile(r"s3://[^\x00-\x1f#]+?#sha256=[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The folder on this machine, and its copy in S3.
+
+    What a step hands to the next ones has the addresses of published files in the place of paths.
+    Without a copy in S3, all steps share the folder, and paths stay paths.
+    """
+
+    folder: str
+    """The folder on each machine: `output_dir` of the run."""
+
+    store: str = ""
+    """Address of the copy in S3; empty if all steps share the folder."""
+
+    @property
+    def root(self) -> Path:
+        """The folder as an absolute path."""
+        return Path(self.folder).absolute()
+
+    @property
+    def cache(self) -> Path:
+        """Folder of models and data sets that several runs share."""
+        return self.root / "cache"
+
+    def publish(self, path: Path) -> str:
+        """Return what other steps read a file or folder of the workspace by.
+
+        Its name in S3 is its path within the workspace, so it is published once.
+
+        Raises:
+            ConfigError: S3 refuses the access.
+            StorageError: it could not be transferred.
+        """
+        if not self.store:
+            return str(path)
+        from pipeline.storage.upload import publish
+
+        return str(publish(path, self.address(path)))
+
+    def publish_input(self, path: Path) -> str:
+        """Return what other steps read a user's file or folder by; equal content has one address.
+
+        Raises:
+            ConfigError: S3 refuses the access.
+            StorageError: it could not be transferred.
+        """
+        from pipeline.storage.upload import publish_by_content
+
+        return str(publish_by_content(path, S3Address.parse(self.store).below("inputs")))
+
+    def find(self, path: Path) -> str | None:
+        """Return what other steps read `path` by, if an earlier run has published it."""
+        if not self.store:
+            return None
+        from pipeline.storage.upload import find
+
+        found = find(self.address(path))
+        return None if found is None else str(found)
+
+    def fetch(self, name: str) -> str:
+        """Return the path of an address in S3, whose files are fetched; other names unchanged.
+
+        Raises:
+            DataError: nothing is stored there, or its content has changed.
+            ConfigError: S3 refuses the access.
+            StorageError: a file could not be transferred.
+        """
+        if not is_in_s3(name):
+            return name
+        from pipeline.storage.download import fetch
+        from pipeline.storage.local_cache import LocalCache
+
+        path = str(fetch(S3Address.parse(name), LocalCache(self.root / FETCHED)))
+        _fetched[path] = name
+        return path
+
+    def read(self, address: str, name: str) -> bytes:
+        """Return the content of a small file of a published folder, without the other files.
+
+        Raises:
+            DataError: see `fetch`, as for the other errors.
+        """
+        from pipeline.storage.download import read_file
+
+        return read_file(S3Address.parse(address), name)
+
+    def share(self, record: Record) -> Record:
+        """Return a record of this step for other steps: its files are published.
+
+        The fields with paths are those that PLACES of the record's class names.
+        """
+        if not self.store:
+            return record
+        return _changed(record, self._shared)
+
+    def at_hand(self, record: Record) -> Record:
+        """Return a record of an earlier step with paths on this machine: its files are fetched."""
+        if not self.store:
+            return record
+        return _changed(record, self._at_hand)
+
+    def name_of(self, place: str) -> str:
+        """Return what other steps read a place by: an address if it is a path of this machine.
+
+        What was fetched has an address already; anything else below the workspace is published.
+        """
+        if not self.store or place in _fetched:
+            return _fetched.get(place, place)
+        path = Path(place)
+        return self.publish(path) if path.is_absolute() and path.exists() else place
+
+    def address(self, path: Path) -> S3Address:
+        """Return the address in S3 of a path within the workspace."""
+        relative = path.absolute().relative_to(self.root).as_posix()
+        return S3Address.parse(self.store).below(relative)
+
+    def _shared(self, record: Any, name: str, value: str) -> str:
+        if name not in getattr(record, "PLACES", ()):
+            return value
+        return self.name_of(value)
+
+    def _at_hand(self, _record: Any, _name: str, value: str) -> str:
+        return _PINNED.sub(lambda found: self.fetch(found[0]), value)
+
+
+def workspace_of(settings: Settings) -> Workspace:
+    """Return the workspace of a run.
+
+    Raises:
+        ConfigError: the step runs on a machine of a scheduler, but the workspace has no store.
+    """
+    store = settings.store
+    if store == NO_VALUE:
+        store = ""
+    elif not store and runs_remotely():
+        root = os.environ.get("METAFLOW_DATASTORE_SYSROOT_S3", "")
+        if not is_in_s3(root):
+            raise ConfigError(
+                "The steps run on machines that share no disk, and Metaflow's data store is not in "
+                "S3. Set store to an address s3://BUCKET/PREFIX for the files of the run, or to "
+                f"{NO_VALUE!r} if output_dir is on a disk that all machines share."
+            )
+        store = f"{root.rstrip('/')}/{SUBFOLDER}"
+    if store:
+        S3Address.parse(store)
+    return Workspace(settings.output_dir, store)
+
+
+def original_names(text: str) -> str:
+    """Return a text with the address of each path that this process has fetched."""
+    for path, address in _fetched.items():
+        text = text.replace(path, address)
+    return text
+
+
+def is_address(name: str) -> bool:
+    """Return whether a model is in S3 or in the registry, and not on this machine or the hub."""
+    return is_in_s3(name) or name.startswith(REGISTRY)
+
+
+def runs_remotely() -> bool:
+    """Return whether Metaflow has started this process on a machine of AWS Batch or Kubernetes."""
+    return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
+
+
+def _changed(record: Record, change: Any) -> Record:
+    """Return a record with its texts changed, also those of the records within it."""
+    if not dataclasses.is_dataclass(record) or isinstance(record, type):
+        return record
+    fields = {
+        one.name: _changed_value(record, one.name, getattr(record, one.name), change)
+        for one in dataclasses.fields(record)
+    }
+    same = all(fields[name] is getattr(record, name) for name in fields)
+    return record if same else dataclasses.replace(record, **fields)
+
+
+def _changed_value(record: Any, name: str, value: Any, change: Any) -> Any:
+    if isinstance(value, str):
+        changed = change(record, name, value)
+        return value if changed == value else changed
+    return _changed(value, change)
