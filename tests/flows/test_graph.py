@@ -5,12 +5,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import boto3
 import pytest
 
 from tests.helpers.forked_python import run_python
 from tests.helpers.paths import ROOT
-from tests.helpers.servers import BUCKET, s3
+from tests.helpers.state_machine import state_machines
 
 ONE = (
     "start load_policy load_reward_model validate_reward_model train_policy evaluate_win_rate "
@@ -82,53 +81,12 @@ def test_a_name_after_run_is_no_scheduler(tmp_path: Path):
     assert "seed=-1 must be at least 0" in ended.stderr
 
 
-def job_queue(store: Mapping[str, str]) -> str:
-    """Make a queue of AWS Batch, whose kind of machines Metaflow looks up, and return its name."""
-    keys = {
-        "aws_access_key_id": store["AWS_ACCESS_KEY_ID"],
-        "aws_secret_access_key": store["AWS_SECRET_ACCESS_KEY"],
-        "region_name": store["AWS_DEFAULT_REGION"],
-        "endpoint_url": store["AWS_ENDPOINT_URL_S3"],
-    }
-    role = boto3.client("iam", **keys).create_role(RoleName="batch", AssumeRolePolicyDocument="{}")
-    subnets = boto3.client("ec2", **keys).describe_subnets()["Subnets"]
-    groups = boto3.client("ec2", **keys).describe_security_groups()["SecurityGroups"]
-    batch = boto3.client("batch", **keys)
-    machines = batch.create_compute_environment(
-        computeEnvironmentName="machines",
-        type="MANAGED",
-        state="ENABLED",
-        serviceRole=role["Role"]["Arn"],
-        computeResources={
-            "type": "FARGATE",
-            "maxvCpus": 4,
-            "subnets": [subnets[0]["SubnetId"]],
-            "securityGroupIds": [groups[0]["GroupId"]],
-        },
-    )["computeEnvironmentArn"]
-    order = [{"order": 1, "computeEnvironment": machines}]
-    batch.create_job_queue(
-        jobQueueName="queue", state="ENABLED", priority=1, computeEnvironmentOrder=order
-    )
-    return "queue"
-
-
 def test_one_machine_compiles_for_step_functions(tmp_path: Path):
     """The code package is stored, and the state machine is printed in the place of deployed."""
-    with s3() as store:
-        variables = store | {
-            "AWS_ENDPOINT_URL": store["AWS_ENDPOINT_URL_S3"],
-            "METAFLOW_S3_ENDPOINT_URL": store["AWS_ENDPOINT_URL_S3"],
-            "METAFLOW_DEFAULT_DATASTORE": "s3",
-            "METAFLOW_DATASTORE_SYSROOT_S3": f"s3://{BUCKET}/metaflow",
-            "METAFLOW_BATCH_JOB_QUEUE": job_queue(store),
-            # Metaflow keeps a token of the deployment there.
-            "METAFLOW_HOME": str(tmp_path / "home"),
-            "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": "arn:aws:iam::1:role/batch",
-            "METAFLOW_ECS_FARGATE_EXECUTION_ROLE": "arn:aws:iam::1:role/fargate",
-            "METAFLOW_SFN_IAM_ROLE": "arn:aws:iam::1:role/sfn",
-        }
-        ended = flow(tmp_path, "step-functions", "create", "--only-json", variables=variables)
+    with state_machines() as machines:
+        ended = flow(
+            tmp_path, "step-functions", "create", "--only-json", variables=machines.variables
+        )
     assert ended.returncode == 0, ended.stderr[-3000:]
     machine = json.loads(ended.stdout[ended.stdout.index("{") :])
     assert [*machine["States"]] == ONE
