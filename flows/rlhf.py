@@ -15,6 +15,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from metaflow import (
@@ -30,6 +31,7 @@ from metaflow import (
     user_step_decorator,
 )
 from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
+from metaflow.packaging_sys import ContentType
 
 import ppo_core
 from pipeline import stages
@@ -39,16 +41,13 @@ from pipeline.settings.command_line import (
     explain_unknown_options,
     name_resumed_run,
     refuse_scheduler,
+    send_to_scheduler,
 )
 from pipeline.settings.environment import prepare_environment
 from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
 from ppo_core.config.checks import refuse_secrets
 from ppo_core.data.atomic_files import explained_full_disk
-from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedError
-
-# Metaflow sends only the folder of this file to remote machines; this line adds ppo_core.
-ppo_core.METAFLOW_PACKAGE_POLICY = "include"
-
+from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedError, StorageError
 
 RECORDS = 9
 """Format version of the records passed between steps; increased when older records are
@@ -80,7 +79,7 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
         with explained_full_disk(), stages.tracked.watched(step_name, settings, run):
             yield
     except PPOError as error:
-        permanent = not isinstance(error, (ProcessError, RunInterruptedError))
+        permanent = not isinstance(error, ProcessError | RunInterruptedError | StorageError)
         retried = any(one.name == "retry" for one in getattr(flow, step_name).decorators)
         if permanent and retried:
             print(f"{RunStoppedError.headline}:\n{error}", file=sys.stderr, flush=True)
@@ -100,6 +99,22 @@ def parse_toml(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RunStoppedError(f"The settings file is not valid TOML: {error}.") from error
     return tables
+
+
+class more_files(FlowMutator):  # noqa: N801
+    """Package ppo_core and the presets for other machines, beside the modules of this folder.
+
+    Each is listed by its suffix: Metaflow's own ways would package every file of ppo_core, such as a
+    `.env`, and every .toml below this folder.
+    """
+
+    def add_to_package(self) -> Iterator[tuple[str, str, ContentType]]:
+        """Yield the path, the name in the package and the kind of each file."""
+        here, core = Path(__file__).resolve().parent, Path(ppo_core.__file__).resolve().parent
+        for path in sorted(core.rglob("*.py")):
+            yield str(path), str(path.relative_to(core.parent)), ContentType.CODE_CONTENT
+        for path in sorted(here.glob("presets/*.toml")):
+            yield str(path), str(path.relative_to(here)), ContentType.USER_CONTENT
 
 
 class machines_of_settings(FlowMutator):  # noqa: N801
@@ -123,6 +138,7 @@ class machines_of_settings(FlowMutator):  # noqa: N801
 
 
 @machines_of_settings()
+@more_files()
 class RLHF(FlowSpec):
     """Train a policy on human preferences, judge its answers, and register the policy."""
 
@@ -166,6 +182,7 @@ class RLHF(FlowSpec):
         type=str,
         multiple=True,
         show_default=False,
+        callback=send_to_scheduler,
         help="Any other setting: section.name=value, such as ppo.kl_coef=0.1; may be repeated.",
     )
     summary_json = Parameter("summary-json", type=str, help="File to write the summary to.")

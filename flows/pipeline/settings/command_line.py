@@ -1,12 +1,13 @@
-"""What the command line of `flows/rlhf.py` does beyond Metaflow: hints, and `run --check`."""
+"""What the command line of `flows/rlhf.py` does beyond Metaflow: hints, checks and refusals."""
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from metaflow._vendor.click import Context, Option
-from metaflow._vendor.click.exceptions import NoSuchOption
+from metaflow._vendor.click.exceptions import NoSuchOption, UsageError
 from metaflow.util import get_latest_run_id
 
 from pipeline.settings.unknown_names import FILE_FORM, describe_unknown_option
@@ -120,3 +121,67 @@ def check_instead_of_run(context: Context, _option: Option, is_given: bool) -> b
 
         context.command.callback = check
     return is_given
+
+
+CHANGED = re.compile(r"[$`]|[^ -~]")
+"""Characters that do not reach a scheduled run.
+
+Metaflow writes each parameter as JSON between double quotes of the shell. So the shell replaces what
+follows a `$` and what stands between backticks, and all but printable ASCII characters stay escaped:
+an e with an accent arrives as `\\u00e9`. The settings file does not pass through the shell.
+"""
+
+
+def send_to_scheduler(context: Context, option: Option, given: Sequence[str]) -> Sequence[str]:
+    """Make Metaflow's `trigger` refuse values that would arrive changed, and send those of `--set`.
+
+    This is the callback of `--set`. Metaflow has no hook for all parameters, so the function of the
+    command `trigger` is replaced, once they are read from the command line and the environment.
+    """
+    if context.info_name == "trigger":
+        trigger = context.command.callback
+        flow = context.obj.flow
+
+        def send(**values: Any) -> Any:
+            # A list would arrive as its text in JSON; the run splits a text at its spaces.
+            values[option.name] = " ".join(given) or None
+            names = [each.name for _, each in flow._get_parameters() if not each.IS_CONFIG_PARAMETER]
+            try:
+                refuse_spaces(given)
+                refuse_changed_values({name: values[name.replace("-", "_")] for name in names})
+            except ConfigError as error:
+                raise UsageError(str(error)) from error
+            return trigger(**values)
+
+        context.command.callback = send
+    return given
+
+
+def refuse_spaces(overrides: Sequence[str]) -> None:
+    """Raise if a value of `--set` has a space.
+
+    Raises:
+        ConfigError: a scheduled run would split the value there.
+    """
+    for text in overrides:
+        if len(text.split()) > 1:
+            raise ConfigError(
+                f"--set {text!r:.200} has a space, at which a scheduled run would split it. Write the "
+                "setting in the settings file, and create the deployment again."
+            )
+
+
+def refuse_changed_values(parameters: Mapping[str, Any]) -> None:
+    """Raise if a scheduled run would get another text than the given one.
+
+    Raises:
+        ConfigError: a text has a `$`, a backtick, or a character that is not printable ASCII.
+    """
+    for name, value in parameters.items():
+        if isinstance(value, str) and (found := CHANGED.search(value)):
+            raise ConfigError(
+                f"--{name} {value!r:.200} has {found.group()!r}, which would arrive changed: the shell "
+                "of a scheduled run replaces $ and backticks by other text, and leaves all but "
+                "printable ASCII characters escaped. Write the value in the settings file, which does "
+                "not pass through the shell, and create the deployment again."
+            )

@@ -1,0 +1,92 @@
+"""A stand-in of the Kubernetes API on 127.0.0.1, which stores objects and gives them back."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@dataclass
+class Cluster:
+    """What the API has stored, and how to reach it."""
+
+    kubeconfig: Path
+    objects: dict[str, Any] = field(default_factory=dict)
+    """Objects by the path of their address; one without a name is stored under its prefix."""
+
+    requests: list[str] = field(default_factory=list)
+    """Method and path of each request."""
+
+
+@contextmanager
+def kubernetes_api(folder: Path) -> Iterator[Cluster]:
+    """Serve the API while the context lasts; `folder` gets the kubeconfig of its clients."""
+    cluster = Cluster(folder / "kubeconfig")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(cluster.objects.get(self.path))
+
+        def do_POST(self) -> None:
+            metadata = (body := self.body())["metadata"]
+            metadata["name"] = metadata.get("name") or metadata["generateName"] + "1"
+            self.store(f"{self.path}/{metadata['name']}", body)
+
+        def do_PUT(self) -> None:
+            self.store(self.path, self.body())
+
+        def do_DELETE(self) -> None:
+            self.answer(cluster.objects.pop(self.path, None))
+
+        def body(self) -> Any:
+            return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+        def store(self, path: str, body: Any) -> None:
+            old = cluster.objects.get(path, {"metadata": {"resourceVersion": "0"}})
+            version = old["metadata"]["resourceVersion"]
+            # Kubernetes refuses to replace a version that the client has not read.
+            if version != body["metadata"].get("resourceVersion", "0"):
+                return self.answer(None, 409)
+            body["metadata"]["resourceVersion"] = str(int(version) + 1)
+            cluster.objects[path] = body
+            self.answer(body)
+
+        def answer(self, body: Any, missing: int = 404) -> None:
+            cluster.requests.append(f"{self.command} {self.path}")
+            text = json.dumps({"message": "not possible"} if body is None else body).encode()
+            self.send_response(missing if body is None else 200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    cluster.kubeconfig.write_text(
+        yaml.safe_dump(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "test",
+                "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+                "clusters": [
+                    {"name": "test", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
+                ],
+                "users": [{"name": "test", "user": {"token": "test"}}],
+            }
+        )
+    )
+    try:
+        yield cluster
+    finally:
+        server.shutdown()
+        server.server_close()
