@@ -196,7 +196,9 @@ def parameters_in_the_run(
     }
     (pod,) = (each for each in template["spec"]["templates"] if each["name"] == "start")
     script = filled(pod["container"]["command"][-1], parameters)
-    until_step = re.compile(r"&& echo argo-rlhf-1\S+ >> /tmp/mf-input-paths && (.+?) step start .*?\)")
+    until_step = re.compile(
+        r"&& echo argo-rlhf-1\S+ >> /tmp/mf-input-paths && (.+?) step start .*?\)"
+    )
     dump = rf"&& \1 dump --file {folder}/stored argo-rlhf-1/_parameters/$METAFLOW_TASK_ID-params)"
     script, count = until_step.subn(dump, script)
     assert count == 1
@@ -270,7 +272,10 @@ def test_triggered_parameters_arrive_as_they_are(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--policy", "models/$NAME"), "--policy 'models/$NAME' has '$', which would arrive changed"),
+        (
+            ("--policy", "models/$NAME"),
+            "--policy 'models/$NAME' has '$', which would arrive changed",
+        ),
         (("--judge=a`id`",), "--judge 'a`id`' has '`'"),
         (("--reward-model", "modèle"), "--reward-model 'modèle' has 'è'"),
         (("--prompts", "a\nb"), r"--prompts 'a\nb' has '\n'"),

@@ -79,7 +79,10 @@ def kubernetes_api(folder: Path) -> Iterator[Cluster]:
                 "current-context": "test",
                 "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
                 "clusters": [
-                    {"name": "test", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
+                    {
+                        "name": "test",
+                        "cluster": {"server": f"http://127.0.0.1:{server.server_port}"},
+                    }
                 ],
                 "users": [{"name": "test", "user": {"token": "test"}}],
             }

@@ -10,6 +10,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from metaflow.meta_files import read_info_file
+
 from pipeline.storage.workspace import original_names
 from ppo_core.data.folder_cache import digest_of
 from ppo_core.errors.redaction import redact
@@ -112,16 +114,25 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Row
 def git_state(file: Path) -> tuple[str, str]:
     """Return the commit of a file's repository, and whether tracked files changed: yes or no.
 
-    Both values are `unknown` if no repository tracks the file, for example in an installed copy,
-    or if git is missing or does not answer.
+    In a code package, return what Metaflow recorded when it made the package. Both values are
+    `unknown` if no repository tracks the file, for example in an installed copy, or if git is
+    missing or does not answer.
     """
     if _git(file, "ls-files", "--error-unmatch", file.name) is None:
-        return UNKNOWN, UNKNOWN
+        return _packaged_state()
     commit = _git(file, "rev-parse", "HEAD")
     changes = _git(file, "status", "--porcelain", "--untracked-files=no")
     if commit is None or changes is None:
         return UNKNOWN, UNKNOWN
     return commit.strip(), "yes" if changes else "no"
+
+
+def _packaged_state() -> tuple[str, str]:
+    """Return the commit in the code package of this process, and whether files had changed."""
+    made = read_info_file() or {}
+    if "commit_sha" not in made:
+        return UNKNOWN, UNKNOWN
+    return str(made["commit_sha"]), "yes" if made.get("has_uncommitted_changes") else "no"
 
 
 def installed_packages() -> str:

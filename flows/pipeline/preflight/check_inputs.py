@@ -17,6 +17,7 @@ from pipeline.judges.spec import check_judge
 from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
+from pipeline.storage.workspace import original_names
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.reader import Rows
@@ -200,7 +201,8 @@ def _check_demonstrations(settings: Settings) -> None:
 
 def _report(rows: Rows, name: str, settings: Settings) -> None:
     """Print how the rows were read, and copy those left out to the folder `quarantine`."""
-    print(f"{name}: {describe_reading(rows)}, digest {rows.digest}", flush=True)
+    reading = original_names(describe_reading(rows))
+    print(f"{name}: {reading}, digest {rows.digest}", flush=True)
     if rows.left_out:
         path = Path(settings.output_dir) / "quarantine" / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)

@@ -145,7 +145,9 @@ def send_to_scheduler(context: Context, option: Option, given: Sequence[str]) ->
         def send(**values: Any) -> Any:
             # A list would arrive as its text in JSON; the run splits a text at its spaces.
             values[option.name] = " ".join(given) or None
-            names = [each.name for _, each in flow._get_parameters() if not each.IS_CONFIG_PARAMETER]
+            names = [
+                each.name for _, each in flow._get_parameters() if not each.IS_CONFIG_PARAMETER
+            ]
             try:
                 refuse_spaces(given)
                 refuse_changed_values({name: values[name.replace("-", "_")] for name in names})

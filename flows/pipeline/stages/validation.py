@@ -80,6 +80,8 @@ def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> N
         ModelError: always; the message has the reasons, the report, and the commands to continue.
     """
     same_run = f"--config settings {quote(_relative(run.folder / SETTINGS_FILE))} run"
+    if run.workspace.store:
+        same_run = f"--config settings {SETTINGS_FILE} run"  # MLflow has the file
     change = "Do what the reasons say, or change the limits in [reward_gate], and run again"
     if settings.reward_model:
         change = (

@@ -91,8 +91,12 @@ class Journal:
             path: the file or folder.
             folder: target folder among the artifacts of the run.
         """
+        place = path.resolve()
+        # Relative, because the next step may read the journal in another folder.
+        if place.is_relative_to(self.folder):
+            place = place.relative_to(self.folder)
         with self._writing() as file:
-            self._append(file, kind="file", run=run, path=str(path.resolve()), folder=folder)
+            self._append(file, kind="file", run=run, path=str(place), folder=folder)
 
     def write_file(self, run: str, artifact: str, content: bytes) -> None:
         """Store an artifact in `files` and add it; `artifact` is the path among the artifacts."""
@@ -137,8 +141,13 @@ class Journal:
                 if not line.endswith(b"\n"):
                     break
                 position += len(line)
-                entries.append((_entry(line), position))
+                entries.append((self._with_full_path(_entry(line)), position))
         return entries
+
+    def _with_full_path(self, entry: Entry) -> Entry:
+        if entry["kind"] != "file":
+            return entry
+        return entry | {"path": str(self.folder / entry["path"])}
 
     def refuse(self, entry: Entry, reason: str) -> None:
         """Move an entry that can never be sent to `journal.refused`."""
