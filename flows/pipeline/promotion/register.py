@@ -26,6 +26,7 @@ from pipeline.registry.versions import register_version, write_card
 from pipeline.reports.headline_metrics import evaluation_numbers
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings, as_plain_dict
+from pipeline.storage.workspace import original_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +156,8 @@ def _card_facts(
     """Return the argument `record` of `version_card`."""
     judge = evaluation["judge"]
     models = {
-        part: {"name": path, "digest": digest} for part, (path, digest) in candidate.models.items()
+        part: {"name": original_names(path), "digest": digest}
+        for part, (path, digest) in candidate.models.items()
     }
     return {
         "name": candidate.settings.registered_model,

@@ -17,6 +17,7 @@ from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.samples import duplicates, measure_samples
 from pipeline.reward_validation.scores import require_finite, score_pairs
 from pipeline.settings.reward_validation_config import RewardGateConfig
+from pipeline.storage.workspace import original_names
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.rows.reader import Rows
 from ppo_core.models.reward_model import RewardModel
@@ -111,7 +112,7 @@ def _score_references(model: RewardModel, prompts: Rows, limit: int) -> Array | 
         ModelError: a score is not finite.
     """
     if not prompts.has("reference"):
-        print(f"{prompts.source} has no column reference: the bias is 0.")
+        print(f"{original_names(prompts.source)} has no column reference: the bias is 0.")
         return None
     texts, references = prompts.column("prompt", limit), prompts.column("reference", limit)
     scores: Array = model.score_texts(texts, references).double().numpy()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.judges.judge_names import check_judge_name
+from pipeline.preflight.remote_machine import check_machine
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.unknown_names import ONLY_IN_FILE
@@ -26,9 +27,10 @@ def read_settings(
     The arguments are those of `make_settings`.
 
     Raises:
-        ConfigError: see `make_settings` and `check_names`; or num_nodes is not from the file.
+        ConfigError: see `check_machine`, `make_settings` and `check_names`; or num_nodes is not from the file.
         ModelError: the policy cannot be read, or is no language model that writes.
     """
+    check_machine()
     given = make_settings(from_file, from_command_line, overrides)
     if given.num_nodes != from_file.get("num_nodes", 1):
         raise ConfigError(f"num_nodes={given.num_nodes} cannot be set by --set. {ONLY_IN_FILE}")

@@ -11,6 +11,7 @@ from pipeline.inputs.lineage import trace
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.preflight.check_inputs import check_inputs, require_writable
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
+from pipeline.preflight.remote_machine import refuse_proxied_artifacts
 from pipeline.promotion.champion import find_champion
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.settings.settings_file import settings_text
@@ -20,7 +21,7 @@ from pipeline.tracking.journal import Journal
 from pipeline.tracking.killed_runs import end_killed_runs
 from pipeline.tracking.mlflow_client import check_databases, check_registry
 from pipeline.tracking.mlflow_inputs import log_data
-from pipeline.tracking.mlflow_runs import start_runs
+from pipeline.tracking.mlflow_runs import artifact_root, start_runs
 from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.run_record import PARENT, record_processes
 
@@ -43,6 +44,7 @@ def prepare_inputs(given: Settings) -> Settings:
     settings = _make_demo_task(given) if given.task else fetch_inputs(given)
     check_inputs(settings)
     check_registry(settings.registered_model)
+    refuse_proxied_artifacts(artifact_root(), settings.policy)
     return settings
 
 

@@ -20,6 +20,7 @@ from pipeline.tracking.mlflow_client import (
     check_databases,
     connect,
     create_experiment,
+    explained,
 )
 from pipeline.tracking.run_record import PARENT
 from ppo_core.errors import ModelError
@@ -91,6 +92,17 @@ def _experiment(client: MlflowClient) -> str:
     """Return the id of the experiment of the flow; the first run creates the experiment."""
     found = client.get_experiment_by_name(EXPERIMENT)
     return found.experiment_id if found else create_experiment(client, EXPERIMENT)
+
+
+@explained()
+def artifact_root() -> str:
+    """Return the root of the artifacts of all runs of the flow.
+
+    Raises:
+        ModelError: MLflow does not answer.
+    """
+    client = connect()
+    return str(client.get_experiment(_experiment(client)).artifact_location)
 
 
 def _parent(

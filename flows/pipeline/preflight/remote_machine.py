@@ -1,0 +1,92 @@
+"""Refuse a run whose machine or servers would make a later step fail, or lose its results."""
+
+import os
+from importlib.util import find_spec
+
+from pipeline.storage.workspace import runs_remotely
+from ppo_core.errors import ConfigError
+
+PACKAGES = (
+    "accelerate",
+    "boto3",
+    "datasets",
+    "deepspeed",
+    "filelock",
+    "httpx2",
+    "huggingface_hub",
+    "jinja2",
+    "matplotlib",
+    "mlflow",
+    "numpy",
+    "psutil",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "scipy",
+    "sklearn",
+    "statsmodels",
+    "tenacity",
+    "tomli_w",
+    "torch",
+    "tqdm",
+    "transformers",
+)
+"""Packages that the steps import."""
+
+MOST_PROXIED_BYTES = 10**9
+"""Size of a policy above which MLflow's server must not pass on its files. 1 GB takes the server
+more than five minutes and 30 GB of memory (mlflow issue 22665)."""
+
+BYTES_PER_PARAMETER = 2
+"""Bytes of a weight in bf16, the smallest form in which a policy is registered."""
+
+PROXIED = "mlflow-artifacts:"
+"""Beginning of the address of artifacts that pass through the server."""
+
+
+def check_machine() -> None:
+    """Raise if the machine of a scheduler lacks a package, or a server that all steps share.
+
+    Raises:
+        ConfigError: a package is missing, or MLFLOW_TRACKING_URI names a file of this machine.
+    """
+    if not runs_remotely():
+        return
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise ConfigError(
+            f"The image of this step has no package {', '.join(missing)}, so a later step would "
+            "fail. Name an image that is built from infra/Dockerfile.cuda or infra/Dockerfile.cpu."
+        )
+    for variable in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
+        uri = os.environ.get(variable, "")
+        is_missing = not uri and variable == "MLFLOW_TRACKING_URI"
+        if is_missing or uri.startswith(("sqlite:", "file:", "/", ".")):
+            raise ConfigError(
+                f"{variable}={uri!r} would give each step an MLflow of its own on a machine that "
+                "is deleted after the step, and the runs and the version would be lost. Set "
+                f"{variable} to the address of an MLflow server, for example with @environment."
+            )
+
+
+def refuse_proxied_artifacts(root: str, policy: str) -> None:
+    """Raise if a large policy would be registered through MLflow's server.
+
+    Args:
+        root: root of the artifacts of all runs.
+        policy: folder or hub id of the policy.
+
+    Raises:
+        ConfigError: the server passes on artifacts, and the policy is large.
+    """
+    if not root.startswith(PROXIED):
+        return
+    from ppo_core.models.loading import count_parameters
+
+    policy_bytes = BYTES_PER_PARAMETER * count_parameters(policy)
+    if policy_bytes > MOST_PROXIED_BYTES:
+        raise ConfigError(
+            f"The MLflow server passes on all artifacts ({root}), and the policy has "
+            f"{policy_bytes / 1e9:.1f} GB. The registration would take the server's memory and "
+            "fail after the training. Start the server with --no-serve-artifacts and "
+            "--default-artifact-root s3://BUCKET/PREFIX, and give the experiment another name there."
+        )
