@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ppo_core.checkpointing.folders import FOLDER_NAME, MANIFEST, finished_checkpoints
 from ppo_core.config.text_files import parse_json
 from ppo_core.data.atomic_files import sync_to_disk
 from ppo_core.data.json_form import Form, check_form, is_object
@@ -37,9 +38,7 @@ JSON = Any
 
 Tensors = Mapping[str, Tensor]
 
-MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
-FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
 SUPERSEDED = ".superseded"
 """Suffix of abandoned checkpoints: a run was resumed from a checkpoint of an earlier step."""
 
@@ -193,7 +192,7 @@ def _move_into_place(partial: Path, folder: Path) -> None:
 
 def _rename_superseded(newest: Path) -> None:
     """Rename checkpoints of later steps, so that no run resumes from them."""
-    for step, path in _finished(newest.parent).items():
+    for step, path in finished_checkpoints(newest.parent).items():
         if step > _step(newest):
             aside = path.with_name(f"checkpoint-{step}{SUPERSEDED}")
             _remove(aside)
@@ -205,7 +204,7 @@ def _remove_old(newest: Path, keep: int | None) -> None:
 
     Keep folders that are named like a checkpoint but have no manifest.
     """
-    found = _finished(newest.parent)
+    found = finished_checkpoints(newest.parent)
     replaced = [
         path
         for path in newest.parent.glob("checkpoint-*.old")
@@ -346,19 +345,9 @@ def read_newest(
     return None
 
 
-def _finished(output_dir: str | Path) -> dict[int, Path]:
-    """Return finished checkpoints by step; take `.old` only if the step has no other."""
-    found: dict[int, Path] = {}
-    for path in sorted(Path(output_dir).glob("checkpoint-*"), reverse=True):
-        match = FOLDER_NAME.fullmatch(path.name)
-        if match and (path / MANIFEST).is_file():
-            found[int(match[1])] = path  # overwrites .old, which the reversed order puts first
-    return found
-
-
 def checkpoint_folders(output_dir: str | Path) -> list[Path]:
     """Return all folders with a checkpoint's name, finished or not, by descending step."""
-    found = _finished(output_dir)
+    found = finished_checkpoints(output_dir)
     unfinished = {
         int(match[1]): path
         for path in Path(output_dir).glob("checkpoint-*")

@@ -36,9 +36,6 @@ LEAST_PAIRS = 1_000
 MOST_JUDGED = 1_000
 """Maximum number of other pairs on which a search measures the loss."""
 
-RATE_FILE = "learning-rate.json"
-"""Name of the file with the result of a search, in the folder of the training."""
-
 
 def find_learning_rate(
     make_ranker: Callable[[], PairRanker],

@@ -63,7 +63,9 @@ def as_error(ended: Ended, frozen: list[str], folder: Path) -> PPOError:
     # When the first process has saved and ended, torchrun ends the others, which may fail then.
     was_interrupted = ended.report is not None and ended.report.kind == RunInterruptedError.__name__
     if ended.exit_code == EXIT_CODE or was_interrupted:
-        return RunInterruptedError(f"The training stopped after SIGTERM. {further}")
+        return RunInterruptedError(
+            f"The training stopped after SIGTERM, or a notice of AWS. {further}"
+        )
     if ended.report is not None:
         kind = getattr(errors, ended.report.kind, None)
         if isinstance(kind, type) and issubclass(kind, PPOError):

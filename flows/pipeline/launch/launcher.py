@@ -44,6 +44,9 @@ STACK_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 """Seconds between two checks for stopped processes."""
 
+SPOT_NOTICE = Path("/tmp/spot_termination_notice")
+"""File that Metaflow writes two minutes before AWS takes this machine; it sends no signal."""
+
 OnMetrics = Callable[[int, Mapping[str, float]], None]
 
 
@@ -59,7 +62,8 @@ def train(
     """Run `python -m PROGRAM JOB` in several processes on this machine until they end.
 
     The processes resume from the last checkpoint of the job, if any. SIGTERM to this process is
-    forwarded to the training processes, which save a checkpoint and end.
+    forwarded to the training processes, which save a checkpoint and end; so they do at the notice
+    that AWS will take a spot instance.
 
     Args:
         job: settings file of the job; all output is written to its folder.
@@ -72,7 +76,7 @@ def train(
         on_metrics: called with the number and the metrics of each line in the metrics file.
 
     Raises:
-        RunInterruptedError: SIGTERM arrived, and a checkpoint was saved.
+        RunInterruptedError: SIGTERM or a notice arrived, and a checkpoint was saved.
         ProcessError: a process died, failed unexpectedly, was frozen, or made no progress.
         PPOError: a process failed with an error that a retry would not fix.
     """
@@ -143,7 +147,7 @@ def _follow(
             return frozen
         if stall.has_stalled():
             raise _stalled(child.pid, stall, folder)
-        if interruption.requested and not forwarded:
+        if (interruption.requested or SPOT_NOTICE.exists()) and not forwarded:
             _request_stop(child.pid)
             forwarded = True
         if time.monotonic() >= next_look:

@@ -12,6 +12,7 @@ from pipeline.inputs import data_sets, model_digests
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.launcher import OnMetrics
+from pipeline.launch.mirror import mirrored
 from pipeline.launch.supervised_training import train_supervised
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
@@ -134,7 +135,8 @@ def _train_once(
 
     def train(folder: Path) -> Mapping[str, float]:
         print(f"{name}: training on {len(training.rows):,} rows", flush=True)
-        _train(training, settings, job, here, log_curves)
+        with mirrored(workspace, job):
+            _train(training, settings, job, here, log_curves)
         for file in _model_folder(job).iterdir():
             file.rename(folder / file.name)
         return read_result(job)

@@ -7,6 +7,7 @@ from pathlib import Path
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.stall_watch import watched_step
 from pipeline.settings.settings import Settings
+from pipeline.storage.manifest import files_of
 from pipeline.tracking.tracker import SHORT_SECONDS, Tracker
 
 
@@ -32,9 +33,7 @@ def shared_journal(run: FlowRun) -> Iterator[None]:
     if not run.workspace.store:
         yield
         return
-    from pipeline.storage.shared_folder import SharedFolder
-
-    folder = SharedFolder(run.folder, run.workspace.address(run.folder / "journal"))
+    folder = run.workspace.shared_folder(run.folder, "journal")
     folder.read()
     try:
         yield
@@ -63,7 +62,8 @@ def watched(
     )
 
 
-def _small_files(folder: Path) -> list[Path]:
+def _small_files(folder: Path) -> dict[str, Path]:
     """Return the journal, what it refers to, and the reports; not the models and checkpoints."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return [path for path in files if path.relative_to(folder).parts[0] not in LARGE]
+    return {
+        name: path for name, path in files_of(folder).items() if name.split("/")[0] not in LARGE
+    }

@@ -10,6 +10,7 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.job import ppo_config, write_job
 from pipeline.launch.launcher import train
+from pipeline.launch.mirror import mirrored
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
 from ppo_core.config.text_files import read_json_file
@@ -54,14 +55,15 @@ def train_policy(
         ProcessError: a process of the training failed.
     """
     with track(run, "train_policy") as tracker:
-        job = _write_job(settings, sft, reward_model, validation, run)
-        train(
-            job,
-            processes=settings.processes,
-            machines=here,
-            stall_minutes=settings.stall_minutes,
-            on_metrics=lambda update, metrics: tracker.step.log_metrics(metrics, step=update),
-        )
+        with mirrored(run.workspace, run.folder / "ppo"):
+            job = _write_job(settings, sft, reward_model, validation, run)
+            train(
+                job,
+                processes=settings.processes,
+                machines=here,
+                stall_minutes=settings.stall_minutes,
+                on_metrics=lambda update, metrics: tracker.step.log_metrics(metrics, step=update),
+            )
         updates = read_metrics(job.parent / METRICS_FILE)
         warnings = warnings_of(ppo_config(settings), updates)
         if warnings:

@@ -104,6 +104,17 @@ def manifest_of(files: Mapping[str, Path], *, is_file: bool = False) -> Manifest
     return Manifest(files=stored, is_file=is_file)
 
 
+def files_of(source: Path) -> dict[str, Path]:
+    """Return the files of a folder by relative name, or the single file `source`."""
+    if source.is_file():
+        return {source.name: source}
+    return {
+        path.relative_to(source).as_posix(): path
+        for path in sorted(source.rglob("*"))
+        if path.is_file()
+    }
+
+
 def stored_file(content: bytes) -> StoredFile:
     """Return the description of a file with this content."""
     starts = range(0, len(content), BLOCK_BYTES)

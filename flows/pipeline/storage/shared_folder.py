@@ -1,6 +1,6 @@
 """Small files that the steps of a run change one after another."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.storage.addresses import S3Address
@@ -28,19 +28,23 @@ class SharedFolder:
             DataError: a file is not that of the manifest.
             StorageError: a file could not be transferred.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
         manifest = read_object(self._address.below(MANIFEST))
+        is_new = not self._folder.exists() or not any(self._folder.iterdir())
+        self._folder.mkdir(parents=True, exist_ok=True)
         if manifest is None:
             return
         self._version = manifest[1]
-        if not any(self._folder.iterdir()):
-            fetch_into(self._folder, self._address)
+        if is_new:
+            # A process that is killed meanwhile leaves a part that no other step takes for all.
+            partial = self._folder.with_name(f".{self._folder.name}.part")
+            fetch_into(partial, self._address)
+            partial.rename(self._folder)
 
-    def write(self, files: Sequence[Path]) -> None:
-        """Make these files of the folder the newest ones.
+    def write(self, files: Mapping[str, Path]) -> None:
+        """Make these files, by their names in the folder, the newest ones.
 
         Raises:
             StorageError: another process has written since, or a file could not be transferred.
+            OSError: a file cannot be read.
         """
-        named = {path.relative_to(self._folder).as_posix(): path for path in files}
-        self._version = replace(named, self._address, self._version)
+        self._version = replace(files, self._address, self._version)

@@ -8,7 +8,7 @@ from pathlib import Path
 from botocore.exceptions import ClientError
 
 from pipeline.storage.addresses import S3Address
-from pipeline.storage.manifest import MANIFEST, Manifest, StoredFile, manifest_of
+from pipeline.storage.manifest import MANIFEST, Manifest, StoredFile, files_of, manifest_of
 from pipeline.storage.multipart import PART_BYTES, checked_part, upload_parts
 from pipeline.storage.objects import list_objects, read_object, remove_objects, write_object
 from pipeline.storage.s3_client import CONNECTIONS, is_refused_write
@@ -88,17 +88,6 @@ def find(address: S3Address) -> S3Address | None:
     if content is None:
         return None
     return address.pinned(hashlib.sha256(content[0]).hexdigest())
-
-
-def files_of(source: Path) -> dict[str, Path]:
-    """Return the files of a folder by relative name, or the single file `source`."""
-    if source.is_file():
-        return {source.name: source}
-    return {
-        path.relative_to(source).as_posix(): path
-        for path in sorted(source.rglob("*"))
-        if path.is_file()
-    }
 
 
 def _upload(files: Mapping[str, Path], address: S3Address, *, is_file: bool) -> Manifest:

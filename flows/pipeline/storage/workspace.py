@@ -5,11 +5,15 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.settings.settings import NO_VALUE, Settings
 from pipeline.storage.addresses import S3Address, is_in_s3
 from ppo_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    # It imports boto3, which a run on one disk does without.
+    from pipeline.storage.shared_folder import SharedFolder
 
 Record = TypeVar("Record")
 
@@ -138,6 +142,15 @@ class Workspace:
             return _fetched.get(place, place)
         path = Path(place)
         return self.publish(path) if path.is_absolute() and path.exists() else place
+
+    def shared_folder(self, folder: Path, name: str = "") -> "SharedFolder":
+        """Return a folder of the workspace that steps change one after another.
+
+        In S3 it is `name` within the folder; without a name, it is the folder.
+        """
+        from pipeline.storage.shared_folder import SharedFolder
+
+        return SharedFolder(folder, self.address(folder / name))
 
     def address(self, path: Path) -> S3Address:
         """Return the address in S3 of a path within the workspace."""

@@ -1,0 +1,25 @@
+"""The folders of checkpoints, found by their names, without torch."""
+
+import re
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+"""File of a checkpoint that is written last."""
+
+FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
+
+
+def finished_checkpoints(output_dir: str | Path) -> dict[int, Path]:
+    """Return finished checkpoints by step; take `.old` only if the step has no other."""
+    found: dict[int, Path] = {}
+    for path in sorted(Path(output_dir).glob("checkpoint-*"), reverse=True):
+        match = FOLDER_NAME.fullmatch(path.name)
+        if match and (path / MANIFEST).is_file():
+            found[int(match[1])] = path  # overwrites .old, which the reversed order puts first
+    return found
+
+
+def newest_checkpoint(output_dir: str | Path) -> Path | None:
+    """Return the finished checkpoint of the highest step; None if there is none."""
+    found = finished_checkpoints(output_dir)
+    return found[max(found)] if found else None
