@@ -16,9 +16,6 @@ from ppo_core.distributed.process import is_main_process, large_imports
 from ppo_core.errors import ConfigError
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
-RATE_FILE = "learning-rate.json"
-"""Name of the file with the result of a search for the learning rate."""
-
 JOB_FILE, _RESULT = "settings.json", "result.json"
 
 

@@ -23,6 +23,9 @@ _NOT_OF_THE_RESULT = (
 )
 """Settings that change a result only by rounding."""
 
+RATE_FILE = "learning-rate.json"
+"""Name of the file with the result of a search for the rate, in the folder of the training."""
+
 LOSS_AT = "loss_at_"
 """Start of the names of metrics that hold the loss with each learning rate that was tried."""
 

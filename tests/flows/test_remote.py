@@ -1,34 +1,81 @@
 """The flow on machines that share nothing but S3 and MLflow: Step Functions, executed by moto."""
 
-from collections.abc import Iterator
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from mlflow.entities.model_registry import ModelVersion
 
+from pipeline.launch.launcher import SPOT_NOTICE
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import as_toml, tiny_table
 from tests.helpers.servers import BUCKET, MlflowServer, mlflow_server
-from tests.helpers.state_machine import StateMachines, state_machines
+from tests.helpers.state_machine import Execution, StateMachines, state_machines
 
 FLOW = ROOT / "flows" / "rlhf.py"
 
 INPUTS = "policy", "sft_data", "preferences", "prompts", "eval_prompts"
 
+STEPS = (
+    "start load_policy load_reward_model validate_reward_model train_policy evaluate_win_rate "
+    "register end"
+).split()
 
-@pytest.fixture(scope="module")
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StateMachines, MlflowServer]]:
-    """AWS and an MLflow server, whose artifacts are in S3."""
-    jobs: dict[str, str] = {}
-    with state_machines(jobs) as machines:
-        folder = tmp_path_factory.mktemp("mlflow")
-        root = f"s3://{BUCKET}/mlflow"
-        with mlflow_server(folder, root, machines.variables) as server:
-            machines.jobs.variables["MLFLOW_TRACKING_URI"] = server.url
-            machines.jobs.variables["MLFLOW_S3_ENDPOINT_URL"] = machines.variables[
-                "MLFLOW_S3_ENDPOINT_URL"
-            ]
-            yield machines, server
+UPDATES = 12
+
+GZIP = b"\x1f\x8b"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """AWS by moto, and an MLflow server whose artifacts are in S3."""
+
+    machines: StateMachines
+    server: MlflowServer
+    machine: str
+    """State machine of the flow with the settings of `tiny_table` in S3."""
+
+    @property
+    def mlflow(self) -> MlflowClient:
+        return MlflowClient(self.server.url)
+
+    def start(self, **parameters: object) -> Execution:
+        ended = self.machines.start(self.machine, parameters)
+        if ended.status != "SUCCEEDED":
+            pytest.fail(f"{ended.status}: {ended.jobs[-1].log[-4000:]}", pytrace=False)
+        return ended
+
+    def objects(self, prefix: str) -> list[str]:
+        pages = self.machines.client("s3").get_paginator("list_objects_v2")
+        found = pages.paginate(Bucket=BUCKET, Prefix=prefix).search("Contents[] || `[]`")
+        return [each["Key"] for each in found]
+
+    def runs(self, execution: Execution) -> dict[str, Run]:
+        """The runs in MLflow of an execution, by step."""
+        experiment = self.mlflow.get_experiment_by_name("rlhf")
+        flow_run = f"tags.flow_run = 'RLHF/sfn-{execution.name}'"
+        found = self.mlflow.search_runs([experiment.experiment_id], flow_run)
+        return {run.data.tags["step"]: run for run in found}
+
+    def version(self, execution: Execution) -> ModelVersion:
+        run = self.runs(execution)["parent"]
+        (found,) = [
+            one
+            for one in self.mlflow.search_model_versions("name = 'rlhf-policy'")
+            if one.run_id == run.info.run_id
+        ]
+        return found
 
 
 def upload(machines: StateMachines, table: dict[str, Any]) -> dict[str, Any]:
@@ -45,14 +92,140 @@ def upload(machines: StateMachines, table: dict[str, Any]) -> dict[str, Any]:
     return table | {name: stored(Path(table[name])) for name in INPUTS} | {"judge": judge}
 
 
-def test_a_run_on_data_in_s3(cloud: tuple[StateMachines, MlflowServer], tmp_path: Path):
-    machines, _ = cloud
-    table = upload(machines, tiny_table(tmp_path)) | {"output_dir": "outputs"}
-    table["accept_reward_model"] = True
-    (tmp_path / "settings.toml").write_text(as_toml(table))
-    ended = machines.execute(FLOW, "--config", "settings", tmp_path / "settings.toml")
-    for job in ended.jobs:
-        print(f"===== {job.step} {job.attempt}: {job.exit_code}, {job.seconds:.1f} s")
-        print(job.log[-6000:])
-    if ended.status != "SUCCEEDED":
-        pytest.fail(ended.status)
+@pytest.fixture(scope="module")
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    folder = tmp_path_factory.mktemp("mlflow")
+    variables: dict[str, str] = {}
+    with (
+        state_machines(variables) as machines,
+        mlflow_server(folder, f"s3://{BUCKET}/mlflow", machines.variables) as server,
+    ):
+        machines.jobs.variables |= {
+            "MLFLOW_TRACKING_URI": server.url,
+            "MLFLOW_S3_ENDPOINT_URL": machines.variables["MLFLOW_S3_ENDPOINT_URL"],
+        }
+        ppo = {"total_episodes": 8 * UPDATES, "batch_size": 8, "response_length": 6}
+        table = upload(machines, tiny_table(folder))
+        table |= {"output_dir": "outputs", "accept_reward_model": True}
+        table["ppo"] = ppo | {"save_steps": 1}
+        (folder / "settings.toml").write_text(as_toml(table))
+        machine = machines.create(FLOW, "--config", "settings", folder / "settings.toml")
+        yield Cloud(machines, server, machine)
+
+
+@pytest.fixture(scope="module")
+def first(cloud: Cloud) -> Execution:
+    return cloud.start()
+
+
+def log_of(execution: Execution, step: str) -> str:
+    return "".join(job.log for job in execution.jobs if job.step == step)
+
+
+def curve(cloud: Cloud, execution: Execution) -> list[int]:
+    """The updates of PPO that MLflow has."""
+    run = cloud.runs(execution)["train_policy"].info.run_id
+    return [metric.step for metric in cloud.mlflow.get_metric_history(run, "objective/kl")]
+
+
+def test_every_step_runs_once_and_the_version_is_registered(cloud: Cloud, first: Execution):
+    assert [job.step for job in first.jobs] == STEPS
+    version = cloud.version(first)
+    assert version.tags["flow_run"] == f"RLHF/sfn-{first.name}"
+    assert re.fullmatch(r"[0-9a-f]{40}", version.tags["git_commit"])
+    assert version.tags["git_changes"] in ("yes", "no")
+
+
+def test_mlflow_has_all_curves_and_reports(cloud: Cloud, first: Execution):
+    runs = cloud.runs(first)
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    assert curve(cloud, first) == [*range(1, UPDATES + 1)]
+    artifacts = {one.path for one in cloud.mlflow.list_artifacts(runs["parent"].info.run_id)}
+    assert {"settings.toml", "packages.txt", "summary.json"} <= artifacts
+
+
+def test_the_store_has_models_inputs_and_records(cloud: Cloud, first: Execution):
+    keys = cloud.objects("metaflow/rlhf/")
+    run = f"metaflow/rlhf/runs/sfn-{first.name}/"
+    for part in (
+        *("metaflow/rlhf/inputs/policy-", "metaflow/rlhf/inputs/pairs.jsonl-"),
+        *("metaflow/rlhf/cache/sft-", "metaflow/rlhf/cache/reward-model-"),
+        *(f"{run}policy/", f"{run}evaluation/", f"{run}reward-model.json/", f"{run}journal/"),
+    ):
+        assert any(key.startswith(part) for key in keys), part
+    for name in ("journal.jsonl", "settings.toml", "samples.jsonl", "judgements.jsonl"):
+        assert any(key.startswith(run) and key.endswith(f"/{name}") for key in keys), name
+
+
+def test_no_result_of_a_step_names_a_path(cloud: Cloud, first: Execution):
+    """The folders of the jobs stand in no artifact."""
+    s3, folders = cloud.machines.client("s3"), {str(job.folder) for job in first.jobs}
+    for key in cloud.objects("metaflow/RLHF/data/"):
+        content = s3.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+        if content.startswith(GZIP):
+            content = gzip.decompress(content)
+        assert not [folder for folder in folders if folder.encode() in content], key
+
+
+def test_a_second_run_reuses_what_was_trained(cloud: Cloud, first: Execution):
+    second = cloud.start(seed=2)
+    # Another seed of the run changes the trainings, too; the same seed changes nothing.
+    assert "sft: made s3://" in log_of(second, "load_policy")
+    third = cloud.start()
+    for step, name in (("load_policy", "sft"), ("load_reward_model", "reward-model")):
+        assert f"{name}: made s3://" in log_of(first, step)
+        assert f"{name}: reused s3://" in log_of(third, step)
+    digests = [cloud.version(one).tags["model/policy"] for one in (first, third)]
+    assert digests[0] == digests[1]
+    assert curve(cloud, third) == [*range(1, UPDATES + 1)]
+
+
+def meanwhile(
+    cloud: Cloud, step: str, act: Callable[[Any], None], copies: int = 1
+) -> threading.Thread:
+    """Call `act` with the process of a step once so many checkpoints were copied by it."""
+
+    def watch() -> None:
+        seen: set[str] = set()
+        while True:
+            time.sleep(0.05)
+            for key in cloud.objects("metaflow/rlhf/runs/"):
+                if re.search(rf"/{FOLDERS[step]}/\w+/checkpoint-\d+/manifest.json$", key):
+                    seen.add(key)
+            running = [job for job in cloud.machines.jobs.running if step in str(job.args)]
+            if len(seen - before) >= copies and running:
+                return act(running[0])
+
+    before = set(cloud.objects("metaflow/rlhf/runs/"))
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+FOLDERS = {"train_policy": "ppo", "load_policy": "sft"}
+
+
+@pytest.mark.parametrize("kind", ["killed", "spot"])
+def test_a_lost_machine_is_replaced(cloud: Cloud, first: Execution, kind: str):
+    """Its folder is gone; the next machine continues from the copy and ends with equal weights."""
+
+    def kill(process: Any) -> None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+    def take_spot_instance(process: Any) -> None:
+        SPOT_NOTICE.write_text("")
+        process.wait()
+        SPOT_NOTICE.unlink()
+
+    act = kill if kind == "killed" else take_spot_instance
+    watch = meanwhile(cloud, "train_policy", act, copies=3)
+    ended = cloud.start()
+    watch.join()
+    attempts = [job for job in ended.jobs if job.step == "train_policy"]
+    assert [job.exit_code == 0 for job in attempts] == [False, True]
+    assert re.search(r"The training continues from checkpoint-\d+", attempts[1].log)
+    if kind == "spot":
+        assert "or a notice of AWS" in attempts[0].log
+    tags = [cloud.version(one).tags["model/policy"] for one in (first, ended)]
+    assert tags[0] == tags[1]
+    assert curve(cloud, ended) == [*range(1, UPDATES + 1)]

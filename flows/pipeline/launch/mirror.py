@@ -11,7 +11,7 @@ from pipeline.storage.workspace import Workspace
 from ppo_core.checkpointing.folders import newest_checkpoint
 from ppo_core.errors import PPOError
 from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE
-from ppo_core.supervised.job import RATE_FILE
+from ppo_core.supervised.supervised_config import RATE_FILE
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks for a new checkpoint."""

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+from metaflow import current
+
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.stall_watch import watched_step
 from pipeline.settings.settings import Settings
@@ -20,8 +22,15 @@ def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker
     entries.
     """
     patience = SHORT_SECONDS if patient else 0.0
-    with shared_journal(run), Tracker(run.folder, run.tracking, step, patience=patience) as tracker:
-        yield tracker
+    with shared_journal(run):
+        tracker = Tracker(run.folder, run.tracking, step, patience=patience)
+        if run.workspace.store and current.retry_count:
+            # Imported here: it imports MLflow, which a short step does without.
+            from pipeline.tracking.sent_metrics import remember_sent_metrics
+
+            remember_sent_metrics(tracker.journal, tracker.step.run)
+        with tracker:
+            yield tracker
 
 
 @contextmanager

@@ -64,6 +64,10 @@ class Journal:
             if new:
                 self._append(file, kind="metrics", run=run, step=step, values=new)
 
+    def remember_metric(self, run: str, step: int, name: str) -> None:
+        """Leave a metric of a step out if it is logged again; the journal has no entry of it."""
+        self._names.setdefault((run, step), set()).add(name)
+
     def set_tag(self, run: str, key: str, value: str) -> None:
         """Add a tag, unless the tag already has this value."""
         with self._writing() as file:

@@ -13,9 +13,8 @@ from pipeline.demo.task import write_base_model
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.models.loading import count_parameters
-from ppo_core.supervised.job import RATE_FILE
 from ppo_core.supervised.learning_rate import FACTORS
-from ppo_core.supervised.supervised_config import LOSS_AT, SupervisedConfig
+from ppo_core.supervised.supervised_config import LOSS_AT, RATE_FILE, SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
 
 WORDS = "i lost the ring it cost ten dollars felt sad".split()
