@@ -25,6 +25,7 @@ class Three(FlowSpec):
     @step
     def start(self):
         self.text = "made by the first step"
+        self.folder = Path.cwd()
         look_around()
         self.next(self.middle)
 
@@ -33,6 +34,7 @@ class Three(FlowSpec):
     def middle(self):
         look_around()
         if current.retry_count < self.failures:
+            (self.folder / "of this job").mkdir(parents=True)
             sys.exit("the middle fails")
         self.text += ", continued by the second"
         self.next(self.end)
@@ -110,11 +112,17 @@ def test_a_failed_attempt_is_repeated_in_a_new_folder(machines: StateMachines, d
     assert "the middle fails" in first.log
     assert first.folder != second.folder
     assert said(second.log, "left by another: ") == "0"
+    # The path of the first job's folder is an artifact, and the failed attempt wrote there.
+    assert first.revisited == [ended.jobs[0].folder]
+    assert second.revisited == []
+    assert not any(one.folder.exists() for one in ended.jobs)
 
 
 def test_a_step_that_always_fails_ends_the_execution(machines: StateMachines, deployed: str):
     ended = machines.start(deployed, {"failures": 2})
     assert ended.status == "FAILED"
+    # A folder that the first attempt made is not there for the second, which would end otherwise.
+    assert "the middle fails" in ended.jobs[-1].log
     assert [(one.step, one.attempt, one.exit_code) for one in ended.jobs] == [
         ("start", 1, 0),
         ("middle", 1, 1),

@@ -7,6 +7,7 @@ environment, and nothing else.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +45,9 @@ class Job:
     exit_code: int
     log: str
     seconds: float
+
+    revisited: list[Path]
+    """Folders of ended jobs that this one made again, at a path that it found in an artifact."""
 
 
 @dataclass
@@ -129,7 +133,15 @@ class BatchJobs:
                 exit_code=exit_code,
                 log=(folder / "log").read_text(errors="replace"),
                 seconds=time.monotonic() - started,
+                revisited=self._delete_revisited(),
             )
+
+    def _delete_revisited(self) -> list[Path]:
+        """Delete the folders of ended jobs that are there again, which later jobs would share."""
+        folders = [job.folder for job in self.ended if job.folder.exists()]
+        for folder in folders:
+            shutil.rmtree(folder)
+        return folders
 
 
 def _container_variables(folder: Path, attempt: int) -> dict[str, str]:
