@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ppo_core.checkpointing.async_writer import AsyncWriter
+from ppo_core.checkpointing.disks import Disk, find_disk
 from ppo_core.checkpointing.files import (
     Checkpoint,
     Forms,
@@ -68,6 +69,7 @@ class Checkpointer:
         self._contents, self._plan, self._forms = contents, plan, forms
         self._peers = self._writers = ProcessGroup()
         self._lease: Lease | None = None
+        self._disk: Disk | None = None
         self._saver = AsyncWriter(in_background=self._plan.in_background)
 
     def start(self, resume: str | Path | bool | None, *, anyway: bool = False) -> None:
@@ -109,7 +111,7 @@ class Checkpointer:
         """
         lease = self._lease
         if lease is not None:
-            self._peers.together(lambda: lease.check() if self._peers.is_main else None)
+            self._peers.together(lambda: lease.check() if self._leads() else None)
 
     def save(self) -> None:
         """Write everything that the next step depends on to `output_dir/checkpoint-<step>`.
@@ -128,6 +130,7 @@ class Checkpointer:
             folder,
             self._contents.part(),
             peers=self._writers,
+            disk=self._disk,
             writer=f"{lease.token}",
             held=lease.held,
             keep=self._plan.keep,
@@ -143,21 +146,23 @@ class Checkpointer:
         self._saver.wait()
 
     def _claim(self) -> Lease:
-        claims: list[Any] = self._peers.together(
-            lambda: self._claim_folder() if self._peers.is_main else None
-        )
-        lease: Lease = claims[0]
-        return lease
-
-    def _claim_folder(self) -> Lease:
         folder = self._plan.folder
         try:
-            return Lease.claim(folder)
+            self._disk = find_disk(folder, self._peers)
+            claims: list[Any] = self._peers.together(
+                lambda: Lease.claim(folder) if self._leads() else None
+            )
         except OSError as error:
             raise ConfigError(
                 f"output_dir='{folder}' cannot be created or written: {error}. Set output_dir to "
                 "another folder, because no checkpoint could be saved in this one."
             ) from error
+        lease: Lease = claims[self._disk.leader]
+        return lease
+
+    def _leads(self) -> bool:
+        """Return whether this process publishes the checkpoints on its disk."""
+        return self._disk is not None and self._peers.rank == self._disk.leader
 
 
 def refuse_earlier_run(folder: Path) -> None:

@@ -7,8 +7,10 @@
         trainer_state.json, <other>.json      state other than tensors
         manifest.json                         size and SHA-256 of all other files, written last
 
-Each process writes and digests its own files in a hidden folder. When the folder is complete, the
-main process renames it. A folder without a manifest is not a checkpoint.
+Each process writes and digests its own files in a hidden folder. When the folder is complete, one
+process renames it. A folder without a manifest is not a checkpoint. If the processes write to
+several disks, each disk has some of the files, and somebody must bring them together before the run
+resumes.
 """
 
 import hashlib
@@ -26,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ppo_core.checkpointing.disks import Disk
 from ppo_core.checkpointing.folders import FOLDER_NAME, MANIFEST, finished_checkpoints
 from ppo_core.config.text_files import parse_json
 from ppo_core.data.atomic_files import sync_to_disk
@@ -80,6 +83,7 @@ def save_checkpoint(
     part: Part,
     *,
     peers: ProcessGroup = ALONE,
+    disk: Disk | None = None,
     writer: str = "0",
     held: Callable[[], AbstractContextManager[None]] = nullcontext,
     keep: int | None = None,
@@ -87,10 +91,11 @@ def save_checkpoint(
     """Write a checkpoint completely or not at all; a killed process leaves earlier ones intact.
 
     Args:
-        folder: `output_dir/checkpoint-<step>`, on storage that all processes share; a checkpoint
-            of the same step is replaced.
+        folder: `output_dir/checkpoint-<step>`; a checkpoint of the same step is replaced.
         part: the files that this process writes.
         peers: the processes of the run; all processes must call.
+        disk: the processes that share the folder, by default all. With several disks, each gets
+            the files of its own processes, and the manifest of all files.
         writer: id in the name of the unfinished folder, different for each run.
         held: context for renaming the checkpoint and removing old checkpoints.
         keep: number of newest checkpoints to keep; None keeps all.
@@ -100,12 +105,13 @@ def save_checkpoint(
             full or cannot be written, or `held` finds that another process has taken over the
             folder. Raised in all processes.
     """
-    step = _step(folder)
+    step, disk = _step(folder), disk or Disk(ranks=tuple(range(peers.number)))
+    is_leader = peers.rank == disk.leader
     partial = folder.with_name(f".{folder.name}.partial-{writer}")
     try:
         written = peers.together(lambda: _write_part(partial / f"part-{peers.rank}", part))
         peers.together(
-            lambda: _finish(partial, folder, written, held, keep) if peers.is_main else None
+            lambda: _finish(partial, folder, written, disk, held, keep) if is_leader else None
         )
     except (OSError, SafetensorError) as error:
         raise TrainingError(
@@ -114,7 +120,7 @@ def save_checkpoint(
             "from the latest checkpoint."
         ) from error
     finally:
-        if peers.is_main:
+        if is_leader:
             shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -157,11 +163,12 @@ def _finish(
     partial: Path,
     folder: Path,
     written: list[dict[str, dict[str, int | str]]],
+    disk: Disk,
     held: Callable[[], AbstractContextManager[None]],
     keep: int | None,
 ) -> None:
     """Merge the processes' folders, write the manifest, and rename the merged folder."""
-    for rank in range(len(written)):
+    for rank in disk.ranks:
         part = partial / f"part-{rank}"
         for path in list(part.iterdir()):
             path.rename(_unused(partial / path.name))
@@ -329,7 +336,9 @@ def read_newest(
         TrainingError: all checkpoints are damaged; the message describes each damage.
     """
     damaged = []
-    for folder in peers.of_main(checkpoint_folders(output_dir)):
+    # By name, because the folders of several disks may have other paths.
+    for name in peers.of_main([path.name for path in checkpoint_folders(output_dir)]):
+        folder = Path(output_dir) / name
         try:
             return read_checkpoint(folder, peers, forms)
         except TrainingError as error:

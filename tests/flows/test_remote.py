@@ -1,5 +1,6 @@
 """The flow on machines that share nothing but S3 and MLflow: Step Functions, executed by moto."""
 
+import gzip
 import os
 import re
 import signal

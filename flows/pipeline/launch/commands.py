@@ -57,7 +57,8 @@ def command(
     if machines.count > 1:
         # All machines compute equal ids and ports. Each attempt has a new port, because the old
         # port may be taken, and a new id, which keeps out machines of earlier attempts.
-        rendezvous_id = hashlib.sha256(f"{job.parent} {machines.attempt}".encode()).hexdigest()[:16]
+        name = f"{job.parent.name} {machines.attempt}"
+        rendezvous_id = hashlib.sha256(name.encode()).hexdigest()[:16]
         port = PORTS[int(rendezvous_id, 16) % len(PORTS)]
         timeouts = f"join_timeout={RENDEZVOUS_SECONDS},read_timeout={RENDEZVOUS_SECONDS}"
         rendezvous = [

@@ -1,12 +1,14 @@
-"""Copy the checkpoints of a training to S3, from where another machine continues it."""
+"""Copy the checkpoints of a training to S3, from where other machines continue it."""
 
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from pipeline.launch.commands import ONE_MACHINE, Machines
+from pipeline.storage.manifest import files_of
 from pipeline.storage.workspace import Workspace
 from ppo_core.checkpointing.folders import newest_checkpoint
 from ppo_core.errors import PPOError
@@ -21,16 +23,20 @@ BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE)
 
 
 @contextmanager
-def mirrored(workspace: Workspace, folder: Path) -> Iterator[None]:
+def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -> Iterator[None]:
     """Keep a copy of the newest checkpoint in S3 while the context lasts.
 
     On a machine whose folder is missing or empty, the copy becomes the folder first. A checkpoint
     is copied in the background after it is finished, and once more at the end of the context, so
     that nothing is lost if the training ends early. Without a store, nothing happens.
 
+    Each of several machines copies what its own processes have written. They continue from the
+    newest checkpoint that all of them have copied.
+
     Args:
         workspace: the workspace of the run.
-        folder: folder of the training.
+        folder: folder of the training on this machine.
+        here: the machines of the training.
 
     Raises:
         StorageError: another machine continued the training meanwhile, or S3 does not answer.
@@ -38,7 +44,7 @@ def mirrored(workspace: Workspace, folder: Path) -> Iterator[None]:
     if not workspace.store:
         yield
         return
-    mirror = _Mirror(workspace, folder)
+    mirror = _Mirror(workspace, folder, here)
     mirror.start()
     try:
         yield
@@ -47,15 +53,20 @@ def mirrored(workspace: Workspace, folder: Path) -> Iterator[None]:
 
 
 class _Mirror:
-    def __init__(self, workspace: Workspace, folder: Path) -> None:
-        self._folder = folder
-        self._shared = workspace.shared_folder(folder)
+    def __init__(self, workspace: Workspace, folder: Path, here: Machines) -> None:
+        self._folder, self._here = folder, here
+        self._copies = [
+            workspace.shared_folder(folder, f"machine-{index}") for index in range(here.count)
+        ]
         self._copied: Path | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     def start(self) -> None:
-        self._shared.read()
+        if self._here.count == 1:
+            self._copies[0].read()
+        else:
+            self._read_common()
         self._copied = newest_checkpoint(self._folder)
         if self._copied is not None:
             print(f"The training continues from {self._copied.name}.", flush=True)
@@ -65,6 +76,18 @@ class _Mirror:
         self._over.set()
         self._thread.join()
         self._copy()
+
+    def _read_common(self) -> None:
+        """Make the folder have the newest checkpoint that all machines have copied, with all files.
+
+        What an earlier attempt has left here lacks the files of the other machines.
+        """
+        shutil.rmtree(self._folder, ignore_errors=True)
+        names = [copy.look() for copy in self._copies]
+        newest = _newest_common(names)
+        if newest:
+            for copy, found in zip(self._copies, names, strict=True):
+                copy.read_files(_of(newest, found) | {*BESIDE_CHECKPOINT})
 
     def _run(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
@@ -81,14 +104,40 @@ class _Mirror:
             return
         with TemporaryDirectory() as name:
             # The training appends to these files while they are copied.
-            beside = {}
-            for file in BESIDE_CHECKPOINT:
-                if (self._folder / file).exists():
-                    beside[file] = Path(shutil.copy(self._folder / file, name))
-            checkpoint = {
-                path.relative_to(self._folder).as_posix(): path
-                for path in newest.rglob("*")
-                if path.is_file()
+            files = {
+                file: Path(shutil.copy(self._folder / file, name))
+                for file in BESIDE_CHECKPOINT
+                if (self._folder / file).exists()
             }
-            self._shared.write(beside | checkpoint)
+            for file, path in files_of(newest).items():
+                files[f"{newest.name}/{file}"] = path
+            own = self._copies[self._here.index]
+            own.write(files, keep=self._still_needed())
         self._copied = newest
+
+    def _still_needed(self) -> set[str]:
+        """Return the names of this machine's files that a restart would need now.
+
+        They are those of the newest checkpoint that all machines have copied: the others may not
+        have copied the checkpoint yet that this machine copies now.
+        """
+        if self._here.count == 1:
+            return set()
+        own = self._copies[self._here.index].names
+        others = [
+            copy.look() for index, copy in enumerate(self._copies) if index != self._here.index
+        ]
+        newest = _newest_common([own, *others])
+        return _of(newest, own) if newest else set()
+
+
+def _newest_common(names: Sequence[Collection[str]]) -> str:
+    """Return the newest checkpoint with files in all collections of names; empty if there is none."""
+    folders = set.intersection(*({name.split("/")[0] for name in each} for each in names))
+    checkpoints = [name for name in folders if name.startswith("checkpoint-")]
+    return max(checkpoints, key=lambda name: int(name.rpartition("-")[2]), default="")
+
+
+def _of(checkpoint: str, names: Collection[str]) -> set[str]:
+    """Return the names of the files of a checkpoint."""
+    return {name for name in names if name.startswith(f"{checkpoint}/")}

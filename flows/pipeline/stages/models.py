@@ -135,8 +135,7 @@ def _train_once(
 
     def train(folder: Path) -> Mapping[str, float]:
         print(f"{name}: training on {len(training.rows):,} rows", flush=True)
-        with mirrored(workspace, job):
-            _train(training, settings, job, here, log_curves)
+        _train(training, settings, run, here, log_curves)
         for file in _model_folder(job).iterdir():
             file.rename(folder / file.name)
         return read_result(job)
@@ -169,27 +168,29 @@ def _take_part(training: _Training, settings: Settings, run: FlowRun, here: Mach
     inputs = training.decides_the_result(settings)
     folder = folder_cache.folder_of(run.workspace.cache, training.name, inputs)
     if not (folder_cache.is_made(folder) or run.workspace.find(folder)):
-        _train(training, settings, _folder(run, training), here, lambda step, metrics: None)
+        _train(training, settings, run, here, lambda step, metrics: None)
 
 
 def _train(
-    training: _Training, settings: Settings, job: Path, here: Machines, on_metrics: OnMetrics
+    training: _Training, settings: Settings, run: FlowRun, here: Machines, on_metrics: OnMetrics
 ) -> None:
-    train_supervised(
-        "sft" if training.name == SFT else "reward",
-        training.model,
-        training.rows,
-        training.section,
-        settings,
-        folder=job,
-        model_dir=_model_folder(job),
-        machines=here,
-        on_metrics=on_metrics,
-    )
+    job = _folder(run, training)
+    with mirrored(run.workspace, job, here):
+        train_supervised(
+            "sft" if training.name == SFT else "reward",
+            training.model,
+            training.rows,
+            training.section,
+            settings,
+            folder=job,
+            model_dir=_model_folder(job),
+            machines=here,
+            on_metrics=on_metrics,
+        )
 
 
 def _folder(run: FlowRun, training: _Training) -> Path:
-    """Return the folder of a training's job, which all machines share."""
+    """Return the folder of a training's job."""
     return run.folder / training.name
 
 

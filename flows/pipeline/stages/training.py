@@ -55,7 +55,7 @@ def train_policy(
         ProcessError: a process of the training failed.
     """
     with track(run, "train_policy") as tracker:
-        with mirrored(run.workspace, run.folder / "ppo"):
+        with mirrored(run.workspace, run.folder / "ppo", here):
             job = _write_job(settings, sft, reward_model, validation, run)
             train(
                 job,
@@ -88,12 +88,13 @@ def help_to_train_policy(
     here: Machines,
 ) -> None:
     """Take part in the training of `train_policy`, as a machine after the first."""
-    train(
-        _write_job(settings, sft, reward_model, validation, run),
-        processes=settings.processes,
-        machines=here,
-        stall_minutes=settings.stall_minutes,
-    )
+    with mirrored(run.workspace, run.folder / "ppo", here):
+        train(
+            _write_job(settings, sft, reward_model, validation, run),
+            processes=settings.processes,
+            machines=here,
+            stall_minutes=settings.stall_minutes,
+        )
 
 
 def _write_job(

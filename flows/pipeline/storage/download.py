@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -92,17 +92,16 @@ def fetch(address: S3Address, cache: LocalCache) -> Path:
     return complete / sources[0].name if single else complete
 
 
-def fetch_into(folder: Path, address: S3Address) -> None:
-    """Fetch the files of a published folder into an empty folder, verified.
+def fetch_into(folder: Path, address: S3Address, names: Collection[str]) -> None:
+    """Fetch some files of a published folder into a folder, verified.
 
     Raises:
-        DataError: nothing is published there, or a file is not that of the manifest.
+        DataError: a file is not that of the manifest.
         StorageError: a file could not be transferred.
     """
-    manifest = published_manifest(address)
-    if manifest is None:
-        raise DataError(f"There is nothing at '{address}'. Correct the address.")
-    _fill(folder, _published(address, manifest), address)
+    manifest = published_manifest(address) or Manifest(files={})
+    files = {name: file for name, file in manifest.files.items() if name in names}
+    _fill(folder, _published(address, Manifest(files=files)), address)
 
 
 def published_manifest(address: S3Address) -> Manifest | None:
@@ -111,6 +110,16 @@ def published_manifest(address: S3Address) -> Manifest | None:
     Raises:
         DataError: the manifest is damaged, or is not that of the address.
         StorageError: S3 does not answer.
+    """
+    found = published_version(address)
+    return None if found is None else found[0]
+
+
+def published_version(address: S3Address) -> tuple[Manifest, str] | None:
+    """Return the manifest of a published file or folder, and its version in S3; None if none is.
+
+    Raises:
+        DataError: see `published_manifest`, as for the other error.
     """
     content = read_object(address.below(MANIFEST))
     if content is None:
@@ -131,7 +140,7 @@ def published_manifest(address: S3Address) -> Manifest | None:
             f"'{address}' was changed after it was published: its digest is {manifest.digest}. "
             "The run would continue with other files. Find out who writes there, and start again."
         )
-    return manifest
+    return manifest, content[1]
 
 
 def read_file(address: S3Address, name: str) -> bytes:

@@ -1,12 +1,11 @@
 """Small files that the steps of a run change one after another."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from pipeline.storage.addresses import S3Address
-from pipeline.storage.download import fetch_into
-from pipeline.storage.manifest import MANIFEST
-from pipeline.storage.objects import read_object
+from pipeline.storage.download import fetch_into, published_version
+from pipeline.storage.manifest import StoredFile
 from pipeline.storage.upload import replace
 
 
@@ -20,6 +19,12 @@ class SharedFolder:
         """Use the folder, which exists after `read`."""
         self._folder, self._address = folder, address
         self._version = ""
+        self._files: dict[str, StoredFile] = {}
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the newest files that this process has seen or written."""
+        return self._files.keys()
 
     def read(self) -> None:
         """Write the newest files into the folder, unless an earlier attempt here left newer ones.
@@ -28,23 +33,46 @@ class SharedFolder:
             DataError: a file is not that of the manifest.
             StorageError: a file could not be transferred.
         """
-        manifest = read_object(self._address.below(MANIFEST))
+        names = self.look()
         is_new = not self._folder.exists() or not any(self._folder.iterdir())
         self._folder.mkdir(parents=True, exist_ok=True)
-        if manifest is None:
-            return
-        self._version = manifest[1]
-        if is_new:
+        if names and is_new:
             # A process that is killed meanwhile leaves a part that no other step takes for all.
             partial = self._folder.with_name(f".{self._folder.name}.part")
-            fetch_into(partial, self._address)
+            fetch_into(partial, self._address, names)
             partial.rename(self._folder)
 
-    def write(self, files: Mapping[str, Path]) -> None:
+    def look(self) -> Collection[str]:
+        """Return the names of the newest files, which this process may then replace by `write`.
+
+        Raises:
+            DataError: the manifest is damaged.
+            StorageError: S3 does not answer.
+        """
+        found = published_version(self._address)
+        if found is not None:
+            self._files, self._version = found[0].files, found[1]
+        return self._files.keys()
+
+    def read_files(self, names: Collection[str]) -> None:
+        """Write some of the newest files into the folder.
+
+        Raises:
+            DataError: see `read`, as for the other errors.
+        """
+        fetch_into(self._folder, self._address, names)
+
+    def write(self, files: Mapping[str, Path], keep: Collection[str] = ()) -> None:
         """Make these files, by their names in the folder, the newest ones.
+
+        Args:
+            files: the files by name.
+            keep: names of present files that stay, although they are gone from the folder.
 
         Raises:
             StorageError: another process has written since, or a file could not be transferred.
             OSError: a file cannot be read.
         """
-        self._version = replace(files, self._address, self._version)
+        kept = {name: file for name, file in self._files.items() if name in keep}
+        manifest, self._version = replace(files, self._address, self._version, kept=kept)
+        self._files = manifest.files

@@ -48,8 +48,16 @@ def publish_by_content(source: Path, folder: S3Address) -> S3Address:
     return publish(source, folder.below(f"{source.name}-{digest[:16]}"))
 
 
-def replace(files: Mapping[str, Path], address: S3Address, version: str) -> str:
-    """Publish files in place of those that are published there now; return the new version.
+def replace(
+    files: Mapping[str, Path],
+    address: S3Address,
+    version: str,
+    *,
+    kept: Mapping[str, StoredFile] | None = None,
+) -> tuple[Manifest, str]:
+    """Publish files in place of those that are published there now.
+
+    Return the new manifest and its version.
 
     Files that are no longer in the manifest are removed.
 
@@ -57,11 +65,13 @@ def replace(files: Mapping[str, Path], address: S3Address, version: str) -> str:
         files: the files by name.
         address: address of the folder.
         version: version that this process read or wrote last; empty if nothing is published.
+        kept: files of the published ones that stay.
 
     Raises:
         StorageError: another process has published since; or see `publish`.
     """
     manifest = _upload(files, address, is_file=False)
+    manifest = Manifest(files={**(kept or {}), **manifest.files})
     condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
     try:
         written = _write_manifest(manifest, address, **condition)
@@ -72,9 +82,9 @@ def replace(files: Mapping[str, Path], address: S3Address, version: str) -> str:
             raise _overtaken(address) from error
         written = current[1]
     stored = {each["Key"] for each in list_objects(address)}
-    kept = {key_of(address, name, file) for name, file in manifest.files.items()}
-    remove_objects(address, stored - kept - {address.below(MANIFEST).key})
-    return written
+    needed = {key_of(address, name, file) for name, file in manifest.files.items()}
+    remove_objects(address, stored - needed - {address.below(MANIFEST).key})
+    return manifest, written
 
 
 def find(address: S3Address) -> S3Address | None:

@@ -204,9 +204,9 @@ def test_the_first_of_two_publishers_wins(faults: S3Faults, tmp_path: Path):
 def test_a_writer_that_was_overtaken_stops(faults: S3Faults, tmp_path: Path):
     file = tmp_path / "journal"
     file.write_text("one")
-    version = replace({"journal": file}, at("state"), "")
+    _, version = replace({"journal": file}, at("state"), "")
     file.write_text("two")
-    newer = replace({"journal": file}, at("state"), version)
+    _, newer = replace({"journal": file}, at("state"), version)
     file.write_text("three")
     with pytest.raises(StorageError, match="published by another process"):
         replace({"journal": file}, at("state"), version)

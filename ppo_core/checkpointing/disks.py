@@ -1,0 +1,43 @@
+"""Find out which processes of a run write their checkpoints to the same disk."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from ppo_core.distributed.process_group import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """The processes that see the same folder."""
+
+    ranks: tuple[int, ...]
+    """Their ranks, in ascending order."""
+
+    @property
+    def leader(self) -> int:
+        """Rank of the process that publishes the checkpoints on this disk."""
+        return self.ranks[0]
+
+
+def find_disk(folder: Path, peers: ProcessGroup) -> Disk:
+    """Return the processes that see `folder` as this process does; all processes must call.
+
+    Raises:
+        OSError: the folder cannot be created or written.
+        TrainingError: another process cannot create or write its folder.
+    """
+    # New for each call, because a killed run may leave its marks.
+    call = peers.of_main(uuid4().hex)
+    marks = [folder / f".seen-{call}-{rank}" for rank in range(peers.number)]
+
+    def mark() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        marks[peers.rank].touch()
+
+    peers.together(mark)
+    seen = tuple(rank for rank, path in enumerate(marks) if path.exists())
+    # Each process has looked before the first mark goes.
+    peers.together(lambda: None)
+    marks[peers.rank].unlink()
+    return Disk(ranks=seen)

@@ -1,0 +1,156 @@
+"""Trainings whose machines share nothing but S3, and machines that are lost with their folders."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import psutil
+import pytest
+
+from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
+from tests.helpers.paths import ROOT
+from tests.helpers.pipeline_inputs import write_model, write_rows
+from tests.helpers.servers import BUCKET, s3
+
+UPDATES = 30
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[dict[str, str]]:
+    with s3() as environment:
+        yield environment
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    rows = [{"prompt": f"w{i} w{(7 * i) % 50}"} for i in range(32)]
+    return {
+        "model_name_or_path": write_model(folder / "policy"),
+        "reward_model_path": write_model(folder / "reward", labels=1),
+        "dataset_name": write_rows(folder / "prompts.jsonl", rows),
+    }
+
+
+def lose(process: subprocess.Popen[bytes], machine: "Machine") -> None:
+    """Take a machine away: its processes are killed, and its folder is gone."""
+    for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+        each.send_signal(signal.SIGKILL)
+    process.wait()
+    shutil.rmtree(machine.root)
+
+
+def copied(store: dict[str, str], prefix: str) -> set[str]:
+    """The names of the checkpoints that are in S3."""
+    client = boto3.client(
+        "s3",
+        endpoint_url=store["AWS_ENDPOINT_URL_S3"],
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        region_name="us-east-1",
+    )
+    listed = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", [])
+    return set(re.findall(r"/(checkpoint-\d+)/", " ".join(each["Key"] for each in listed)))
+
+
+def wait_for_copies(store: dict[str, str], prefix: str, step: int) -> None:
+    end = time.monotonic() + 240
+    while not any(int(name.split("-")[1]) >= step for name in copied(store, prefix)):
+        assert time.monotonic() < end, "no checkpoint was copied in time"
+        time.sleep(0.05)
+
+
+class Machine:
+    """A machine with a folder of its own."""
+
+    def __init__(self, root: Path, inputs: dict[str, str], store: dict[str, str]) -> None:
+        self.folder, self.store = root / "ppo", store
+        self.settings = {
+            **inputs,
+            "output_dir": str(self.folder),
+            "policy_dir": str(root / "policy"),
+            "resume_from_checkpoint": "latest",
+            "total_episodes": 8 * UPDATES,
+            "batch_size": 8,
+            "per_device_train_batch_size": 2,
+            "response_length": 8,
+            "learning_rate": 1e-3,
+            "save_steps": 5,
+            "save_total_limit": 2,
+            "num_sample_generations": 0,
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
+        self.log = root.with_suffix(".log")
+        self.root = root
+
+    def start(self, index: int, count: int, attempt: int, prefix: str) -> subprocess.Popen[bytes]:
+        """Start the processes of this machine; an empty prefix copies nothing to S3."""
+        words = [sys.executable, "-m", "tests.helpers.machine_job", json.dumps(self.settings)]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [*words, str(index), str(count), str(attempt), prefix],
+                cwd=ROOT,
+                env=os.environ | self.store | {"PYTHONPATH": f"{ROOT}:{ROOT / 'flows'}"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def updates(self) -> list[int]:
+        return [line["update"] for line in read_metrics(self.folder / METRICS_FILE)]
+
+    def policy(self) -> bytes:
+        return (self.root / "policy" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, store, tmp_path_factory) -> Machine:
+    """One machine that nothing happens to, and that copies nothing."""
+    machine = Machine(tmp_path_factory.mktemp("whole"), inputs, store)
+    assert machine.start(0, 1, 1, "").wait() == 0, machine.log.read_text()
+    return machine
+
+
+def test_a_machine_that_is_lost_is_replaced(inputs, store, whole: Machine, tmp_path: Path):
+    lost, new = (Machine(tmp_path / name, inputs, store) for name in ("lost", "new"))
+    process = lost.start(0, 1, 1, "lost")
+    wait_for_copies(store, "lost/", 5)
+    lose(process, lost)
+    assert new.start(0, 1, 2, "lost").wait() == 0, new.log.read_text()
+    assert re.search(r"The training continues from checkpoint-\d", new.log.read_text())
+    assert new.updates() == [*range(1, UPDATES + 1)]
+    assert new.policy() == whole.policy()
+    # The newest alone is kept.
+    assert copied(store, "lost/") == {f"checkpoint-{UPDATES}"}
+
+
+def test_two_machines_with_a_folder_each(inputs, store, tmp_path: Path):
+    """They train what two processes with one folder train, to the bit, also if one is lost."""
+    shared = Machine(tmp_path / "shared", inputs, store)
+    first = [shared.start(index, 2, 1, "") for index in range(2)]
+    assert [process.wait() for process in first] == [0, 0], shared.log.read_text()
+
+    machines = [Machine(tmp_path / f"machine-{index}", inputs, store) for index in range(2)]
+    running = [one.start(index, 2, 1, "two") for index, one in enumerate(machines)]
+    wait_for_copies(store, "two/ppo/machine-0", 5)
+    wait_for_copies(store, "two/ppo/machine-1", 5)
+    lose(running[1], machines[1])
+    assert running[0].wait() != 0
+    running = [one.start(index, 2, 2, "two") for index, one in enumerate(machines)]
+    logs = [one.log.read_text() for one in machines]
+    assert [process.wait() for process in running] == [0, 0], "".join(logs)
+    for machine in machines:
+        assert "The training continues from checkpoint-" in machine.log.read_text()
+    assert machines[0].updates() == shared.updates() == [*range(1, UPDATES + 1)]
+    assert machines[0].policy() == shared.policy()
