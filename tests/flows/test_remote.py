@@ -31,7 +31,7 @@ STEPS = (
     "register end"
 ).split()
 
-UPDATES = 12
+UPDATES = 40
 
 GZIP = b"\x1f\x8b"
 
@@ -108,7 +108,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         ppo = {"total_episodes": 8 * UPDATES, "batch_size": 8, "response_length": 6}
         table = upload(machines, tiny_table(folder))
         table |= {"output_dir": "outputs", "accept_reward_model": True}
-        table["ppo"] = ppo | {"save_steps": 1}
+        table["ppo"] = ppo | {"save_steps": 5}
         (folder / "settings.toml").write_text(as_toml(table))
         machine = machines.create(FLOW, "--config", "settings", folder / "settings.toml")
         yield Cloud(machines, server, machine)
@@ -191,7 +191,7 @@ def meanwhile(
         while True:
             time.sleep(0.05)
             for key in cloud.objects("metaflow/rlhf/runs/"):
-                if re.search(rf"/{FOLDERS[step]}/\w+/checkpoint-\d+/manifest.json$", key):
+                if re.search(rf"/{FOLDERS[step]}/machine-0/\w+/checkpoint-\d+/manifest.json$", key):
                     seen.add(key)
             running = [job for job in cloud.machines.jobs.running if step in str(job.args)]
             if len(seen - before) >= copies and running:
@@ -219,9 +219,10 @@ def test_a_lost_machine_is_replaced(cloud: Cloud, first: Execution, kind: str):
         SPOT_NOTICE.unlink()
 
     act = kill if kind == "killed" else take_spot_instance
-    watch = meanwhile(cloud, "train_policy", act, copies=3)
+    watch = meanwhile(cloud, "train_policy", act)
     ended = cloud.start()
-    watch.join()
+    watch.join(timeout=1)
+    assert not watch.is_alive(), "nothing was copied before the training ended"
     attempts = [job for job in ended.jobs if job.step == "train_policy"]
     assert [job.exit_code == 0 for job in attempts] == [False, True]
     assert re.search(r"The training continues from checkpoint-\d+", attempts[1].log)

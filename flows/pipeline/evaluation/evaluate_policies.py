@@ -21,6 +21,7 @@ from pipeline.judges.spec import make_judge
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.launch.answers import answer_in_run
 from pipeline.settings.settings import Settings
+from pipeline.storage.workspace import workspace_of
 from ppo_core.models.loading import is_same_architecture
 from ppo_core.rollout.sampler import server_of
 from ppo_core.training.answers import AnswerJob
@@ -95,10 +96,13 @@ def _judge(
 
     if champion is not None:
         texts = {**texts, "champion": _answer_as_champion(settings, champion, prompts, folder)}
+    workspace = workspace_of(settings)
+    replies = workspace.cache / "replies"
     judge = make_judge(
         f"reward-model:{trained_judge.path}" if trained_judge else settings.judge,
         config=settings.judging,
-        cache_folder=Path(settings.output_dir) / "cache" / "replies",
+        cache_folder=replies,
+        shared_cache=workspace.address(replies) if workspace.store else None,
         end_of_text=settings.reward_model_training.end_of_text,
         precision=settings.precision,
     )

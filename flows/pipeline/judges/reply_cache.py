@@ -1,4 +1,4 @@
-"""Store replies on disk by a digest of their question, so that no reply is paid for twice."""
+"""Store replies by a digest of their question, so that no reply is paid for twice."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.judges.chat_model import Reply
+from pipeline.storage.addresses import S3Address
 from ppo_core.data.atomic_files import write_atomically
 from ppo_core.errors import JudgeError, reason_of
 
@@ -26,45 +27,72 @@ def reply_key(model: str, wording: str, prompt: str, first: str, second: str, at
 
 
 class ReplyCache:
-    """Stores each reply in its own file, which is written atomically."""
+    """Stores each reply in a file of its own, written atomically, and in S3 for other machines."""
 
-    def __init__(self, folder: Path) -> None:
-        """Use `folder` for the replies; the first `put` creates it."""
-        self._folder = folder
+    def __init__(self, folder: Path, shared: S3Address | None = None) -> None:
+        """Use `folder` for the replies; the first `put` creates it.
+
+        `shared` is the address of the replies in S3; None if all machines share the folder.
+        """
+        self._folder, self._shared = folder, shared
 
     def get(self, key: str) -> Reply | None:
         """Return the stored reply for a key from `reply_key`; None if none is stored.
 
         Raises:
             JudgeError: the file of the key does not have the format that `put` writes.
+            StorageError: S3 does not answer.
         """
         path = self._path(key)
         try:
             written = path.read_bytes()
         except FileNotFoundError:
-            return None
+            return self._get_shared(key)
         except OSError as error:
             raise JudgeError(
                 f"{path} cannot be read: {error.strerror}. Delete it; the judge will then be "
                 "asked, and paid, for this reply again."
             ) from error
-        try:
-            # Not `parse_strict_json`: a model's reply may have half of a surrogate pair.
-            return _reply_in(json.loads(written))
-        except (ValueError, RecursionError) as error:
-            raise JudgeError(
-                f"{path} does not contain a stored reply: {reason_of(error)}. Delete the file; "
-                "the judge will then be asked, and paid, for this reply again."
-            ) from error
+        return _reply_of(written, path)
 
     def put(self, key: str, reply: Reply) -> None:
         """Store a reply that has a text, and return after it is on disk."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"text": reply.text, "tokens": reply.tokens}))
+        content = json.dumps({"text": reply.text, "tokens": reply.tokens})
+        write_atomically(path, content)
+        if self._shared is not None:
+            from pipeline.storage.objects import write_object
+
+            write_object(self._address(key), content.encode())
+
+    def _get_shared(self, key: str) -> Reply | None:
+        """Return the reply that another machine has stored; None if none has."""
+        if self._shared is None:
+            return None
+        # Imported here: it imports boto3, which a run on one disk does without.
+        from pipeline.storage.objects import read_object
+
+        found = read_object(self._address(key))
+        return None if found is None else _reply_of(found[0], self._address(key))
+
+    def _address(self, key: str) -> S3Address:
+        assert self._shared is not None
+        return self._shared.below(f"{key[:2]}/{key}.json")
 
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}.json"
+
+
+def _reply_of(written: bytes, place: Path | S3Address) -> Reply:
+    try:
+        # Not `parse_strict_json`: a model's reply may have half of a surrogate pair.
+        return _reply_in(json.loads(written))
+    except (ValueError, RecursionError) as error:
+        raise JudgeError(
+            f"{place} does not contain a stored reply: {reason_of(error)}. Delete the file; the "
+            "judge will then be asked, and paid, for this reply again."
+        ) from error
 
 
 def _reply_in(fields: Any) -> Reply:

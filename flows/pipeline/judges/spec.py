@@ -8,8 +8,10 @@ from pipeline.judges.budget import Budget
 from pipeline.judges.ensemble import Ensemble
 from pipeline.judges.function_judge import load_function_judge, rule_judge
 from pipeline.judges.judge_names import JudgePart, check_judge_name, read_judges
+from pipeline.judges.reply_cache import ReplyCache
 from pipeline.judges.verdict import Judge
 from pipeline.settings.judge_config import JudgingConfig
+from pipeline.storage.addresses import S3Address
 from ppo_core.config.placement import Precision
 from ppo_core.errors import PPOError
 from ppo_core.models.loading import check_reward_config, load_tokenizer
@@ -20,6 +22,7 @@ def make_judge(
     *,
     config: JudgingConfig,
     cache_folder: Path,
+    shared_cache: S3Address | None = None,
     end_of_text: bool,
     precision: Precision = "auto",
 ) -> Judge:
@@ -31,6 +34,7 @@ def make_judge(
             judges, separated by commas, form an ensemble.
         config: settings of chat models that judge.
         cache_folder: folder for the replies of chat models.
+        shared_cache: address of these replies in S3; None if all machines share the folder.
         end_of_text: whether a reward model reads an end-of-sequence token after each answer.
         precision: precision of a chat model on this machine.
 
@@ -41,9 +45,10 @@ def make_judge(
     # The judges share one budget, because the limits are per evaluation.
     budget = Budget(config.max_calls, config.max_tokens)
     judges = []
+    replies = ReplyCache(cache_folder, shared_cache)
     for part in read_judges(spec):
         with _named_in_errors(part):
-            judges.append(_make_one(part, config, budget, cache_folder, end_of_text, precision))
+            judges.append(_make_one(part, config, budget, replies, end_of_text, precision))
     return judges[0] if len(judges) == 1 else Ensemble(judges)
 
 
@@ -73,7 +78,7 @@ def _make_one(
     part: JudgePart,
     config: JudgingConfig,
     budget: Budget,
-    cache_folder: Path,
+    replies: ReplyCache,
     end_of_text: bool,
     precision: Precision,
 ) -> Judge:
@@ -86,16 +91,15 @@ def _make_one(
 
         return RewardModelJudge(part.source, end_of_text=end_of_text)
     from pipeline.judges.chat_judge import ChatJudge
-    from pipeline.judges.reply_cache import ReplyCache
 
     if part.kind == "openai":
         from pipeline.judges.openai_model import OpenAIModel
 
-        return ChatJudge(OpenAIModel(part.source, config, budget), config, ReplyCache(cache_folder))
+        return ChatJudge(OpenAIModel(part.source, config, budget), config, replies)
     from pipeline.judges.transformers_model import TransformersModel
 
     model = TransformersModel(part.source, config, precision)
-    return ChatJudge(model, config, ReplyCache(cache_folder))
+    return ChatJudge(model, config, replies)
 
 
 def _check_one(part: JudgePart, config: JudgingConfig) -> None:

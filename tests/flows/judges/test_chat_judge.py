@@ -14,7 +14,11 @@ from pipeline.judges.chat_model import Question, Reply
 from pipeline.judges.reply_cache import ReplyCache, reply_key
 from pipeline.judges.verdict import Verdict
 from pipeline.settings.judge_config import JudgingConfig
+from pipeline.storage.addresses import S3Address
+from pipeline.storage.objects import write_object
+from pipeline.storage.s3_client import s3_client
 from ppo_core.errors import JudgeError
+from tests.helpers.servers import BUCKET, s3
 
 PROMPTS = ["p0", "p1", "p2"]
 PAIRS = [("good", "bad"), ("bad", "good"), ("good", "good")]
@@ -215,6 +219,24 @@ def test_a_reply_is_there_for_a_new_object_as_it_was(tmp_path: Path, text: str):
     ReplyCache(tmp_path / "new").put(key, Reply(text, tokens=12))
     assert ReplyCache(tmp_path / "new").get(key) == Reply(text, tokens=12)
     assert ReplyCache(tmp_path / "new").get(reply_key(**KEY | {"attempt": 2})) is None
+
+
+def test_a_reply_in_s3_serves_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also if the machine that paid for it is gone; what another program wrote there is refused."""
+    key = reply_key(**KEY)
+    with s3() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        s3_client.cache_clear()
+        shared = S3Address.parse(f"s3://{BUCKET}/rlhf/cache/replies")
+        assert ReplyCache(tmp_path / "a", shared).get(key) is None
+        ReplyCache(tmp_path / "a", shared).put(key, Reply("VERDICT: A", tokens=12))
+        assert ReplyCache(tmp_path / "b", shared).get(key) == Reply("VERDICT: A", tokens=12)
+        assert ReplyCache(tmp_path / "b").get(key) is None
+        write_object(shared.below(f"{key[:2]}/{key}.json"), b"[]")
+        with pytest.raises(JudgeError, match=f"s3://{BUCKET}/.*{key}.json does not contain"):
+            ReplyCache(tmp_path / "b", shared).get(key)
+    s3_client.cache_clear()
 
 
 def test_a_reply_is_one_whole_file_under_its_key(tmp_path: Path):
