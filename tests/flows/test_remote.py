@@ -98,9 +98,14 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     folder = tmp_path_factory.mktemp("mlflow")
     variables: dict[str, str] = {}
     with (
+        pytest.MonkeyPatch.context() as environment,
         state_machines(variables) as machines,
         mlflow_server(folder, f"s3://{BUCKET}/mlflow", machines.variables) as server,
     ):
+        # The client of MLflow in this process reads the artifacts.
+        for name, value in machines.variables.items():
+            if name.startswith(("AWS_", "MLFLOW_")):
+                environment.setenv(name, value)
         machines.jobs.variables |= {
             "MLFLOW_TRACKING_URI": server.url,
             "MLFLOW_S3_ENDPOINT_URL": machines.variables["MLFLOW_S3_ENDPOINT_URL"],
@@ -131,6 +136,8 @@ def curve(cloud: Cloud, execution: Execution) -> list[int]:
 
 def test_every_step_runs_once_and_the_version_is_registered(cloud: Cloud, first: Execution):
     assert [job.step for job in first.jobs] == STEPS
+    # No job made the folder of another one again.
+    assert not [job.step for job in first.jobs if job.revisited]
     version = cloud.version(first)
     assert version.tags["flow_run"] == f"RLHF/sfn-{first.name}"
     assert re.fullmatch(r"[0-9a-f]{40}", version.tags["git_commit"])
