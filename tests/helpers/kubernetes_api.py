@@ -18,10 +18,7 @@ class Cluster:
 
     kubeconfig: Path
     objects: dict[str, Any] = field(default_factory=dict)
-    """Objects by the path of their address; one without a name is stored under its prefix."""
-
-    requests: list[str] = field(default_factory=list)
-    """Method and path of each request."""
+    """Objects by the path of their address; a name is made of `generateName` and 1."""
 
 
 @contextmanager
@@ -31,36 +28,40 @@ def kubernetes_api(folder: Path) -> Iterator[Cluster]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.answer(cluster.objects.get(self.path))
+            self.answer_found(cluster.objects.get(self.path))
 
         def do_POST(self) -> None:
             metadata = (body := self.body())["metadata"]
             metadata["name"] = metadata.get("name") or metadata["generateName"] + "1"
-            self.store(f"{self.path}/{metadata['name']}", body)
+            self.store(f"{self.path}/{metadata['name']}", body, 201)
 
         def do_PUT(self) -> None:
             self.store(self.path, self.body())
 
         def do_DELETE(self) -> None:
-            self.answer(cluster.objects.pop(self.path, None))
+            self.answer_found(cluster.objects.pop(self.path, None))
 
         def body(self) -> Any:
             return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
 
-        def store(self, path: str, body: Any) -> None:
+        def store(self, path: str, body: Any, status: int = 200) -> None:
             old = cluster.objects.get(path, {"metadata": {"resourceVersion": "0"}})
             version = old["metadata"]["resourceVersion"]
             # Kubernetes refuses to replace a version that the client has not read.
             if version != body["metadata"].get("resourceVersion", "0"):
-                return self.answer(None, 409)
+                return self.answer({"message": "another version is stored"}, 409)
             body["metadata"]["resourceVersion"] = str(int(version) + 1)
             cluster.objects[path] = body
-            self.answer(body)
+            self.answer(body, status)
 
-        def answer(self, body: Any, missing: int = 404) -> None:
-            cluster.requests.append(f"{self.command} {self.path}")
-            text = json.dumps({"message": "not possible"} if body is None else body).encode()
-            self.send_response(missing if body is None else 200)
+        def answer_found(self, found: Any) -> None:
+            if found is None:
+                return self.answer({"message": "not found"}, 404)
+            self.answer(found, 200)
+
+        def answer(self, body: Any, status: int) -> None:
+            text = json.dumps(body).encode()
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
