@@ -163,6 +163,8 @@ class RLHF(FlowSpec):
     )
     accept_reward_model = Parameter(
         "accept-reward-model",
+        # Without the type, the text "true" would arrive in a scheduled run.
+        type=bool,
         is_flag=True,
         help="Train even if the gate refuses the reward model.",
     )
@@ -173,6 +175,7 @@ class RLHF(FlowSpec):
     output_dir = Parameter("output-dir", type=str, help="Folder for the cache and the runs.")
     check = Parameter(
         "check",
+        type=bool,
         is_flag=True,
         callback=check_instead_of_run,
         help="Check all inputs, print the sizes of the run, and end.",

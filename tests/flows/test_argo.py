@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ def without_nulls(value: Any) -> Any:
 
 def filled(text: str, parameters: Mapping[str, str]) -> str:
     """The text with its placeholders filled in, as by Argo."""
+    # A task's id is made of it, and a task that is there keeps its parameters.
+    created = str(time.time_ns())
 
     def value(match: re.Match[str]) -> str:
         inner = match.group(1)
@@ -90,7 +93,8 @@ def filled(text: str, parameters: Mapping[str, str]) -> str:
             return base64.b64encode(parameters[name[1]].encode()).decode()
         if inner == "=asInt(inputs.parameters.workerCount)":
             return "3"
-        return {"workflow.name": "rlhf-1", "workflow.creationTimestamp": "1"}.get(inner, "7")
+        known = {"workflow.name": "rlhf-1", "workflow.creationTimestamp": created}
+        return known.get(inner, "7")
 
     return re.sub(r"\{\{(.+?)\}\}", value, text)
 
@@ -221,7 +225,8 @@ def parameters_in_the_run(
         check=False,
     )
     assert (folder / "stored").exists(), ran.stdout[-3000:] + ran.stderr[-3000:]
-    return pickle.loads((folder / "stored").read_bytes())
+    (stored,) = pickle.loads((folder / "stored").read_bytes()).values()
+    return stored
 
 
 def deployed_and_triggered(

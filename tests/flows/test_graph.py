@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.forked_python import run_python
-from tests.helpers.paths import ROOT
+from tests.helpers.scheduled_flow import flow_command
 from tests.helpers.state_machine import state_machines
 
 ONE = (
@@ -22,18 +21,9 @@ SEVERAL = (
 ).split()
 
 
-def flow(
-    folder: Path, *arguments: str, nodes: object = 1, variables: Mapping[str, str] | None = None
-):
-    """Run the flow's command with a settings file."""
-    (folder / "settings.toml").write_text(f'num_nodes = {nodes}\ntask = "tldr"\n')
-    words = (ROOT / "flows" / "rlhf.py", "--config", "settings", folder / "settings.toml")
-    return run_python(*words, *arguments, variables=dict(variables or {}))
-
-
 @pytest.mark.parametrize(("nodes", "steps"), [(1, ONE), (2, SEVERAL), (4, SEVERAL)])
 def test_the_steps(nodes: int, steps: list[str], tmp_path: Path):
-    shown = flow(tmp_path, "show", nodes=nodes)
+    shown = flow_command(tmp_path, "show", nodes=nodes)
     assert re.findall(r"^Step (\w+)", shown.stdout + shown.stderr, re.MULTILINE) == steps
 
 
@@ -49,7 +39,7 @@ def test_the_steps(nodes: int, steps: list[str], tmp_path: Path):
 def test_a_number_of_machines_that_the_graph_cannot_have_is_refused(
     arguments: tuple[str, ...], nodes: object, message: str, tmp_path: Path
 ):
-    ended = flow(tmp_path, "run", "--check", *arguments, nodes=nodes)
+    ended = flow_command(tmp_path, "run", "--check", *arguments, nodes=nodes)
     assert ended.returncode != 0
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -68,7 +58,7 @@ def test_a_number_of_machines_that_the_graph_cannot_have_is_refused(
 def test_a_scheduler_that_cannot_run_the_flow_is_refused_at_once(
     scheduler: str, nodes: int, message: str, tmp_path: Path
 ):
-    ended = flow(tmp_path, scheduler, "create", nodes=nodes)
+    ended = flow_command(tmp_path, scheduler, "create", nodes=nodes)
     assert ended.returncode != 0
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -76,7 +66,9 @@ def test_a_scheduler_that_cannot_run_the_flow_is_refused_at_once(
 
 
 def test_a_name_after_run_is_no_scheduler(tmp_path: Path):
-    ended = flow(tmp_path, "run", "--check", "--registered-model", "airflow", "--seed", "-1")
+    ended = flow_command(
+        tmp_path, "run", "--check", "--registered-model", "airflow", "--seed", "-1"
+    )
     assert "airflow is not supported" not in ended.stderr
     assert "seed=-1 must be at least 0" in ended.stderr
 
@@ -84,7 +76,7 @@ def test_a_name_after_run_is_no_scheduler(tmp_path: Path):
 def test_one_machine_compiles_for_step_functions(tmp_path: Path):
     """The code package is stored, and the state machine is printed in the place of deployed."""
     with state_machines() as machines:
-        ended = flow(
+        ended = flow_command(
             tmp_path, "step-functions", "create", "--only-json", variables=machines.variables
         )
     assert ended.returncode == 0, ended.stderr[-3000:]
