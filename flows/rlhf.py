@@ -104,8 +104,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 class more_files(FlowMutator):  # noqa: N801
     """Package ppo_core and the presets for other machines, beside the modules of this folder.
 
-    Each is listed by its suffix: Metaflow's own ways would package every file of ppo_core, such as a
-    `.env`, and every .toml below this folder.
+    Each is listed by its suffix: Metaflow's own ways would package every file of ppo_core, such as
+    a `.env`, and every .toml below this folder.
     """
 
     def add_to_package(self) -> Iterator[tuple[str, str, ContentType]]:

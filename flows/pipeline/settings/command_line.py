@@ -126,9 +126,9 @@ def check_instead_of_run(context: Context, _option: Option, is_given: bool) -> b
 CHANGED = re.compile(r"[$`]|[^ -~]")
 """Characters that do not reach a scheduled run.
 
-Metaflow writes each parameter as JSON between double quotes of the shell. So the shell replaces what
-follows a `$` and what stands between backticks, and all but printable ASCII characters stay escaped:
-an e with an accent arrives as `\\u00e9`. The settings file does not pass through the shell.
+Metaflow writes each parameter as JSON between double quotes of the shell. So the shell replaces
+what follows a `$` and what stands between backticks, and all but printable ASCII characters stay
+escaped: an e with an accent arrives as `\\u00e9`. The settings file does not pass the shell.
 """
 
 
@@ -168,8 +168,8 @@ def refuse_spaces(overrides: Sequence[str]) -> None:
     for text in overrides:
         if len(text.split()) > 1:
             raise ConfigError(
-                f"--set {text!r:.200} has a space, at which a scheduled run would split it. Write the "
-                "setting in the settings file, and create the deployment again."
+                f"--set {text!r:.200} has a space, at which a scheduled run would split it. Write "
+                "the setting in the settings file, and create the deployment again."
             )
 
 
@@ -182,8 +182,8 @@ def refuse_changed_values(parameters: Mapping[str, Any]) -> None:
     for name, value in parameters.items():
         if isinstance(value, str) and (found := CHANGED.search(value)):
             raise ConfigError(
-                f"--{name} {value!r:.200} has {found.group()!r}, which would arrive changed: the shell "
-                "of a scheduled run replaces $ and backticks by other text, and leaves all but "
-                "printable ASCII characters escaped. Write the value in the settings file, which does "
-                "not pass through the shell, and create the deployment again."
+                f"--{name} {value!r:.200} has {found.group()!r}, which would arrive changed: the "
+                "shell of a scheduled run replaces $ and backticks by other text, and leaves all "
+                "but printable ASCII characters escaped. Write the value in the settings file, "
+                "which does not pass the shell, and create the deployment again."
             )
