@@ -18,6 +18,8 @@ import yaml
 from hera.workflows.models import WorkflowTemplate
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
+from pipeline.settings.command_line import refuse_changed_values
+from ppo_core.errors import ConfigError
 from tests.helpers.kubernetes_api import Cluster, kubernetes_api
 from tests.helpers.paths import ROOT
 from tests.helpers.scheduled_flow import deployment_variables, flow_command
@@ -90,13 +92,17 @@ def filled(text: str, parameters: Mapping[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         inner = match.group(1)
         if name := re.fullmatch(r"=toBase64\(workflow\.parameters\['(.+)'\]\)", inner):
-            return base64.b64encode(parameters[name[1]].encode()).decode()
+            return encoded(parameters[name[1]])
         if inner == "=asInt(inputs.parameters.workerCount)":
             return "3"
         known = {"workflow.name": "rlhf-1", "workflow.creationTimestamp": created}
         return known.get(inner, "7")
 
     return re.sub(r"\{\{(.+?)\}\}", value, text)
+
+
+def encoded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
 
 
 def jobsets(template: Any) -> dict[str, Any]:
@@ -273,6 +279,43 @@ def test_triggered_parameters_arrive_as_they_are(
     assert (stored["policy"], stored["judge"], stored["seed"]) == ("null", value, 3)
     assert stored["accept_reward_model"] is True
     assert tuple(stored["overrides"]) == ("ppo.kl_coef=0.1", 'sft.dtype="x"')
+
+
+PASSED = ["a b", "a\\b", 'q"q', "it's", "a;b", "a!b", "null", "12", "*", "~", "", "a%b", "{{x}}"]
+"""Values that arrive as they are."""
+
+CHANGED = ["a$HOME", "$(id)", "${HOME}", "\\$HOME", "$$", "a`id`b", "é", "a\nb", "a\tb", "\x7f"]
+"""Values that do not."""
+
+
+def exported(folder: Path, value: str, scheduler: str) -> str:
+    """The value that the shell of a scheduled run has of a parameter."""
+    text = json.dumps({"policy": value})
+    module, arguments = {
+        "argo": ("argo.set_parameters", ["file", f"policy,t,{encoded(json.dumps(value))}"]),
+        "step-functions": ("aws.step_functions.set_batch_environment", ["parameters", "file"]),
+    }[scheduler]
+    export = [sys.executable, "-m", f"metaflow.plugins.{module}", *arguments]
+    environment = {**os.environ, "METAFLOW_PARAMETERS": text}
+    subprocess.run(export, cwd=folder, env=environment, check=True)
+    read = '. ./file && printf "%s" "$METAFLOW_INIT_POLICY"'
+    return subprocess.run(
+        ["bash", "-c", read], cwd=folder, stdout=subprocess.PIPE, check=True
+    ).stdout.decode()
+
+
+@pytest.mark.parametrize("scheduler", ["argo", "step-functions"])
+@pytest.mark.parametrize("value", [*PASSED, *CHANGED])
+def test_exactly_the_values_that_the_shell_changes_are_refused(
+    value: str, scheduler: str, tmp_path: Path
+):
+    arrives = exported(tmp_path, value, scheduler) == value
+    assert arrives is (value in PASSED)
+    if arrives:
+        refuse_changed_values({"policy": value})
+    else:
+        with pytest.raises(ConfigError, match=r"--policy .* would arrive changed"):
+            refuse_changed_values({"policy": value})
 
 
 @pytest.mark.parametrize("scheduler", ["argo-workflows", "step-functions"])
