@@ -1,6 +1,6 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
-# The others: lint, types, soak, phases, hostile, forms, architectures, tldr and stories (both for three
-# seeds), bench, test-gpu, bench-gpu, clean.
+# The others: lint, types, soak, phases, remote, hostile, forms, architectures, tldr and stories (both for
+# three seeds), bench, test-gpu, bench-gpu, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,7 @@ TRL_FOLDER := $(TRL_VENV)/wheel
 GPU_PYTHON ?= $(BIN)/python
 TRL_WHEEL ?= trl==1.12.0
 
-.PHONY: run test soak phases hostile forms architectures lint types tldr stories bench test-gpu bench-gpu clean
+.PHONY: run test soak phases remote hostile forms architectures lint types tldr stories bench test-gpu bench-gpu clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -33,6 +33,12 @@ phases: $(VENV)/installed-dev ## Every phase with several processes, on another 
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" -n 2 --dist loadfile \
 		tests/ppo_core/supervised tests/flows/launch tests/flows/test_placement.py \
 		tests/flows/test_flow_supervised.py tests/flows/test_flow_vllm.py
+
+remote: $(VENV)/installed-dev ## The flow on machines that share nothing: S3, Step Functions, Argo, lost machines.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" -n 2 --dist loadfile --no-loadscope-reorder \
+		tests/flows/test_remote.py tests/flows/storage tests/flows/launch/test_mirror.py \
+		tests/flows/test_state_machine.py tests/flows/test_graph.py tests/flows/test_argo.py \
+		tests/flows/test_code_package.py tests/flows/test_images.py
 
 hostile: $(VENV)/installed-dev ## Hostile and broken inputs, with a table of the cases of each part.
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/hostile -m "slow or not slow" -n 2 --dist loadfile

@@ -132,7 +132,7 @@ class _Mirror:
 
 
 def _newest_common(names: Sequence[Collection[str]]) -> str:
-    """Return the newest checkpoint with files in all collections of names; empty if there is none."""
+    """Return the newest checkpoint that all collections of names have; empty if there is none."""
     folders = set.intersection(*({name.split("/")[0] for name in each} for each in names))
     checkpoints = [name for name in folders if name.startswith("checkpoint-")]
     return max(checkpoints, key=lambda name: int(name.rpartition("-")[2]), default="")

@@ -88,5 +88,5 @@ def refuse_proxied_artifacts(root: str, policy: str) -> None:
             f"The MLflow server passes on all artifacts ({root}), and the policy has "
             f"{policy_bytes / 1e9:.1f} GB. The registration would take the server's memory and "
             "fail after the training. Start the server with --no-serve-artifacts and "
-            "--default-artifact-root s3://BUCKET/PREFIX, and give the experiment another name there."
+            "--default-artifact-root s3://BUCKET/PREFIX, and rename the experiment there."
         )

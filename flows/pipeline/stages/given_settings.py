@@ -27,7 +27,8 @@ def read_settings(
     The arguments are those of `make_settings`.
 
     Raises:
-        ConfigError: see `check_machine`, `make_settings` and `check_names`; or num_nodes is not from the file.
+        ConfigError: see `check_machine`, `make_settings` and `check_names`; or num_nodes is not
+            from the file.
         ModelError: the policy cannot be read, or is no language model that writes.
     """
     check_machine()
