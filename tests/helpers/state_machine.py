@@ -24,7 +24,8 @@ from moto.stepfunctions.parser.models import stepfunctions_parser_backends
 from tests.helpers.batch_jobs import MACHINES, QUEUE, BatchJobs, Job
 from tests.helpers.moto_gaps import execute_machines
 from tests.helpers.paths import ROOT
-from tests.helpers.servers import BUCKET, s3
+from tests.helpers.scheduled_flow import deployment_variables
+from tests.helpers.servers import s3
 
 ROLES = "arn:aws:iam::123456789012:role"
 
@@ -135,17 +136,10 @@ def state_machines(job_variables: Mapping[str, str] | None = None) -> Iterator[S
 
 
 def _deployment_variables(store: Mapping[str, str], home: str) -> dict[str, str]:
-    address = store["AWS_ENDPOINT_URL_S3"]
     return {
-        **store,
-        "AWS_ENDPOINT_URL": address,
-        "METAFLOW_S3_ENDPOINT_URL": address,
+        **deployment_variables(store, Path(home)),
         "METAFLOW_S3_WORKER_COUNT": "2",
-        "METAFLOW_DEFAULT_DATASTORE": "s3",
-        "METAFLOW_DATASTORE_SYSROOT_S3": f"s3://{BUCKET}/metaflow",
         "METAFLOW_BATCH_JOB_QUEUE": QUEUE,
-        # Metaflow keeps a token of the deployment there.
-        "METAFLOW_HOME": home,
         # Metaflow refuses to deploy as root.
         "METAFLOW_USER": "tester",
         "METAFLOW_ECS_S3_ACCESS_IAM_ROLE": f"{ROLES}/batch",

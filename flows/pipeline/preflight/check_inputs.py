@@ -37,6 +37,9 @@ from ppo_core.supervised.examples.encoded_rows import TrainingKind
 from ppo_core.supervised.learning_rate import refuse_sharded_search
 from ppo_core.supervised.training import refuse_other_settings
 
+QUARANTINE = "quarantine"
+"""Folder of the workspace for rows that were left out."""
+
 
 def check_inputs(settings: Settings) -> None:
     """Raise if an input would cause an error or a misleading result later in the run.
@@ -204,7 +207,7 @@ def _report(rows: Rows, name: str, settings: Settings) -> None:
     reading = original_names(describe_reading(rows))
     print(f"{name}: {reading}, digest {rows.digest}", flush=True)
     if rows.left_out:
-        path = Path(settings.output_dir) / "quarantine" / f"{name}.jsonl"
+        path = Path(settings.output_dir) / QUARANTINE / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
         write_jsonl(path, chain.from_iterable(map(read_jsonl, rows.left_out_files)))
         print(f"{name}: the rows left out are in {path}", flush=True)

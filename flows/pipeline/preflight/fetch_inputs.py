@@ -21,12 +21,11 @@ from pipeline.judges.judge_names import read_judges
 from pipeline.promotion.champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
 from pipeline.settings.settings import Settings
-from pipeline.storage.workspace import REGISTRY, Workspace, workspace_of
+from pipeline.storage.workspace import MODELS, REGISTRY, Workspace, workspace_of
 from ppo_core.config.hub_ids import split_revision
 from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.loading import commit_of
 
-MODELS = ("policy", "reward_model")
 DATA = ("sft_data", "preferences", "preferences_test", "prompts", "eval_prompts")
 MODEL_JUDGES = ("reward-model", "transformers")
 

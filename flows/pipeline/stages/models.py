@@ -56,9 +56,9 @@ def load_policy(settings: Settings, run: FlowRun, here: Machines = ONE_MACHINE) 
     The other machines call `help_to_load_policy` meanwhile.
     """
     with track(run, "load_policy", patient=True) as tracker:
-        settings = run.workspace.at_hand(settings)
         if not settings.sft_data:
-            return run.workspace.share(_given_model(settings.policy))
+            return _given_model(settings.policy, run)
+        settings = _with_policy(settings, run)
         return _train_and_log(_policy_training(settings), settings, run, here, tracker)
 
 
@@ -72,9 +72,10 @@ def load_reward_models(
     `help_to_load_reward_models` meanwhile.
     """
     with track(run, "load_reward_model", patient=True) as tracker:
+        given = settings.reward_model
         settings, sft = run.workspace.at_hand(settings), run.workspace.at_hand(sft)
-        if settings.reward_model:
-            reward_model = run.workspace.share(_given_model(settings.reward_model))
+        if given:
+            reward_model = _given_model(given, run)
         else:
             training = _reward_training(settings, sft)
             reward_model = _train_and_log(training, settings, run, here, tracker)
@@ -89,7 +90,7 @@ def load_reward_models(
 def help_to_load_policy(settings: Settings, run: FlowRun, here: Machines) -> None:
     """Take part in the training of `load_policy`, as a machine after the first."""
     if settings.sft_data:
-        settings = run.workspace.at_hand(settings)
+        settings = _with_policy(settings, run)
         _take_part(_policy_training(settings), settings, run, here)
 
 
@@ -207,5 +208,12 @@ def _train_and_log(
     return model
 
 
-def _given_model(path: str) -> PreparedModel:
-    return PreparedModel(path=path, digest=model_digests.digest_of_model(path), metrics={})
+def _given_model(place: str, run: FlowRun) -> PreparedModel:
+    digest = model_digests.digest_of_model(run.workspace.fetch(place))
+    return PreparedModel(path=place, digest=digest, metrics={})
+
+
+def _with_policy(settings: Settings, run: FlowRun) -> Settings:
+    """Return the settings with paths on this machine, and the policy with its weights."""
+    policy = run.workspace.fetch(settings.policy)
+    return replace(run.workspace.at_hand(settings), policy=policy)

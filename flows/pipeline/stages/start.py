@@ -1,6 +1,7 @@
 """First step: read the settings, check all inputs, and create the run's records in MLflow."""
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from pipeline.inputs import data_sets
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.lineage import trace
 from pipeline.inputs.model_digests import digest_of_model
-from pipeline.preflight.check_inputs import check_inputs, require_writable
+from pipeline.preflight.check_inputs import QUARANTINE, check_inputs, require_writable
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
 from pipeline.preflight.remote_machine import refuse_proxied_artifacts
 from pipeline.promotion.champion import find_champion
@@ -72,6 +73,8 @@ def start_run(
     log_data(runs[PARENT], origin.data)
     with shared_journal(run):
         (run.folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
+        if workspace.store and (workspace.root / QUARANTINE).is_dir():
+            shutil.copytree(workspace.root / QUARANTINE, run.folder / QUARANTINE)
         parent = RunLog(Journal(run.folder), runs[PARENT])
         parent.log_artifact(run.folder / SETTINGS_FILE)
         parent.log_text(origin.packages, "packages.txt")

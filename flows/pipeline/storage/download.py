@@ -1,5 +1,6 @@
 """Fetch a file or a folder from S3, verified, into a cache on this disk."""
 
+import dataclasses
 import hashlib
 import json
 import time
@@ -65,8 +66,14 @@ class _Source:
     """ETag of the object; empty for an object whose blocks have digests."""
 
 
-def fetch(address: S3Address, cache: LocalCache) -> Path:
+WEIGHTS = (".bin", ".pt", ".safetensors")
+"""Endings of the files with a model's weights."""
+
+
+def fetch(address: S3Address, cache: LocalCache, *, weights: bool = True) -> Path:
     """Return a published file or folder, or other objects of S3, as verified files in the cache.
+
+    Without `weights`, the files with the weights of a published model are left out.
 
     What an interrupted fetch has left is verified, and only the missing blocks are transferred.
 
@@ -80,6 +87,9 @@ def fetch(address: S3Address, cache: LocalCache) -> Path:
     """
     manifest = published_manifest(address)
     if manifest is not None:
+        if not weights:
+            files = {n: file for n, file in manifest.files.items() if not n.endswith(WEIGHTS)}
+            manifest = dataclasses.replace(manifest, files=files)
         sources = _published(address, manifest)
         identity, single = manifest.digest, manifest.is_file
     else:

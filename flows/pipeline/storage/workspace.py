@@ -20,6 +20,9 @@ Record = TypeVar("Record")
 FETCHED = "cache/fetched"
 """Folder for files from S3, within the workspace."""
 
+MODELS = ("policy", "reward_model")
+"""Settings that name models."""
+
 REGISTRY = "models:/"
 """Beginning of the address of a registered version."""
 
@@ -91,8 +94,10 @@ class Workspace:
         found = find(self.address(path))
         return None if found is None else str(found)
 
-    def fetch(self, name: str) -> str:
+    def fetch(self, name: str, *, weights: bool = True) -> str:
         """Return the path of an address in S3, whose files are fetched; other names unchanged.
+
+        Without `weights`, only the other files of a model are fetched.
 
         Raises:
             DataError: nothing is stored there, or its content has changed.
@@ -104,7 +109,7 @@ class Workspace:
         from pipeline.storage.download import fetch
         from pipeline.storage.local_cache import LocalCache
 
-        path = str(fetch(S3Address.parse(name), LocalCache(self.root / FETCHED)))
+        path = str(fetch(S3Address.parse(name), LocalCache(self.root / FETCHED), weights=weights))
         _fetched[path] = name
         return path
 
@@ -128,7 +133,11 @@ class Workspace:
         return _changed(record, self._shared)
 
     def at_hand(self, record: Record) -> Record:
-        """Return a record of an earlier step with paths on this machine: its files are fetched."""
+        """Return a record of an earlier step with paths on this machine: its files are fetched.
+
+        Of the models that the settings name, only configuration and tokenizer are: the records of
+        models that are ready for PPO name those whose weights a step reads.
+        """
         if not self.store:
             return record
         return _changed(record, self._at_hand)
@@ -162,8 +171,9 @@ class Workspace:
             return value
         return self.name_of(value)
 
-    def _at_hand(self, _record: Any, _name: str, value: str) -> str:
-        return _PINNED.sub(lambda found: self.fetch(found[0]), value)
+    def _at_hand(self, record: Any, name: str, value: str) -> str:
+        weights = not (isinstance(record, Settings) and name in MODELS)
+        return _PINNED.sub(lambda found: self.fetch(found[0], weights=weights), value)
 
 
 def workspace_of(settings: Settings) -> Workspace:
