@@ -17,6 +17,7 @@ from mlflow.entities import Run
 from mlflow.entities.model_registry import ModelVersion
 
 from pipeline.launch.launcher import SPOT_NOTICE
+from tests.helpers.flow_runs import client_of, run_flow
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import as_toml, tiny_table
 from tests.helpers.servers import BUCKET, MlflowServer, mlflow_server
@@ -172,20 +173,19 @@ def test_no_result_of_a_step_names_a_path(cloud: Cloud, first: Execution):
         content = s3.get_object(Bucket=BUCKET, Key=key)["Body"].read()
         if content.startswith(GZIP):
             content = gzip.decompress(content)
-        assert not [folder for folder in folders if folder.encode() in content], key
+        for folder in folders:
+            place = content.find(folder.encode())
+            assert place < 0, content[max(place - 200, 0) : place + 100]
 
 
 def test_a_second_run_reuses_what_was_trained(cloud: Cloud, first: Execution):
-    second = cloud.start(seed=2)
-    # Another seed of the run changes the trainings, too; the same seed changes nothing.
-    assert "sft: made s3://" in log_of(second, "load_policy")
-    third = cloud.start()
+    second = cloud.start()
     for step, name in (("load_policy", "sft"), ("load_reward_model", "reward-model")):
         assert f"{name}: made s3://" in log_of(first, step)
-        assert f"{name}: reused s3://" in log_of(third, step)
-    digests = [cloud.version(one).tags["model/policy"] for one in (first, third)]
+        assert f"{name}: reused s3://" in log_of(second, step)
+    digests = [cloud.version(one).tags["model/policy"] for one in (first, second)]
     assert digests[0] == digests[1]
-    assert curve(cloud, third) == [*range(1, UPDATES + 1)]
+    assert curve(cloud, second) == [*range(1, UPDATES + 1)]
 
 
 def meanwhile(
@@ -238,3 +238,20 @@ def test_a_lost_machine_is_replaced(cloud: Cloud, first: Execution, kind: str):
     tags = [cloud.version(one).tags["model/policy"] for one in (first, ended)]
     assert tags[0] == tags[1]
     assert curve(cloud, ended) == [*range(1, UPDATES + 1)]
+
+
+def test_the_built_in_task_gives_the_figures_of_a_local_run(cloud: Cloud, tmp_path: Path):
+    local = run_flow(tmp_path, "run", "--registered-model", "local")
+    assert local.code == 0, local.log
+    here = client_of(tmp_path).get_model_version_by_alias("local", "champion")
+    machine = cloud.machines.create(FLOW)
+    ended = cloud.machines.start(machine, {"registered-model": "remote"})
+    assert ended.status == "SUCCEEDED", ended.jobs[-1].log
+    there = cloud.mlflow.get_model_version_by_alias("remote", "champion")
+    differ = {"flow_run", "git_commit", "git_changes", "settings_digest", "self_check"}
+    for name in here.tags.keys() - differ:
+        if not name.startswith(("mlflow.", "manifest")):
+            assert there.tags[name] == here.tags[name], name
+    runs = cloud.mlflow.get_run(there.run_id), client_of(tmp_path).get_run(here.run_id)
+    rates = [{n: v for n, v in run.data.metrics.items() if "_vs_" in n} for run in runs]
+    assert rates[0] == rates[1] and rates[0]

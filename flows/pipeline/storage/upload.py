@@ -1,5 +1,6 @@
 """Publish a file or a folder in S3."""
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -42,10 +43,10 @@ def publish(source: Path, address: S3Address) -> S3Address:
     return address.pinned(manifest.digest)
 
 
-def publish_by_content(source: Path, folder: S3Address) -> S3Address:
-    """Publish a file or a folder below `folder` by a digest of its content; see `publish`."""
+def publish_by_content(source: Path, address: S3Address) -> S3Address:
+    """Publish a file or a folder at ADDRESS-DIGEST, named by its content; see `publish`."""
     digest = manifest_of(files_of(source), is_file=source.is_file()).digest
-    return publish(source, folder.below(f"{source.name}-{digest[:16]}"))
+    return publish(source, dataclasses.replace(address, key=f"{address.key}-{digest[:16]}"))
 
 
 def replace(

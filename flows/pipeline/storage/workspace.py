@@ -83,7 +83,9 @@ class Workspace:
         """
         from pipeline.storage.upload import publish_by_content
 
-        return str(publish_by_content(path, S3Address.parse(self.store).below("inputs")))
+        # A fetched folder has the name of its content, not that of the input.
+        name = Path(original_names(str(path)).partition("#")[0]).name
+        return str(publish_by_content(path, S3Address.parse(self.store).below(f"inputs/{name}")))
 
     def find(self, path: Path) -> str | None:
         """Return what other steps read `path` by, if an earlier run has published it."""
