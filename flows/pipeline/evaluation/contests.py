@@ -15,7 +15,6 @@ from pipeline.evaluation.length_control import length_controlled_rate, rate_by_l
 from pipeline.evaluation.win_rate import WinRate, measure_win_rate
 from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict
 from pipeline.settings.evaluation_config import EvaluationConfig
-from pipeline.storage.workspace import original_names
 from ppo_core.data.rows.forms import Row
 
 
@@ -83,7 +82,7 @@ def evaluate(
         *(doubts_about_judge(agreement, min_kappa=config.min_kappa) if agreement else ()),
     ]
     result = {
-        "judge": {"name": original_names(judge.name), "version": judge.version},
+        "judge": {"name": judge.name, "version": judge.version},
         "win_rate": {name: _figures(win_rates[name], comparisons[name]) for name in comparisons},
         "canaries": asdict(canaries),
         "people": asdict(agreement) if agreement else None,

@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeline.demo import judge, posts
 from pipeline.judges.verdict import WINNERS, JudgedPrompt, Verdict
+from pipeline.storage.workspace import original_names
 from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.progress_bar import SECONDS_BETWEEN_LINES, progress
 from ppo_core.data.rows.dialogues import shown_prompt
@@ -114,7 +115,7 @@ def load_function_judge(place: str) -> FunctionJudge:
         raise ConfigError(
             f"{where} has no function '{function_name}'. Write one that takes prompts and pairs."
         )
-    return FunctionJudge(f"python:{place}", function, _version_of(module))
+    return FunctionJudge(original_names(f"python:{place}"), function, _version_of(module))
 
 
 def _fields_of(item: Any) -> Mapping[str, Any]:

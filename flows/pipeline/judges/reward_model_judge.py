@@ -7,6 +7,7 @@ from scipy.special import expit
 
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.judges.verdict import JudgedPrompt, Verdict
+from pipeline.storage.workspace import original_names
 from ppo_core.config.placement import placement_for_reading
 from ppo_core.data.folder_cache import digest_of
 from ppo_core.data.rows.dialogues import shown_prompt
@@ -26,7 +27,7 @@ class RewardModelJudge:
         Raises:
             ModelError: the model does not exist, or does not give a single score.
         """
-        self.name = f"reward-model:{path}"
+        self.name = original_names(f"reward-model:{path}")
         self.version = digest_of([digest_of_model(path), end_of_text])
         self._model = load_reward_model(
             path, end_of_text=end_of_text, placement=placement_for_reading()

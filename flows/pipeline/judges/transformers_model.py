@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.judges.chat_model import Question, Reply
 from pipeline.settings.judge_config import JudgingConfig
+from pipeline.storage.workspace import original_names
 from ppo_core.config.placement import Precision, placement_for_reading
 from ppo_core.data.batching import length_sorted_batches
 from ppo_core.data.chat_template import encode_chat, render_chat
@@ -52,7 +53,7 @@ class TransformersModel:
             stop_token_id=_end_of_turn(self._tokenizer, model),
             temperature=_temperature(model, config.sampling),
         )
-        self.name = f"transformers:{path}"
+        self.name = original_names(f"transformers:{path}")
         self.version = digest_of(
             [
                 digest_of_model(path),
