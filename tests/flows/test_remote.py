@@ -188,29 +188,22 @@ def test_a_second_run_reuses_what_was_trained(cloud: Cloud, first: Execution):
     assert curve(cloud, second) == [*range(1, UPDATES + 1)]
 
 
-def meanwhile(
-    cloud: Cloud, step: str, act: Callable[[Any], None], copies: int = 1
-) -> threading.Thread:
-    """Call `act` with the process of a step once so many checkpoints were copied by it."""
+def after_first_copy(cloud: Cloud, act: Callable[[Any], None]) -> threading.Thread:
+    """Call `act` with the process of the job that has copied the first checkpoint of PPO."""
 
     def watch() -> None:
-        seen: set[str] = set()
-        while True:
+        # The manifest is written after all files of the copy.
+        while not any(
+            key.endswith("/ppo/machine-0/manifest.json") and key not in before
+            for key in cloud.objects("metaflow/rlhf/runs/")
+        ):
             time.sleep(0.05)
-            for key in cloud.objects("metaflow/rlhf/runs/"):
-                if re.search(rf"/{FOLDERS[step]}/machine-0/\w+/checkpoint-\d+/manifest.json$", key):
-                    seen.add(key)
-            running = [job for job in cloud.machines.jobs.running if step in str(job.args)]
-            if len(seen - before) >= copies and running:
-                return act(running[0])
+        act(cloud.machines.jobs.running[0])
 
     before = set(cloud.objects("metaflow/rlhf/runs/"))
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
-
-
-FOLDERS = {"train_policy": "ppo", "load_policy": "sft"}
 
 
 @pytest.mark.parametrize("kind", ["killed", "spot"])
@@ -226,7 +219,7 @@ def test_a_lost_machine_is_replaced(cloud: Cloud, first: Execution, kind: str):
         SPOT_NOTICE.unlink()
 
     act = kill if kind == "killed" else take_spot_instance
-    watch = meanwhile(cloud, "train_policy", act)
+    watch = after_first_copy(cloud, act)
     ended = cloud.start()
     watch.join(timeout=1)
     assert not watch.is_alive(), "nothing was copied before the training ended"

@@ -29,6 +29,7 @@ from pipeline.launch.process_tree import (
     tree,
 )
 from pipeline.launch.stall_watch import STALL_MINUTES, StallWatch
+from pipeline.storage.workspace import runs_remotely
 from ppo_core.data.progress_bar import PROGRESS_FILE
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.distributed.process import PARENT, end_with_parent, stacks_file
@@ -147,7 +148,7 @@ def _follow(
             return frozen
         if stall.has_stalled():
             raise _stalled(child.pid, stall, folder)
-        if (interruption.requested or SPOT_NOTICE.exists()) and not forwarded:
+        if (interruption.requested or _is_announced_end()) and not forwarded:
             _request_stop(child.pid)
             forwarded = True
         if time.monotonic() >= next_look:
@@ -156,6 +157,11 @@ def _follow(
                 frozen.append(_name(process))
                 process.kill()
         time.sleep(METRICS_POLL_SECONDS)
+
+
+def _is_announced_end() -> bool:
+    """Return whether AWS has announced that it takes this machine."""
+    return runs_remotely() and SPOT_NOTICE.exists()
 
 
 def _stalled(pid: int, stall: StallWatch, folder: Path) -> ProcessError:

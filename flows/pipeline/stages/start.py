@@ -45,7 +45,7 @@ def prepare_inputs(given: Settings) -> Settings:
     settings = _make_demo_task(given) if given.task else fetch_inputs(given)
     check_inputs(settings)
     check_registry(settings.registered_model)
-    refuse_proxied_artifacts(artifact_root(), settings.policy)
+    refuse_proxied_artifacts(artifact_root(create=False), settings.policy)
     return settings
 
 
@@ -61,6 +61,7 @@ def start_run(
         number: Metaflow's id of the run.
         steps: names of the steps that get an MLflow run.
     """
+    refuse_proxied_artifacts(artifact_root(create=True), settings.policy)
     name = f"{flow}/{number}"
     origin = trace(flow_run=name, settings=as_plain_dict(given), data=data_sets.data_sets(settings))
     tags = origin.tags | {"model/base": digest_of_model(settings.policy)}

@@ -95,14 +95,20 @@ def _experiment(client: MlflowClient) -> str:
 
 
 @explained()
-def artifact_root() -> str:
+def artifact_root(*, create: bool) -> str:
     """Return the root of the artifacts of all runs of the flow.
+
+    Before the first run there is no experiment, which has the root: `create` creates it; otherwise
+    the root is an empty text.
 
     Raises:
         ModelError: MLflow does not answer.
     """
     client = connect()
-    return str(client.get_experiment(_experiment(client)).artifact_location)
+    if create:
+        _experiment(client)
+    found = client.get_experiment_by_name(EXPERIMENT)
+    return str(found.artifact_location) if found else ""
 
 
 def _parent(

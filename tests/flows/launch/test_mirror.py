@@ -50,8 +50,8 @@ def lose(process: subprocess.Popen[bytes], machine: "Machine") -> None:
     shutil.rmtree(machine.root)
 
 
-def copied(store: dict[str, str], prefix: str) -> set[str]:
-    """The names of the checkpoints that are in S3."""
+def copied(store: dict[str, str], place: str) -> set[str]:
+    """The names of the checkpoints of a machine that are completely in S3."""
     client = boto3.client(
         "s3",
         endpoint_url=store["AWS_ENDPOINT_URL_S3"],
@@ -59,13 +59,17 @@ def copied(store: dict[str, str], prefix: str) -> set[str]:
         aws_secret_access_key="test",
         region_name="us-east-1",
     )
-    listed = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", [])
-    return set(re.findall(r"/(checkpoint-\d+)/", " ".join(each["Key"] for each in listed)))
+    try:
+        reply = client.get_object(Bucket=BUCKET, Key=f"{place}/manifest.json")
+    except client.exceptions.NoSuchKey:
+        return set()
+    names = json.loads(reply["Body"].read())["files"]
+    return {name.split("/")[0] for name in names if name.startswith("checkpoint-")}
 
 
-def wait_for_copies(store: dict[str, str], prefix: str, step: int) -> None:
+def wait_for_copies(store: dict[str, str], place: str, step: int) -> None:
     end = time.monotonic() + 240
-    while not any(int(name.split("-")[1]) >= step for name in copied(store, prefix)):
+    while not any(int(name.split("-")[1]) >= step for name in copied(store, place)):
         assert time.monotonic() < end, "no checkpoint was copied in time"
         time.sleep(0.05)
 
@@ -125,16 +129,17 @@ def whole(inputs, store, tmp_path_factory) -> Machine:
 def test_a_machine_that_is_lost_is_replaced(inputs, store, whole: Machine, tmp_path: Path):
     lost, new = (Machine(tmp_path / name, inputs, store) for name in ("lost", "new"))
     process = lost.start(0, 1, 1, "lost")
-    wait_for_copies(store, "lost/", 5)
+    wait_for_copies(store, "lost/ppo/machine-0", 5)
     lose(process, lost)
     assert new.start(0, 1, 2, "lost").wait() == 0, new.log.read_text()
     assert re.search(r"The training continues from checkpoint-\d", new.log.read_text())
     assert new.updates() == [*range(1, UPDATES + 1)]
     assert new.policy() == whole.policy()
     # The newest alone is kept.
-    assert copied(store, "lost/") == {f"checkpoint-{UPDATES}"}
+    assert copied(store, "lost/ppo/machine-0") == {f"checkpoint-{UPDATES}"}
 
 
+@pytest.mark.slow
 def test_two_machines_with_a_folder_each(inputs, store, tmp_path: Path):
     """They train what two processes with one folder train, to the bit, also if one is lost."""
     shared = Machine(tmp_path / "shared", inputs, store)

@@ -189,7 +189,8 @@ def test_a_trained_judge_judges_again_without_references(world, name, low: float
     )
     champion = crown(world, name, "weak")
     version = world.add_version(name, "good")
-    _, judged = decide(world, name, version, evaluation, tmp_path, **bare)
+    validation = replace(FIT, judge=judge)
+    _, judged = decide(world, name, version, evaluation, tmp_path, validation=validation, **bare)
     for found, contests in (
         (evaluation, {"ppo_vs_sft"}),
         (judged, {"ppo_vs_sft", "ppo_vs_champion"}),
