@@ -159,7 +159,7 @@ def test_the_store_has_models_inputs_and_records(cloud: Cloud, first: Execution)
     for part in (
         *("metaflow/rlhf/inputs/policy-", "metaflow/rlhf/inputs/pairs.jsonl-"),
         *("metaflow/rlhf/cache/sft-", "metaflow/rlhf/cache/reward-model-"),
-        *(f"{run}policy/", f"{run}evaluation/", f"{run}reward-model.json/", f"{run}journal/"),
+        *(f"{run}policy-", f"{run}evaluation-", f"{run}reward-model.json-", f"{run}journal/"),
     ):
         assert any(key.startswith(part) for key in keys), part
     for name in ("journal.jsonl", "settings.toml", "samples.jsonl", "judgements.jsonl"):

@@ -33,20 +33,16 @@ def publish(source: Path, address: S3Address) -> S3Address:
     """
     if (published := find(address)) is not None:
         return published
-    manifest = _upload(files_of(source), address, is_file=source.is_file())
-    try:
-        _write_manifest(manifest, address, IfNoneMatch="*")
-    except ClientError as error:
-        if not is_refused_write(error) or (published := find(address)) is None:
-            raise
-        return published
-    return address.pinned(manifest.digest)
+    files = files_of(source)
+    return _publish(files, manifest_of(files, is_file=source.is_file()), address)
 
 
 def publish_by_content(source: Path, address: S3Address) -> S3Address:
     """Publish a file or a folder at ADDRESS-DIGEST, named by its content; see `publish`."""
-    digest = manifest_of(files_of(source), is_file=source.is_file()).digest
-    return publish(source, dataclasses.replace(address, key=f"{address.key}-{digest[:16]}"))
+    files = files_of(source)
+    manifest = manifest_of(files, is_file=source.is_file())
+    named = dataclasses.replace(address, key=f"{address.key}-{manifest.digest[:16]}")
+    return find(named) or _publish(files, manifest, named)
 
 
 def replace(
@@ -71,7 +67,8 @@ def replace(
     Raises:
         StorageError: another process has published since; or see `publish`.
     """
-    manifest = _upload(files, address, is_file=False)
+    manifest = manifest_of(files)
+    _upload(files, manifest, address)
     manifest = Manifest(files={**(kept or {}), **manifest.files})
     condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
     try:
@@ -101,9 +98,19 @@ def find(address: S3Address) -> S3Address | None:
     return address.pinned(hashlib.sha256(content[0]).hexdigest())
 
 
-def _upload(files: Mapping[str, Path], address: S3Address, *, is_file: bool) -> Manifest:
-    """Upload the files that are not stored yet, and return the manifest."""
-    manifest = manifest_of(files, is_file=is_file)
+def _publish(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -> S3Address:
+    _upload(files, manifest, address)
+    try:
+        _write_manifest(manifest, address, IfNoneMatch="*")
+    except ClientError as error:
+        if not is_refused_write(error) or (published := find(address)) is None:
+            raise
+        return published
+    return address.pinned(manifest.digest)
+
+
+def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -> None:
+    """Upload the files that are not stored yet."""
     stored = {each["Key"]: each["Size"] for each in list_objects(address)}
     missing = {
         name: file
@@ -127,7 +134,6 @@ def _upload(files: Mapping[str, Path], address: S3Address, *, is_file: bool) -> 
         for name in missing.keys() - set(small):
             target = _address(address, name, missing[name])
             upload_parts(files[name], missing[name], target, pool, bar)
-    return manifest
 
 
 def _write_manifest(manifest: Manifest, address: S3Address, **condition: str) -> str:

@@ -32,6 +32,9 @@ SUBFOLDER = "rlhf"
 _fetched: dict[str, str] = {}
 """Address of each path that this process has fetched."""
 
+_verified: dict[tuple[str, str, bool], str] = {}
+"""Path of each address that this process has fetched, by workspace, address, and with weights."""
+
 _PINNED = re.compile(r"s3://[^\x00-\x1f#]+?#sha256=[0-9a-f]{64}")
 
 
@@ -62,17 +65,17 @@ class Workspace:
     def publish(self, path: Path) -> str:
         """Return what other steps read a file or folder of the workspace by.
 
-        Its name in S3 is its path within the workspace, so it is published once.
+        What is in the cache has its path as its name in S3, by which `find` finds it. The results
+        of a run also have a digest in their names, because a repeated step may give others.
 
         Raises:
             ConfigError: S3 refuses the access.
             StorageError: it could not be transferred.
         """
-        if not self.store:
-            return str(path)
-        from pipeline.storage.upload import publish
+        from pipeline.storage.upload import publish, publish_by_content
 
-        return str(publish(path, self.address(path)))
+        is_cached = path.absolute().is_relative_to(self.cache)
+        return str((publish if is_cached else publish_by_content)(path, self.address(path)))
 
     def publish_input(self, path: Path) -> str:
         """Return what other steps read a user's file or folder by; equal content has one address.
@@ -108,12 +111,15 @@ class Workspace:
         """
         if not is_in_s3(name):
             return name
-        from pipeline.storage.download import fetch
-        from pipeline.storage.local_cache import LocalCache
+        key = str(self.root), name, weights
+        if key not in _verified:
+            from pipeline.storage.download import fetch
+            from pipeline.storage.local_cache import LocalCache
 
-        path = str(fetch(S3Address.parse(name), LocalCache(self.root / FETCHED), weights=weights))
-        _fetched[path] = name
-        return path
+            cache = LocalCache(self.root / FETCHED)
+            _verified[key] = str(fetch(S3Address.parse(name), cache, weights=weights))
+            _fetched[_verified[key]] = name
+        return _verified[key]
 
     def read(self, address: str, name: str) -> bytes:
         """Return the content of a small file of a published folder, without the other files.
