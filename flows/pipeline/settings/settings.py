@@ -106,8 +106,8 @@ class Settings:
     rows), or `truncate`, which removes the start of the prompt."""
 
     allow_data_urls: bool = False
-    """Whether data sets may be named by an address such as https:// or s3://, whose owner then
-    decides what is trained on. Redirects of http addresses are not followed."""
+    """Whether data sets may be named by an address such as https://, whose owner then decides what
+    is trained on. Redirects are not followed. Addresses in S3, s3://, need no permission."""
 
     judge: str = ""
     """Judge that compares two answers: openai:MODEL, transformers:PATH, reward-model:PATH,

@@ -1,0 +1,104 @@
+"""One door for all inputs: paths, addresses in S3, registered versions."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
+from pipeline.registry import champions
+from pipeline.settings.settings import Settings, make_settings
+from pipeline.storage.addresses import S3Address
+from pipeline.storage.objects import write_object
+from pipeline.storage.s3_client import s3_client
+from pipeline.storage.workspace import Workspace
+from ppo_core.errors import DataError, ModelError
+from ppo_core.models.loading import load_policy, load_tokenizer
+from tests.helpers.candidates import World, make_world
+from tests.helpers.mlflow_store import tracking_to
+from tests.helpers.pipeline_inputs import tiny_table
+from tests.helpers.servers import BUCKET, s3, shared_server
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with s3() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        s3_client.cache_clear()
+        yield f"s3://{BUCKET}"
+    s3_client.cache_clear()
+
+
+def upload(path: Path, address: str) -> str:
+    for file in [path] if path.is_file() else path.iterdir():
+        name = address if path.is_file() else f"{address}/{file.name}"
+        write_object(S3Address.parse(name), file.read_bytes())
+    return address
+
+
+def given(folder: Path, **changes: Any) -> Settings:
+    return make_settings(tiny_table(folder) | changes, {})
+
+
+def test_paths_stay_as_they_are(tmp_path: Path):
+    settings = given(tmp_path)
+    assert fetch_inputs(settings) == settings
+
+
+def test_addresses_in_s3_become_paths(tmp_path: Path, store: str):
+    plain = given(tmp_path)
+    (tmp_path / "split").mkdir()
+    (tmp_path / "split" / "train.jsonl").write_text(Path(plain.prompts).read_text())
+    judge = upload(tmp_path / "judge.py", f"{store}/judge.py")
+    settings = replace(
+        plain,
+        policy=upload(tmp_path / "policy", f"{store}/policy"),
+        preferences=upload(tmp_path / "pairs.jsonl", f"{store}/pairs.jsonl"),
+        prompts=upload(tmp_path / "split", f"{store}/split") + ":train",
+        judge=f"rule,python:{judge}:judge,reward-model:{store}/policy",
+    )
+    found = fetch_inputs(settings)
+    assert Path(found.preferences).read_text() == Path(plain.preferences).read_text()
+    assert Path(found.prompts.removesuffix(":train")).joinpath("train.jsonl").exists()
+    assert (Path(found.policy) / "config.json").exists()
+    rule, python, model = found.judge.split(",")
+    assert rule == "rule"
+    assert Path(python.split(":")[1]).read_text() == (tmp_path / "judge.py").read_text()
+    assert model == f"reward-model:{found.policy}"
+    with pytest.raises(DataError, match=f"There is nothing at '{store}/gone'"):
+        fetch_inputs(replace(plain, sft_data=f"{store}/gone"))
+
+
+def test_shared_inputs_are_the_same_on_each_machine(tmp_path: Path, store: str):
+    settings = given(tmp_path, store=f"{store}/rlhf")
+    workspace = Workspace(settings.output_dir, settings.store)
+    run = FlowRun(id="RLHF/1", workspace=workspace, tracking={}, origin={}, data=[])
+    shared = share_inputs(fetch_inputs(settings), run)
+    assert str(tmp_path) not in str(replace(shared, output_dir=""))
+    found = Workspace(str(tmp_path / "other"), settings.store).at_hand(shared)
+    assert Path(found.preferences).read_text() == Path(settings.preferences).read_text()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def test_a_registered_version_is_one_model(world: World, tmp_path: Path):
+    with tracking_to(shared_server().url):
+        version = world.add_version("fetched", "good")
+        champions.promote_by_hand("fetched", version, reason="First.", by="person ada")
+        settings = given(tmp_path, policy="models:/fetched@champion")
+        found = fetch_inputs(settings).policy
+        assert fetch_inputs(settings).policy == found
+        weights = (load_policy(one).state_dict() for one in (found, world.policies["good"]))
+        for ours, theirs in zip(*(each.values() for each in weights), strict=True):
+            assert torch.equal(ours, theirs)
+        assert load_tokenizer(found)("w1").input_ids
+        with pytest.raises(ModelError, match="fetched"):
+            fetch_inputs(replace(settings, policy="models:/fetched/99"))
