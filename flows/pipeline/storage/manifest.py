@@ -59,11 +59,6 @@ class Manifest:
         """SHA-256 of the bytes of the manifest."""
         return hashlib.sha256(self.encoded()).hexdigest()
 
-    @property
-    def size(self) -> int:
-        """Total number of bytes."""
-        return sum(file.size for file in self.files.values())
-
     @classmethod
     def decoded(cls, content: bytes) -> Self:
         """Return the manifest in the bytes of a file.
