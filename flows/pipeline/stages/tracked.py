@@ -73,6 +73,6 @@ def watched(
 
 def _small_files(folder: Path) -> dict[str, Path]:
     """Return the journal, what it refers to, and the reports; not the models and checkpoints."""
-    return {
-        name: path for name, path in files_of(folder).items() if name.split("/")[0] not in LARGE
-    }
+    files = files_of(folder).items()
+    # Folders that begin with a point are unfinished.
+    return {n: path for n, path in files if n[0] != "." and n.split("/")[0] not in LARGE}

@@ -63,7 +63,7 @@ class Workspace:
         return self.root / "cache"
 
     def publish(self, path: Path) -> str:
-        """Return what other steps read a file or folder of the workspace by.
+        """Publish a file or folder of the workspace; return its address.
 
         What is in the cache has its path as its name in S3, by which `find` finds it. The results
         of a run also have a digest in their names, because a repeated step may give others.
@@ -78,7 +78,7 @@ class Workspace:
         return str((publish if is_cached else publish_by_content)(path, self.address(path)))
 
     def publish_input(self, path: Path) -> str:
-        """Return what other steps read a user's file or folder by; equal content has one address.
+        """Publish a user's file or folder; return its address, which equal content shares.
 
         Raises:
             ConfigError: S3 refuses the access.
@@ -91,7 +91,7 @@ class Workspace:
         return str(publish_by_content(path, S3Address.parse(self.store).below(f"inputs/{name}")))
 
     def find(self, path: Path) -> str | None:
-        """Return what other steps read `path` by, if an earlier run has published it."""
+        """Return the address of `path` if an earlier run has published it; None if none has."""
         if not self.store:
             return None
         from pipeline.storage.upload import find
@@ -132,7 +132,7 @@ class Workspace:
         return read_file(S3Address.parse(address), name)
 
     def share(self, record: Record) -> Record:
-        """Return a record of this step for other steps: its files are published.
+        """Publish the files of a record; return the record with their addresses.
 
         The fields with paths are those that PLACES of the record's class names.
         """
@@ -141,19 +141,19 @@ class Workspace:
         return _changed(record, self._shared)
 
     def at_hand(self, record: Record) -> Record:
-        """Return a record of an earlier step with paths on this machine: its files are fetched.
+        """Fetch the files of a record; return the record with their paths on this machine.
 
-        Of the models that the settings name, only configuration and tokenizer are: the records of
-        models that are ready for PPO name those whose weights a step reads.
+        Of the models in `Settings`, only configuration and tokenizer are fetched. A step that reads
+        weights fetches the model by name, or gets it with a `PreparedModel`.
         """
         if not self.store:
             return record
         return _changed(record, self._at_hand)
 
     def name_of(self, place: str) -> str:
-        """Return what other steps read a place by: an address if it is a path of this machine.
+        """Return the address of a place that is a path of this machine; other places unchanged.
 
-        What was fetched has an address already; anything else below the workspace is published.
+        What was fetched has an address already; other files are published.
         """
         if not self.store or place in _fetched:
             return _fetched.get(place, place)
