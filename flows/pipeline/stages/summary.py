@@ -15,6 +15,7 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.reports.terminal import decision_in_words, render_summary
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.stages.tracked import track
+from pipeline.storage.workspace import original_names
 from pipeline.tracking.run_record import PARENT
 
 
@@ -42,6 +43,8 @@ def summarize(
         "promotion": asdict(registered.promotion),
         "settings": as_plain_dict(settings),
     }
+    # Of files that were fetched, the addresses: the paths are gone with this machine.
+    summary |= {name: original_names(summary[name]) for name in ("samples", "judgements")}
     with track(run, PARENT) as tracker:
         tracker.parent.log_json(summary, "summary.json")
         outcome, reasons = _outcome(registered)
