@@ -4,6 +4,8 @@ import gzip
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from mlflow.entities import Run
 from mlflow.entities.model_registry import ModelVersion
 
 from pipeline.launch.launcher import SPOT_NOTICE
-from tests.helpers.flow_runs import client_of, run_flow
+from tests.helpers.flow_runs import client_of
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import as_toml, tiny_table
 from tests.helpers.servers import BUCKET, MlflowServer, mlflow_server
@@ -235,8 +237,21 @@ def test_a_lost_machine_is_replaced(cloud: Cloud, first: Execution, kind: str):
 
 
 def test_the_built_in_task_gives_the_figures_of_a_local_run(cloud: Cloud, tmp_path: Path):
-    local = run_flow(tmp_path, "run", "--registered-model", "local")
-    assert local.code == 0, local.log
+    # With the environment of a job: that of this process has variables of the tests' libraries.
+    local = subprocess.run(
+        [sys.executable, FLOW, "run", "--registered-model", "local"],
+        cwd=tmp_path,
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "USERNAME": "tester",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert local.returncode == 0, local.stdout + local.stderr
     here = client_of(tmp_path).get_model_version_by_alias("local", "champion")
     machine = cloud.machines.create(FLOW)
     ended = cloud.machines.start(machine, {"registered-model": "remote"})
