@@ -9,8 +9,7 @@
 
 Each process writes and digests its own files in a hidden folder. When the folder is complete, one
 process renames it. A folder without a manifest is not a checkpoint. If the processes write to
-several disks, each disk has some of the files, and somebody must bring them together before the run
-resumes.
+several disks, each disk has some of the files. Before a run resumes, each disk must have all files.
 """
 
 import hashlib

@@ -58,7 +58,7 @@ def make_once(
     """
     folder = folder_of(root, name, inputs)
     if folder.is_dir():
-        if _is_unchanged(folder):
+        if is_made(folder):
             return _cached(folder, reused=True)
         print(f"{name}: {folder} was changed after it was made, so it is made again", flush=True)
         _remove(folder)
@@ -73,11 +73,6 @@ def make_once(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return _cached(folder, reused=False)
-
-
-def is_made(folder: Path) -> bool:
-    """Return whether `make_once` would reuse a folder of `folder_of`."""
-    return _is_unchanged(folder)
 
 
 def folder_of(root: Path, name: str, inputs: Mapping[str, Any]) -> Path:
@@ -154,7 +149,8 @@ def _cached(folder: Path, *, reused: bool) -> Cached:
     return Cached(folder, reused, made["values"], made["digest"])
 
 
-def _is_unchanged(folder: Path) -> bool:
+def is_made(folder: Path) -> bool:
+    """Return whether `make_once` would reuse a folder: it is complete and unchanged."""
     try:
         made = _read_made(folder)
         return "values" in made and bool(made["digest"] == digest_of_folder(folder))

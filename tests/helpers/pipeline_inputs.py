@@ -57,6 +57,16 @@ def write_inputs(folder: Path) -> dict[str, str]:
     }
 
 
+def write_ppo_inputs(folder: Path) -> dict[str, str]:
+    """What `python -m ppo_core` needs: a policy, a reward model and prompts."""
+    rows = [{"prompt": f"w{i} w{(7 * i) % 50}"} for i in range(32)]
+    return {
+        "model_name_or_path": write_model(folder / "policy"),
+        "reward_model_path": write_model(folder / "reward", labels=1),
+        "dataset_name": write_rows(folder / "prompts.jsonl", rows),
+    }
+
+
 def tiny_table(folder: Path) -> dict[str, Any]:
     """Settings of a run that takes seconds."""
     training = {"batch_size": 16, "max_length": 32, "learning_rate": 1e-3}

@@ -1,7 +1,7 @@
 """Records that the stages of the flow pass on: places of files and small numbers.
 
-A place is a path, a hub id, or the address of a published file; see `Workspace`. PLACES names the
-fields with the places of files that the step has made.
+A place is a path, a hub id, or the address of a published file; see `Workspace`. PLACES of a record
+names the fields whose files the step publishes if the steps share no disk.
 
 Metaflow pickles these records between steps, so this module imports nothing large. Reports are
 JSON files, which `ValidatedReward.report` and `EvaluatedPolicy.report` read.

@@ -56,7 +56,11 @@ class ReplyCache:
         return _reply_of(written, path)
 
     def put(self, key: str, reply: Reply) -> None:
-        """Store a reply that has a text, and return after it is on disk."""
+        """Store a reply that has a text; return when it is on disk, and in S3 if that is shared.
+
+        Raises:
+            StorageError: S3 does not answer.
+        """
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = json.dumps({"text": reply.text, "tokens": reply.tokens})

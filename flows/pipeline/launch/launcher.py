@@ -63,8 +63,8 @@ def train(
     """Run `python -m PROGRAM JOB` in several processes on this machine until they end.
 
     The processes resume from the last checkpoint of the job, if any. SIGTERM to this process is
-    forwarded to the training processes, which save a checkpoint and end; so they do at the notice
-    that AWS will take a spot instance.
+    forwarded to the training processes, which save a checkpoint and end. The notice that AWS will
+    take this spot instance has the same effect.
 
     Args:
         job: settings file of the job; all output is written to its folder.
@@ -148,7 +148,7 @@ def _follow(
             return frozen
         if stall.has_stalled():
             raise _stalled(child.pid, stall, folder)
-        if (interruption.requested or _is_announced_end()) and not forwarded:
+        if (interruption.requested or _has_spot_notice()) and not forwarded:
             _request_stop(child.pid)
             forwarded = True
         if time.monotonic() >= next_look:
@@ -159,8 +159,8 @@ def _follow(
         time.sleep(METRICS_POLL_SECONDS)
 
 
-def _is_announced_end() -> bool:
-    """Return whether AWS has announced that it takes this machine."""
+def _has_spot_notice() -> bool:
+    """Return whether AWS has announced that it will take this machine."""
     return runs_remotely() and SPOT_NOTICE.exists()
 
 

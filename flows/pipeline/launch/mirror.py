@@ -53,18 +53,22 @@ def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -
 
 
 class _Mirror:
+    """Copies of the checkpoints of one training, one for each machine."""
+
     def __init__(self, workspace: Workspace, folder: Path, here: Machines) -> None:
         self._folder, self._here = folder, here
         self._copies = [
             workspace.shared_folder(folder, f"machine-{index}") for index in range(here.count)
         ]
+        self._own = self._copies[here.index]
         self._copied: Path | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     def start(self) -> None:
+        """Continue from the copies, and start to copy."""
         if self._here.count == 1:
-            self._copies[0].read()
+            self._own.read()
         else:
             self._read_common()
         self._copied = newest_checkpoint(self._folder)
@@ -73,14 +77,15 @@ class _Mirror:
         self._thread.start()
 
     def stop(self) -> None:
+        """Copy the last checkpoint, and stop."""
         self._over.set()
         self._thread.join()
         self._copy()
 
     def _read_common(self) -> None:
-        """Make the folder have the newest checkpoint that all machines have copied, with all files.
+        """Fetch the newest checkpoint that all machines have copied, with the files of all.
 
-        What an earlier attempt has left here lacks the files of the other machines.
+        Remove what an earlier attempt left here: it lacks the files of the other machines.
         """
         shutil.rmtree(self._folder, ignore_errors=True)
         names = [copy.look() for copy in self._copies]
@@ -111,24 +116,19 @@ class _Mirror:
             }
             for file, path in files_of(newest).items():
                 files[f"{newest.name}/{file}"] = path
-            own = self._copies[self._here.index]
-            own.write(files, keep=self._still_needed())
+            self._own.write(files, keep=self._still_needed())
         self._copied = newest
 
     def _still_needed(self) -> set[str]:
-        """Return the names of this machine's files that a restart would need now.
+        """Return the names of this machine's files of the newest checkpoint that all have copied.
 
-        They are those of the newest checkpoint that all machines have copied: the others may not
-        have copied the checkpoint yet that this machine copies now.
+        A restart needs them until the other machines, too, have copied the next checkpoint.
         """
         if self._here.count == 1:
             return set()
-        own = self._copies[self._here.index].names
-        others = [
-            copy.look() for index, copy in enumerate(self._copies) if index != self._here.index
-        ]
-        newest = _newest_common([own, *others])
-        return _of(newest, own) if newest else set()
+        others = [copy.look() for copy in self._copies if copy is not self._own]
+        newest = _newest_common([self._own.names, *others])
+        return _of(newest, self._own.names) if newest else set()
 
 
 def _newest_common(names: Sequence[Collection[str]]) -> str:

@@ -43,7 +43,6 @@ def fetch_inputs(given: Settings) -> Settings:
         StorageError: a file could not be transferred.
     """
     workspace = workspace_of(given)
-
     return _renamed(
         given,
         lambda name: fetch_model(name, workspace),
@@ -65,7 +64,7 @@ def share_inputs(settings: Settings, run: FlowRun) -> Settings:
     """Return the settings of `fetch_inputs` for the other steps of a run.
 
     If the steps share no disk, every input is published once, by its content, so that all steps
-    read the same bytes. Models of the hub, too: the other steps need no access to the hub.
+    read the same bytes. So are models of the hub; a data set of the hub stays there.
 
     Raises:
         ConfigError: S3 refuses the access.
@@ -91,7 +90,7 @@ def _renamed(
     data: Callable[[str], str],
     file: Callable[[str], str],
 ) -> Settings:
-    """Return the settings with other names of their models, data sets and judges' files."""
+    """Return the settings with each name of a model, a data set or a judge's file changed."""
     changes: dict[str, Any] = {
         name: model(getattr(settings, name)) for name in MODELS if getattr(settings, name)
     }
@@ -117,7 +116,7 @@ def _renamed_judges(spec: str, model: Callable[[str], str], file: Callable[[str]
 
 
 def _keeping_split(name: str, change: Callable[[str], str]) -> str:
-    """Change the name of a data set, which may end in `:SPLIT`."""
+    """Return the changed name of a data set; `:SPLIT` at its end stays."""
     place, colon, split = name.rpartition(":")
     has_split = not os.path.exists(name) and place not in ("", "s3") and "/" not in split
     return f"{change(place)}{colon}{split}" if has_split else change(name)

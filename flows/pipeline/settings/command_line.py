@@ -123,12 +123,12 @@ def check_instead_of_run(context: Context, _option: Option, is_given: bool) -> b
     return is_given
 
 
-CHANGED = re.compile(r"[$`]|[^ -~]")
-"""Characters that do not reach a scheduled run.
+CHANGED_BY_SHELL = re.compile(r"[$`]|[^ -~]")
+"""Characters that a scheduled run would get changed.
 
 Metaflow writes each parameter as JSON between double quotes of the shell. So the shell replaces
 what follows a `$` and what stands between backticks, and all but printable ASCII characters stay
-escaped: an e with an accent arrives as `\\u00e9`. The settings file does not pass the shell.
+escaped: an e with an accent arrives as `\\u00e9`. The settings file does not go through the shell.
 """
 
 
@@ -180,10 +180,10 @@ def refuse_changed_values(parameters: Mapping[str, Any]) -> None:
         ConfigError: a text has a `$`, a backtick, or a character that is not printable ASCII.
     """
     for name, value in parameters.items():
-        if isinstance(value, str) and (found := CHANGED.search(value)):
+        if isinstance(value, str) and (found := CHANGED_BY_SHELL.search(value)):
             raise ConfigError(
                 f"--{name} {value!r:.200} has {found.group()!r}, which would arrive changed: the "
                 "shell of a scheduled run replaces $ and backticks by other text, and leaves all "
                 "but printable ASCII characters escaped. Write the value in the settings file, "
-                "which does not pass the shell, and create the deployment again."
+                "which does not go through the shell, and create the deployment again."
             )

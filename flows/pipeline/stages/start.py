@@ -1,8 +1,8 @@
 """First step: read the settings, check all inputs, and create the run's records in MLflow."""
 
-import dataclasses
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.demo.task import find_demo_task
@@ -85,7 +85,7 @@ def start_run(
 def _make_demo_task(settings: Settings) -> Settings:
     """Return the settings with the files of the built-in task as inputs."""
     made = find_demo_task(workspace_of(settings).cache, settings.seed)
-    return dataclasses.replace(
+    return replace(
         settings,
         task="",
         policy=str(made / "base"),

@@ -12,10 +12,13 @@ from pipeline.settings.settings import Settings
 from pipeline.storage.manifest import files_of
 from pipeline.tracking.tracker import SHORT_SECONDS, Tracker
 
+LARGE = ("answers", "judge", "policy", "ppo", "reward-model", "sft")
+"""Folders of a run with models and checkpoints, or with files of running processes."""
+
 
 @contextmanager
 def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker]:
-    """Track a step inside the context, which has its tracker.
+    """Track a step, and yield its tracker.
 
     Set `patient` for a step that often ends at once, because its model is in the cache. Such a step
     imports MLflow only if it runs longer than SHORT_SECONDS; otherwise the next step sends its
@@ -50,10 +53,6 @@ def shared_journal(run: FlowRun) -> Iterator[None]:
         folder.write(_small_files(run.folder))
 
 
-LARGE = ("answers", "judge", "policy", "ppo", "reward-model", "sft")
-"""Folders of a run that have models and checkpoints, or files of running processes."""
-
-
 def watched(
     step: str, settings: Settings | None, run: FlowRun | None
 ) -> AbstractContextManager[None]:
@@ -74,5 +73,5 @@ def watched(
 def _small_files(folder: Path) -> dict[str, Path]:
     """Return the journal, what it refers to, and the reports; not the models and checkpoints."""
     files = files_of(folder).items()
-    # Folders that begin with a point are unfinished.
+    # Names of unfinished folders begin with a dot.
     return {n: path for n, path in files if n[0] != "." and n.split("/")[0] not in LARGE}

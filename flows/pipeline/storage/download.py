@@ -10,7 +10,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from botocore.exceptions import ClientError
 from botocore.response import StreamingBody
@@ -29,7 +28,7 @@ from pipeline.storage.manifest import (
     write_block,
 )
 from pipeline.storage.multipart import BLOCKS, count_parts
-from pipeline.storage.objects import list_objects, read_object
+from pipeline.storage.objects import head_object, list_objects, read_object
 from pipeline.storage.s3_client import (
     CONNECTIONS,
     TransferFaultError,
@@ -41,6 +40,9 @@ from pipeline.storage.s3_client import (
 from pipeline.storage.upload import BAR_SECONDS, key_of
 from ppo_core.data.progress_bar import progress
 from ppo_core.errors import DataError
+
+WEIGHTS = (".bin", ".pt", ".safetensors")
+"""Endings of the files with a model's weights."""
 
 CHUNK_BYTES = 8 << 10
 """Bytes between two checks of the speed."""
@@ -64,10 +66,6 @@ class _Source:
 
     version: str
     """ETag of the object; empty for an object whose blocks have digests."""
-
-
-WEIGHTS = (".bin", ".pt", ".safetensors")
-"""Endings of the files with a model's weights."""
 
 
 def fetch(address: S3Address, cache: LocalCache, *, weights: bool = True) -> Path:
@@ -182,7 +180,7 @@ def _published(address: S3Address, manifest: Manifest) -> list[_Source]:
 
 def _found(address: S3Address) -> tuple[list[_Source], bool]:
     """Return the objects of a folder, or the object with this key, and whether it is one object."""
-    whole = _head(address)
+    whole = head_object(address) if address.key else None
     if whole is not None:
         name = address.key.rpartition("/")[2]
         return [_foreign(address, name, whole["ContentLength"], whole["ETag"])], True
@@ -204,20 +202,6 @@ def _foreign(address: S3Address, name: str, size: int, version: str) -> _Source:
     except ValueError as error:
         raise DataError(f"'{address}' cannot become a file: {error}. Rename the object.") from error
     return _Source(name=name, address=address, size=size, blocks=None, version=version)
-
-
-def _head(address: S3Address) -> dict[str, Any] | None:
-    if not address.key:
-        return None
-    try:
-        reply: dict[str, Any] = repeated(
-            address, lambda: s3_client().head_object(Bucket=address.bucket, Key=address.key)
-        )
-    except ClientError as error:
-        if is_missing(error):
-            return None
-        raise
-    return reply
 
 
 def _fill(folder: Path, sources: Sequence[_Source], address: S3Address) -> None:
@@ -251,14 +235,13 @@ def _fill(folder: Path, sources: Sequence[_Source], address: S3Address) -> None:
         try:
             for future in as_completed(futures):
                 future.result()
-        # The parts that wait are of no use once one has failed.
-        except BaseException:
+        finally:
+            # Once a part has failed, those that wait are of no use.
             pool.shutdown(cancel_futures=True)
-            raise
 
 
 def _transfer(one: _Source, missing: list[int], path: Path, arrived: "_Arrived") -> None:
-    """Transfer blocks of an object into its file; take those that are written off the list.
+    """Transfer the missing blocks of an object into its file; take each written one off the list.
 
     Raises:
         TransferFaultError: the bytes are not those of the digest, too few, or too slow.
@@ -303,7 +286,7 @@ def _request(one: _Source, first: int, last: int) -> StreamingBody:
 
 
 def _timed_reader(body: StreamingBody) -> Callable[[int], bytes]:
-    """Return a function that reads so many bytes of the body, and raises if they come slowly."""
+    """Return a function that reads a number of bytes, and raises if they arrive too slowly."""
     started, arrived = time.monotonic(), 0
 
     def read(size: int) -> bytes:

@@ -14,7 +14,7 @@ SHARE_OF_DISK = 0.5
 """Fraction of the disk that the cache may fill. What a process uses is never removed."""
 
 _in_use: list[IO[bytes]] = []
-"""Open files of this process, whose locks keep other processes from removing what it uses."""
+"""Open files whose locks keep other processes from removing the contents that this one uses."""
 
 
 class LocalCache:
@@ -27,10 +27,10 @@ class LocalCache:
 
     @contextmanager
     def filling(self, identity: str) -> Iterator[Path]:
-        """Yield the folder of a content for this process to complete; others wait meanwhile.
+        """Yield the folder of a content, which this process completes while others wait.
 
-        An incomplete folder has another name, so it is never taken for a complete one. Afterwards
-        the contents that were not used for longest are removed, until the limit is met.
+        An incomplete folder has another name, so it is never taken for a complete one. Then the
+        contents that were unused for the longest time are removed, until the limit is met.
         """
         self._root.mkdir(parents=True, exist_ok=True)
         complete = self._root / identity

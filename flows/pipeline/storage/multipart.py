@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.manifest import BLOCK_BYTES, StoredFile
-from pipeline.storage.objects import checksum_of, list_objects
+from pipeline.storage.objects import checksum_of, head_object
 from pipeline.storage.s3_client import repeated, s3_client
 from ppo_core.errors import ConfigError, StorageError
 
@@ -76,7 +76,8 @@ def upload_parts(
         )
     except ConfigError:
         # After a lost reply the upload is complete, and a second call finds no upload.
-        if not any(each["Size"] == file.size for each in list_objects(target, folder=False)):
+        written = head_object(target)
+        if written is None or written["ContentLength"] != file.size:
             raise
 
 

@@ -1,4 +1,4 @@
-"""Single objects in S3: read, write, list and remove them."""
+"""Single objects in S3: look at, read, write, list and remove them."""
 
 import base64
 import hashlib
@@ -43,12 +43,22 @@ def write_object(address: S3Address, content: bytes, **condition: str) -> str:
     return version
 
 
-def list_objects(address: S3Address, *, folder: bool = True) -> list[dict[str, Any]]:
-    """Return the objects of a folder as S3 lists them: Key, Size and ETag.
+def head_object(address: S3Address) -> dict[str, Any] | None:
+    """Return what S3 says of an object, as ContentLength and ETag; None if there is none."""
+    try:
+        reply: dict[str, Any] = repeated(
+            address, lambda: s3_client().head_object(Bucket=address.bucket, Key=address.key)
+        )
+    except ClientError as error:
+        if is_missing(error):
+            return None
+        raise
+    return reply
 
-    Without `folder`, those whose keys begin with that of the address.
-    """
-    prefix = f"{address.key}/".lstrip("/") if folder else address.key
+
+def list_objects(address: S3Address) -> list[dict[str, Any]]:
+    """Return the objects of a folder as S3 lists them: Key, Size and ETag."""
+    prefix = f"{address.key}/".lstrip("/")
     pages = s3_client().get_paginator("list_objects_v2").paginate
     found: list[dict[str, Any]] = repeated(
         address,

@@ -36,8 +36,8 @@ ATTEMPTS = 10
 """Number of times that a call is made before the transfer fails."""
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.25, 20.0
-"""Upper ends of the random wait before the second attempt, which doubles with each attempt, and
-before any attempt."""
+"""Limits of the random wait before an attempt: the first value for the second attempt, then twice
+as much for each further attempt, up to the second value."""
 
 TEMPORARY = {
     "ExpiredToken",
@@ -49,8 +49,8 @@ TEMPORARY = {
     "SlowDown",
     "ThrottlingException",
 }
-"""Codes of errors after which the same call may succeed; so it may after any status above 499.
-Botocore fetches new credentials after the first of them."""
+"""Codes of errors after which the same call may succeed, as it may after every status above 499.
+After ExpiredToken, botocore fetches new credentials."""
 
 ADVICE = {
     "AccessDenied": "Give the role of this step access to the object",

@@ -27,7 +27,7 @@ class SharedFolder:
         return self._files.keys()
 
     def read(self) -> None:
-        """Write the newest files into the folder, unless an earlier attempt here left newer ones.
+        """Write the newest files into the folder, unless it has files of an earlier attempt.
 
         Raises:
             DataError: a file is not that of the manifest.
@@ -37,7 +37,7 @@ class SharedFolder:
         is_new = not self._folder.exists() or not any(self._folder.iterdir())
         self._folder.mkdir(parents=True, exist_ok=True)
         if names and is_new:
-            # A process that is killed meanwhile leaves a part that no other step takes for all.
+            # Renamed when it is complete, because this process may be killed meanwhile.
             partial = self._folder.with_name(f".{self._folder.name}.part")
             fetch_into(partial, self._address, names)
             partial.rename(self._folder)

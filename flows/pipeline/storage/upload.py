@@ -52,17 +52,15 @@ def replace(
     *,
     kept: Mapping[str, StoredFile] | None = None,
 ) -> tuple[Manifest, str]:
-    """Publish files in place of those that are published there now.
+    """Replace the published files of a folder; return the new manifest and its version.
 
-    Return the new manifest and its version.
-
-    Files that are no longer in the manifest are removed.
+    Objects that no file of the new manifest needs are removed.
 
     Args:
         files: the files by name.
         address: address of the folder.
         version: version that this process read or wrote last; empty if nothing is published.
-        kept: files of the published ones that stay.
+        kept: published files that stay.
 
     Raises:
         StorageError: another process has published since; or see `publish`.
@@ -90,7 +88,7 @@ def find(address: S3Address) -> S3Address | None:
 
     Raises:
         ConfigError: S3 refuses the access.
-        StorageError: S3 does not answer, or the manifest is damaged.
+        StorageError: S3 does not answer.
     """
     content = read_object(address.below(MANIFEST))
     if content is None:

@@ -33,7 +33,7 @@ _fetched: dict[str, str] = {}
 """Address of each path that this process has fetched."""
 
 _verified: dict[tuple[str, str, bool], str] = {}
-"""Path of each address that this process has fetched, by workspace, address, and with weights."""
+"""Path of what this process has fetched, by workspace, address, and whether with weights."""
 
 _PINNED = re.compile(r"s3://[^\x00-\x1f#]+?#sha256=[0-9a-f]{64}")
 
@@ -150,20 +150,10 @@ class Workspace:
             return record
         return _changed(record, self._at_hand)
 
-    def name_of(self, place: str) -> str:
-        """Return the address of a place that is a path of this machine; other places unchanged.
-
-        What was fetched has an address already; other files are published.
-        """
-        if not self.store or place in _fetched:
-            return _fetched.get(place, place)
-        path = Path(place)
-        return self.publish(path) if path.is_absolute() and path.exists() else place
-
-    def shared_folder(self, folder: Path, name: str = "") -> "SharedFolder":
+    def shared_folder(self, folder: Path, name: str) -> "SharedFolder":
         """Return a folder of the workspace that steps change one after another.
 
-        In S3 it is `name` within the folder; without a name, it is the folder.
+        Its copy in S3 is in the folder `name` within the folder.
         """
         from pipeline.storage.shared_folder import SharedFolder
 
@@ -175,9 +165,13 @@ class Workspace:
         return S3Address.parse(self.store).below(relative)
 
     def _shared(self, record: Any, name: str, value: str) -> str:
+        """Return the address of a file that the step has made or fetched; other texts unchanged."""
         if name not in getattr(record, "PLACES", ()):
             return value
-        return self.name_of(value)
+        if value in _fetched:
+            return _fetched[value]
+        path = Path(value)
+        return self.publish(path) if path.is_absolute() and path.exists() else value
 
     def _at_hand(self, record: Any, name: str, value: str) -> str:
         weights = not (isinstance(record, Settings) and name in MODELS)

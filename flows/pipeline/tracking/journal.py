@@ -65,7 +65,7 @@ class Journal:
                 self._append(file, kind="metrics", run=run, step=step, values=new)
 
     def remember_metric(self, run: str, step: int, name: str) -> None:
-        """Leave a metric of a step out if it is logged again; the journal has no entry of it."""
+        """Make `log_metrics` skip a metric of a step, as if the journal had an entry of it."""
         self._names.setdefault((run, step), set()).add(name)
 
     def set_tag(self, run: str, key: str, value: str) -> None:

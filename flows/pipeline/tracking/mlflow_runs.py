@@ -96,10 +96,10 @@ def _experiment(client: MlflowClient) -> str:
 
 @explained()
 def artifact_root(*, create: bool) -> str:
-    """Return the root of the artifacts of all runs of the flow.
+    """Return the address below which the runs of the flow have their artifacts.
 
-    Before the first run there is no experiment, which has the root: `create` creates it; otherwise
-    the root is an empty text.
+    It belongs to the experiment. If the experiment does not exist yet, `create` creates it; without
+    `create`, the result is an empty text.
 
     Raises:
         ModelError: MLflow does not answer.

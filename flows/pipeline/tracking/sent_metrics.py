@@ -1,4 +1,4 @@
-"""Metrics that a lost machine has sent to MLflow before the journal was copied."""
+"""Skip metrics that MLflow has already, from a machine that was lost with its journal."""
 
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mlflow_client import connect, explained
@@ -6,7 +6,7 @@ from pipeline.tracking.mlflow_client import connect, explained
 
 @explained()
 def remember_sent_metrics(journal: Journal, run: str) -> None:
-    """Make the journal leave out the metrics that MLflow has of a run, so that it has each once.
+    """Make the journal skip the metrics that MLflow has of a run, so that none is sent twice.
 
     Raises:
         ModelError: MLflow does not answer.

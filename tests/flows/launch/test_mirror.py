@@ -17,7 +17,7 @@ import pytest
 
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import write_model, write_rows
+from tests.helpers.pipeline_inputs import write_ppo_inputs
 from tests.helpers.servers import BUCKET, s3
 
 UPDATES = 30
@@ -33,13 +33,7 @@ def store() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("inputs")
-    rows = [{"prompt": f"w{i} w{(7 * i) % 50}"} for i in range(32)]
-    return {
-        "model_name_or_path": write_model(folder / "policy"),
-        "reward_model_path": write_model(folder / "reward", labels=1),
-        "dataset_name": write_rows(folder / "prompts.jsonl", rows),
-    }
+    return write_ppo_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def lose(process: subprocess.Popen[bytes], machine: "Machine") -> None:
