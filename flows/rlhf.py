@@ -13,9 +13,7 @@ given by name: `run --set ppo.learning_rate=3e-6 --set evaluation.num_examples=5
 
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from metaflow import (
@@ -30,34 +28,21 @@ from metaflow import (
     step,
     user_step_decorator,
 )
-from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
-from metaflow.packaging_sys import ContentType
+from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY
 
-import ppo_core
+from flow_parts import RunStoppedError, more_files, parse_toml, run_command
 from pipeline import stages
 from pipeline.settings.command_line import (
     check_instead_of_run,
-    check_settings_file,
-    explain_unknown_options,
-    name_resumed_run,
     refuse_scheduler,
     send_to_scheduler,
 )
-from pipeline.settings.environment import prepare_environment
-from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
-from ppo_core.config.checks import refuse_secrets
 from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedError, StorageError
 
 RECORDS = 9
 """Format version of the records passed between steps; increased when older records are
 unreadable."""
-
-
-class RunStoppedError(MetaflowException):
-    """Error of the project, which Metaflow prints without a traceback."""
-
-    headline = "The run stopped"
 
 
 @user_step_decorator
@@ -86,35 +71,6 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
             sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
         raise RunStoppedError(str(error)) from error
     flow.seconds = {**getattr(flow, "seconds", {}), step_name: time.perf_counter() - started}
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """Return the tables of a settings file, which Metaflow will store."""
-    try:
-        tables = tomllib.loads(text.removeprefix("\ufeff"))
-        refuse_secrets(tables)
-    except ConfigError as error:
-        raise RunStoppedError(str(error)) from error
-    # ValueError: an error of syntax, or an integer of thousands of digits.
-    except (ValueError, RecursionError) as error:
-        raise RunStoppedError(f"The settings file is not valid TOML: {error}.") from error
-    return tables
-
-
-class more_files(FlowMutator):  # noqa: N801
-    """Package ppo_core and the presets for other machines, beside the modules of this folder.
-
-    Each is listed by its suffix: Metaflow's own ways would package every file of ppo_core, such as
-    a `.env`, and every .toml below this folder.
-    """
-
-    def add_to_package(self) -> Iterator[tuple[str, str, ContentType]]:
-        """Yield the path, the name in the package and the kind of each file."""
-        here, core = Path(__file__).resolve().parent, Path(ppo_core.__file__).resolve().parent
-        for path in sorted(core.rglob("*.py")):
-            yield str(path), str(path.relative_to(core.parent)), ContentType.CODE_CONTENT
-        for path in sorted(here.glob("presets/*.toml")):
-            yield str(path), str(path.relative_to(here)), ContentType.USER_CONTENT
 
 
 class machines_of_settings(FlowMutator):  # noqa: N801
@@ -462,14 +418,4 @@ def take_from_first(flow: Any, inputs: Any) -> Any:
 
 
 if __name__ == "__main__":
-    prepare_environment()
-    try:
-        keep_secrets_from_metaflow(sys.argv[1:])
-        check_settings_file(sys.argv)
-        name_resumed_run(sys.argv, RLHF.__name__)
-    except PPOError as wrong:
-        sys.exit(f"{RunStoppedError.headline}:\n{wrong}")
-    explain_unknown_options(
-        [each.name for each in vars(RLHF).values() if isinstance(each, Parameter)]
-    )
-    RLHF()
+    run_command(RLHF)

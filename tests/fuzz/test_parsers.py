@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import win_rate
-from flows.rlhf import RunStoppedError, parse_toml
+from flow_parts import RunStoppedError, parse_toml
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.judges.function_judge import FunctionJudge

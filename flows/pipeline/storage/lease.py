@@ -1,0 +1,172 @@
+"""The lease of a registered model: at most one run at a time trains its next version."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from botocore.exceptions import ClientError
+
+from pipeline.storage.addresses import S3Address
+from pipeline.storage.objects import read_object, write_object
+from pipeline.storage.s3_client import is_refused_write
+from ppo_core.config.checks import check_type
+from ppo_core.config.text_files import parse_strict_json
+from ppo_core.errors import ConfigError, StorageError
+
+LIMIT = timedelta(hours=24)
+"""Time after which a lease that was not renewed may be taken over. Longer than a step waits for its
+machine, because nothing renews the lease meanwhile."""
+
+FOLDER = "leases"
+"""Folder of the leases in the store."""
+
+
+class LeaseLostError(ConfigError):
+    """The lease belongs to another run, so this run must not register anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """The owner of a lease, as the object in S3 names it."""
+
+    owner: str
+    """Run that took the lease; empty after it released the lease."""
+
+    run: str
+    """Run of the flow RLHF that uses the lease; empty until it has started."""
+
+    taken: str
+    """Time at which the owner took the lease, ISO 8601 in UTC."""
+
+    renewed: str
+    """Time of the last renewal, ISO 8601 in UTC."""
+
+    def __str__(self) -> str:
+        """Return the owner, the run that trains, and both times, for messages."""
+        run = f" for {self.run}" if self.run else ""
+        return f"{self.owner}{run}, since {self.taken}, renewed {self.renewed}"
+
+    def is_over(self) -> bool:
+        """Return whether another run may take the lease: it was released, or not renewed."""
+        return not self.owner or datetime.now(UTC) - datetime.fromisoformat(self.renewed) > LIMIT
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The lease of one registered model for one owner.
+
+    Each change is one conditional write, so of two runs that change the lease at once, one fails.
+    """
+
+    store: str
+    """Address of the store."""
+
+    name: str
+    """Name of the registered model."""
+
+    owner: str
+    """Run that takes the lease."""
+
+    def take(self, *, take_over: bool = False) -> Holder | None:
+        """Take the lease. Return None on success; otherwise its holder, which keeps the lease.
+
+        A lease that is not renewed for `LIMIT` is taken over, and any lease with `take_over`.
+
+        Raises:
+            ConfigError: S3 refuses the access, or the object is no lease.
+            StorageError: S3 does not answer.
+        """
+        found = self._read()
+        if found is None:
+            return self._write(self._begun(), IfNoneMatch="*")
+        holder, version = found
+        if holder.owner == self.owner:
+            return None
+        if not (take_over or holder.is_over()):
+            return holder
+        if holder.owner:
+            print(f"The lease of '{self.name}' is taken over from {holder}.", flush=True)
+        return self._write(self._begun(), IfMatch=version)
+
+    def renew(self, run: str) -> None:
+        """Renew the lease for a run of the flow RLHF. The first run that renews is its only user.
+
+        Raises:
+            LeaseLostError: the lease was taken over or released, or another run uses it.
+            StorageError: S3 does not answer.
+        """
+        holder, version = self._own(run)
+        self._replace(dataclasses.replace(holder, run=run, renewed=_now()), version)
+
+    def release(self, run: str) -> None:
+        """Release the lease, so that the next run need not wait for `LIMIT`.
+
+        Raises:
+            LeaseLostError: the run does not have the lease any more.
+            StorageError: S3 does not answer.
+        """
+        holder, version = self._own(run)
+        self._replace(dataclasses.replace(holder, owner="", run=""), version)
+
+    @property
+    def _address(self) -> S3Address:
+        return S3Address.parse(self.store).below(f"{FOLDER}/{self.name}.json")
+
+    def _own(self, run: str) -> tuple[Holder, str]:
+        """Return the lease of this owner and run, and the version of the object."""
+        found = self._read()
+        if found is None or found[0].owner != self.owner or found[0].run not in ("", run):
+            raise self._lost(found and found[0])
+        return found
+
+    def _replace(self, holder: Holder, version: str) -> None:
+        if (other := self._write(holder, IfMatch=version)) is not None:
+            raise self._lost(other)
+
+    def _begun(self) -> Holder:
+        return Holder(owner=self.owner, run="", taken=_now(), renewed=_now())
+
+    def _read(self) -> tuple[Holder, str] | None:
+        """Return the holder of the lease and the version of the object; None if there is none."""
+        found = read_object(self._address)
+        return found and (self._decoded(found[0]), found[1])
+
+    def _decoded(self, content: bytes) -> Holder:
+        try:
+            fields = parse_strict_json(content.decode())
+            check_type(dict[str, str], fields, "lease")
+            holder = Holder(**fields)
+            holder.is_over()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"'{self._address}' is no lease ({error}). Look who wrote it, and remove it if no "
+                "run trains."
+            ) from error
+        return holder
+
+    def _write(self, holder: Holder, **condition: str) -> Holder | None:
+        """Write the lease. Return None on success; otherwise the other holder, who was faster."""
+        content = json.dumps(dataclasses.asdict(holder)).encode()
+        try:
+            write_object(self._address, content, **condition)
+        except ClientError as error:
+            if not is_refused_write(error):
+                raise
+            found = self._read()
+            if found is None:
+                raise StorageError(f"'{self._address}' was just removed. Start again.") from error
+            # After a lost reply the lease is written, and the repeated call is refused.
+            return None if found[0] == holder else found[0]
+        return None
+
+    def _lost(self, holder: Holder | None) -> LeaseLostError:
+        now = f"{holder} has it now" if holder and holder.owner else "nobody has it now"
+        return LeaseLostError(
+            f"The lease of '{self.name}', which {self.owner} took, is lost: {now}. This run ends, "
+            "so that only one run registers a version. Its models stay in the store."
+        )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
