@@ -1,0 +1,110 @@
+"""Runs of the flows in MLflow: those that decided on a policy, and what the flow Retrain found."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+
+from mlflow.entities import Run
+
+from pipeline.inputs.lineage import FLOW_RUN
+from pipeline.tracking.mlflow_client import EXPERIMENT, connect, explained
+from pipeline.tracking.mlflow_runs import STEP, experiment_of
+from pipeline.tracking.run_log import DESCRIPTION, description
+from pipeline.tracking.run_record import OUTCOME, PARENT
+from ppo_core.errors.redaction import mask_secrets
+
+RETRAIN = "retrain"
+"""Value of the tag STEP of a run of the flow Retrain."""
+
+MODEL = "registered_model"
+"""Parameter of a parent run, and tag of a run of the flow Retrain: name of the registered model."""
+
+PAGE = 100
+"""Number of runs that are read at a time."""
+
+
+@explained()
+def find_decided_run(lineage: Mapping[str, str]) -> str | None:
+    """Return what a run with this lineage decided, as the start of a sentence; None without one.
+
+    A run has decided if its policy was promoted or refused, or its reward model was refused. A run
+    that failed has not.
+
+    Args:
+        lineage: tags that the parent run must have.
+
+    Raises:
+        ModelError: MLflow does not answer.
+    """
+    for run in _runs_of(PARENT):
+        tags = run.data.tags
+        decided = "promotion" in tags or tags.get(OUTCOME) == "refused"
+        if decided and all(tags.get(name) == value for name, value in lineage.items()):
+            return f"{tags[FLOW_RUN]} {outcome_of(run)}"
+    return None
+
+
+def outcome_of(run: Run) -> str:
+    """Return the outcome of a run of a flow in words."""
+    tags = run.data.tags
+    if "promotion" in tags:
+        return f"{tags['promotion']} version {tags['version']}"
+    if tags.get(OUTCOME) == "refused":
+        return "refused its reward model"
+    return tags.get(OUTCOME, "has not ended")
+
+
+@explained()
+def record_retrain(
+    name: str, flow_run: str, outcome: str, reasons: Sequence[str], lineage: Mapping[str, str]
+) -> None:
+    """Record in MLflow what a run of the flow Retrain found.
+
+    Args:
+        name: name of the registered model.
+        flow_run: id of the run of the flow Retrain.
+        outcome: a few words.
+        reasons: sentences for the description.
+        lineage: lineage tags of the inputs that it found.
+
+    Raises:
+        ModelError: MLflow does not answer.
+    """
+    client = connect()
+    own = {FLOW_RUN: flow_run, STEP: RETRAIN, MODEL: name, OUTCOME: outcome}
+    text = {DESCRIPTION: description(outcome, reasons)}
+    tags = {key: mask_secrets(value) for key, value in {**lineage, **own, **text}.items()}
+    title = f"{datetime.now(UTC):%Y-%m-%d %H:%M} {name}: {outcome}"
+    run = client.create_run(experiment_of(client), run_name=title, tags=tags)
+    client.set_terminated(run.info.run_id)
+
+
+@explained()
+def runs_of_model(name: str) -> list[Run]:
+    """Return all runs of both flows for a registered model, oldest first.
+
+    Raises:
+        ModelError: MLflow does not answer.
+    """
+    trained = [one for one in _runs_of(PARENT) if one.data.params.get(MODEL) == name]
+    looked = [one for one in _runs_of(RETRAIN) if one.data.tags[MODEL] == name]
+    return sorted([*trained, *looked], key=lambda run: run.info.start_time)
+
+
+def _runs_of(step: str) -> Iterator[Run]:
+    """Yield the runs of the experiment with a value of the tag STEP, newest first."""
+    client = connect()
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    if experiment is None:
+        return
+    token = None
+    while True:
+        page = client.search_runs(
+            [experiment.experiment_id],
+            f"tags.{STEP} = '{step}'",
+            max_results=PAGE,
+            order_by=["attributes.start_time DESC"],
+            page_token=token,
+        )
+        yield from page
+        if not (token := page.token):
+            return

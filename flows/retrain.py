@@ -1,0 +1,55 @@
+"""Start the flow RLHF if its inputs changed and no other run trains: `python flows/retrain.py`.
+
+    python flows/retrain.py --config settings FILE.toml run
+
+A schedule or a trigger starts this flow on a small machine; the flow RLHF, with its GPUs, starts
+only if there is work. `python flows/deploy.py` deploys both.
+"""
+
+from typing import Any
+
+from metaflow import Config, FlowSpec, Parameter, current, step
+
+from flow_parts import explained_errors, more_files, parse_toml, run_command
+
+
+@more_files()
+class Retrain(FlowSpec):
+    """Start the flow RLHF if its inputs changed and no other run trains."""
+
+    file_settings = Config(
+        "settings", default_value="", parser=parse_toml, plain=True, help="TOML file with settings."
+    )
+    take_over = Parameter(
+        "take-over",
+        # Without the type, the text "true" would arrive in a scheduled run.
+        type=bool,
+        is_flag=True,
+        help="Take the lease from the run that holds it; that run ends without a version.",
+    )
+
+    @step
+    def start(self) -> None:
+        """Fetch the inputs, and find out what is new."""
+        with explained_errors():
+            from retraining.new_inputs import find_new_inputs
+
+            self.found = find_new_inputs(self.file_settings, self._id())
+        self.next(self.end)
+
+    @step
+    def end(self) -> None:
+        """Take the lease and start the flow RLHF, if something is new."""
+        with explained_errors():
+            from retraining.retrain import retrain
+
+            self.outcome = retrain(
+                self.found, self.file_settings, self._id(), take_over=self.take_over
+            )
+
+    def _id(self) -> str:
+        return f"{current.flow_name}/{current.run_id}"
+
+
+if __name__ == "__main__":
+    run_command(Retrain)

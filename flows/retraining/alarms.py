@@ -1,0 +1,78 @@
+"""Alarms of a run: messages to a topic of Amazon SNS, only when a person has to act."""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ppo_core.errors.redaction import mask_secrets
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.results import ValidatedReward
+    from pipeline.settings.settings import Settings
+
+MAX_SUBJECT_CHARACTERS = 99
+"""Maximum length of the subject of a message of SNS."""
+
+REFUSED_IN_A_ROW = 2
+"""Number of refused policies in a row from which on each one raises an alarm."""
+
+
+def alarm_refused_reward_model(
+    topic: str, settings: "Settings", run: str, validation: "ValidatedReward"
+) -> None:
+    """Say that a run ended because its reward model was refused."""
+    subject = f"{settings.registered_model}: the reward model was refused"
+    send_alarm(topic, subject, [f"Run {run} ended before PPO.", *validation.reasons])
+
+
+def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
+    """Say that policies were refused, if this is at least the second one in a row."""
+    if not topic:
+        return
+    # Imported here: it imports MLflow.
+    from pipeline.registry.champions import read_champions
+
+    decisions = read_champions(settings.registered_model).decisions
+    last = decisions[-REFUSED_IN_A_ROW:]
+    if len(last) < REFUSED_IN_A_ROW or any(each.action != "refused" for each in last):
+        return
+    subject = f"{settings.registered_model}: {len(last)} policies in a row were refused"
+    said = [f"Version {each.version}, {each.by}: {' '.join(each.reasons)}" for each in last]
+    send_alarm(topic, subject, [f"Run {run} was the last one.", *said])
+
+
+def alarm_budget(topic: str, settings: "Settings", run: str, hours: float, budget: float) -> None:
+    """Say that a run used more GPU hours than the deployment allows; 0 allows any number."""
+    if budget and hours > budget:
+        subject = f"{settings.registered_model}: {hours:.1f} GPU hours, budget {budget:g}"
+        send_alarm(topic, subject, [f"Run {run} used more GPU hours than its budget."])
+
+
+def send_alarm(topic: str, subject: str, sentences: Sequence[str]) -> None:
+    """Send a message to a topic; print it if the topic cannot be reached, and go on.
+
+    Args:
+        topic: ARN of the topic; empty for a run without alarms.
+        subject: what happened, in one line.
+        sentences: the text, one sentence a line.
+    """
+    if not topic:
+        return
+    import boto3
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    subject, text = mask_secrets(subject), mask_secrets("\n".join(sentences))
+    region = topic.split(":")[3]
+    try:
+        boto3.client("sns", region_name=region).publish(
+            TopicArn=topic, Subject=_as_subject(subject), Message=f"{subject}\n{text}"
+        )
+    except (BotoCoreError, ClientError) as error:
+        # The run has ended as it did; a lost message must not turn it into a failure.
+        print(f"The alarm was not sent: {error}\n{subject}\n{text}", file=sys.stderr, flush=True)
+
+
+def _as_subject(text: str) -> str:
+    """Return a text as SNS accepts it: printable ASCII on one short line."""
+    plain = "".join(character if " " <= character <= "~" else "?" for character in text)
+    return plain[:MAX_SUBJECT_CHARACTERS]

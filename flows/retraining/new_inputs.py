@@ -1,0 +1,88 @@
+"""Find out whether the inputs of a run differ from those of the champion and of decided runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.registry.aliases import CHAMPION, read_aliases, read_version
+from pipeline.settings.settings import Settings
+from pipeline.stages.given_settings import read_settings
+from pipeline.stages.start import find_inputs, trace_run
+from pipeline.storage.workspace import REGISTRY
+from pipeline.tracking.decided_runs import find_decided_run
+from pipeline.tracking.mlflow_client import check_databases, check_registry
+
+NOT_COMPARED = {"flow_run", "packages_digest", "python"}
+"""Lineage tags that do not make a run new: its id, and the image that it runs in."""
+
+MEANINGS = {
+    "git_changes": "code",
+    "git_commit": "code",
+    "model/base": "policy",
+    "model/reward_model": "reward model",
+    "settings_digest": "settings",
+}
+"""What a lineage tag stands for, where its name does not say it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewInputs:
+    """The inputs that a run would have today, and how they differ from those of the champion."""
+
+    settings: Settings
+    """Settings of the run, with the names of the inputs as given."""
+
+    lineage: dict[str, str]
+    """Lineage tags of the run."""
+
+    new: list[str]
+    """Sentences that say what is new; empty if a run was already decided on equal inputs."""
+
+    seen: str
+    """What was decided on equal inputs, and by which run; empty if something is new."""
+
+
+def find_new_inputs(from_file: Mapping[str, Any], run: str) -> NewInputs:
+    """Fetch the inputs of the settings, and compare them with those of earlier runs.
+
+    Nothing is new if the champion, or any run that decided on a policy, had equal inputs. So a
+    policy that was refused or withdrawn is not trained again.
+
+    Args:
+        from_file: tables of the settings file.
+        run: id of the run of the flow Retrain.
+
+    Raises:
+        ConfigError: a setting is invalid.
+        DataError: a data set cannot be read.
+        ModelError: a model cannot be read, or MLflow does not answer.
+    """
+    given = read_settings(from_file, {}, ())
+    check_databases(is_written=True)
+    check_registry(given.registered_model)
+    tags = trace_run(run, given, find_inputs(given)).tags
+    compared = {name: tags[name] for name in tags if _is_compared(name, given)}
+    version = read_aliases(given.registered_model).get(CHAMPION)
+    champion = {} if version is None else read_version(given.registered_model, version).tags
+    changes = _changes(compared, champion)
+    seen = find_decided_run(compared) or ""
+    if champion and not changes:
+        seen = f"{champion['flow_run']} made the champion, version {version}"
+    new = [] if seen else [f"{name} changed" for name in changes] if champion else ["no champion"]
+    return NewInputs(settings=given, lineage=tags, new=new, seen=seen)
+
+
+def _is_compared(tag: str, given: Settings) -> bool:
+    """Return whether a change of a lineage tag makes a run new.
+
+    A policy that is a version of the registered model itself changes with each promotion, although
+    nobody brought anything new.
+    """
+    is_own = given.policy.startswith((f"{REGISTRY}{given.registered_model}{x}" for x in "@/"))
+    return tag not in NOT_COMPARED and not (tag == "model/base" and is_own)
+
+
+def _changes(lineage: Mapping[str, str], champion: Mapping[str, str]) -> list[str]:
+    """Return what differs from the champion's lineage, each name once."""
+    changed = [name for name, value in lineage.items() if champion.get(name) != value]
+    return list(dict.fromkeys(MEANINGS.get(name, name) for name in changed))

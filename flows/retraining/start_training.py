@@ -1,0 +1,73 @@
+"""Start the flow RLHF where the flow Retrain runs: on its scheduler, or on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from metaflow.exception import MetaflowException
+
+from ppo_core.errors import ProcessError, reason_of
+
+STATE_MACHINE = "SFN_STATE_MACHINE"
+"""Environment variable in which Metaflow names the state machine of a job of Step Functions."""
+
+TEMPLATE = "ARGO_WORKFLOW_TEMPLATE"
+"""Environment variable in which Metaflow names the template of a pod of Argo Workflows."""
+
+
+def start_training(from_file: Mapping[str, Any], lease: str) -> str:
+    """Start the flow RLHF for the owner of a lease; return what was started.
+
+    On a scheduler, the deployed flow RLHF of the same project and branch is started, and this
+    function does not wait. On this machine, the flow runs until its end.
+
+    Args:
+        from_file: tables of the settings file, for a run on this machine. A deployed flow has its
+            own.
+        lease: owner of the lease that the run uses.
+
+    Raises:
+        ProcessError: the flow could not be started, or ended with an error.
+    """
+    parameters = {"lease": lease}
+    try:
+        if own := os.environ.get(STATE_MACHINE):
+            # Imported here: a run on this machine has neither client.
+            from metaflow.plugins.aws.step_functions.step_functions import StepFunctions
+
+            started = StepFunctions.trigger(training_name(own), parameters)
+            return f"RLHF/sfn-{started['executionArn'].rpartition(':')[2]}"
+        if own := os.environ.get(TEMPLATE):
+            from metaflow.plugins.argo.argo_workflows import ArgoWorkflows
+
+            started = ArgoWorkflows.trigger(training_name(own), parameters)
+            return f"RLHF/argo-{started['metadata']['name']}"
+    except MetaflowException as error:
+        raise ProcessError(
+            f"The flow RLHF could not be started: {reason_of(error)}. Deploy it beside the flow "
+            "Retrain, in the same project and branch, and start the flow Retrain again."
+        ) from error
+    return _run_here(from_file, lease)
+
+
+def training_name(own: str) -> str:
+    """Return the name under which the flow RLHF is deployed beside the flow Retrain."""
+    return own.removesuffix("Retrain").removesuffix("retrain") + (
+        "RLHF" if own.endswith("Retrain") else "rlhf"
+    )
+
+
+def _run_here(from_file: Mapping[str, Any], lease: str) -> str:
+    flow = Path(__file__).parents[1] / "rlhf.py"
+    words = ["--config-value", "settings", json.dumps(from_file), "run", "--lease", lease]
+    ended = subprocess.run([sys.executable, str(flow), *words], check=False)
+    if ended.returncode:
+        raise ProcessError(
+            f"The flow RLHF ended with exit code {ended.returncode}; its messages are above. "
+            "Correct what they name, and start the flow Retrain again."
+        )
+    return "the flow RLHF on this machine, which has ended"
