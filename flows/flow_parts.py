@@ -3,6 +3,7 @@
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ class RunStoppedError(MetaflowException):
     """Error of the project, which Metaflow prints without a traceback."""
 
     headline = "The run stopped"
+
+
+@contextmanager
+def explained_errors() -> Iterator[None]:
+    """Raise an error of the project as one that Metaflow prints without a traceback."""
+    try:
+        yield
+    except PPOError as error:
+        raise RunStoppedError(str(error)) from error
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -6,8 +6,6 @@ A schedule or a trigger starts this flow on a small machine; the flow RLHF, with
 only if there is work. `python flows/deploy.py` deploys both.
 """
 
-from typing import Any
-
 from metaflow import Config, FlowSpec, Parameter, current, step
 
 from flow_parts import explained_errors, more_files, parse_toml, run_command

@@ -78,7 +78,7 @@ def _is_compared(tag: str, given: Settings) -> bool:
     A policy that is a version of the registered model itself changes with each promotion, although
     nobody brought anything new.
     """
-    is_own = given.policy.startswith((f"{REGISTRY}{given.registered_model}{x}" for x in "@/"))
+    is_own = given.policy.startswith(tuple(f"{REGISTRY}{given.registered_model}{x}" for x in "@/"))
     return tag not in NOT_COMPARED and not (tag == "model/base" and is_own)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.demo.task import find_demo_task
 from pipeline.inputs import data_sets
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
-from pipeline.inputs.lineage import trace
+from pipeline.inputs.lineage import Lineage, trace
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.preflight.check_inputs import QUARANTINE, check_inputs, require_writable
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
@@ -41,12 +41,34 @@ def prepare_inputs(given: Settings) -> Settings:
         ModelError: a model cannot be used, or MLflow does not answer.
     """
     check_databases(is_written=True)
-    require_writable(Path(given.output_dir), "output_dir")
-    settings = _make_demo_task(given) if given.task else fetch_inputs(given)
+    settings = find_inputs(given)
     check_inputs(settings)
     check_registry(settings.registered_model)
     refuse_proxied_artifacts(artifact_root(create=False), settings.policy)
     return settings
+
+
+def find_inputs(given: Settings) -> Settings:
+    """Return the settings with inputs on this machine, unchecked; see `prepare_inputs`."""
+    require_writable(Path(given.output_dir), "output_dir")
+    return _make_demo_task(given) if given.task else fetch_inputs(given)
+
+
+def trace_run(name: str, given: Settings, settings: Settings) -> Lineage:
+    """Return the lineage of a run: of code, settings, data, and of the models that it starts from.
+
+    Args:
+        name: id of the run.
+        given: settings before `find_inputs`.
+        settings: settings with inputs on this machine.
+    """
+    lineage = trace(
+        flow_run=name, settings=as_plain_dict(given), data=data_sets.data_sets(settings)
+    )
+    lineage.tags["model/base"] = digest_of_model(settings.policy)
+    if settings.reward_model:
+        lineage.tags["model/reward_model"] = digest_of_model(settings.reward_model)
+    return lineage
 
 
 def start_run(
@@ -63,11 +85,10 @@ def start_run(
     """
     refuse_proxied_artifacts(artifact_root(create=True), settings.policy)
     name = f"{flow}/{number}"
-    origin = trace(flow_run=name, settings=as_plain_dict(given), data=data_sets.data_sets(settings))
-    tags = origin.tags | {"model/base": digest_of_model(settings.policy)}
-    runs = start_runs(settings.registered_model, name, as_plain_dict(given), tags, steps)
+    origin = trace_run(name, given, settings)
+    runs = start_runs(settings.registered_model, name, as_plain_dict(given), origin.tags, steps)
     workspace = workspace_of(settings)
-    run = FlowRun(id=name, workspace=workspace, tracking=runs, origin=tags, data=origin.data)
+    run = FlowRun(id=name, workspace=workspace, tracking=runs, origin=origin.tags, data=origin.data)
     run.folder.mkdir(parents=True, exist_ok=True)
     record_processes(run.folder)
     end_killed_runs(run.folder.parent, flow)

@@ -96,33 +96,35 @@ class Lease:
             LeaseLostError: the lease was taken over or released, or another run uses it.
             StorageError: S3 does not answer.
         """
-        holder, version = self._own(run)
-        self._replace(dataclasses.replace(holder, run=run, renewed=_now()), version)
+        found = self._read()
+        if found is None or not self._has(found[0], run):
+            raise self._lost(found and found[0])
+        holder, version = found
+        renewed = dataclasses.replace(holder, run=run, renewed=_now())
+        if (other := self._write(renewed, IfMatch=version)) is not None:
+            raise self._lost(other)
 
-    def release(self, run: str) -> None:
+    def release(self, run: str | None = None) -> None:
         """Release the lease, so that the next run need not wait for `LIMIT`.
 
+        Do nothing if the lease belongs to another run meanwhile. Without `run`, release it for
+        whichever run of the flow RLHF the owner has started.
+
         Raises:
-            LeaseLostError: the run does not have the lease any more.
             StorageError: S3 does not answer.
         """
-        holder, version = self._own(run)
-        self._replace(dataclasses.replace(holder, owner="", run=""), version)
+        found = self._read()
+        if found is None or not self._has(found[0], found[0].run if run is None else run):
+            return
+        holder, version = found
+        self._write(dataclasses.replace(holder, owner="", run=""), IfMatch=version)
 
     @property
     def _address(self) -> S3Address:
         return S3Address.parse(self.store).below(f"{FOLDER}/{self.name}.json")
 
-    def _own(self, run: str) -> tuple[Holder, str]:
-        """Return the lease of this owner and run, and the version of the object."""
-        found = self._read()
-        if found is None or found[0].owner != self.owner or found[0].run not in ("", run):
-            raise self._lost(found and found[0])
-        return found
-
-    def _replace(self, holder: Holder, version: str) -> None:
-        if (other := self._write(holder, IfMatch=version)) is not None:
-            raise self._lost(other)
+    def _has(self, holder: Holder, run: str) -> bool:
+        return holder.owner == self.owner and holder.run in ("", run)
 
     def _begun(self) -> Holder:
         return Holder(owner=self.owner, run="", taken=_now(), renewed=_now())

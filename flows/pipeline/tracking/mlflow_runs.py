@@ -58,7 +58,7 @@ def start_runs(
     server = mlflow.get_tracking_uri()
     try:
         client = connect()
-        experiment = _experiment(client)
+        experiment = experiment_of(client)
         # The title starts with the time, because lists show only the beginning of a title.
         title = f"{datetime.now(UTC):%Y-%m-%d %H:%M} {name}"
         parent = _parent(client, experiment, title, flow_run, tags)
@@ -88,7 +88,7 @@ def find_runs(flow_run: str) -> dict[str, str]:
     return _runs(client, found.experiment_id, flow_run) if found else {}
 
 
-def _experiment(client: MlflowClient) -> str:
+def experiment_of(client: MlflowClient) -> str:
     """Return the id of the experiment of the flow; the first run creates the experiment."""
     found = client.get_experiment_by_name(EXPERIMENT)
     return found.experiment_id if found else create_experiment(client, EXPERIMENT)
@@ -106,7 +106,7 @@ def artifact_root(*, create: bool) -> str:
     """
     client = connect()
     if create:
-        _experiment(client)
+        experiment_of(client)
     found = client.get_experiment_by_name(EXPERIMENT)
     return str(found.artifact_location) if found else ""
 

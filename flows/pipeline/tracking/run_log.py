@@ -40,17 +40,8 @@ class RunLog:
             self.journal.set_tag(self.run, key, mask_secrets(value))
 
     def describe(self, outcome: str, sentences: Sequence[str] = ()) -> None:
-        """Set the description of the run: the outcome, and a list of sentences, all escaped.
-
-        Sentences that exceed the maximum length of a tag are left out.
-        """
-        text = f"**{as_markdown(outcome)}**\n"
-        for sentence in sentences:
-            line = f"\n- {as_line(sentence)}"
-            if len(text) + len(line) > MAX_TAG_CHARACTERS:
-                break
-            text += line
-        self.set_tags({DESCRIPTION: text.rstrip()})
+        """Set the description of the run, see `description`."""
+        self.set_tags({DESCRIPTION: description(outcome, sentences)})
 
     def set_status(self, status: Literal["RUNNING", "FINISHED"]) -> None:
         """Set the status of the run; FINISHED ends the run."""
@@ -85,6 +76,20 @@ class RunLog:
         table = {"path": artifact, "type": "table"}
         if table not in tables:
             self.set_tags({LOGGED_ARTIFACTS: json.dumps([*tables, table])})
+
+
+def description(outcome: str, sentences: Sequence[str] = ()) -> str:
+    """Return the description of a run in Markdown: its outcome, and a list of sentences.
+
+    Both are escaped. Sentences that exceed the maximum length of a tag are left out.
+    """
+    text = f"**{as_markdown(outcome)}**\n"
+    for sentence in sentences:
+        line = f"\n- {as_line(sentence)}"
+        if len(text) + len(line) > MAX_TAG_CHARACTERS:
+            break
+        text += line
+    return text.rstrip()
 
 
 def _logged_tables(tag: str | None) -> list[Any]:

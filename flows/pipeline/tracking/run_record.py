@@ -27,6 +27,9 @@ RECORD = "processes.json"
 ENDED_EARLY = "ended_early"
 """MLflow tag of a run that ended before its work was done; the value is the reason."""
 
+OUTCOME = "outcome"
+"""MLflow tag of a parent run that ended early: failed, refused or killed."""
+
 RESUMED = "no: it was resumed"
 """Value of the tag ENDED_EARLY after a resumed run has started the run again."""
 
@@ -95,4 +98,5 @@ def end_runs(
         log.set_tags({ENDED_EARLY: why if reached else f"{NOT_REACHED}: {why}"})
         journal.set_status(run, "FAILED" if reached and outcome != "killed" else "KILLED")
         if name == PARENT:
+            log.set_tags({OUTCOME: outcome})
             log.describe(outcome.capitalize(), [why, *reasons])

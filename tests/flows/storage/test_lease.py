@@ -56,8 +56,21 @@ def test_a_released_lease_can_be_taken(lease: Lease):
     lease.renew("RLHF/7")
     lease.release("RLHF/7")
     assert other(lease).take() is None
-    with pytest.raises(LeaseLostError, match="Retrain/2, since"):
-        lease.release("RLHF/7")
+
+
+@pytest.mark.parametrize("run", ["RLHF/8", "RLHF/7", None])
+def test_a_run_without_the_lease_releases_nothing(lease: Lease, run: str | None):
+    lease.take()
+    lease.renew("RLHF/7")
+    (lease if run == "RLHF/8" else other(lease)).release(run)
+    assert other(lease).take().run == "RLHF/7"
+
+
+def test_the_owner_releases_the_lease_of_a_run_that_it_started(lease: Lease):
+    lease.take()
+    lease.renew("RLHF/7")
+    lease.release()
+    assert other(lease).take() is None
 
 
 def test_the_owner_may_take_the_lease_again(lease: Lease):
