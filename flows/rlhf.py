@@ -46,6 +46,7 @@ from pipeline.settings.command_line import (
 )
 from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedError, StorageError
+from retraining import lease_of_run
 
 RECORDS = 9
 """Format version of the records passed between steps; increased when older records are
@@ -67,17 +68,26 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
         )
     started = time.perf_counter()
     settings, run = (getattr(earlier, name, None) for name in ("settings", "tracked"))
+    attempts = attempts_of(getattr(flow, step_name))
     try:
-        with explained_full_disk(), stages.tracked.watched(step_name, settings, run):
+        with (
+            explained_full_disk(),
+            lease_of_run.kept_lease(earlier.lease, settings, run_id()),
+            stages.tracked.watched(step_name, settings, run),
+        ):
             yield
     except PPOError as error:
         permanent = not isinstance(error, ProcessError | RunInterruptedError | StorageError)
-        retried = any(one.name == "retry" for one in getattr(flow, step_name).decorators)
-        if permanent and retried:
+        if permanent or current.retry_count + 1 == attempts:
+            settings = getattr(flow, "settings", settings)
+            lease_of_run.release_lease(earlier.lease, settings, run_id())
+        if permanent and attempts > 1:
             print(f"{RunStoppedError.headline}:\n{error}", file=sys.stderr, flush=True)
             sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
         raise RunStoppedError(str(error)) from error
     flow.seconds = {**getattr(flow, "seconds", {}), step_name: time.perf_counter() - started}
+    if step_name == "end":
+        lease_of_run.release_lease(flow.lease, flow.settings, run_id())
 
 
 class machines_of_settings(FlowMutator):  # noqa: N801
@@ -150,6 +160,9 @@ class RLHF(FlowSpec):
         is_flag=True,
         callback=check_instead_of_run,
         help="Check all inputs, print the sizes of the run, and end.",
+    )
+    lease = Parameter(
+        "lease", type=str, default="", help="Set by the flow Retrain: owner of the lease to use."
     )
     overrides = Parameter(
         "set",
@@ -263,7 +276,10 @@ class RLHF(FlowSpec):
                 "check is a flag of `python flows/rlhf.py run` on this machine. A scheduled run "
                 "would start all steps, so leave it out."
             )
-        given = self._given_settings()
+        # Kept from here on: a refusal of the inputs, too, releases the lease.
+        self.settings = given = self._given_settings()
+        if self.lease:
+            lease_of_run.lease_of(given, self.lease).renew(run_id())
         settings = stages.start.prepare_inputs(given)
         self.champion = stages.start.find_champion(settings)
         has_champion = self.champion is not None
@@ -417,6 +433,16 @@ class SeveralMachines:
         """Continue with the policy that the first machine trained."""
         self.trained = take_from_first(self, inputs)
         self.next(self.evaluate_win_rate)
+
+
+def run_id() -> str:
+    """Return the id FLOW/NUMBER of this run."""
+    return f"{current.flow_name}/{current.run_id}"
+
+
+def attempts_of(step: Any) -> int:
+    """Return how often Metaflow runs a step that fails, at most."""
+    return 1 + sum(int(one.attributes["times"]) for one in step.decorators if one.name == "retry")
 
 
 def machines_of_step() -> Any:

@@ -35,6 +35,9 @@ class NewInputs:
     lineage: dict[str, str]
     """Lineage tags of the run."""
 
+    compared: dict[str, str]
+    """The lineage tags of which a change makes a run new."""
+
     new: list[str]
     """Sentences that say what is new; empty if a run was already decided on equal inputs."""
 
@@ -69,7 +72,7 @@ def find_new_inputs(from_file: Mapping[str, Any], run: str) -> NewInputs:
     if champion and not changes:
         seen = f"{champion['flow_run']} made the champion, version {version}"
     new = [] if seen else [f"{name} changed" for name in changes] if champion else ["no champion"]
-    return NewInputs(settings=given, lineage=tags, new=new, seen=seen)
+    return NewInputs(settings=given, lineage=tags, compared=compared, new=new, seen=seen)
 
 
 def _is_compared(tag: str, given: Settings) -> bool:
