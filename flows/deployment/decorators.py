@@ -15,8 +15,9 @@ from metaflow import (
     trigger,
 )
 
-from deployment.deployment import Deployment
-from deployment.resources import StepResources
+from deployment.deployment import JUDGING_STEP, Deployment
+from deployment.resources import TAINT, StepResources
+from pipeline.judges.judge_names import JUDGED_ELSEWHERE
 
 GPU_LABEL = "nvidia.com/gpu.product"
 """Label by which NVIDIA's feature discovery names the type of a node's GPUs."""
@@ -65,13 +66,19 @@ def _add_to_step(step: Any, resources: StepResources, deployment: Deployment) ->
         if resources.secrets:
             sources = [{"type": "aws-secrets-manager", "id": name} for name in resources.secrets]
             step.add_decorator(secrets, deco_kwargs={"sources": sources})
-    if resources.environment:
-        step.add_decorator(environment, deco_kwargs={"vars": resources.environment})
+    if variables := {**resources.environment, **_judge_variable(resources, deployment)}:
+        step.add_decorator(environment, deco_kwargs={"vars": variables})
     if resources.timeout_minutes:
         step.add_decorator(timeout, deco_kwargs={"minutes": resources.timeout_minutes})
     if resources.retries is not None:
         times = {"times": resources.retries, "minutes_between_retries": 0}
         step.add_decorator(retry, deco_kwargs=times, duplicates=step.OVERRIDE)
+
+
+def _judge_variable(resources: StepResources, deployment: Deployment) -> dict[str, str]:
+    """Return the variable that tells a step that only the judging step has the judge's key."""
+    judging = deployment.resources_of(JUDGING_STEP)
+    return {JUDGED_ELSEWHERE: "1"} if {*judging.secrets} - {*resources.secrets} else {}
 
 
 def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
@@ -87,7 +94,7 @@ def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
         "secrets": resources.secrets,
         "service_account": resources.service_account,
         "shared_memory": _mebibytes(resources.shared_memory_gib),
-        "tolerations": resources.tolerations,
+        "tolerations": [_toleration(taint) for taint in resources.tolerations],
     }
     sizes = {"cpu": f"{resources.cpu:g}", "memory": _megabytes(resources.memory_gib)}
     return {**sizes, **{name: value for name, value in given.items() if value}}
@@ -104,6 +111,14 @@ def _batch_attributes(resources: StepResources) -> dict[str, Any]:
     }
     sizes = {"cpu": f"{resources.cpu:g}", "memory": _mebibytes(resources.memory_gib)}
     return {**sizes, **{name: value for name, value in given.items() if value}}
+
+
+def _toleration(taint: str) -> dict[str, str]:
+    """Return the toleration of a taint that `StepResources` accepted."""
+    match = TAINT.fullmatch(taint)
+    assert match
+    value = {"operator": "Exists"} if match["value"] is None else {"value": match["value"]}
+    return {"key": match["key"], "effect": match["effect"], **value}
 
 
 def _mebibytes(gib: float) -> int:

@@ -16,6 +16,10 @@ MAX_NAME_CHARACTERS = 45
 flow Retrain could not tell the name of the flow RLHF from its own."""
 
 
+JUDGING_STEP = "evaluate_win_rate"
+"""The step that asks the judge."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """When the flow Retrain starts by itself; without both, a person starts it."""

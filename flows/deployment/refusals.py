@@ -93,6 +93,10 @@ def _check_cron(deployment: Deployment) -> None:
             f"schedule.cron={cron!r} names a day of the month and a day of the week. EventBridge "
             "reads one of them: write ? for the other."
         )
+    if fields[5:] not in ([], ["*"]):
+        raise ConfigError(
+            f"schedule.cron={cron!r} names a year, after which nothing would start. Write * for it."
+        )
     try:
         ZoneInfo(timezone or "UTC")
     except (ZoneInfoNotFoundError, ValueError) as error:

@@ -1,11 +1,18 @@
 """What a step of a deployed flow gets: a machine, rights, secrets, limits, and its environment."""
 
+import re
 from dataclasses import dataclass, field
 
 from ppo_core.config.checks import require, require_finite
 
-TOLERATION_KEYS = ("effect", "key", "operator", "tolerationSeconds", "value")
-"""Names that Kubernetes knows in a toleration."""
+TAINT = re.compile(
+    r"(?P<key>[\w./-]+)(=(?P<value>[\w.-]*))?:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute)"
+)
+"""Form of a taint."""
+
+
+MAX_RETRIES = 4
+"""Number of retries that Metaflow allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +48,9 @@ class StepResources:
     node_selector: dict[str, str] = field(default_factory=dict)
     """Labels that a node must have. Argo only."""
 
-    tolerations: list[dict[str, str | int]] = field(default_factory=list)
-    """Taints of nodes that the step tolerates, as in Kubernetes. Argo only."""
+    tolerations: list[str] = field(default_factory=list)
+    """Taints of nodes that the step tolerates, written as for `kubectl taint`: KEY:EFFECT or
+    KEY=VALUE:EFFECT, such as nvidia.com/gpu:NoSchedule. Argo only."""
 
     efa: int = 0
     """Number of EFA network devices, for trainings on several machines. Argo only."""
@@ -64,7 +72,8 @@ class StepResources:
     """Time limit of an attempt in minutes; 0 for Metaflow's default of 5 days."""
 
     retries: int | None = None
-    """Number of attempts after the first one failed; without it, the number that the flow says."""
+    """Number of attempts after a failed one, at most 4; without it, the number that the flow has.
+    Each attempt of a training continues from its last checkpoint."""
 
     mounts: dict[str, str] = field(default_factory=dict)
     """Volume -> folder in the container: persistent volume claims on Argo, ids of EFS file systems
@@ -80,12 +89,11 @@ class StepResources:
             require(self, name, getattr(self, name) > 0, "above 0")
         for name in ("gpu", "efa", "disk_gib", "shared_memory_gib", "timeout_minutes"):
             require(self, name, getattr(self, name) >= 0, "at least 0")
-        require(self, "retries", self.retries >= -1, "at least 0, or -1 for the flow's own number")
-        require(
-            self, "gpu_type", bool(self.gpu or not self.gpu_type), "empty for a step with gpu=0"
-        )
-        unknown = sorted({key for each in self.tolerations for key in each} - {*TOLERATION_KEYS})
-        known = ", ".join(TOLERATION_KEYS)
-        require(self, "tolerations", not unknown, f"tables with the keys {known}")
-        folders = self.mounts.values()
-        require(self, "mounts", all(one.startswith("/") for one in folders), "absolute folders")
+        is_count = self.retries in (None, *range(MAX_RETRIES + 1))
+        require(self, "retries", is_count, f"0 to {MAX_RETRIES}")
+        has_type = bool(self.gpu or not self.gpu_type)
+        require(self, "gpu_type", has_type, "empty for a step without GPUs")
+        are_taints = all(TAINT.fullmatch(one) for one in self.tolerations)
+        require(self, "tolerations", are_taints, "taints, such as nvidia.com/gpu:NoSchedule")
+        are_folders = all(folder.startswith("/") for folder in self.mounts.values())
+        require(self, "mounts", are_folders, "volumes with absolute folders")
