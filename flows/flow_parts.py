@@ -52,7 +52,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 def parse_deployment(text: str) -> dict[str, Any]:
     """Return the tables of a deployment file, which Metaflow will store."""
     tables = _tables_of(text, "deployment")
-    _deployment_of(tables)
+    if tables:
+        _deployment_of(tables)
     return tables
 
 

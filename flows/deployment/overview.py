@@ -14,6 +14,9 @@ from deployment.resources import StepResources
 
 WIDTH = 118
 
+FACTS = ("name", "deployed", "settings", "code", "next start", "last run", "result")
+"""What `--status` says about a flow."""
+
 SHORT_DIGEST = 12
 """Characters of a digest or a commit that are shown."""
 
@@ -46,20 +49,23 @@ def render_status(found: Mapping[str, DeployedFlow | None], tags: Mapping[str, s
         found: flow -> what the scheduler has of it; None for nothing.
         tags: what `tags_of` returns now, to say what differs.
     """
-    table = Table(title="deployed", title_justify="left")
-    for column in ("flow", "deployed", "settings", "code", "next run", "last run", "result"):
-        table.add_column(column, overflow="fold")
-    for flow, one in found.items():
-        if one is None:
-            table.add_row(flow, "no", *[""] * 5)
-        else:
-            start = f"{next_run(one.cron, one.timezone):%Y-%m-%d %H:%M %Z}" if one.cron else "none"
-            settings = _same(one.tags, tags, SETTINGS)
-            cells = (one.deployed_at[:19], settings, _code(one.tags), start, one.last_run or "none")
-            table.add_row(one.name, *cells, one.result)
+    table = Table("", *found)
+    columns = [_facts(one, tags) for one in found.values()]
+    for row, name in enumerate(FACTS):
+        table.add_row(name, *("".join(facts[row : row + 1]) for facts in columns))
     older = any(one and one.tags.get(DEPLOYMENT) != tags[DEPLOYMENT] for one in found.values())
     note = "The deployment file has changed since: --create deploys it as it is now."
     return _render(table, [note] if older else [])
+
+
+def _facts(flow: DeployedFlow | None, tags: Mapping[str, str]) -> list[str]:
+    """Return what is known of a deployed flow, in the order of FACTS."""
+    if flow is None:
+        return ["not deployed"]
+    start = f"{next_run(flow.cron, flow.timezone):%Y-%m-%d %H:%M %Z}" if flow.cron else "none"
+    settings = _same(flow.tags, tags, SETTINGS)
+    known = [flow.name, flow.deployed_at[:19], settings, _code(flow.tags), start]
+    return [*known, flow.last_run or "none", flow.result]
 
 
 def _rows(deployment: Deployment, num_nodes: int) -> Iterator[tuple[str, StepResources]]:

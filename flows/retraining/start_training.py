@@ -55,9 +55,18 @@ def start_training(from_file: Mapping[str, Any], lease: str) -> str:
 
 
 def training_name(own: str) -> str:
-    """Return the name under which the flow RLHF is deployed beside the flow Retrain."""
-    return own.removesuffix("Retrain").removesuffix("retrain") + (
-        "RLHF" if own.endswith("Retrain") else "rlhf"
+    """Return the name under which the flow RLHF is deployed beside the flow Retrain.
+
+    Raises:
+        ProcessError: the name is not that of the flow Retrain in a project and branch.
+    """
+    for mine, other in (("Retrain", "RLHF"), ("retrain", "rlhf")):
+        if own.endswith(mine):
+            return own.removesuffix(mine) + other
+    raise ProcessError(
+        f"The flow Retrain is deployed as {own!r}, which does not tell the name of the flow RLHF: "
+        "Metaflow shortened it, or --name gave it. Choose a shorter project or branch in the "
+        "deployment file, and deploy both flows again."
     )
 
 

@@ -1,32 +1,32 @@
 """The flow compiled for Argo Workflows, its start in a pod, and its trigger."""
 
-import base64
 import json
 import os
 import pickle
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
-import yaml
-from hera.workflows.models import WorkflowTemplate
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from pipeline.settings.command_line import refuse_changed_values
 from ppo_core.errors import ConfigError
+from tests.helpers.argo_templates import (
+    as_argo_reads_it,
+    encoded,
+    filled,
+    jobsets,
+    validate_jobsets,
+    validate_pods,
+    without_nulls,
+)
 from tests.helpers.kubernetes_api import Cluster, kubernetes_api
 from tests.helpers.paths import ROOT
 from tests.helpers.scheduled_flow import deployment_variables, flow_command
 from tests.helpers.servers import s3
-
-KUBERNETES = "1.37"
-"""Version whose schemas the pods and jobs are compared with."""
 
 TEMPLATES = "/apis/argoproj.io/v1alpha1/namespaces/default/workflowtemplates"
 WORKFLOWS = "/apis/argoproj.io/v1alpha1/namespaces/default/workflows"
@@ -77,43 +77,6 @@ def template(
     return request.param, compiled(folder, variables, request.param)
 
 
-def without_nulls(value: Any) -> Any:
-    """The value as Kubernetes keeps it: a null is a key that is not there."""
-    if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
-def filled(text: str, parameters: Mapping[str, str]) -> str:
-    """The text with its placeholders filled in, as by Argo."""
-    # A task's id is made of it, and a task that is there keeps its parameters.
-    created = str(time.time_ns())
-
-    def value(match: re.Match[str]) -> str:
-        inner = match.group(1)
-        if name := re.fullmatch(r"=toBase64\(workflow\.parameters\['(.+)'\]\)", inner):
-            return encoded(parameters[name[1]])
-        if inner == "=asInt(inputs.parameters.workerCount)":
-            return "3"
-        known = {"workflow.name": "rlhf-1", "workflow.creationTimestamp": created}
-        return known.get(inner, "7")
-
-    return re.sub(r"\{\{(.+?)\}\}", value, text)
-
-
-def encoded(text: str) -> str:
-    return base64.b64encode(text.encode()).decode()
-
-
-def jobsets(template: Any) -> dict[str, Any]:
-    """The JobSet of each step that has one."""
-    return {
-        each["name"]: without_nulls(yaml.safe_load(filled(each["resource"]["manifest"], {})))
-        for each in template["spec"]["templates"]
-        if "resource" in each
-    }
-
-
 def test_each_step_is_a_pod_and_each_shared_step_a_jobset(template: tuple[int, Any]):
     nodes, compiled = template
     pods = [each["name"] for each in compiled["spec"]["templates"] if "container" in each]
@@ -126,41 +89,22 @@ def test_each_step_is_a_pod_and_each_shared_step_a_jobset(template: tuple[int, A
 
 
 def test_argo_knows_every_key(template: tuple[int, Any]):
-    known = WorkflowTemplate.model_validate(template[1])
-    dumped = known.model_dump_json(by_alias=True, exclude_none=True, exclude_unset=True)
-    assert json.loads(dumped) == template[1]
+    assert as_argo_reads_it(template[1]) == template[1]
 
 
 def test_a_misspelled_key_is_noticed(template: tuple[int, Any]):
     """The comparison above holds only if it loses keys that Argo does not know."""
     wrong = json.loads(json.dumps(template[1]))
     wrong["spec"]["templates"][-2]["serviceAcountName"] = "name"
-    known = WorkflowTemplate.model_validate(wrong)
-    assert "serviceAcountName" not in known.model_dump_json(by_alias=True, exclude_unset=True)
+    assert "serviceAcountName" not in json.dumps(as_argo_reads_it(wrong))
 
 
 def test_kubernetes_accepts_every_pod(template: tuple[int, Any]):
-    for each in template[1]["spec"]["templates"]:
-        if "container" not in each:
-            continue
-        keys = ("volumes", "nodeSelector", "tolerations", "serviceAccountName")
-        # Argo names the container.
-        spec = {"containers": [{"name": "main", **each["container"]}], "restartPolicy": "Never"}
-        spec |= {key: each[key] for key in keys if key in each}
-        metadata = {"name": each["name"], **each.get("metadata", {})}
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    validate_pods(template[1])
 
 
 def test_kubernetes_accepts_every_jobset_and_its_jobs(template: tuple[int, Any]):
-    for name, jobset in jobsets(template[1]).items():
-        known = JobsetV1alpha2JobSet.from_dict(jobset)
-        assert known is not None
-        assert without_nulls(known.to_dict()) == jobset
-        for job in jobset["spec"]["replicatedJobs"]:
-            whole = {"apiVersion": "batch/v1", "kind": "Job", **job["template"]}
-            whole["metadata"] = {"name": name, **whole["metadata"]}
-            kubernetes_validate.validate(whole, KUBERNETES, strict=True)
+    validate_jobsets(template[1])
 
 
 @pytest.fixture

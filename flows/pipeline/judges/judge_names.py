@@ -105,8 +105,8 @@ def read_access(base_url: str) -> ServerAccess:
     """Return the address and the key of the server that openai:MODEL asks; no call is made.
 
     The address is `base_url`, else the environment variable OPENAI_BASE_URL, else OpenAI's. The key
-    is the environment variable OPENAI_API_KEY, which is required only for OpenAI, and only of a step
-    that may ask the judge.
+    is the environment variable OPENAI_API_KEY, which is required only for OpenAI, and only in a
+    step that may ask the judge.
 
     Raises:
         ConfigError: the address is invalid, or the key is missing or cannot be sent.

@@ -1,0 +1,270 @@
+"""Both flows compiled for both schedulers: each step has what the deployment file gives it."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployment.deployment_file import STEPS
+from deployment.flow_commands import DeploymentFiles, compile_flow
+from ppo_core.errors import ConfigError
+from tests.helpers.argo_templates import (
+    as_argo_reads_it,
+    jobsets,
+    pods,
+    validate_jobsets,
+    validate_pods,
+    without_nulls,
+)
+from tests.helpers.canaries import CANARY, VARIABLES
+from tests.helpers.deployments import both_schedulers, write_deployment
+from tests.helpers.state_machine import StateMachines
+
+GIB = 2**30
+
+CHANGES = {
+    "argo": {
+        "project": "my_project",
+        "branch": "stage_1",
+        "steps": {
+            "train_policy": {"efa": 2, "mounts": {"shared": "/data"}, "environment": {"A": "b c"}},
+            "register": {"retries": 0},
+        },
+    },
+    "step-functions": {
+        "steps": {
+            "train_policy": {"mounts": {"fs-0123": "/data"}, "environment": {"A": "b c"}},
+            "register": {"retries": 0},
+        }
+    },
+}
+"""What the examples leave at its default."""
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StateMachines]:
+    """Both schedulers, and secrets in the environment of the commands."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with both_schedulers(folder) as (machines, _), pytest.MonkeyPatch.context() as environment:
+        for name in ("OPENAI_API_KEY", "HF_TOKEN", "DATABASE_URL", "SERVICE_PASSWORD"):
+            environment.setenv(name, VARIABLES[name])
+        yield machines
+
+
+def written(
+    folder: Path, scheduler: str, settings: dict[str, Any] | None = None
+) -> DeploymentFiles:
+    return write_deployment(folder, scheduler, CHANGES[scheduler], settings)
+
+
+def compiled(factory: pytest.TempPathFactory, scheduler: str, flow: str, nodes: int = 1) -> Any:
+    files = written(factory.mktemp(flow), scheduler, {"num_nodes": nodes})
+    return without_nulls(compile_flow(files, flow))
+
+
+@pytest.fixture(scope="module")
+def template(machines: StateMachines, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compiled(tmp_path_factory, "argo", "RLHF")
+
+
+@pytest.fixture(scope="module")
+def retrain_template(machines: StateMachines, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compiled(tmp_path_factory, "argo", "Retrain")
+
+
+@pytest.fixture(scope="module")
+def template_of_machines(machines: StateMachines, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compiled(tmp_path_factory, "argo", "RLHF", nodes=4)
+
+
+@pytest.fixture(scope="module")
+def states(machines: StateMachines, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compiled(tmp_path_factory, "step-functions", "RLHF")["States"]
+
+
+@pytest.fixture(scope="module")
+def retrain_states(machines: StateMachines, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compiled(tmp_path_factory, "step-functions", "Retrain")["States"]
+
+
+def pod_of(template: Any, step: str) -> Any:
+    (found,) = (one for one in pods(template) if one["name"] == step.replace("_", "-"))
+    return found
+
+
+def variables_of(container: Any) -> dict[str, str]:
+    return {one["name"]: one["value"] for one in container["env"] if "value" in one}
+
+
+def test_argo_and_kubernetes_know_every_key(
+    template: Any, retrain_template: Any, template_of_machines: Any
+):
+    for one in (template, retrain_template, template_of_machines):
+        assert as_argo_reads_it(one) == one
+        validate_pods(one)
+        validate_jobsets(one)
+
+
+def test_argo_gives_a_training_its_machine(template: Any):
+    pod = pod_of(template, "train_policy")
+    resources = pod["container"]["resources"]
+    assert resources["requests"]["cpu"] == "6"
+    assert int(resources["requests"]["memory"].removesuffix("M")) * 10**6 >= 24 * GIB
+    assert int(resources["requests"]["ephemeral-storage"].removesuffix("M")) * 10**6 >= 100 * GIB
+    assert resources["limits"] == {"nvidia.com/gpu": "1", "vpc.amazonaws.com/efa": "2"}
+    assert pod["nodeSelector"] == {
+        "nvidia.com/gpu.product": "NVIDIA-L4",
+        "karpenter.sh/capacity-type": "spot",
+    }
+    tolerated = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert pod["tolerations"] == [tolerated]
+    mounts = {one["name"]: one["mountPath"] for one in pod["container"]["volumeMounts"]}
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    (shared_memory,) = (name for name, folder in mounts.items() if folder == "/dev/shm")
+    assert volumes[shared_memory]["emptyDir"] == {"medium": "Memory", "sizeLimit": "4096Mi"}
+    (claim,) = (name for name, folder in mounts.items() if folder == "/data")
+    assert volumes[claim]["persistentVolumeClaim"] == {"claimName": "shared"}
+    assert pod["activeDeadlineSeconds"] == 1440 * 60
+    assert pod["retryStrategy"]["limit"] == 4
+    assert variables_of(pod["container"])["A"] == "b c"
+
+
+def test_argo_gives_each_step_its_rights_and_secrets(template: Any, retrain_template: Any):
+    accounts = {step: pod_of(template, step)["serviceAccountName"] for step in STEPS}
+    assert accounts == {
+        **dict.fromkeys(STEPS, "rlhf-train"),
+        "evaluate_win_rate": "rlhf-judge",
+        "register": "rlhf-register",
+        "end": "rlhf-register",
+    }
+    secrets = {
+        step: [one["secretRef"]["name"] for one in pod_of(template, step)["container"]["envFrom"]]
+        for step in STEPS
+    }
+    assert secrets == {
+        **{step: ["rlhf-mlflow"] for step in STEPS},
+        "evaluate_win_rate": ["rlhf-mlflow", "rlhf-judge"],
+        "register": ["rlhf-registry"],
+        "end": ["rlhf-registry"],
+    }
+    for step in ("start", "end"):
+        assert pod_of(retrain_template, step)["serviceAccountName"] == "rlhf-retrain"
+
+
+def test_only_steps_with_gpus_get_one(template: Any, retrain_template: Any):
+    with_gpu = {
+        pod["name"]
+        for one in (template, retrain_template)
+        for pod in pods(one)
+        if "nvidia.com/gpu" in json.dumps(pod)
+    }
+    assert with_gpu == {
+        "load-reward-model",
+        "validate-reward-model",
+        "train-policy",
+        "evaluate-win-rate",
+    }
+
+
+def test_only_the_judging_step_asks_the_judge(template: Any, states: Any):
+    for step in STEPS:
+        batch = states[step]["Parameters"]["ContainerOverrides"]["Environment"]
+        on_batch = {one["Name"] for one in batch}
+        on_argo = set(variables_of(pod_of(template, step)["container"]))
+        for names in (on_batch, on_argo):
+            assert ("RLHF_JUDGED_ELSEWHERE" in names) == (step != "evaluate_win_rate")
+
+
+def test_several_machines_get_what_their_step_gets(template_of_machines: Any):
+    jobset = jobsets(template_of_machines)["train-policy"]
+    for job in jobset["spec"]["replicatedJobs"]:
+        pod = job["template"]["spec"]["template"]["spec"]
+        limits = pod["containers"][0]["resources"]["limits"]
+        assert limits == {"nvidia.com/gpu": "1", "vpc.amazonaws.com/efa": "2"}
+        assert pod["serviceAccountName"] == "rlhf-train"
+        assert pod["nodeSelector"]["nvidia.com/gpu.product"] == "NVIDIA-L4"
+    join = pod_of(template_of_machines, "join_trained")
+    assert join["serviceAccountName"] == "rlhf-train"
+    assert "nvidia.com/gpu" not in json.dumps(join)
+
+
+def test_the_schedule_belongs_to_retrain_alone(template: Any, retrain_template: Any):
+    notes = retrain_template["metadata"]["annotations"]
+    assert json.loads(notes["metaflow/cron"]) == {"schedule": "0 3 * * MON", "tz": "Europe/Berlin"}
+    assert "metaflow/cron" not in template["metadata"]["annotations"]
+
+
+def test_both_flows_share_project_and_branch(template: Any, retrain_template: Any, states: Any):
+    assert template["metadata"]["name"] == "myproject.prod.stage1.rlhf"
+    assert retrain_template["metadata"]["name"] == "myproject.prod.stage1.retrain"
+    assert {one["metadata"]["namespace"] for one in (template, retrain_template)} == {"rlhf"}
+    variables = states["start"]["Parameters"]["ContainerOverrides"]["Environment"]
+    assert {"Name": "SFN_STATE_MACHINE", "Value": "rlhf.prod.RLHF"} in variables
+
+
+def job_of(machines: StateMachines, state: Any) -> Any:
+    """The definition of the job of a state."""
+    name = state["Parameters"]["JobDefinition"]
+    found = machines.client("batch").describe_job_definitions(jobDefinitions=[name])
+    return found["jobDefinitions"][0]["containerProperties"]
+
+
+def test_batch_gives_each_step_its_machine_and_role(
+    machines: StateMachines, states: Any, retrain_states: Any
+):
+    training = states["train_policy"]["Parameters"]
+    resources = training["ContainerOverrides"]["ResourceRequirements"]
+    assert {one["Type"]: one["Value"] for one in resources} == {
+        "VCPU": "6",
+        "MEMORY": str(24 * 1024),
+        "GPU": "1",
+    }
+    assert training["JobQueue"].endswith("rlhf-gpu-spot")
+    assert training["Timeout"] == {"AttemptDurationSeconds": 1440 * 60}
+    assert training["RetryStrategy"]["Attempts"] == 5
+    job = job_of(machines, states["train_policy"])
+    assert job["mountPoints"] == [{"sourceVolume": "efs_fs-0123", "containerPath": "/data"}]
+    roles = {step: job_of(machines, states[step])["jobRoleArn"].split("/")[1] for step in STEPS}
+    assert roles == {
+        **dict.fromkeys(STEPS, "rlhf-train"),
+        "evaluate_win_rate": "rlhf-judge",
+        "register": "rlhf-register",
+        "end": "rlhf-register",
+    }
+    for step in ("start", "end"):
+        assert job_of(machines, retrain_states[step])["jobRoleArn"].endswith("/rlhf-retrain")
+    without_gpu = states["register"]["Parameters"]["ContainerOverrides"]["ResourceRequirements"]
+    assert "GPU" not in {one["Type"] for one in without_gpu}
+    assert states["register"]["Parameters"]["RetryStrategy"]["Attempts"] == 1
+
+
+def test_a_secret_of_the_environment_is_nowhere(
+    machines: StateMachines, template: Any, retrain_template: Any, states: Any, retrain_states: Any
+):
+    for one in (template, retrain_template, states, retrain_states):
+        assert CANARY not in json.dumps(one)
+    store = machines.client("s3")
+    pages = store.get_paginator("list_objects_v2").paginate(Bucket="artifacts")
+    keys = [one["Key"] for page in pages for one in page["Contents"]]
+    assert len(keys) >= 4
+    for key in keys:
+        content = store.get_object(Bucket="artifacts", Key=key)["Body"].read()
+        assert CANARY.encode() not in unpacked(content), key
+
+
+@pytest.mark.parametrize("scheduler", ["argo", "step-functions"])
+def test_a_secret_that_metaflow_would_write_is_refused(
+    machines: StateMachines, scheduler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("METAFLOW_SERVICE_AUTH_KEY", f"{CANARY}0service0key")
+    with pytest.raises(ConfigError, match=r"in clear, in METAFLOW_SERVICE_HEADERS\.") as refused:
+        compile_flow(written(tmp_path, scheduler), "Retrain")
+    assert CANARY not in str(refused.value)
+
+
+def unpacked(content: bytes) -> bytes:
+    """A code package without its compression, or the content itself."""
+    return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
