@@ -30,7 +30,14 @@ from metaflow import (
 )
 from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY
 
-from flow_parts import RunStoppedError, more_files, parse_toml, run_command
+from flow_parts import (
+    RunStoppedError,
+    deployment_of_file,
+    more_files,
+    parse_deployment,
+    parse_toml,
+    run_command,
+)
 from pipeline import stages
 from pipeline.settings.command_line import (
     check_instead_of_run,
@@ -103,6 +110,7 @@ class machines_of_settings(FlowMutator):  # noqa: N801
                     setattr(mutable_flow._flow_cls, name, member)
 
 
+@deployment_of_file()
 @machines_of_settings()
 @more_files()
 class RLHF(FlowSpec):
@@ -114,6 +122,13 @@ class RLHF(FlowSpec):
         parser=parse_toml,
         plain=True,
         help="TOML file with settings; flows/presets has examples.",
+    )
+    file_deployment = Config(
+        "deployment",
+        default_value="",
+        parser=parse_deployment,
+        plain=True,
+        help="TOML file of a deployment, which flows/deploy.py gives.",
     )
     policy = Parameter("policy", type=str, help="Language model to improve: folder or hub id.")
     reward_model = Parameter(
