@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-
 COLLECTIONS = ("/workflowtemplates", "/cronworkflows", "/workflows", "/sensors")
 """Ends of the addresses of all objects of a kind."""
 

@@ -1,4 +1,4 @@
-"""`registry.py audit` prints the life of a model from what MLflow has recorded, and nothing else."""
+"""`registry.py audit` prints the life of a model from what MLflow has recorded."""
 
 from pathlib import Path
 
@@ -56,7 +56,9 @@ def test_every_run_is_printed_with_its_reason_and_origin(
         "The reward model likes length.",
     ):
         assert f"\n    {reason}\n" in said
-    assert said.count("    data/preferences 3fa9\n    git_commit c0ffee\n    settings_digest 77") == 5
+    assert (
+        said.count("    data/preferences 3fa9\n    git_commit c0ffee\n    settings_digest 77") == 5
+    )
     # The image is no input.
     assert "python" not in said
 
