@@ -46,7 +46,7 @@ from pipeline.settings.command_line import (
 )
 from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedError, StorageError
-from retraining import lease_of_run
+from retraining import alarms, lease_of_run
 
 RECORDS = 9
 """Format version of the records passed between steps; increased when older records are
@@ -268,6 +268,7 @@ class RLHF(FlowSpec):
             self.tracked,
             self.seconds,
         )
+        alarms.alarm_refused_policies(self._alarms().topic, self.settings, run_id())
 
     def _begin(self) -> None:
         self.records = RECORDS
@@ -296,6 +297,9 @@ class RLHF(FlowSpec):
         validation = self.tracked.workspace.at_hand(self.validation)
         current.card.extend(stages.cards.reward_model_card(validation))
         if self.validation.refused:
+            alarms.alarm_refused_reward_model(
+                self._alarms().topic, self.settings, run_id(), self.validation
+            )
             stages.cards.write_card_now(current.card)
             stages.validation.stop_run(self.validation, self.settings, self.tracked)
 
@@ -305,6 +309,12 @@ class RLHF(FlowSpec):
         return [
             name for name in graph.sorted_nodes if graph[name].type not in ("start", "join", "end")
         ]
+
+    def _alarms(self) -> Any:
+        """Return the alarms of the deployment; without a deployment there are none."""
+        from deployment.deployment_file import read_deployment
+
+        return read_deployment(self.file_deployment or {}).alarms
 
     def check_only(self) -> None:
         """Check the inputs as the first step does, and print the sizes; start no run."""

@@ -47,5 +47,5 @@ def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_ov
 def _ended(found: NewInputs, run: str, outcome: str, reason: str) -> str:
     """Print and record the outcome, and return it."""
     print(f"{outcome}: {reason}", flush=True)
-    record_retrain(found.settings.registered_model, run, outcome, [reason], found.lineage)
+    record_retrain(found.settings.registered_model, run, outcome, reason, found.lineage)
     return outcome

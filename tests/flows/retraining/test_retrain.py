@@ -13,7 +13,6 @@ from ppo_core.errors import ConfigError, ProcessError
 from retraining.new_inputs import NewInputs
 from retraining.retrain import retrain
 from retraining.start_training import training_name
-from tests.flows.retraining.conftest import Bucket
 from tests.flows.retraining.test_new_inputs import decide
 
 NAME = "rlhf-policy"
@@ -85,7 +84,7 @@ def test_a_training_that_fails_here_releases_the_lease(
     wrong = table | {"prompts": str(Path(settings.output_dir) / "nowhere.jsonl")}
     with pytest.raises(ProcessError, match="exit code 1; its messages are above"):
         retrain(found(settings), wrong, "Retrain/1", take_over=False)
-    assert "nowhere.jsonl" in capfd.readouterr().err
+    assert "nowhere.jsonl" in capfd.readouterr().out
     assert lease(settings, "Retrain/2").take() is None
 
 
