@@ -11,7 +11,7 @@ runs, models and data alone. infra/deployments has an example for each scheduler
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deployment.actions import (
@@ -20,24 +20,16 @@ from deployment.actions import (
     delete_deployment,
     show_deployment,
 )
-from deployment.flow_commands import read_deployment_file
+from deployment.flow_commands import DeploymentFiles, read_deployment_file
 from pipeline.settings.environment import prepare_environment
 from ppo_core.errors import PPOError
-
-ACTIONS = {
-    "check": (check_deployment, "Compile both flows and print what would be deployed."),
-    "create": (create_deployment, "Deploy both flows, or change what is deployed."),
-    "delete": (delete_deployment, "Delete both flows from the scheduler, and no data."),
-    "status": (show_deployment, "Print what is deployed, the next run, and the last result."),
-}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 0, or 1 after an error."""
     arguments = _parser().parse_args(argv)
-    act, _ = ACTIONS[arguments.action]
     try:
-        act(read_deployment_file(arguments.file))
+        arguments.act(read_deployment_file(arguments.file))
     except PPOError as error:
         print(f"deploy: {error}", file=sys.stderr)
         return 1
@@ -51,10 +43,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", metavar="DEPLOYMENT.toml", type=Path, help="the deployment file")
     actions = parser.add_mutually_exclusive_group(required=True)
-    for name, (_, does) in ACTIONS.items():
-        actions.add_argument(
-            f"--{name}", dest="action", action="store_const", const=name, help=does
-        )
+
+    def action(flag: str, act: Callable[[DeploymentFiles], None], does: str) -> None:
+        actions.add_argument(flag, dest="act", action="store_const", const=act, help=does)
+
+    action("--check", check_deployment, "compile both flows and print what would be deployed")
+    action("--create", create_deployment, "deploy both flows, or change what is deployed")
+    action("--status", show_deployment, "print what is deployed, the next start and the last run")
+    action("--delete", delete_deployment, "delete both flows from the scheduler, and no data")
     return parser
 
 

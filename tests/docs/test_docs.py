@@ -14,6 +14,7 @@ import torch
 
 import ppo_core
 import ppo_core.classic
+from deployment.deployment_file import read_deployment
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.champions import promote_by_hand
 from pipeline.registry.versions import register_version
@@ -44,6 +45,7 @@ TRUSTING = ROOT / "docs" / "trusting-a-result.md"
 PRODUCTION = ROOT / "docs" / "to-production.md"
 RECOVERY = ROOT / "docs" / "sharding-and-recovery.md"
 VLLM = ROOT / "docs/vllm.md"
+DEPLOYING = ROOT / "docs" / "deploying.md"
 EXAMPLES = ROOT / "docs" / "examples" / "README.md"
 PAGES = [
     README,
@@ -53,6 +55,7 @@ PAGES = [
     PRODUCTION,
     RECOVERY,
     VLLM,
+    DEPLOYING,
     EXAMPLES,
 ]
 
@@ -194,7 +197,8 @@ def test_the_flags_that_a_page_names_exist(page):
     flags = {field.name for kind in kinds for field in fields(kind)}
     flags |= {*PPO_ALIASES, *SUPERVISED_ALIASES}
     flow = re.findall(r'Parameter\(\s*"([\w-]+)"', (ROOT / "flows" / "rlhf.py").read_text())
-    scripts = (ROOT / "flows" / "registry.py", ROOT / "docs" / "champion_service.py")
+    commands = [ROOT / "flows" / name for name in ("registry.py", "deploy.py")]
+    scripts = (*commands, ROOT / "docs" / "champion_service.py")
     others = {flag for path in scripts for flag in re.findall(r'"--([\w-]+)"', path.read_text())}
     known = {name.replace("_", "-") for name in {*flags, *flow, *others, *OTHERS_FLAGS, "help"}}
     assert {flag for flag in named if flag.replace("_", "-") not in known} == set()
@@ -209,6 +213,11 @@ def test_the_settings_in_the_examples_exist(tmp_path, monkeypatch):
             kind = ppo_core.classic if "ppo_core.classic" in ast.unparse(tree) else ppo_core
             known = {field.name for field in fields(kind.PPOConfig)}
             assert keywords_of("PPOConfig", tree) <= known
+
+
+def test_the_published_deployment_is_one():
+    (block,) = blocks(DEPLOYING, "toml")
+    assert read_deployment(tomllib.loads(block)).scheduler == "argo"
 
 
 def test_the_limits_of_the_gates_are_printed_as_they_are():

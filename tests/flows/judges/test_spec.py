@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.judges.chat_judge import ChatJudge
 from pipeline.judges.ensemble import Ensemble
-from pipeline.judges.judge_names import check_judge_name
+from pipeline.judges.judge_names import JUDGED_ELSEWHERE, check_judge_name
 from pipeline.judges.reward_model_judge import verdict_by_score
 from pipeline.judges.spec import check_judge, make_judge
 from pipeline.judges.verdict import Judge, Verdict, swapped
@@ -58,6 +58,20 @@ def test_a_key_that_is_missing_is_named_before_anything_is_read(monkeypatch: pyt
     with pytest.raises(ConfigError, match=r"judge='openai:m': .* Set .*OPENAI_API_KEY"):
         check_judge_name("rule,openai:m", "", "")
     check_judge_name("openai:m", "", "http://127.0.0.1:1/v1")
+
+
+def test_a_deployed_step_without_the_key_neither_needs_it_nor_asks_the_judge(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with fault_server([say("A")]) as server:
+        monkeypatch.setenv(JUDGED_ELSEWHERE, "1")
+        check_judge_name("openai:m", "", "")
+        check("openai:m", base_url=server.url)
+        assert server.requests == []
+        monkeypatch.delenv(JUDGED_ELSEWHERE)
+        check("openai:m", base_url=server.url)
+        assert len(server.requests) == 1
 
 
 # --- Functions ---------------------------------------------------------------------

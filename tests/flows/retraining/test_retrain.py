@@ -105,3 +105,9 @@ def test_a_store_is_needed(settings: Settings, table: dict[str, Any]):
 )
 def test_the_training_flow_has_the_name_beside_that_of_retrain(own: str, name: str):
     assert training_name(own) == name
+
+
+@pytest.mark.parametrize("own", ["machine-7", "ours.prod.a-name-of-more-than-45-chara.ret-k3x9a"])
+def test_a_name_that_does_not_tell_that_of_the_training_flow_is_refused(own: str):
+    with pytest.raises(ProcessError, match="Choose a shorter project or branch"):
+        training_name(own)
