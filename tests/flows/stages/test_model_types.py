@@ -1,6 +1,7 @@
 """Models of a type that nobody vouched for are refused before their weights are read."""
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,8 @@ def test_an_encoder_may_score_and_may_not_write(tmp_path: Path):
 
 
 def test_the_setting_survives_the_file_of_a_run(tmp_path: Path):
-    assert 'model_types = [\n    "llama",\n]' in settings_text(given(tmp_path, model_types=["llama"]))
+    settings = given(tmp_path, model_types=["llama", "deberta-v2"])
+    assert make_settings(tomllib.loads(settings_text(settings)), {}) == settings
 
 
 def test_a_folder_with_pickled_weights_is_refused_by_the_flow(tmp_path: Path):
