@@ -18,12 +18,13 @@ GPU_PYTHON ?= $(BIN)/python
 TRL_WHEEL ?= trl==1.12.0
 
 LOCKS := infra/locks
-LOCK ?= $(LOCKS)/cpu.txt
+LOCK ?= $(LOCKS)/dev.txt
 LOCK_ARGS ?=
 # DeepSpeed is the only package without wheels.
 WHEELS := --only-binary :all: --no-binary deepspeed
-# uv does not read pip's settings, and finds the CPU build of torch in PIP_FIND_LINKS only if told to.
+# uv does not read pip's settings. Without a folder of wheels it takes torch from pytorch.org.
 TORCH_CPU := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
+IMAGE_EXTRAS := $(addprefix --extra ,deploy evaluation judge peft quantised vllm)
 COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate $(WHEELS) $(LOCK_ARGS) \
 	--python-platform x86_64-manylinux_2_28 --custom-compile-command "make lock"
 
@@ -97,15 +98,19 @@ install: | $(VENV)/bin/python ## Install exactly the packages of LOCK, in the pl
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $(VENV)/installed $(VENV)/installed-dev
 
+# The packages of the images are a part of the developer's, in the same versions.
 lock: $(VENV)/installed-dev ## Write the lock files; LOCK_ARGS=--upgrade takes newer releases.
-	$(COMPILE) $(TORCH_CPU) --all-extras --python-version 3.11 --output-file $(LOCKS)/cpu.txt \
-		pyproject.toml
-	sed -n 's/^\([^ #]*==[^ +]*\).*/\1/p' $(LOCKS)/cpu.txt > $(VENV)/pins.txt
-	$(COMPILE) --all-extras --python-version 3.12 --constraint $(VENV)/pins.txt \
+	$(COMPILE) $(TORCH_CPU) --all-extras --python-version 3.11 \
+		--output-file $(LOCKS)/dev.txt pyproject.toml
+	sed -n 's/^\([^ #]*==[^ +]*\).*/\1/p' $(LOCKS)/dev.txt > $(VENV)/pins.txt
+	$(COMPILE) $(TORCH_CPU) $(IMAGE_EXTRAS) --python-version 3.11 --constraint $(VENV)/pins.txt \
+		--output-file $(LOCKS)/cpu.txt pyproject.toml
+	$(COMPILE) $(IMAGE_EXTRAS) --python-version 3.12 --constraint $(VENV)/pins.txt \
 		--output-file $(LOCKS)/cuda.txt pyproject.toml
 	$(BIN)/python -c "import tomllib; \
 		print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" \
-		| $(COMPILE) --python-version 3.11 --constraint $(VENV)/pins.txt --output-file $(LOCKS)/build.txt -
+		| $(COMPILE) --python-version 3.11 --constraint $(VENV)/pins.txt \
+		--output-file $(LOCKS)/build.txt -
 
 audit: $(VENV)/installed-dev ## Look for known vulnerabilities of the locked packages.
 	$(BIN)/python $(LOCKS)/audit.py

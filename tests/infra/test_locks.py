@@ -3,6 +3,7 @@
 import re
 import tomllib
 from functools import cache
+from itertools import chain
 
 import pytest
 from packaging.requirements import Requirement
@@ -14,8 +15,8 @@ from tests.helpers.paths import ROOT
 LOCKS = ROOT / "infra" / "locks"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-PYTHONS = {"cpu": "3.11", "cuda": "3.12", "build": "3.11"}
-"""Python of the image that each lock file is for."""
+PYTHONS = {"dev": "3.11", "cpu": "3.11", "cuda": "3.12", "build": "3.11"}
+"""Lock file -> the Python that it is for; cpu and cuda are those of the images."""
 
 CUDA_ALONE = ("nvidia-", "cuda-", "triton")
 """Beginnings of the names of packages that the CUDA build of torch needs."""
@@ -32,11 +33,12 @@ def locked(name: str) -> dict[str, Version]:
     return {found[1]: Version(found[2]) for found in ENTRY.finditer(entries)}
 
 
-def requirements() -> list[Requirement]:
-    """All requirements of the project, of its extras too."""
-    texts = list(PROJECT["project"]["dependencies"])
-    for extra in PROJECT["project"]["optional-dependencies"].values():
-        texts += extra
+def requirements(name: str) -> list[Requirement]:
+    """The requirements of the project and of its extras; the images do without the extra dev."""
+    extras = dict(PROJECT["project"]["optional-dependencies"])
+    if name != "dev":
+        del extras["dev"]
+    texts = [*PROJECT["project"]["dependencies"], *chain(*extras.values())]
     return [Requirement(text) for text in texts]
 
 
@@ -53,10 +55,10 @@ def missing(name: str, required: list[Requirement]) -> list[str]:
     return [str(one) for one in needed if not is_met(one)]
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["dev", "cpu", "cuda"])
 def test_a_lock_meets_every_requirement_and_extra(name: str):
-    assert len(requirements()) > 40
-    assert not missing(name, requirements()), "Run `make lock`."
+    assert len(requirements(name)) > 30
+    assert not missing(name, requirements(name)), "Run `make lock`."
 
 
 def test_a_requirement_outside_of_the_lock_is_noticed():
@@ -64,24 +66,28 @@ def test_a_requirement_outside_of_the_lock_is_noticed():
     assert missing("cpu", required) == ["torch>=2.14", "no-such-package"]
 
 
-def test_the_build_has_what_the_build_backend_needs():
-    required = [Requirement(text) for text in PROJECT["build-system"]["requires"]]
-    assert not missing("build", required)
-    assert locked("build").items() <= locked("cpu").items()
-    assert locked("build").items() <= locked("cuda").items()
-
-
-def test_both_locks_agree_on_everything_but_the_build_of_torch():
-    cpu, cuda = dict(locked("cpu")), dict(locked("cuda"))
-    builds = cpu.pop("torch"), cuda.pop("torch")
-    assert (builds[0].public, builds[0].local) == (str(builds[1]), "cpu")
+def test_a_package_has_one_version_in_all_locks():
+    dev, cpu, cuda, build = map(locked, PYTHONS)
+    assert cpu.items() <= dev.items()
+    assert build.items() <= cpu.items() & cuda.items()
     shared = {name: one for name, one in cuda.items() if not name.startswith(CUDA_ALONE)}
-    assert cpu == shared
+    assert cpu | {"torch": cuda["torch"]} == shared
+    assert (cpu["torch"].public, cpu["torch"].local) == (str(cuda["torch"]), "cpu")
     assert len(cuda) > len(shared)
 
 
-def test_the_locks_are_those_of_the_images():
+def test_the_images_do_without_the_tools_of_the_developer():
+    for name in ("cpu", "cuda"):
+        assert not {"pytest", "moto", "ruff", "uv"} & locked(name).keys()
+
+
+def test_the_build_has_what_the_build_backend_needs():
+    required = [Requirement(text) for text in PROJECT["build-system"]["requires"]]
+    assert not missing("build", required)
+
+
+def test_an_image_installs_the_lock_of_its_python():
     for name in ("cpu", "cuda"):
         text = (ROOT / "infra" / f"Dockerfile.{name}").read_text()
-        assert f"make install LOCK=infra/locks/{name}.txt" in text
+        assert f"LOCK=infra/locks/{name}.txt" in text
         assert re.search(rf"python(:|3=){re.escape(PYTHONS[name])}[-.]", text)
