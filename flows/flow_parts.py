@@ -2,10 +2,10 @@
 
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metaflow import FlowMutator, FlowSpec, Parameter
 from metaflow.exception import MetaflowException
@@ -20,7 +20,10 @@ from pipeline.settings.command_line import (
 from pipeline.settings.environment import prepare_environment
 from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
 from ppo_core.config.checks import refuse_secrets
-from ppo_core.errors import ConfigError, PPOError
+from ppo_core.errors import PPOError
+
+if TYPE_CHECKING:
+    from deployment.deployment import Deployment
 
 
 class RunStoppedError(MetaflowException):
@@ -40,15 +43,33 @@ def explained_errors() -> Iterator[None]:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the tables of a settings file, which Metaflow will store."""
-    try:
-        tables = tomllib.loads(text.removeprefix("\ufeff"))
+    with explained_errors():
+        tables = _tables_of(text, "settings")
         refuse_secrets(tables)
-    except ConfigError as error:
-        raise RunStoppedError(str(error)) from error
+    return tables
+
+
+def parse_deployment(text: str) -> dict[str, Any]:
+    """Return the tables of a deployment file, which Metaflow will store."""
+    tables = _tables_of(text, "deployment")
+    _deployment_of(tables)
+    return tables
+
+
+def _tables_of(text: str, what: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text.removeprefix("\ufeff"))
     # ValueError: an error of syntax, or an integer of thousands of digits.
     except (ValueError, RecursionError) as error:
-        raise RunStoppedError(f"The settings file is not valid TOML: {error}.") from error
-    return tables
+        raise RunStoppedError(f"The {what} file is not valid TOML: {error}.") from error
+
+
+def _deployment_of(tables: Mapping[str, Any]) -> "Deployment":
+    # Imported here: a run without a deployment does without it.
+    from deployment.deployment_file import read_deployment
+
+    with explained_errors():
+        return read_deployment(tables)
 
 
 class more_files(FlowMutator):  # noqa: N801
@@ -65,6 +86,25 @@ class more_files(FlowMutator):  # noqa: N801
             yield str(path), str(path.relative_to(core.parent)), ContentType.CODE_CONTENT
         for path in sorted(here.glob("presets/*.toml")):
             yield str(path), str(path.relative_to(here)), ContentType.USER_CONTENT
+
+
+class deployment_of_file(FlowMutator):  # noqa: N801
+    """Give the flow and its steps what the deployment file says, if there is one.
+
+    It comes after a mutator that replaces steps, so it is written above that one.
+    """
+
+    def init(self, *, is_scheduled: bool = False) -> None:
+        """Take whether this is the flow that the schedule of the file starts."""
+        self.is_scheduled = is_scheduled
+
+    def pre_mutate(self, mutable_flow: Any) -> None:
+        """Add the decorators before Metaflow reads the graph."""
+        if tables := dict(mutable_flow.configs)["deployment"]:
+            from deployment.decorators import add_decorators
+
+            deployment = _deployment_of(tables)
+            add_decorators(mutable_flow, deployment, is_scheduled=self.is_scheduled)
 
 
 def run_command(flow: type[FlowSpec]) -> None:

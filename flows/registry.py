@@ -2,10 +2,11 @@
 
     python flows/registry.py show NAME
     python flows/registry.py history NAME
+    python flows/registry.py audit NAME
     python flows/registry.py rollback NAME [--reason TEXT]
     python flows/registry.py promote NAME VERSION --reason TEXT
 
-`show` and `history` change nothing. MLFLOW_TRACKING_URI names the registry.
+`show`, `history` and `audit` change nothing. MLFLOW_TRACKING_URI names the registry.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import getpass
 import os
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from pipeline.settings.environment import prepare_environment
 from ppo_core.config.checks import refuse_secrets
@@ -67,6 +69,29 @@ def history(name: str) -> None:
         print(f"Nothing was decided about {name} yet.")
 
 
+def audit(name: str) -> None:
+    """Print what each run for the registered model found, did, and was made from, oldest first."""
+    from pipeline.inputs.lineage import FLOW_RUN, is_origin
+    from pipeline.registry.aliases import read_version
+    from pipeline.tracking.decided_runs import outcome_of, reason_of_outcome, runs_of_model
+
+    runs = runs_of_model(name)
+    for run in runs:
+        tags = run.data.tags
+        reasons = reason_of_outcome(run)
+        if version := tags.get("version"):
+            reasons = read_version(name, int(version)).tags.get("promotion_reasons", reasons)
+        started = datetime.fromtimestamp(run.info.start_time / 1000, UTC)
+        _print_block(
+            f"{tags[FLOW_RUN]}: {outcome_of(run)}",
+            started.isoformat(timespec="seconds"),
+            *reasons.splitlines(),
+            *(f"{tag} {tags[tag]}" for tag in sorted(tags) if is_origin(tag)),
+        )
+    if not runs:
+        print(f"No run for {name} is recorded.")
+
+
 def _run(arguments: argparse.Namespace) -> None:
     # Imported here: MLflow reads the prepared environment when it is imported.
     from pipeline.registry.aliases import require_registered
@@ -81,11 +106,15 @@ def _run(arguments: argparse.Namespace) -> None:
     check_model_name(name)
     check_databases(must_exist=True)
     check_registry(name)
-    require_registered(name)
+    # A model whose first runs were refused has an audit trail, but no version yet.
+    if arguments.command != "audit":
+        require_registered(name)
     if arguments.command == "show":
         show(name)
     elif arguments.command == "history":
         history(name)
+    elif arguments.command == "audit":
+        audit(name)
     elif arguments.command == "rollback":
         decision = roll_back(name, reason=arguments.reason, by=_person())
         print(
@@ -111,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command("show", "Print the champion, the previous champion and the challenger.")
     command("history", "Print every decision with its author and reasons.")
+    command("audit", "Print every run: what it found, what it decided, and what it was made from.")
     rollback = command("rollback", "Make the previous champion the champion again.")
     rollback.add_argument("--reason", default="No reason was given.", help="text for the history")
     promote = command("promote", "Make a version the champion, even if the flow refused it.")

@@ -8,15 +8,30 @@ only if there is work. `python flows/deploy.py` deploys both.
 
 from metaflow import Config, FlowSpec, Parameter, current, step
 
-from flow_parts import explained_errors, more_files, parse_toml, run_command
+from flow_parts import (
+    deployment_of_file,
+    explained_errors,
+    more_files,
+    parse_deployment,
+    parse_toml,
+    run_command,
+)
 
 
+@deployment_of_file(is_scheduled=True)
 @more_files()
 class Retrain(FlowSpec):
     """Start the flow RLHF if its inputs changed and no other run trains."""
 
     file_settings = Config(
         "settings", default_value="", parser=parse_toml, plain=True, help="TOML file with settings."
+    )
+    file_deployment = Config(
+        "deployment",
+        default_value="",
+        parser=parse_deployment,
+        plain=True,
+        help="TOML file of a deployment, which flows/deploy.py gives.",
     )
     take_over = Parameter(
         "take-over",

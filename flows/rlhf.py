@@ -30,7 +30,14 @@ from metaflow import (
 )
 from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY
 
-from flow_parts import RunStoppedError, more_files, parse_toml, run_command
+from flow_parts import (
+    RunStoppedError,
+    deployment_of_file,
+    more_files,
+    parse_deployment,
+    parse_toml,
+    run_command,
+)
 from pipeline import stages
 from pipeline.settings.command_line import (
     check_instead_of_run,
@@ -39,6 +46,7 @@ from pipeline.settings.command_line import (
 )
 from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedError, StorageError
+from retraining import alarms, lease_of_run
 
 RECORDS = 9
 """Format version of the records passed between steps; increased when older records are
@@ -60,17 +68,26 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
         )
     started = time.perf_counter()
     settings, run = (getattr(earlier, name, None) for name in ("settings", "tracked"))
+    attempts = attempts_of(getattr(flow, step_name))
     try:
-        with explained_full_disk(), stages.tracked.watched(step_name, settings, run):
+        with (
+            explained_full_disk(),
+            lease_of_run.kept_lease(earlier.lease, settings, run_id()),
+            stages.tracked.watched(step_name, settings, run),
+        ):
             yield
     except PPOError as error:
         permanent = not isinstance(error, ProcessError | RunInterruptedError | StorageError)
-        retried = any(one.name == "retry" for one in getattr(flow, step_name).decorators)
-        if permanent and retried:
+        if permanent or current.retry_count + 1 == attempts:
+            settings = getattr(flow, "settings", settings)
+            lease_of_run.release_lease(earlier.lease, settings, run_id())
+        if permanent and attempts > 1:
             print(f"{RunStoppedError.headline}:\n{error}", file=sys.stderr, flush=True)
             sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
         raise RunStoppedError(str(error)) from error
     flow.seconds = {**getattr(flow, "seconds", {}), step_name: time.perf_counter() - started}
+    if step_name == "end":
+        lease_of_run.release_lease(flow.lease, flow.settings, run_id())
 
 
 class machines_of_settings(FlowMutator):  # noqa: N801
@@ -93,6 +110,7 @@ class machines_of_settings(FlowMutator):  # noqa: N801
                     setattr(mutable_flow._flow_cls, name, member)
 
 
+@deployment_of_file()
 @machines_of_settings()
 @more_files()
 class RLHF(FlowSpec):
@@ -104,6 +122,13 @@ class RLHF(FlowSpec):
         parser=parse_toml,
         plain=True,
         help="TOML file with settings; flows/presets has examples.",
+    )
+    file_deployment = Config(
+        "deployment",
+        default_value="",
+        parser=parse_deployment,
+        plain=True,
+        help="TOML file of a deployment, which flows/deploy.py gives.",
     )
     policy = Parameter("policy", type=str, help="Language model to improve: folder or hub id.")
     reward_model = Parameter(
@@ -135,6 +160,9 @@ class RLHF(FlowSpec):
         is_flag=True,
         callback=check_instead_of_run,
         help="Check all inputs, print the sizes of the run, and end.",
+    )
+    lease = Parameter(
+        "lease", type=str, default="", help="Set by the flow Retrain: owner of the lease to use."
     )
     overrides = Parameter(
         "set",
@@ -240,6 +268,7 @@ class RLHF(FlowSpec):
             self.tracked,
             self.seconds,
         )
+        alarms.alarm_refused_policies(self._alarms().topic, self.settings, run_id())
 
     def _begin(self) -> None:
         self.records = RECORDS
@@ -248,7 +277,10 @@ class RLHF(FlowSpec):
                 "check is a flag of `python flows/rlhf.py run` on this machine. A scheduled run "
                 "would start all steps, so leave it out."
             )
-        given = self._given_settings()
+        # Kept from here on: a refusal of the inputs, too, releases the lease.
+        self.settings = given = self._given_settings()
+        if self.lease:
+            lease_of_run.lease_of(given, self.lease).renew(run_id())
         settings = stages.start.prepare_inputs(given)
         self.champion = stages.start.find_champion(settings)
         has_champion = self.champion is not None
@@ -265,6 +297,9 @@ class RLHF(FlowSpec):
         validation = self.tracked.workspace.at_hand(self.validation)
         current.card.extend(stages.cards.reward_model_card(validation))
         if self.validation.refused:
+            alarms.alarm_refused_reward_model(
+                self._alarms().topic, self.settings, run_id(), self.validation
+            )
             stages.cards.write_card_now(current.card)
             stages.validation.stop_run(self.validation, self.settings, self.tracked)
 
@@ -274,6 +309,12 @@ class RLHF(FlowSpec):
         return [
             name for name in graph.sorted_nodes if graph[name].type not in ("start", "join", "end")
         ]
+
+    def _alarms(self) -> Any:
+        """Return the alarms of the deployment; without a deployment there are none."""
+        from deployment.deployment_file import read_deployment
+
+        return read_deployment(self.file_deployment or {}).alarms
 
     def check_only(self) -> None:
         """Check the inputs as the first step does, and print the sizes; start no run."""
@@ -402,6 +443,16 @@ class SeveralMachines:
         """Continue with the policy that the first machine trained."""
         self.trained = take_from_first(self, inputs)
         self.next(self.evaluate_win_rate)
+
+
+def run_id() -> str:
+    """Return the id FLOW/NUMBER of this run."""
+    return f"{current.flow_name}/{current.run_id}"
+
+
+def attempts_of(step: Any) -> int:
+    """Return how often Metaflow runs a step that fails, at most."""
+    return 1 + sum(int(one.attributes["times"]) for one in step.decorators if one.name == "retry")
 
 
 def machines_of_step() -> Any:

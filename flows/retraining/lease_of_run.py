@@ -19,7 +19,7 @@ RENEWAL_SECONDS = 600.0
 
 
 @contextmanager
-def kept_lease(owner: str, settings: Settings, run: str) -> Iterator[None]:
+def kept_lease(owner: str, settings: Settings | None, run: str) -> Iterator[None]:
     """Renew the lease now, and every RENEWAL_SECONDS while a step lasts.
 
     If the lease was taken over meanwhile, this process gets SIGTERM, by which a training ends with
@@ -27,14 +27,14 @@ def kept_lease(owner: str, settings: Settings, run: str) -> Iterator[None]:
 
     Args:
         owner: owner of the lease; empty for a run that needs none.
-        settings: settings of the run.
+        settings: settings of the run; None before the first step has read them.
         run: id of the run.
 
     Raises:
         ConfigError: the lease is lost, or the run has no store.
         StorageError: S3 does not answer.
     """
-    if not owner:
+    if not owner or settings is None:
         yield
         return
     from pipeline.storage.lease import LeaseLostError
@@ -83,12 +83,12 @@ def lease_of(settings: Settings, owner: str) -> "Lease":
     return Lease(store, settings.registered_model, owner)
 
 
-def release_lease(owner: str, settings: Settings, run: str) -> None:
+def release_lease(owner: str, settings: Settings | None, run: str) -> None:
     """Release the lease at the end of a run; print why if that is impossible.
 
     The result of the run stays as it is: a lease that nobody releases ends at its limit.
     """
-    if not owner:
+    if not owner or settings is None:
         return
     try:
         lease_of(settings, owner).release(run)

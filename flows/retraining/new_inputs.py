@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.inputs.lineage import is_origin
 from pipeline.registry.aliases import CHAMPION, read_aliases, read_version
 from pipeline.settings.settings import Settings
 from pipeline.stages.given_settings import read_settings
@@ -11,9 +12,6 @@ from pipeline.stages.start import find_inputs, trace_run
 from pipeline.storage.workspace import REGISTRY
 from pipeline.tracking.decided_runs import find_decided_run
 from pipeline.tracking.mlflow_client import check_databases, check_registry
-
-NOT_COMPARED = {"flow_run", "packages_digest", "python"}
-"""Lineage tags that do not make a run new: its id, and the image that it runs in."""
 
 MEANINGS = {
     "git_changes": "code",
@@ -34,6 +32,9 @@ class NewInputs:
 
     lineage: dict[str, str]
     """Lineage tags of the run."""
+
+    compared: dict[str, str]
+    """The lineage tags of which a change makes a run new."""
 
     new: list[str]
     """Sentences that say what is new; empty if a run was already decided on equal inputs."""
@@ -69,7 +70,7 @@ def find_new_inputs(from_file: Mapping[str, Any], run: str) -> NewInputs:
     if champion and not changes:
         seen = f"{champion['flow_run']} made the champion, version {version}"
     new = [] if seen else [f"{name} changed" for name in changes] if champion else ["no champion"]
-    return NewInputs(settings=given, lineage=tags, new=new, seen=seen)
+    return NewInputs(settings=given, lineage=tags, compared=compared, new=new, seen=seen)
 
 
 def _is_compared(tag: str, given: Settings) -> bool:
@@ -79,7 +80,7 @@ def _is_compared(tag: str, given: Settings) -> bool:
     nobody brought anything new.
     """
     is_own = given.policy.startswith(tuple(f"{REGISTRY}{given.registered_model}{x}" for x in "@/"))
-    return tag not in NOT_COMPARED and not (tag == "model/base" and is_own)
+    return is_origin(tag) and not (tag == "model/base" and is_own)
 
 
 def _changes(lineage: Mapping[str, str], champion: Mapping[str, str]) -> list[str]:

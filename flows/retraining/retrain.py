@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.tracking.decided_runs import record_retrain
+from pipeline.tracking.decided_runs import find_decided_run, record_retrain
 from ppo_core.errors import ProcessError
 from retraining.lease_of_run import lease_of
 from retraining.new_inputs import NewInputs
@@ -30,8 +30,11 @@ def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_ov
         return _ended(found, run, "nothing new", f"{found.seen} from equal inputs.")
     if (holder := lease.take(take_over=take_over)) is not None:
         return _ended(found, run, "busy", f"The lease belongs to {holder}. Nothing was started.")
-    news = f"New since the champion: {', '.join(found.new)}."
-    _ended(found, run, "training", news)
+    # A run may have decided and released the lease after this run looked for new inputs.
+    if decided := find_decided_run(found.compared):
+        lease.release()
+        return _ended(found, run, "nothing new", f"{decided} from equal inputs.")
+    _ended(found, run, "training", f"New: {', '.join(found.new)}.")
     try:
         started = start_training(from_file, run)
     except ProcessError:
@@ -44,5 +47,5 @@ def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_ov
 def _ended(found: NewInputs, run: str, outcome: str, reason: str) -> str:
     """Print and record the outcome, and return it."""
     print(f"{outcome}: {reason}", flush=True)
-    record_retrain(found.settings.registered_model, run, outcome, [reason], found.lineage)
+    record_retrain(found.settings.registered_model, run, outcome, reason, found.lineage)
     return outcome

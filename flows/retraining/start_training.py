@@ -1,6 +1,5 @@
 """Start the flow RLHF where the flow Retrain runs: on its scheduler, or on this machine."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from metaflow.exception import MetaflowException
 
 from ppo_core.errors import ProcessError, reason_of
@@ -63,7 +63,7 @@ def training_name(own: str) -> str:
 
 def _run_here(from_file: Mapping[str, Any], lease: str) -> str:
     flow = Path(__file__).parents[1] / "rlhf.py"
-    words = ["--config-value", "settings", json.dumps(from_file), "run", "--lease", lease]
+    words = ["--config-value", "settings", tomli_w.dumps(from_file), "run", "--lease", lease]
     ended = subprocess.run([sys.executable, str(flow), *words], check=False)
     if ended.returncode:
         raise ProcessError(

@@ -14,6 +14,14 @@ NO_SECRETS = ("stop_token", "truncate_token", "eos_token", "pad_token")
 """Settings with the name of a secret whose values are none."""
 
 
+SECRETS_OF_A_RUN = (
+    "set it as an environment variable: HF_TOKEN for models and data of the hub, OPENAI_API_KEY "
+    "for the judge, VLLM_API_KEY for vLLM, MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD "
+    "for MLflow"
+)
+"""Where the secrets of a run belong, for the message of `refuse_secrets`."""
+
+
 def require(config: object, name: str, holds: bool, what: str) -> None:
     """Raise unless the setting's value passed its check.
 
@@ -106,7 +114,12 @@ def is_finite(value: float) -> bool:
     return math.isfinite(value) if isinstance(value, float) else abs(value) < 2**63
 
 
-def refuse_secrets(values: Mapping[str, object], *, allowed: Collection[str] = ()) -> None:
+def refuse_secrets(
+    values: Mapping[str, object],
+    *,
+    allowed: Collection[str] = (),
+    instead: str = SECRETS_OF_A_RUN,
+) -> None:
     """Raise if a value, also in nested tables and lists, holds a password, key or token.
 
     A value also counts as secret if its name says so, for example api_key. Settings are stored with
@@ -115,6 +128,7 @@ def refuse_secrets(values: Mapping[str, object], *, allowed: Collection[str] = (
     Args:
         values: values by the names under which the user gave them.
         allowed: names whose values may hold a secret.
+        instead: what to do with a secret that is removed, for the message.
 
     Raises:
         ConfigError: a value holds a secret; the message names it without showing the secret.
@@ -125,17 +139,15 @@ def refuse_secrets(values: Mapping[str, object], *, allowed: Collection[str] = (
         if describe_secret(name):
             raise ConfigError("The name of a setting holds a secret. Rename or remove the setting.")
         if isinstance(value, Mapping):
-            refuse_secrets({f"{name}.{key}": inner for key, inner in value.items()})
+            table = {f"{name}.{key}": inner for key, inner in value.items()}
+            refuse_secrets(table, instead=instead)
         elif isinstance(value, (list, tuple)):
             for inner in value:
-                refuse_secrets({name: inner})
+                refuse_secrets({name: inner}, instead=instead)
         elif isinstance(value, str) and (found := _secret_in(name, value)):
             raise ConfigError(
                 f"{name} holds {found}, which is not shown here. It would be stored with the run "
-                f"and its models. Remove it from {name}, and set it as an environment variable: "
-                "HF_TOKEN for models and data of the hub, OPENAI_API_KEY for the judge, "
-                "VLLM_API_KEY for vLLM, MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD "
-                "for MLflow."
+                f"and its models. Remove it from {name}, and {instead}."
             )
 
 

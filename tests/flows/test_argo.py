@@ -189,6 +189,7 @@ def test_what_is_deployed_is_what_is_printed(
         assert ended.returncode == 0, (attempt, ended.stderr[-3000:])
     stored = without_nulls(cluster.objects[f"{TEMPLATES}/rlhf"])
     assert stored["metadata"].pop("resourceVersion") == "2"
+    assert stored["metadata"].pop("creationTimestamp")
     printed = compiled(tmp_path, variables, nodes)
     assert comparable(stored) == comparable(printed)
 

@@ -4,15 +4,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlflow
 import pytest
 
+from tests.helpers.champion_follower import champion_follower
 from tests.helpers.paths import ROOT
 from tests.helpers.servers import mlflow_server, s3
 
@@ -20,26 +19,7 @@ NAME = "summarizer"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-CONSUMER = """
-import json, sys, time
-from flows.champion import champion_version, load_champion
-
-prompt = "title : first post here . i lost the ring . i felt sad . tl;dr :"
-now = None
-while True:
-    try:
-        version = champion_version("summarizer")
-        if version != now:
-            champion = load_champion("summarizer")
-            inputs = champion.tokenizer(prompt, return_tensors="pt")
-            answer = champion.model.generate(**inputs, do_sample=False)
-            now = champion.version
-            seen = {"version": str(now), "answer": champion.tokenizer.decode(answer[0])}
-            print(json.dumps(seen), flush=True)
-    except Exception as error:
-        print(json.dumps({"error": repr(error)}), flush=True)
-    time.sleep(0.5)
-"""
+PROMPT = "title : first post here . i lost the ring . i felt sad . tl;dr :"
 
 
 @dataclass(frozen=True)
@@ -87,19 +67,12 @@ def weeks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weeks]:
             return json.loads(written.read_text())
 
         summaries = [week(1)]
-        log = (folder / "consumer.jsonl").open("w")
-        consumer = subprocess.Popen(
-            [sys.executable, "-c", CONSUMER], cwd=folder, env=environment, stdout=log
-        )
-        try:
-            wait_for(folder / "consumer.jsonl", "1")
+        with champion_follower(NAME, PROMPT, folder, environment) as follower:
+            follower.wait_for("1")
             summaries += [week(2), week(3)]
-            wait_for(folder / "consumer.jsonl", "3")
+            follower.wait_for("3")
             rollback = command(str(ROOT / "flows/registry.py"), "rollback", NAME)
-            wait_for(folder / "consumer.jsonl", "1")
-        finally:
-            consumer.kill()
-            consumer.wait()
+            follower.wait_for("1")
         history = command(str(ROOT / "flows/registry.py"), "history", NAME)
         os.environ.update(storage)
         client = mlflow.MlflowClient(server.url)
@@ -107,23 +80,11 @@ def weeks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weeks]:
             summaries[1]["model"]["run_id"], "settings.toml", str(folder)
         )
         summaries.append(week(4, "--config", "settings", settings))
-        yield Weeks(client, summaries, rollback, history, read_lines(folder / "consumer.jsonl"))
+        yield Weeks(client, summaries, rollback, history, follower.seen)
 
 
 EPISODES = {1: "2048", 2: "512", 3: "8192"}
 """Responses that each run samples: the second is trained less than the champion it meets."""
-
-
-def read_lines(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def wait_for(path: Path, version: str, seconds: float = 120) -> None:
-    """Until the last champion that the consumer saw is this one."""
-    deadline = time.monotonic() + seconds
-    while not (lines := read_lines(path)) or lines[-1].get("version") != version:
-        assert time.monotonic() < deadline, lines
-        time.sleep(0.2)
 
 
 def test_the_first_model_is_judged_against_the_policy_that_training_began_with(weeks: Weeks):

@@ -5,11 +5,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+COLLECTIONS = ("/workflowtemplates", "/cronworkflows", "/workflows", "/sensors")
+"""Ends of the addresses of all objects of a kind."""
 
 
 @dataclass
@@ -21,6 +25,18 @@ class Cluster:
     """Objects by the path of their address; a name is made of `generateName` and 1."""
 
 
+def merged(value: Any, change: Any) -> Any:
+    """The value after a merge patch (RFC 7386): null removes a key, and a list is replaced."""
+    if not isinstance(change, dict):
+        return change
+    result = dict(value) if isinstance(value, dict) else {}
+    for key, inner in change.items():
+        result[key] = merged(result.get(key), inner)
+        if inner is None:
+            del result[key]
+    return result
+
+
 @contextmanager
 def kubernetes_api(folder: Path) -> Iterator[Cluster]:
     """Serve the API while the context lasts; `folder` gets the kubeconfig of its clients."""
@@ -28,15 +44,33 @@ def kubernetes_api(folder: Path) -> Iterator[Cluster]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.answer_found(cluster.objects.get(self.path))
+            if not self.path.endswith(COLLECTIONS):
+                return self.answer_found(cluster.objects.get(self.path))
+            inside = f"{self.path}/"
+            found = [one for path, one in cluster.objects.items() if path.startswith(inside)]
+            self.answer({"kind": "List", "metadata": {}, "items": found}, 200)
 
         def do_POST(self) -> None:
             metadata = (body := self.body())["metadata"]
             metadata["name"] = metadata.get("name") or metadata["generateName"] + "1"
+            metadata["creationTimestamp"] = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
             self.store(f"{self.path}/{metadata['name']}", body, 201)
 
         def do_PUT(self) -> None:
-            self.store(self.path, self.body())
+            # Kubernetes keeps the time, and creates no object of Argo in this way.
+            if (old := cluster.objects.get(self.path)) is None:
+                return self.answer_found(None)
+            created = old["metadata"]["creationTimestamp"]
+            body = self.body()
+            body["metadata"]["creationTimestamp"] = created
+            self.store(self.path, body)
+
+        def do_PATCH(self) -> None:
+            if (old := cluster.objects.get(self.path)) is None:
+                return self.answer_found(None)
+            if self.headers["Content-Type"] != "application/merge-patch+json":
+                return self.answer({"message": "not a merge patch"}, 415)
+            self.store(self.path, merged(old, self.body()))
 
         def do_DELETE(self) -> None:
             self.answer_found(cluster.objects.pop(self.path, None))

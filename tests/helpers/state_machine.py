@@ -87,6 +87,20 @@ class StateMachines:
             text=True,
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
+        return self.machine(name)
+
+    def deploy(self, file: Path) -> None:
+        """Deploy both flows as a deployment file says, with the command of a user."""
+        ended = subprocess.run(
+            [sys.executable, ROOT / "flows/deploy.py", file, "--create"],
+            env={**os.environ, **self.variables, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+
+    def machine(self, name: str) -> str:
+        """Return the ARN of the state machine with this name."""
         machines = self.client("stepfunctions").list_state_machines()["stateMachines"]
         return next(one["stateMachineArn"] for one in machines if one["name"] == name)
 
@@ -100,14 +114,28 @@ class StateMachines:
             parameters: values of the flow's parameters, by their names on the command line.
             seconds: an execution that takes longer is an error.
         """
-        client, deadline = self.client("stepfunctions"), time.monotonic() + seconds
+        return self.wait(self.trigger(machine, parameters), seconds)
+
+    def trigger(self, machine: str, parameters: Mapping[str, object] | None = None) -> str:
+        """Start a state machine as a schedule does, and return the ARN of the execution."""
         words = json.dumps({"Parameters": json.dumps(dict(parameters or {}))})
-        arn = client.start_execution(stateMachineArn=machine, input=words)["executionArn"]
-        name = arn.split(":")[-1]
-        while (status := client.describe_execution(executionArn=arn)["status"]) == "RUNNING":
+        client = self.client("stepfunctions")
+        return client.start_execution(stateMachineArn=machine, input=words)["executionArn"]
+
+    def wait(self, execution: str, seconds: float = 1200) -> Execution:
+        """Wait for the end of the execution with this ARN."""
+        client, deadline = self.client("stepfunctions"), time.monotonic() + seconds
+        name = execution.split(":")[-1]
+        while (status := client.describe_execution(executionArn=execution)["status"]) == "RUNNING":
             assert time.monotonic() < deadline, f"{name} runs for more than {seconds} seconds."
             time.sleep(POLL)
         return Execution(name, status, [one for one in self.jobs.ended if one.execution == name])
+
+    def executions(self, machine: str) -> list[str]:
+        """Return the ARNs of the executions of a state machine, in the order of their starts."""
+        found = self.client("stepfunctions").list_executions(stateMachineArn=machine)
+        by_start = sorted(found["executions"], key=lambda one: one["startDate"])
+        return [one["executionArn"] for one in by_start]
 
 
 @contextmanager

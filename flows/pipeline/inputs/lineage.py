@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 FLOW_RUN = "flow_run"
 """MLflow tag of runs and versions with the id of the run of the flow."""
 
+ORIGIN = ("data/", "git_", "model/base", "model/reward_model", "settings_digest", "seed")
+"""Beginnings of the tags that say what a run was made from, beside its image."""
+
 UNKNOWN = "unknown"
 """Tag value if the code is outside of a git repository or git does not answer."""
 
@@ -109,6 +112,14 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Row
             for name, rows in data.items()
         ],
     )
+
+
+def is_origin(tag: str) -> bool:
+    """Return whether a tag says what a run was made from: code, settings, data or given models.
+
+    The image, that is python and packages, is left out.
+    """
+    return tag.startswith(ORIGIN)
 
 
 def git_state(file: Path) -> tuple[str, str]:

@@ -13,6 +13,10 @@ from ppo_core.errors.packages import require_package
 
 OPENAI_URL = "https://api.openai.com/v1"
 
+JUDGED_ELSEWHERE = "RLHF_JUDGED_ELSEWHERE"
+"""Environment variable of a deployed step that lacks the key of the judge, which the judging step
+alone reads. The command that deployed it has checked that the judging step gets a secret."""
+
 KINDS_WITH_SOURCE = ("python", "reward-model", "openai", "transformers")
 
 
@@ -101,7 +105,8 @@ def read_access(base_url: str) -> ServerAccess:
     """Return the address and the key of the server that openai:MODEL asks; no call is made.
 
     The address is `base_url`, else the environment variable OPENAI_BASE_URL, else OpenAI's. The key
-    is the environment variable OPENAI_API_KEY, which is required only for OpenAI.
+    is the environment variable OPENAI_API_KEY, which is required only for OpenAI, and only of a step
+    that may ask the judge.
 
     Raises:
         ConfigError: the address is invalid, or the key is missing or cannot be sent.
@@ -109,8 +114,13 @@ def read_access(base_url: str) -> ServerAccess:
     url = base_url or os.environ.get("OPENAI_BASE_URL", "") or OPENAI_URL
     key = os.environ.get("OPENAI_API_KEY", "").strip()
     is_openai = _host(url) == _host(OPENAI_URL)
-    _check_key(key, needed=is_openai)
+    _check_key(key, needed=is_openai and has_access_to_judge())
     return ServerAccess(url, key, is_openai)
+
+
+def has_access_to_judge() -> bool:
+    """Return whether this step may ask the judge."""
+    return not os.environ.get(JUDGED_ELSEWHERE)
 
 
 def _require_independence(part: JudgePart, reward_model: str) -> None:

@@ -7,7 +7,12 @@ from pathlib import Path
 from pipeline.judges.budget import Budget
 from pipeline.judges.ensemble import Ensemble
 from pipeline.judges.function_judge import load_function_judge, rule_judge
-from pipeline.judges.judge_names import JudgePart, check_judge_name, read_judges
+from pipeline.judges.judge_names import (
+    JudgePart,
+    check_judge_name,
+    has_access_to_judge,
+    read_judges,
+)
 from pipeline.judges.reply_cache import ReplyCache
 from pipeline.judges.verdict import Judge
 from pipeline.settings.judge_config import JudgingConfig
@@ -108,7 +113,7 @@ def _check_one(part: JudgePart, config: JudgingConfig) -> None:
     elif part.kind == "reward-model":
         check_reward_config(part.source)
         load_tokenizer(part.source)
-    elif part.kind == "openai":
+    elif part.kind == "openai" and has_access_to_judge():
         from pipeline.judges.openai_model import OpenAIModel
 
         OpenAIModel(part.source, config).probe()

@@ -35,7 +35,7 @@ def check_settings_file(argv: Sequence[str]) -> None:
         if option != "--config" or "run" in argv[:place]:
             continue
         name, *rest = [*([value] if value else []), *argv[place + 1 :], ""]
-        if name != "settings" or rest[0] in ("", "run"):
+        if name not in ("settings", "deployment") or rest[0] in ("", "run"):
             raise ConfigError(
                 f"{' '.join([word, *argv[place + 1 : place + 2]])!r:.200} names no settings file. "
                 f"Write: {FILE_FORM}"

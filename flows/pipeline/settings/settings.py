@@ -288,16 +288,17 @@ _INSTEAD_OF = {
 """Section -> setting -> the default that goes if the setting is given: both set the same size."""
 
 
-def _names_by_section(kind: Any, section: str = "") -> dict[str, list[str]]:
+def names_by_section(kind: Any, section: str = "") -> dict[str, list[str]]:
+    """Return section with a dot -> names of its settings, of a dataclass and those within it."""
     types = get_type_hints(kind)
     names = {section: [one.name for one in dataclasses.fields(kind)]}
     for name in names[section]:
         if dataclasses.is_dataclass(types[name]):
-            names |= _names_by_section(types[name], f"{section}{name}.")
+            names |= names_by_section(types[name], f"{section}{name}.")
     return names
 
 
-SETTING_NAMES = _names_by_section(Settings)
+SETTING_NAMES = names_by_section(Settings)
 """Section with a dot -> names of its settings; the top level is the section without a name."""
 
 
@@ -334,7 +335,7 @@ def make_settings(
         from_file = read_preset("tldr")
     table = merge_tables(from_file, given)
     table = _with_defaults(_with_one_seed(table), parameters)
-    settings: Settings = _read(Settings, table, "")
+    settings: Settings = read_section(Settings, table, "", SETTING_NAMES)
     return settings
 
 
@@ -366,18 +367,30 @@ def needs_no_value(kind: Any, default: object) -> bool:
     return NoneType in get_args(kind) and (default is not None or may_be_auto)
 
 
-def _read(kind: Any, table: Mapping[str, Any], where: str) -> Any:
-    """Build the dataclass `kind` from a TOML table; `where` is the table's name with a dot."""
+def read_section(
+    kind: Any, table: Mapping[str, Any], where: str, known: Mapping[str, Collection[str]]
+) -> Any:
+    """Return an object of the dataclass `kind` with the values of a TOML table.
+
+    Args:
+        kind: the dataclass.
+        table: the parsed table.
+        where: name of the table with a dot; empty for the top level.
+        known: names of all settings by section, as `names_by_section` returns them.
+
+    Raises:
+        ConfigError: a setting is unknown, has the wrong type or is out of range.
+    """
     types = get_type_hints(kind)
     defaults = {one.name: one.default for one in dataclasses.fields(kind)}
     values = {}
     for key, value in table.items():
         if key not in types:
-            raise ConfigError(describe_unknown_setting(key, where, SETTING_NAMES))
+            raise ConfigError(describe_unknown_setting(key, where, known))
         if dataclasses.is_dataclass(types[key]):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{where}{key}={value!r:.80} must be a section, [{where}{key}].")
-            values[key] = _read(types[key], value, f"{where}{key}.")
+            values[key] = read_section(types[key], value, f"{where}{key}.", known)
         elif value == NO_VALUE and _may_be_unset(types[key], defaults[key]):
             values[key] = None
         else:

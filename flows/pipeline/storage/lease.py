@@ -101,7 +101,9 @@ class Lease:
             raise self._lost(found and found[0])
         holder, version = found
         renewed = dataclasses.replace(holder, run=run, renewed=_now())
-        if (other := self._write(renewed, IfMatch=version)) is not None:
+        other = self._write(renewed, IfMatch=version)
+        # Of several machines of one run, another one may have renewed at the same time.
+        if other is not None and not self._has(other, run):
             raise self._lost(other)
 
     def release(self, run: str | None = None) -> None:
@@ -166,7 +168,8 @@ class Lease:
         now = f"{holder} has it now" if holder and holder.owner else "nobody has it now"
         return LeaseLostError(
             f"The lease of '{self.name}', which {self.owner} took, is lost: {now}. This run ends, "
-            "so that only one run registers a version. Its models stay in the store."
+            "so that only one run registers a version. Its models stay in the store, and the next "
+            "run that the flow Retrain starts reuses them."
         )
 
 

@@ -1,6 +1,6 @@
 """Runs of the flows in MLflow: those that decided on a policy, and what the flow Retrain found."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 
 from mlflow.entities import Run
@@ -9,11 +9,14 @@ from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.tracking.mlflow_client import EXPERIMENT, connect, explained
 from pipeline.tracking.mlflow_runs import STEP, experiment_of
 from pipeline.tracking.run_log import DESCRIPTION, description
-from pipeline.tracking.run_record import OUTCOME, PARENT
+from pipeline.tracking.run_record import ENDED_EARLY, OUTCOME, PARENT
 from ppo_core.errors.redaction import mask_secrets
 
 RETRAIN = "retrain"
 """Value of the tag STEP of a run of the flow Retrain."""
+
+REASON = "reason"
+"""Tag of a run of the flow Retrain: why it started a training, or why it did not."""
 
 MODEL = "registered_model"
 """Parameter of a parent run, and tag of a run of the flow Retrain: name of the registered model."""
@@ -53,9 +56,16 @@ def outcome_of(run: Run) -> str:
     return tags.get(OUTCOME, "has not ended")
 
 
+def reason_of_outcome(run: Run) -> str:
+    """Return why a run of a flow ended as it did; empty if the version has the reasons."""
+    tags = run.data.tags
+    ended_early = tags.get(ENDED_EARLY, "") if OUTCOME in tags else ""
+    return tags.get(REASON, ended_early)
+
+
 @explained()
 def record_retrain(
-    name: str, flow_run: str, outcome: str, reasons: Sequence[str], lineage: Mapping[str, str]
+    name: str, flow_run: str, outcome: str, reason: str, lineage: Mapping[str, str]
 ) -> None:
     """Record in MLflow what a run of the flow Retrain found.
 
@@ -63,15 +73,15 @@ def record_retrain(
         name: name of the registered model.
         flow_run: id of the run of the flow Retrain.
         outcome: a few words.
-        reasons: sentences for the description.
+        reason: a sentence.
         lineage: lineage tags of the inputs that it found.
 
     Raises:
         ModelError: MLflow does not answer.
     """
     client = connect()
-    own = {FLOW_RUN: flow_run, STEP: RETRAIN, MODEL: name, OUTCOME: outcome}
-    text = {DESCRIPTION: description(outcome, reasons)}
+    own = {FLOW_RUN: flow_run, STEP: RETRAIN, MODEL: name, OUTCOME: outcome, REASON: reason}
+    text = {DESCRIPTION: description(outcome, [reason])}
     tags = {key: mask_secrets(value) for key, value in {**lineage, **own, **text}.items()}
     title = f"{datetime.now(UTC):%Y-%m-%d %H:%M} {name}: {outcome}"
     run = client.create_run(experiment_of(client), run_name=title, tags=tags)

@@ -1,0 +1,1 @@
+"""Deploy both flows to a scheduler, as one file says."""

@@ -1,0 +1,87 @@
+"""Check, create, show and delete a deployment."""
+
+from typing import TYPE_CHECKING
+
+from deployment.deployed import tags_of
+from deployment.deployment import Deployment
+from deployment.flow_commands import FILES, DeploymentFiles, compile_flow, run_flow_command
+from deployment.overview import render_deployment, render_status
+from deployment.settings_check import check_settings
+from ppo_core.errors.packages import require_package
+
+if TYPE_CHECKING:
+    from deployment.argo import ArgoDeployment
+    from deployment.step_functions import StepFunctionsDeployment
+
+
+def check_deployment(files: DeploymentFiles) -> None:
+    """Compile both flows for the scheduler, and print what would be deployed.
+
+    Raises:
+        ConfigError: a setting is wrong, or a secret would be stored in clear.
+        ProcessError: Metaflow refuses a flow.
+    """
+    settings = check_settings(files)
+    # Before the flows are compiled, because it finds times that never come.
+    overview = render_deployment(files.deployment, tags_of(files), settings.num_nodes)
+    for flow in FILES:
+        compile_flow(files, flow)
+    print(overview, end="", flush=True)
+
+
+def create_deployment(files: DeploymentFiles) -> None:
+    """Deploy both flows, or change what is deployed.
+
+    The flow RLHF comes first, so that the schedule never finds nothing to start.
+
+    Raises:
+        ConfigError: see `check_deployment`.
+        ProcessError: Metaflow refuses a flow, or the scheduler does.
+        StorageError: the scheduler does not answer.
+    """
+    check_deployment(files)
+    scheduler = _scheduler_of(files.deployment)
+    tags = [word for name, value in tags_of(files).items() for word in ("--tag", f"{name}:{value}")]
+    for flow in FILES:
+        run_flow_command(files, flow, "create", *tags)
+        scheduler.forbid_overlaps(flow)
+        print(f"Deployed {scheduler.name_of(flow)}.", flush=True)
+
+
+def delete_deployment(files: DeploymentFiles) -> None:
+    """Delete both flows from the scheduler, first the one with the schedule.
+
+    Raises:
+        ProcessError: the scheduler refuses it.
+        StorageError: the scheduler does not answer.
+    """
+    scheduler = _scheduler_of(files.deployment)
+    for flow in reversed(FILES):
+        if scheduler.find(flow) is None:
+            print(f"{scheduler.name_of(flow)} is not deployed.", flush=True)
+        else:
+            run_flow_command(files, flow, "delete")
+            print(f"Deleted {scheduler.name_of(flow)}.", flush=True)
+
+
+def show_deployment(files: DeploymentFiles) -> None:
+    """Print what is deployed, with which settings and code, the next run, and the last result.
+
+    Raises:
+        StorageError: the scheduler does not answer.
+    """
+    scheduler = _scheduler_of(files.deployment)
+    found = {flow: scheduler.find(flow) for flow in reversed(FILES)}
+    print(render_status(found, tags_of(files)), end="", flush=True)
+
+
+def _scheduler_of(deployment: Deployment) -> "ArgoDeployment | StepFunctionsDeployment":
+    # Imported here: each needs the clients of its scheduler.
+    if deployment.scheduler == "argo":
+        require_package("kubernetes", extra="deploy", needed_by="A deployment to Argo Workflows")
+        from deployment.argo import ArgoDeployment
+
+        return ArgoDeployment(deployment)
+    from deployment.step_functions import StepFunctionsDeployment
+
+    return StepFunctionsDeployment(deployment)

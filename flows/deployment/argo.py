@@ -1,0 +1,105 @@
+"""Deployed flows at Argo Workflows: their state, and that no two runs of a flow overlap."""
+
+import json
+from typing import Any
+
+from metaflow.metaflow_config import KUBERNETES_NAMESPACE
+from metaflow.plugins.argo.argo_client import ArgoClient
+from metaflow.plugins.argo.argo_workflows_cli import sanitize_for_argo
+from metaflow.plugins.kubernetes.kubernetes_client import KubernetesClient
+
+from deployment.deployed import DeployedFlow
+from deployment.deployment import Deployment, deployed_name
+from ppo_core.errors import StorageError, library_errors
+
+GROUP, VERSION = "argoproj.io", "v1alpha1"
+
+NEXT_MOVE = (
+    "Check that kubectl reaches the cluster from here, that Argo Workflows is installed, and that "
+    "you may read and change workflow templates, cron workflows and workflows of the namespace."
+)
+
+
+class ArgoDeployment:
+    """The flows of a deployment at Argo Workflows."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        """Take the deployment; the cluster is that of kubectl."""
+        self._deployment = deployment
+        self.namespace = deployment.namespace or KUBERNETES_NAMESPACE or "default"
+
+    def name_of(self, flow: str) -> str:
+        """Return the name of the flow's workflow template."""
+        name = deployed_name(flow, self._deployment.project, self._deployment.branch)
+        return str(sanitize_for_argo(name))
+
+    def forbid_overlaps(self, flow: str) -> None:
+        """Make each run of the flow wait for the one before it, and skip times during a run.
+
+        Metaflow has no setting for either. Only Argo's own schedule knows the policy; the mutex
+        holds for runs that are started by hand or by an event, too.
+
+        Raises:
+            StorageError: the cluster does not answer, or refuses the change.
+        """
+        name = self.name_of(flow)
+        mutex = {"spec": {"synchronization": {"mutexes": [{"name": name}]}}}
+        with library_errors(StorageError, f"{name} could not be changed", NEXT_MOVE):
+            self._patch("workflowtemplates", name, mutex)
+            if self._client().get_cronworkflow(name):
+                self._patch("cronworkflows", name, {"spec": {"concurrencyPolicy": "Forbid"}})
+
+    def find(self, flow: str) -> DeployedFlow | None:
+        """Return the flow as the cluster has it; None if it has none.
+
+        Raises:
+            StorageError: the cluster does not answer.
+        """
+        name = self.name_of(flow)
+        with library_errors(StorageError, "Argo Workflows cannot be read", NEXT_MOVE):
+            template = self._client().get_workflow_template(name)
+            if template is None:
+                return None
+            cron = (self._client().get_cronworkflow(name) or {}).get("spec", {})
+            last_run, result = self._last_run(name)
+        notes = template["metadata"]["annotations"]
+        tags = json.loads(notes.get("metaflow/tags", "[]"))
+        return DeployedFlow(
+            name=f"{self.namespace}/{name}",
+            deployed_at=notes.get("metaflow/deployment_timestamp", ""),
+            tags=dict(tag.split(":", 1) for tag in tags),
+            cron="" if cron.get("suspend") else "".join(cron.get("schedules") or []),
+            timezone=cron.get("timezone") or "",
+            last_run=last_run,
+            result=result,
+        )
+
+    def _last_run(self, template: str) -> tuple[str, str]:
+        """Return the name and the result of the newest run of a template; empty for none."""
+        found = self._objects().list_namespaced_custom_object(
+            GROUP, VERSION, self.namespace, "workflows"
+        )
+        # Argo labels only runs that its own command or page started.
+        runs = [run for run in found["items"] if _template_of(run) == template]
+        if not runs:
+            return "", ""
+        last = max(runs, key=lambda run: run["metadata"]["creationTimestamp"])
+        status = last.get("status", {})
+        at = status.get("finishedAt") or last["metadata"]["creationTimestamp"]
+        return last["metadata"]["name"], f"{status.get('phase') or 'Pending'}, {at}"
+
+    def _patch(self, plural: str, name: str, change: dict[str, Any]) -> None:
+        self._objects().patch_namespaced_custom_object(
+            GROUP, VERSION, self.namespace, plural, name, change
+        )
+
+    def _client(self) -> Any:
+        return ArgoClient(namespace=self.namespace)
+
+    def _objects(self) -> Any:
+        return KubernetesClient().get().CustomObjectsApi()
+
+
+def _template_of(run: Any) -> str:
+    """Return the workflow template that a run was made of."""
+    return str(run["spec"].get("workflowTemplateRef", {}).get("name", ""))

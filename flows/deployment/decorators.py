@@ -1,0 +1,130 @@
+"""Add Metaflow's decorators to the flows as a deployment file says."""
+
+from math import ceil
+from typing import Any
+
+from metaflow import (
+    batch,
+    environment,
+    kubernetes,
+    project,
+    retry,
+    schedule,
+    secrets,
+    timeout,
+    trigger,
+)
+
+from deployment.deployment import JUDGING_STEP, Deployment
+from deployment.resources import TAINT, StepResources
+from pipeline.judges.judge_names import JUDGED_ELSEWHERE
+
+GPU_LABEL = "nvidia.com/gpu.product"
+"""Label by which NVIDIA's feature discovery names the type of a node's GPUs."""
+
+EFA_RESOURCE = "vpc.amazonaws.com/efa"
+"""Name of EFA network devices among the resources of a node."""
+
+
+def add_decorators(flow: Any, deployment: Deployment, *, is_scheduled: bool) -> None:
+    """Add the project, the schedule, and the decorators of all steps to a flow.
+
+    Args:
+        flow: the flow, as Metaflow's mutators change it.
+        deployment: the deployment.
+        is_scheduled: whether this is the flow Retrain, which alone has a schedule.
+    """
+    branch = {"branch": deployment.branch} if deployment.branch else {}
+    # Otherwise the name of the deployed flow would contain that of the person.
+    names = {"name": deployment.project, "production": True, **branch}
+    flow.add_decorator(project, deco_kwargs=names)
+    if is_scheduled:
+        _add_start(flow, deployment)
+    for name, step in flow.steps:
+        resources = deployment.retrain if is_scheduled else deployment.resources_of(name)
+        _add_to_step(step, resources, deployment)
+
+
+def _add_start(flow: Any, deployment: Deployment) -> None:
+    when = deployment.schedule
+    if when.cron:
+        times = {"cron": when.cron, "timezone": when.timezone or None}
+        flow.add_decorator(schedule, deco_kwargs=times)
+    if when.event:
+        flow.add_decorator(trigger, deco_kwargs={"event": when.event})
+
+
+def _add_to_step(step: Any, resources: StepResources, deployment: Deployment) -> None:
+    if deployment.scheduler == "argo":
+        attributes = _kubernetes_attributes(resources)
+        attributes["image"] = deployment.image_of(resources)
+        step.add_decorator(kubernetes, deco_kwargs=attributes)
+    else:
+        attributes = _batch_attributes(resources)
+        attributes["image"] = deployment.image_of(resources)
+        step.add_decorator(batch, deco_kwargs=attributes)
+        if resources.secrets:
+            sources = [{"type": "aws-secrets-manager", "id": name} for name in resources.secrets]
+            step.add_decorator(secrets, deco_kwargs={"sources": sources})
+    if variables := {**resources.environment, **_judge_variable(resources, deployment)}:
+        step.add_decorator(environment, deco_kwargs={"vars": variables})
+    if resources.timeout_minutes:
+        step.add_decorator(timeout, deco_kwargs={"minutes": resources.timeout_minutes})
+    if resources.retries is not None:
+        times = {"times": resources.retries, "minutes_between_retries": 0}
+        step.add_decorator(retry, deco_kwargs=times, duplicates=step.OVERRIDE)
+
+
+def _judge_variable(resources: StepResources, deployment: Deployment) -> dict[str, str]:
+    """Return the variable that tells a step that only the judging step has the judge's key."""
+    judging = deployment.resources_of(JUDGING_STEP)
+    return {JUDGED_ELSEWHERE: "1"} if {*judging.secrets} - {*resources.secrets} else {}
+
+
+def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
+    """Return the attributes of @kubernetes, without those that keep Metaflow's default."""
+    gpu_node = {GPU_LABEL: resources.gpu_type} if resources.gpu_type else {}
+    efa = {EFA_RESOURCE: str(resources.efa)} if resources.efa else {}
+    given = {
+        "disk": _megabytes(resources.disk_gib),
+        "extended_resources": efa,
+        "gpu": resources.gpu,
+        "node_selector": {**gpu_node, **resources.node_selector},
+        "persistent_volume_claims": resources.mounts,
+        "secrets": resources.secrets,
+        "service_account": resources.service_account,
+        "shared_memory": _mebibytes(resources.shared_memory_gib),
+        "tolerations": [_toleration(taint) for taint in resources.tolerations],
+    }
+    sizes = {"cpu": f"{resources.cpu:g}", "memory": _megabytes(resources.memory_gib)}
+    return {**sizes, **{name: value for name, value in given.items() if value}}
+
+
+def _batch_attributes(resources: StepResources) -> dict[str, Any]:
+    """Return the attributes of @batch, without those that keep Metaflow's default."""
+    given = {
+        "efs_volumes": [f"{volume}:{folder}" for volume, folder in resources.mounts.items()],
+        "gpu": resources.gpu,
+        "iam_role": resources.role,
+        "queue": resources.queue,
+        "shared_memory": _mebibytes(resources.shared_memory_gib),
+    }
+    sizes = {"cpu": f"{resources.cpu:g}", "memory": _mebibytes(resources.memory_gib)}
+    return {**sizes, **{name: value for name, value in given.items() if value}}
+
+
+def _toleration(taint: str) -> dict[str, str]:
+    """Return the toleration of a taint that `StepResources` accepted."""
+    match = TAINT.fullmatch(taint)
+    assert match
+    value = {"operator": "Exists"} if match["value"] is None else {"value": match["value"]}
+    return {"key": match["key"], "effect": match["effect"], **value}
+
+
+def _mebibytes(gib: float) -> int:
+    return ceil(gib * 1024)
+
+
+def _megabytes(gib: float) -> int:
+    """Return a size in the unit in which Metaflow hands sizes to Kubernetes, 10^6 bytes."""
+    return ceil(gib * 2**30 / 10**6)

@@ -1,0 +1,88 @@
+"""Read a deployment file strictly: unknown names, wrong types and secrets are refused by place."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from deployment.deployment import Deployment
+from deployment.refusals import refuse_unsupported
+from deployment.resources import StepResources
+from pipeline.settings.overrides import merge_tables
+from pipeline.settings.settings import names_by_section, read_section
+from pipeline.settings.unknown_names import describe_unknown_setting
+from ppo_core.config.checks import refuse_secrets
+from ppo_core.errors import ConfigError
+
+STEPS = (
+    "start",
+    "load_policy",
+    "load_reward_model",
+    "validate_reward_model",
+    "train_policy",
+    "evaluate_win_rate",
+    "register",
+    "end",
+)
+"""Steps of the flow RLHF, in their order."""
+
+STEPS_OF_SEVERAL_MACHINES = ("join_policy", "share_policy", "join_reward_model", "join_trained")
+"""Further steps with num_nodes above 1 in the settings."""
+
+REQUIRED = ("scheduler", "settings", "project")
+
+SECRETS_OF_A_DEPLOYMENT = (
+    "store it at the scheduler, as a secret of Kubernetes or of AWS Secrets Manager with the "
+    "variable's name as its key. Then name that secret in `secrets` of the steps that need it"
+)
+
+KNOWN = {
+    **names_by_section(Deployment),
+    "steps.": [*STEPS, *STEPS_OF_SEVERAL_MACHINES],
+    **{
+        f"steps.{step}.": [one.name for one in dataclasses.fields(StepResources)]
+        for step in (*STEPS, *STEPS_OF_SEVERAL_MACHINES)
+    },
+}
+"""Section with a dot -> its names."""
+
+
+def read_deployment(table: Mapping[str, Any]) -> Deployment:
+    """Return the deployment that the parsed TOML file says; one without values if it is empty.
+
+    Raises:
+        ConfigError: a name is unknown; a value is missing, has the wrong type, is out of range or
+            holds a secret; or the scheduler cannot do what the file asks for.
+    """
+    if not table:
+        return Deployment()
+    refuse_secrets(table, instead=SECRETS_OF_A_DEPLOYMENT)
+    if missing := [name for name in REQUIRED if not table.get(name)]:
+        raise ConfigError(
+            f"{', '.join(missing)} missing: infra/deployments has an example for each scheduler."
+        )
+    defaults = _section(table, "defaults")
+    retrain = merge_tables(defaults, _section(table, "retrain"))
+    whole = {**table, "retrain": retrain, "steps": {}}
+    # The defaults come first, so that an error in them is reported at their place.
+    read_section(StepResources, defaults, "defaults.", KNOWN)
+    deployment: Deployment = read_section(Deployment, whole, "", KNOWN)
+    steps = {
+        name: _read_step(name, own, defaults) for name, own in _section(table, "steps").items()
+    }
+    deployment = dataclasses.replace(deployment, steps=steps)
+    refuse_unsupported(deployment)
+    return deployment
+
+
+def _section(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = table.get(name.rpartition(".")[2], {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{name}={section!r:.80} must be a section, [{name}].")
+    return section
+
+
+def _read_step(name: str, own: Any, defaults: Mapping[str, Any]) -> Any:
+    if name not in KNOWN["steps."]:
+        raise ConfigError(describe_unknown_setting(name, "steps.", KNOWN))
+    table = merge_tables(defaults, _section({name: own}, f"steps.{name}"))
+    return read_section(StepResources, table, f"steps.{name}.", KNOWN)

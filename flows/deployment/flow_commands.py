@@ -1,0 +1,125 @@
+"""Call Metaflow's commands of both flows with the files of a deployment."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deployment.deployment import Deployment
+from deployment.deployment_file import read_deployment
+from ppo_core.config.text_files import read_toml_file
+from ppo_core.errors import ConfigError, ProcessError
+from ppo_core.errors.redaction import MASK, mask_secrets
+
+FILES = {"RLHF": "rlhf.py", "Retrain": "retrain.py"}
+"""Flow -> its file; the flow that the other one starts comes first."""
+
+COMMANDS = {"argo": "argo-workflows", "step-functions": "step-functions"}
+"""Scheduler -> Metaflow's name of its commands."""
+
+VARIABLES = {
+    # Argo 4 reads no other form of the times.
+    "METAFLOW_ARGO_WORKFLOWS_USE_SCHEDULES": "True",
+}
+
+MAX_LINES = 12
+"""Last lines of the messages of a command that failed, which its error shows."""
+
+
+@dataclass(frozen=True)
+class DeploymentFiles:
+    """A deployment, and the files that say it."""
+
+    path: Path
+    deployment: Deployment
+
+    @property
+    def settings(self) -> Path:
+        """Path of the settings file."""
+        return self.path.parent / self.deployment.settings
+
+
+def read_deployment_file(path: Path) -> DeploymentFiles:
+    """Return the deployment that a file says.
+
+    Raises:
+        ConfigError: the file cannot be read, is no TOML, or see `read_deployment`.
+    """
+    tables = read_toml_file(path, ConfigError)
+    if not tables:
+        raise ConfigError(f"'{path}' is empty. infra/deployments has an example of each scheduler.")
+    return DeploymentFiles(path, read_deployment(tables))
+
+
+def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
+    """Return what the scheduler would store of a flow; nothing is applied.
+
+    Metaflow stores the code package, and registers the jobs of AWS Batch, while it compiles.
+
+    Raises:
+        ConfigError: what the scheduler would store holds a secret in clear.
+        ProcessError: Metaflow refuses the flow.
+    """
+    text = run_flow_command(files, flow, "create", "--only-json")
+    compiled: dict[str, Any] = json.loads(text)
+    # The command masks secrets in what it prints.
+    if places := sorted(set(_places_of_mask(compiled, flow))):
+        raise ConfigError(
+            f"The scheduler would store a secret in clear, in {', '.join(places)}. Unset the "
+            "environment variable that holds it. On Argo, METAFLOW_ARGO_WORKFLOWS_ENV_VARS_TO_SKIP "
+            "leaves out what a secret of Kubernetes gives to the steps."
+        )
+    return compiled
+
+
+def run_flow_command(files: DeploymentFiles, flow: str, *words: str) -> str:
+    """Run a command of a flow for the scheduler, and return what it prints.
+
+    Raises:
+        ProcessError: the command fails.
+    """
+    deployment = files.deployment
+    options = ["--config", "settings", str(files.settings), "--config", "deployment"]
+    command = [FILES[flow], *options, str(files.path), COMMANDS[deployment.scheduler], *words]
+    file = str(Path(__file__).parents[1] / command[0])
+    ran = subprocess.run(
+        [sys.executable, file, *command[1:]],
+        env={**os.environ, **_variables(deployment)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode:
+        messages = mask_secrets(ran.stderr).strip().splitlines()[-MAX_LINES:]
+        raise ProcessError(
+            f"`python flows/{' '.join(command)}` failed. Correct what it says:\n"
+            + "\n".join(messages)
+        )
+    return ran.stdout
+
+
+def _variables(deployment: Deployment) -> dict[str, str]:
+    """Return the environment in which a command deploys where the file says."""
+    chosen = {name: os.environ.get(name, value) for name, value in VARIABLES.items()}
+    if deployment.namespace:
+        chosen["METAFLOW_KUBERNETES_NAMESPACE"] = deployment.namespace
+    return chosen
+
+
+def _places_of_mask(value: Any, place: str) -> Iterator[str]:
+    """Yield the names of the values in which a secret was masked."""
+    if isinstance(value, str):
+        if MASK in value:
+            yield place
+    elif isinstance(value, Mapping):
+        # An environment variable is a table with its name and its value.
+        name = str(value.get("name") or value.get("Name") or place)
+        for key, inner in value.items():
+            yield from _places_of_mask(inner, name if key in ("value", "Value") else key)
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _places_of_mask(inner, place)

@@ -1,0 +1,119 @@
+"""Render what a deployment would give each step, and what a scheduler has."""
+
+import io
+from collections.abc import Iterator, Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from deployment.deployed import CHANGES, COMMIT, DEPLOYMENT, SETTINGS, DeployedFlow
+from deployment.deployment import Deployment, Schedule
+from deployment.deployment_file import STEPS, STEPS_OF_SEVERAL_MACHINES
+from deployment.next_run import next_run
+from deployment.resources import StepResources
+
+WIDTH = 118
+
+SHORT_DIGEST = 12
+"""Characters of a digest or a commit that are shown."""
+
+
+def render_deployment(deployment: Deployment, tags: Mapping[str, str], num_nodes: int) -> str:
+    """Return what would be deployed as text: each step, the schedule, and the origin.
+
+    Args:
+        deployment: the deployment.
+        tags: what `tags_of` returned.
+        num_nodes: number of machines that share each training.
+    """
+    table = Table(title=f"{deployment.scheduler}: {deployment.project}", title_justify="left")
+    for column in ("step", "image", "cpu", "memory", "GPU", "rights", "secrets"):
+        table.add_column(column, overflow="fold")
+    for name, resources in _rows(deployment, num_nodes):
+        table.add_row(name, *_cells(deployment, resources))
+    lines = [
+        f"starts: {_starts(deployment.schedule)}",
+        f"settings: {tags[SETTINGS]} ({deployment.settings})",
+        f"code: {_code(tags)}",
+    ]
+    return _render(table, lines)
+
+
+def render_status(found: Mapping[str, DeployedFlow | None], tags: Mapping[str, str]) -> str:
+    """Return what a scheduler has as text.
+
+    Args:
+        found: flow -> what the scheduler has of it; None for nothing.
+        tags: what `tags_of` returns now, to say what differs.
+    """
+    table = Table(title="deployed", title_justify="left")
+    for column in ("flow", "deployed", "settings", "code", "next run", "last run", "result"):
+        table.add_column(column, overflow="fold")
+    for flow, one in found.items():
+        if one is None:
+            table.add_row(flow, "no", *[""] * 5)
+        else:
+            start = f"{next_run(one.cron, one.timezone):%Y-%m-%d %H:%M %Z}" if one.cron else "none"
+            settings = _same(one.tags, tags, SETTINGS)
+            cells = (one.deployed_at[:19], settings, _code(one.tags), start, one.last_run or "none")
+            table.add_row(one.name, *cells, one.result)
+    older = any(one and one.tags.get(DEPLOYMENT) != tags[DEPLOYMENT] for one in found.values())
+    note = "The deployment file has changed since: --create deploys it as it is now."
+    return _render(table, [note] if older else [])
+
+
+def _rows(deployment: Deployment, num_nodes: int) -> Iterator[tuple[str, StepResources]]:
+    yield "Retrain: both steps", deployment.retrain
+    steps = [*STEPS, *(STEPS_OF_SEVERAL_MACHINES if num_nodes > 1 else ())]
+    yield from ((f"RLHF: {step}", deployment.resources_of(step)) for step in steps)
+
+
+def _cells(deployment: Deployment, resources: StepResources) -> list[str]:
+    gpu = f"{resources.gpu} {resources.gpu_type}".strip() if resources.gpu else ""
+    return [
+        _short_image(deployment.image_of(resources)),
+        f"{resources.cpu:g}",
+        f"{resources.memory_gib:g} GiB",
+        gpu,
+        resources.service_account or resources.role.rpartition("role/")[2],
+        "\n".join(resources.secrets),
+    ]
+
+
+def _short_image(image: str) -> str:
+    """Return the last part of an image's name, with the beginning of its digest."""
+    name, _, digest = image.rpartition("/")[2].partition("@sha256:")
+    return f"{name}@{digest[:SHORT_DIGEST]}" if digest else name
+
+
+def _starts(schedule: Schedule) -> str:
+    """Return in words when the flow Retrain starts."""
+    parts = []
+    if schedule.cron:
+        at = f"{next_run(schedule.cron, schedule.timezone):%Y-%m-%d %H:%M %Z}"
+        parts.append(f"{schedule.cron} ({schedule.timezone or 'UTC'}), next {at}")
+    if schedule.event:
+        parts.append(f"at the event {schedule.event}")
+    return "; ".join(parts) or "by hand only"
+
+
+def _code(tags: Mapping[str, str]) -> str:
+    """Return the commit, and whether files differed from it."""
+    changed = {"yes": ", with changes", "no": ""}.get(tags.get(CHANGES, ""), "")
+    return f"{tags.get(COMMIT, 'unknown')[:SHORT_DIGEST]}{changed}"
+
+
+def _same(deployed: Mapping[str, str], now: Mapping[str, str], name: str) -> str:
+    """Return a deployed tag, and whether the file has another one now."""
+    value = deployed.get(name, "unknown")
+    return value if value == now[name] else f"{value}, the file has {now[name]}"
+
+
+def _render(table: Table, lines: list[str]) -> str:
+    # Without markup, because names may contain brackets.
+    console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+        for line in lines:
+            console.print(line, soft_wrap=True)
+    return capture.get()

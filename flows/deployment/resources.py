@@ -1,0 +1,99 @@
+"""What a step of a deployed flow gets: a machine, rights, secrets, limits, and its environment."""
+
+import re
+from dataclasses import dataclass, field
+
+from ppo_core.config.checks import require, require_finite
+
+TAINT = re.compile(
+    r"(?P<key>[\w./-]+)(=(?P<value>[\w.-]*))?:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute)"
+)
+"""Form of a taint."""
+
+
+MAX_RETRIES = 4
+"""Number of retries that Metaflow allows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResources:
+    """What one step gets.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    image: str = ""
+    """Image of the container, with its registry; empty for the image of the deployment."""
+
+    cpu: float = 1.0
+    """Number of CPU cores."""
+
+    memory_gib: float = 4.0
+    """Memory in GiB."""
+
+    gpu: int = 0
+    """Number of GPUs."""
+
+    gpu_type: str = ""
+    """Type of the GPUs, as NVIDIA's feature discovery labels nodes: NVIDIA-L4. Argo only."""
+
+    disk_gib: float = 0.0
+    """Disk of the container in GiB; 0 for Metaflow's default of 10. Argo only."""
+
+    shared_memory_gib: float = 0.0
+    """Size of /dev/shm in GiB; 0 for the scheduler's default. Trainings with several processes
+    need it."""
+
+    node_selector: dict[str, str] = field(default_factory=dict)
+    """Labels that a node must have. Argo only."""
+
+    tolerations: list[str] = field(default_factory=list)
+    """Taints of nodes that the step tolerates, written as for `kubectl taint`: KEY:EFFECT or
+    KEY=VALUE:EFFECT, such as nvidia.com/gpu:NoSchedule. Argo only."""
+
+    efa: int = 0
+    """Number of EFA network devices, for trainings on several machines. Argo only."""
+
+    role: str = ""
+    """ARN of the IAM role of the step. Step Functions only."""
+
+    service_account: str = ""
+    """Service account of the step. Argo only."""
+
+    queue: str = ""
+    """Job queue of AWS Batch; empty for METAFLOW_BATCH_JOB_QUEUE. Step Functions only."""
+
+    secrets: list[str] = field(default_factory=list)
+    """Names of secrets whose entries become environment variables of the step: secrets of
+    Kubernetes on Argo, names or ARNs of AWS Secrets Manager on Step Functions."""
+
+    timeout_minutes: int = 0
+    """Time limit of an attempt in minutes; 0 for Metaflow's default of 5 days."""
+
+    retries: int | None = None
+    """Number of attempts after a failed one, at most 4; without it, the number that the flow has.
+    Each attempt of a training continues from its last checkpoint."""
+
+    mounts: dict[str, str] = field(default_factory=dict)
+    """Volume -> folder in the container: persistent volume claims on Argo, ids of EFS file systems
+    on Step Functions."""
+
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables with values that everyone may read."""
+
+    def __post_init__(self) -> None:
+        """Raise if a value is out of range."""
+        require_finite(self)
+        for name in ("cpu", "memory_gib"):
+            require(self, name, getattr(self, name) > 0, "above 0")
+        for name in ("gpu", "efa", "disk_gib", "shared_memory_gib", "timeout_minutes"):
+            require(self, name, getattr(self, name) >= 0, "at least 0")
+        is_count = self.retries in (None, *range(MAX_RETRIES + 1))
+        require(self, "retries", is_count, f"0 to {MAX_RETRIES}")
+        has_type = bool(self.gpu or not self.gpu_type)
+        require(self, "gpu_type", has_type, "empty for a step without GPUs")
+        are_taints = all(TAINT.fullmatch(one) for one in self.tolerations)
+        require(self, "tolerations", are_taints, "taints, such as nvidia.com/gpu:NoSchedule")
+        are_folders = all(folder.startswith("/") for folder in self.mounts.values())
+        require(self, "mounts", are_folders, "volumes with absolute folders")

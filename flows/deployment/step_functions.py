@@ -1,0 +1,77 @@
+"""Deployed flows at AWS Step Functions: their state."""
+
+import re
+from typing import Any
+
+from metaflow.metaflow_config import SFN_STATE_MACHINE_PREFIX
+from metaflow.plugins.aws.aws_client import get_aws_client
+from metaflow.plugins.aws.step_functions.event_bridge_client import EventBridgeClient
+
+from deployment.deployed import DeployedFlow
+from deployment.deployment import Deployment, deployed_name
+from ppo_core.errors import StorageError, library_errors
+
+TAG = re.compile(r"--tag (\w+):([\w.-]+)")
+"""A tag among the words of a job's command."""
+
+NEXT_MOVE = (
+    "Check that your credentials and region are those of the deployment, and that you may read "
+    "state machines, their executions, and rules of EventBridge."
+)
+
+
+class StepFunctionsDeployment:
+    """The flows of a deployment at AWS Step Functions."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        """Take the deployment; account and region are those of the credentials."""
+        self._deployment = deployment
+
+    def name_of(self, flow: str) -> str:
+        """Return the name of the flow's state machine."""
+        name = deployed_name(flow, self._deployment.project, self._deployment.branch)
+        return f"{SFN_STATE_MACHINE_PREFIX}_{name}" if SFN_STATE_MACHINE_PREFIX else name
+
+    def forbid_overlaps(self, flow: str) -> None:
+        """Do nothing: Step Functions has no such policy, and the lease of the model suffices."""
+
+    def find(self, flow: str) -> DeployedFlow | None:
+        """Return the flow as AWS has it; None if it has none.
+
+        Raises:
+            StorageError: AWS does not answer.
+        """
+        name = self.name_of(flow)
+        with library_errors(StorageError, "Step Functions cannot be read", NEXT_MOVE):
+            client = get_aws_client("stepfunctions")
+            machines = client.get_paginator("list_state_machines").paginate()
+            arns = {
+                one["name"]: one["stateMachineArn"]
+                for page in machines
+                for one in page["stateMachines"]
+            }
+            if name not in arns:
+                return None
+            machine = client.describe_state_machine(stateMachineArn=arns[name])
+            runs = client.list_executions(stateMachineArn=arns[name], maxResults=1)["executions"]
+            cron = _cron_of(name)
+        last = runs[0] if runs else None
+        return DeployedFlow(
+            name=name,
+            deployed_at=str(machine.get("updateDate") or machine["creationDate"]),
+            tags=dict(TAG.findall(machine["definition"])),
+            cron=cron,
+            last_run=last["name"] if last else "",
+            result=f"{last['status']}, {last.get('stopDate') or last['startDate']}" if last else "",
+        )
+
+
+def _cron_of(state_machine: str) -> str:
+    """Return the times at which EventBridge starts a state machine; empty for none."""
+    events: Any = get_aws_client("events")
+    try:
+        rule = events.describe_rule(Name=EventBridgeClient(state_machine).name)
+    except events.exceptions.ResourceNotFoundException:
+        return ""
+    enabled = rule["State"] == "ENABLED"
+    return rule["ScheduleExpression"].removeprefix("cron(").removesuffix(")") if enabled else ""

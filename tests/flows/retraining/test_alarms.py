@@ -1,0 +1,147 @@
+"""Alarms reach a queue behind the topic, only when a person has to act, and without secrets."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import boto3
+import pytest
+
+from pipeline.evaluation.results import ValidatedReward
+from pipeline.registry import champions
+from pipeline.registry.alias_sync import settle
+from pipeline.settings.settings import Settings, make_settings
+from pipeline.tracking.mlflow_client import connect
+from retraining import alarms
+from tests.helpers.candidates import FIT
+
+RUN = "RLHF/7"
+
+Read = Callable[[], list[dict[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def settings() -> Settings:
+    return make_settings({"task": "tldr", "registered_model": "policy"}, {}, ())
+
+
+@pytest.fixture
+def topic(store: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Read]]:
+    """A topic, and a function that reads the subject and text of each message behind it."""
+    for name, value in store.items():
+        monkeypatch.setenv(name, value)
+    for service in ("SNS", "SQS"):
+        monkeypatch.setenv(f"AWS_ENDPOINT_URL_{service}", store["AWS_ENDPOINT_URL_S3"])
+    sns, sqs = boto3.client("sns"), boto3.client("sqs")
+    arn = sns.create_topic(Name="alarms")["TopicArn"]
+    queue = sqs.create_queue(QueueName="alarms")["QueueUrl"]
+    where = sqs.get_queue_attributes(QueueUrl=queue, AttributeNames=["QueueArn"])
+    sns.subscribe(TopicArn=arn, Protocol="sqs", Endpoint=where["Attributes"]["QueueArn"])
+
+    def read() -> list[dict[str, str]]:
+        found = sqs.receive_message(QueueUrl=queue, MaxNumberOfMessages=10)
+        return [json.loads(one["Body"]) for one in found.get("Messages", [])]
+
+    yield arn, read
+    sqs.delete_queue(QueueUrl=queue)
+    sns.delete_topic(TopicArn=arn)
+
+
+def refused(*reasons: str) -> ValidatedReward:
+    return replace(FIT, fit=False, reasons=list(reasons))
+
+
+def test_a_refused_reward_model_is_told_with_its_reasons(
+    topic: tuple[str, Read], settings: Settings
+):
+    arn, read = topic
+    alarms.alarm_refused_reward_model(
+        arn, settings, RUN, refused("It likes length.", "It guesses.")
+    )
+    (message,) = read()
+    assert message["Subject"] == "policy: the reward model was refused"
+    assert message["Message"].splitlines()[1:] == [
+        "Run RLHF/7 ended before PPO.",
+        "It likes length.",
+        "It guesses.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("promoted", "is_told"),
+    [
+        ([True], False),
+        ([False], False),
+        ([True, False], False),
+        ([False, True], False),
+        ([True, False, False], True),
+        ([False, False, False], True),
+    ],
+)
+@pytest.mark.usefixtures("mlflow_client")
+def test_only_the_second_refused_policy_in_a_row_is_told(
+    topic: tuple[str, Read], settings: Settings, promoted: list[bool], is_told: bool
+):
+    arn, read = topic
+    client = connect()
+    client.create_registered_model("policy")
+    for number, promote in enumerate(promoted, start=1):
+        client.create_model_version("policy", "s3://bucket/policy")
+        champions.challenge("policy", number)
+        champions.decide(
+            "policy",
+            version=number,
+            promote=promote,
+            reasons=[f"Reason {number}."],
+            by=f"run RLHF/{number}",
+            key=f"RLHF/{number}",
+            after=settle("policy"),
+        )
+    alarms.alarm_refused_policies(arn, settings, RUN)
+    messages = read()
+    assert len(messages) == is_told
+    if is_told:
+        last = len(promoted)
+        assert messages[0]["Subject"] == "policy: 2 policies in a row were refused"
+        for number in (last - 1, last):
+            assert (
+                f"Version {number}, run RLHF/{number}: Reason {number}." in messages[0]["Message"]
+            )
+
+
+@pytest.mark.parametrize(
+    ("hours", "budget", "told"), [(2.0, 0, 0), (2.0, 2.0, 0), (2.04, 2.0, 1), (0.0, 2.0, 0)]
+)
+def test_only_a_run_above_its_budget_is_told(
+    topic: tuple[str, Read], settings: Settings, hours: float, budget: float, told: int
+):
+    arn, read = topic
+    alarms.alarm_budget(arn, settings, RUN, hours, budget)
+    assert [one["Subject"] for one in read()] == ["policy: 2.0 GPU hours, budget 2"][:told]
+
+
+def test_a_subject_is_one_short_line_of_ascii_and_secrets_are_masked(
+    topic: tuple[str, Read], monkeypatch: pytest.MonkeyPatch
+):
+    arn, read = topic
+    monkeypatch.setenv("JUDGE_API_KEY", "canary-of-the-judge")
+    alarms.send_alarm(arn, "Gefahr für\n" + "x" * 200, ["It answered canary-of-the-judge."])
+    (message,) = read()
+    assert message["Subject"].startswith("Gefahr f?r?xxx") and len(message["Subject"]) == 99
+    assert "canary" not in message["Message"]
+
+
+def test_a_topic_that_does_not_answer_does_not_fail_the_run(
+    topic: tuple[str, Read], settings: Settings, capsys
+):
+    gone = topic[0] + "-gone"
+    alarms.alarm_budget(gone, settings, RUN, 3.0, 2.0)
+    said = capsys.readouterr().err
+    assert "The alarm was not sent" in said and "Run RLHF/7 used more GPU hours" in said
+
+
+def test_without_a_topic_nothing_is_sent_and_nothing_is_asked(settings: Settings):
+    """MLflow is not asked either: it has no such model here."""
+    alarms.alarm_refused_policies("", settings, RUN)
+    alarms.alarm_refused_reward_model("", settings, RUN, refused("It guesses."))
+    alarms.alarm_budget("", settings, RUN, 3.0, 2.0)

@@ -1,0 +1,146 @@
+"""Retrain compares what a run would have today with the champion and with every decided run."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from mlflow import MlflowClient
+
+from pipeline.inputs.lineage import FLOW_RUN
+from pipeline.storage import workspace
+from pipeline.tracking.mlflow_runs import start_runs
+from ppo_core.errors import ConfigError, DataError
+from retraining.new_inputs import NewInputs, find_new_inputs
+from tests.flows.retraining.conftest import Bucket
+from tests.helpers.pipeline_inputs import write_model
+
+NAME = "rlhf-policy"
+
+pytestmark = pytest.mark.usefixtures("mlflow_client")
+
+PAIR = {"prompt": "w2 w3", "chosen": "w1 w1", "rejected": "w4 w5"}
+
+
+def look(table: Mapping[str, Any]) -> NewInputs:
+    # Each look is a process of its own; within one, an address is read once.
+    with patch.dict(workspace._verified, clear=True):
+        return find_new_inputs(table, "Retrain/1")
+
+
+def decide(client: MlflowClient, found: NewInputs, number: int, **tags: str) -> str:
+    """Record a run with the lineage that was found, and how it ended."""
+    lineage = found.lineage | {FLOW_RUN: f"RLHF/{number}"}
+    run = start_runs(NAME, f"RLHF/{number}", {"registered_model": NAME}, lineage, [])["parent"]
+    for name, value in tags.items():
+        client.set_tag(run, name, value)
+    return run
+
+
+def make_champion(client: MlflowClient, found: NewInputs, number: int) -> None:
+    """Register a version with the lineage that was found as the champion."""
+    run = decide(client, found, number, promotion="promoted", version="1")
+    client.create_registered_model(NAME)
+    tags = found.lineage | {FLOW_RUN: f"RLHF/{number}"}
+    made = client.create_model_version(NAME, "s3://bucket/policy", run_id=run, tags=tags)
+    client.set_registered_model_alias(NAME, "champion", made.version)
+
+
+def test_everything_is_new_without_a_champion(table: dict[str, Any]):
+    found = look(table)
+    assert (found.new, found.seen) == (["no champion"], "")
+    assert "data/preferences" in found.lineage
+    # The names of the inputs stay those of the user.
+    assert found.settings.preferences == table["preferences"]
+
+
+def test_nothing_is_new_if_the_champion_had_equal_inputs(
+    table: dict[str, Any], mlflow_client: MlflowClient
+):
+    make_champion(mlflow_client, look(table), 7)
+    found = look(table)
+    assert (found.new, found.seen) == ([], "RLHF/7 made the champion, version 1")
+
+
+def test_a_file_that_is_added_below_the_prefix_is_new(
+    table: dict[str, Any], bucket: Bucket, mlflow_client: MlflowClient
+):
+    make_champion(mlflow_client, look(table), 7)
+    bucket.write("pairs/second.jsonl", [PAIR] * 20)
+    found = look(table)
+    assert found.seen == ""
+    # The held-out pairs are split off the same rows.
+    assert found.new == ["data/preferences changed", "data/preferences-test changed"]
+
+
+@pytest.mark.parametrize(
+    ("change", "new"),
+    [
+        ({"seed": 5}, ["settings changed", "seed changed"]),
+        ({"promotion": {"max_kl": 19.0}}, ["settings changed"]),
+    ],
+)
+def test_a_changed_setting_is_new(
+    table: dict[str, Any], mlflow_client: MlflowClient, change: dict[str, Any], new: list[str]
+):
+    make_champion(mlflow_client, look(table), 7)
+    assert set(look(table | change).new) == set(new)
+
+
+def test_another_policy_is_new_and_so_is_a_changed_one(
+    table: dict[str, Any], mlflow_client: MlflowClient, tmp_path: Path
+):
+    made = look(table)
+    make_champion(mlflow_client, made, 7)
+    copied = Path(write_model(tmp_path / "policy"))
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"initializer_range": 0.5}))
+    found = look(table | {"policy": str(copied)})
+    assert {"policy changed", "settings changed"} == set(found.new)
+
+
+@pytest.mark.parametrize(
+    ("tags", "words"),
+    [
+        ({"promotion": "refused", "version": "3"}, "RLHF/8 refused version 3"),
+        ({"outcome": "refused"}, "RLHF/8 refused its reward model"),
+        ({"promotion": "withdrawn", "version": "3"}, "RLHF/8 withdrawn version 3"),
+    ],
+)
+def test_inputs_on_which_a_run_decided_are_not_tried_again(
+    table: dict[str, Any],
+    bucket: Bucket,
+    mlflow_client: MlflowClient,
+    tags: dict[str, str],
+    words: str,
+):
+    make_champion(mlflow_client, look(table), 7)
+    bucket.write("pairs/second.jsonl", [PAIR] * 20)
+    decide(mlflow_client, look(table), 8, **tags)
+    assert look(table).seen == words
+
+
+@pytest.mark.parametrize("tags", [{}, {"outcome": "failed"}, {"outcome": "killed"}])
+def test_inputs_of_a_run_that_failed_are_tried_again(
+    table: dict[str, Any], mlflow_client: MlflowClient, tags: dict[str, str]
+):
+    decide(mlflow_client, look(table), 8, **tags)
+    assert look(table).new == ["no champion"]
+
+
+def test_an_image_with_other_packages_is_not_new(
+    table: dict[str, Any], mlflow_client: MlflowClient
+):
+    found = look(table)
+    found.lineage["packages_digest"] = "of another image"
+    make_champion(mlflow_client, found, 7)
+    assert look(table).new == []
+
+
+def test_wrong_settings_and_missing_data_end_the_look(table: dict[str, Any], bucket: Bucket):
+    with pytest.raises(ConfigError, match="preferencs"):
+        look(table | {"preferencs": "pairs.jsonl"})
+    with pytest.raises(DataError, match=bucket.address("nothing")):
+        look(table | {"prompts": bucket.address("nothing")})

@@ -1,0 +1,107 @@
+"""Retrain starts a training only for new inputs, and only with the lease."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from pipeline.settings.settings import Settings, make_settings
+from pipeline.storage.lease import Lease
+from pipeline.tracking.decided_runs import outcome_of, runs_of_model
+from ppo_core.errors import ConfigError, ProcessError
+from retraining.new_inputs import NewInputs
+from retraining.retrain import retrain
+from retraining.start_training import training_name
+from tests.flows.retraining.test_new_inputs import decide
+
+NAME = "rlhf-policy"
+
+LINEAGE = {"data/preferences": "3fa9", "settings_digest": "77"}
+
+pytestmark = pytest.mark.usefixtures("mlflow_client")
+
+
+@pytest.fixture
+def settings(table: dict[str, Any]) -> Settings:
+    return make_settings(table, {}, ())
+
+
+def found(settings: Settings, *, seen: str = "") -> NewInputs:
+    new = [] if seen else ["data/preferences changed"]
+    return NewInputs(settings=settings, lineage=LINEAGE, compared=LINEAGE, new=new, seen=seen)
+
+
+def lease(settings: Settings, owner: str) -> Lease:
+    return Lease(settings.store, NAME, owner)
+
+
+def recorded() -> list[str]:
+    return [outcome_of(run) for run in runs_of_model(NAME)]
+
+
+def test_nothing_is_started_if_nothing_is_new(settings: Settings, capsys):
+    outcome = retrain(found(settings, seen="RLHF/7 made it"), {}, "Retrain/1", take_over=False)
+    assert outcome == "nothing new"
+    assert "nothing new: RLHF/7 made it from equal inputs." in capsys.readouterr().out
+    assert recorded() == ["nothing new"]
+    assert lease(settings, "Retrain/2").take() is None
+
+
+def test_a_second_run_ends_and_names_the_owner_of_the_lease(settings: Settings, capsys):
+    first = lease(settings, "Retrain/1")
+    first.take()
+    first.renew("RLHF/7")
+    assert retrain(found(settings), {}, "Retrain/2", take_over=False) == "busy"
+    assert "busy: The lease belongs to Retrain/1 for RLHF/7, since" in capsys.readouterr().out
+    assert recorded() == ["busy"]
+    first.renew("RLHF/7")
+
+
+def test_a_run_that_decided_meanwhile_is_seen(settings: Settings, mlflow_client: MlflowClient):
+    """Another run may decide on equal inputs between the look and the lease."""
+    decide(mlflow_client, found(settings), 7, promotion="promoted", version="1")
+    assert retrain(found(settings), {}, "Retrain/2", take_over=False) == "nothing new"
+    assert recorded() == ["promoted version 1", "nothing new"]
+    assert lease(settings, "Retrain/3").take() is None
+
+
+def test_a_training_that_cannot_be_started_releases_the_lease(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, store: dict[str, str]
+):
+    """Here the flow RLHF is not deployed beside the flow Retrain."""
+    monkeypatch.setenv("SFN_STATE_MACHINE", "ours.prod.Retrain")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STEPFUNCTIONS", store["AWS_ENDPOINT_URL_S3"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL_SFN", store["AWS_ENDPOINT_URL_S3"])
+    with pytest.raises(ProcessError, match=r"ours.prod.RLHF.*doesn't exist.*Deploy it beside"):
+        retrain(found(settings), {}, "Retrain/1", take_over=False)
+    assert lease(settings, "Retrain/2").take() is None
+
+
+def test_a_training_that_fails_here_releases_the_lease(
+    settings: Settings, table: dict[str, Any], capfd
+):
+    wrong = table | {"prompts": str(Path(settings.output_dir) / "nowhere.jsonl")}
+    with pytest.raises(ProcessError, match="exit code 1; its messages are above"):
+        retrain(found(settings), wrong, "Retrain/1", take_over=False)
+    assert "nowhere.jsonl" in capfd.readouterr().out
+    assert lease(settings, "Retrain/2").take() is None
+
+
+def test_a_store_is_needed(settings: Settings, table: dict[str, Any]):
+    there = make_settings({k: v for k, v in table.items() if k != "store"}, {}, ())
+    with pytest.raises(ConfigError, match="needs a store"):
+        retrain(found(there), {}, "Retrain/1", take_over=False)
+
+
+@pytest.mark.parametrize(
+    ("own", "name"),
+    [
+        ("Retrain", "RLHF"),
+        ("ours.prod.team.Retrain", "ours.prod.team.RLHF"),
+        ("retrain", "rlhf"),
+        ("ours.prod.team.retrain", "ours.prod.team.rlhf"),
+    ],
+)
+def test_the_training_flow_has_the_name_beside_that_of_retrain(own: str, name: str):
+    assert training_name(own) == name
