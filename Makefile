@@ -1,6 +1,6 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
 # The others: lint, types, soak, phases, remote, hostile, forms, architectures, tldr and stories (both for
-# three seeds), bench, test-gpu, bench-gpu, clean.
+# three seeds), bench, test-gpu, bench-gpu, install, lock, audit, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,18 @@ TRL_FOLDER := $(TRL_VENV)/wheel
 GPU_PYTHON ?= $(BIN)/python
 TRL_WHEEL ?= trl==1.12.0
 
-.PHONY: run test soak phases remote hostile forms architectures lint types tldr stories bench test-gpu bench-gpu clean
+LOCKS := infra/locks
+LOCK ?= $(LOCKS)/dev.txt
+LOCK_ARGS ?=
+# DeepSpeed is the only package without wheels.
+WHEELS := --only-binary :all: --no-binary deepspeed
+# uv does not read pip's settings. Without a folder of wheels it takes torch from pytorch.org.
+TORCH_CPU := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
+IMAGE_EXTRAS := $(addprefix --extra ,deploy evaluation judge peft quantised vllm)
+COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate $(WHEELS) $(LOCK_ARGS) \
+	--python-platform x86_64-manylinux_2_28 --custom-compile-command "make lock"
+
+.PHONY: run test soak phases remote hostile forms architectures lint types tldr stories bench test-gpu bench-gpu install lock audit clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -77,6 +88,32 @@ test-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/installed-dev) ## Every 
 # The same as `bench` on CUDA; fails without a CUDA device.
 bench-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/installed-dev) $(TRL_FOLDER)/trl
 	PYTHONPATH=$(TRL_FOLDER) $(GPU_PYTHON) -m tests.benchmarks --gpu --trl-python $(GPU_PYTHON)
+
+# DeepSpeed is built with the setuptools of build.txt, since pip would fetch another one without a hash.
+install: | $(VENV)/bin/python ## Install exactly the packages of LOCK, in the place of newer ones.
+	$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: \
+		--requirement $(LOCKS)/build.txt
+	$(BIN)/python -m pip install --quiet --require-hashes $(WHEELS) --no-build-isolation \
+		--use-pep517 --requirement $(LOCK)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $(VENV)/installed $(VENV)/installed-dev
+
+# The packages of the images are a part of the developer's, in the same versions.
+lock: $(VENV)/installed-dev ## Write the lock files; LOCK_ARGS=--upgrade takes newer releases.
+	$(COMPILE) $(TORCH_CPU) --all-extras --python-version 3.11 \
+		--output-file $(LOCKS)/dev.txt pyproject.toml
+	sed -n 's/^\([^ #]*==[^ +]*\).*/\1/p' $(LOCKS)/dev.txt > $(VENV)/pins.txt
+	$(COMPILE) $(TORCH_CPU) $(IMAGE_EXTRAS) --python-version 3.11 --constraint $(VENV)/pins.txt \
+		--output-file $(LOCKS)/cpu.txt pyproject.toml
+	$(COMPILE) $(IMAGE_EXTRAS) --python-version 3.12 --constraint $(VENV)/pins.txt \
+		--output-file $(LOCKS)/cuda.txt pyproject.toml
+	$(BIN)/python -c "import tomllib; \
+		print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" \
+		| $(COMPILE) --python-version 3.11 --constraint $(VENV)/pins.txt \
+		--output-file $(LOCKS)/build.txt -
+
+audit: $(VENV)/installed-dev ## Look for known vulnerabilities of the locked packages.
+	$(BIN)/python $(LOCKS)/audit.py
 
 clean:
 	rm -rf $(VENV) $(TRL_VENV) outputs .metaflow mlruns mlflow.db .pytest_cache .ruff_cache .mypy_cache *.egg-info

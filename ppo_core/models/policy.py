@@ -15,16 +15,11 @@ from ppo_core.data.text_config import text_config
 from ppo_core.data.types import TokenRows
 from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.backbones import Backbone, DecoderBackbone, EncoderDecoderBackbone, Within
+from ppo_core.models.files.model_types import UNTRAINABLE
 from ppo_core.models.kernels.fused_linear_loss import FusedLinearLoss, TokenLoss
 from ppo_core.models.kernels.matmul_backend import large_matmuls, may_round
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.lm_head import ChunkedLMHead
-
-UNTRAINABLE = {
-    "reformer": "its reversible layers have gradients only in training mode, and PPO trains in "
-    "evaluation mode, without dropout",
-}
-"""Model type -> why PPO cannot train it."""
 
 MAX_HEAD_DIFFERENCE = 1e-4
 """Largest relative difference between the logits of `LanguageModel` and the model's own in fp32. A

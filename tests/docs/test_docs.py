@@ -7,6 +7,7 @@ import shlex
 import tomllib
 from dataclasses import fields
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ PRODUCTION = ROOT / "docs" / "to-production.md"
 RECOVERY = ROOT / "docs" / "sharding-and-recovery.md"
 VLLM = ROOT / "docs/vllm.md"
 DEPLOYING = ROOT / "docs" / "deploying.md"
+SUPPLY = ROOT / "docs" / "supply-chain.md"
 EXAMPLES = ROOT / "docs" / "examples" / "README.md"
 PAGES = [
     README,
@@ -56,13 +58,14 @@ PAGES = [
     RECOVERY,
     VLLM,
     DEPLOYING,
+    SUPPLY,
     EXAMPLES,
 ]
 
 OTHERS_FLAGS = set(
-    "backend-store-uri config config-file env-manager logprobs-mode max-model-len".split()
+    "backend-store-uri config config-file env-manager logprobs-mode max-model-len upgrade".split()
 )
-"""Flags of MLflow, Metaflow, accelerate and vLLM."""
+"""Flags of MLflow, Metaflow, accelerate, vLLM and uv."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -206,7 +209,7 @@ def test_the_flags_that_a_page_names_exist(page):
 
 def test_the_settings_in_the_examples_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for block in blocks(README, "toml") + blocks(TRUSTING, "toml"):
+    for block in chain(*(blocks(page, "toml") for page in (README, TRUSTING, SUPPLY))):
         make_settings({**tomllib.loads(block), **write_inputs(tmp_path)}, {})
     for page in PAGES:
         for tree in map(ast.parse, blocks(page, "python")):

@@ -6,7 +6,7 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,12 +148,17 @@ def _packaged_state() -> tuple[str, str]:
 
 def installed_packages() -> str:
     """Return all installed packages as sorted lines `name==version`."""
-    versions: dict[str, str] = {}
+    return "".join(f"{one.metadata['Name']}=={one.version}\n" for one in installed_distributions())
+
+
+def installed_distributions() -> list[Distribution]:
+    """Return the metadata of all installed packages, sorted by name."""
+    found: dict[str, Distribution] = {}
     for package in distributions():
         # Python imports the first of two copies. A broken installation may have no name.
         if name := package.metadata["Name"]:
-            versions.setdefault(name.lower(), f"{name}=={package.version}")
-    return "".join(f"{versions[name]}\n" for name in sorted(versions))
+            found.setdefault(name.lower(), package)
+    return [found[name] for name in sorted(found)]
 
 
 def _git(file: Path, *words: str) -> str | None:

@@ -15,6 +15,7 @@ from pipeline.inputs.repeated_prompts import describe_repeats
 from pipeline.judges.judge_names import read_judges
 from pipeline.judges.spec import check_judge
 from pipeline.launch.commands import gpus
+from pipeline.preflight.model_types import check_model_types
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.storage.workspace import original_names
@@ -130,10 +131,11 @@ def _check_training(
 
 
 def _check_models(settings: Settings) -> None:
-    """Raise if files of a model are refused, the policy cannot write, or the reward model score.
+    """Raise if a model or its type is refused, the policy cannot write, or the reward model score.
 
     The reward model must have one score, and an end-of-sequence token if needed.
     """
+    check_model_types(settings)
     for path in filter(None, (settings.policy, settings.reward_model)):
         check_model_folder(path)
         check_vocabulary(load_config(path), load_tokenizer(path), path)

@@ -9,6 +9,7 @@ from ppo_core.errors import ConfigError
 PACKAGES = (
     "accelerate",
     "boto3",
+    "cyclonedx",
     "datasets",
     "deepspeed",
     "filelock",

@@ -17,6 +17,7 @@ from pipeline.evaluation.results import (
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.model_digests import require_unchanged
+from pipeline.promotion.bill_of_materials import bill_of_materials
 from pipeline.promotion.decide import decide_promotion
 from pipeline.promotion.version_card import version_card
 from pipeline.registry.artifact import VersionContents, write_artifact
@@ -27,6 +28,7 @@ from pipeline.reports.headline_metrics import evaluation_numbers
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.storage.workspace import original_names
+from pipeline.tracking.mlflow_runs import started_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +77,15 @@ def register(candidate: Candidate) -> RegisteredPolicy:
     settings, run = candidate.settings, candidate.run
     decoding = _decoding(settings)
     report = candidate.evaluation.report()
-    card = version_card(_card_facts(candidate, report, decoding, None, None))
+    facts = _card_facts(candidate, report, decoding, None, None)
+    card = version_card(facts)
     contents = VersionContents(
         name=settings.registered_model,
         decoding=decoding,
         example=read_jsonl(candidate.evaluation.samples)[0]["prompt"],
         card=card,
         settings=run.folder / SETTINGS_FILE,
+        sbom=bill_of_materials(facts, run, started_at(run.tracking["parent"])),
     )
     model = register_version(
         settings.registered_model,

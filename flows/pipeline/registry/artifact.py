@@ -29,6 +29,9 @@ REQUIREMENTS = ("torch", "transformers", "accelerate")
 SETTINGS = "settings.toml"
 """Optional file with the settings that reproduce the run."""
 
+SBOM = "sbom.json"
+"""Optional file with the bill of materials, in the format of CycloneDX."""
+
 ADAPTER = "adapter"
 """Optional folder with the adapter that was merged into the policy."""
 
@@ -54,6 +57,9 @@ class VersionContents:
 
     settings: Path | None = None
     """TOML file with the settings that reproduce the run."""
+
+    sbom: str | None = None
+    """Text of the bill of materials."""
 
 
 def write_artifact(
@@ -97,6 +103,8 @@ def write_artifact(
         shutil.copytree(policy / ADAPTER, folder / ADAPTER, ignore=shutil.ignore_patterns(CARD))
     if contents.settings is not None:
         shutil.copyfile(contents.settings, folder / SETTINGS)
+    if contents.sbom is not None:
+        (folder / SBOM).write_text(contents.sbom, encoding="utf-8")
     (folder / CARD).write_text(contents.card, encoding="utf-8")
     return write_manifest(folder)
 

@@ -75,6 +75,11 @@ class Settings:
     """Folder or hub id, as `policy`, of a reward model with one label; empty trains one from the
     policy."""
 
+    model_types: list[str] = field(default_factory=list)
+    """Model types of transformers that `policy`, `reward_model` and judges may have, as in
+    `["llama", "deberta-v2"]`. Empty allows the types that `make architectures` found exact, and
+    encoders as models that score, see ppo_core/models/files/model_types.py."""
+
     preferences: str = ""
     """Rows with chosen, rejected and optionally prompt, to train the reward model on, and the judge
     if none is named."""

@@ -75,6 +75,16 @@ def start_runs(
     return runs
 
 
+@explained()
+def started_at(run_id: str) -> datetime:
+    """Return when an MLflow run was started, in UTC.
+
+    Raises:
+        ModelError: MLflow does not answer, or has no such run.
+    """
+    return datetime.fromtimestamp(connect().get_run(run_id).info.start_time / 1000, UTC)
+
+
 def find_runs(flow_run: str) -> dict[str, str]:
     """Return the ids of the MLflow runs of a run of the flow, as `start_runs` returned them.
 

@@ -6,6 +6,7 @@ import signal
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,22 @@ def test_the_tags_of_a_version_say_where_it_comes_from(story: Story):
     assert models["base"] == models["sft"] != models["policy"]
     first = connect().get_model_version("story", str(story.first.version)).tags
     assert first["parent_champion"] == "none"
+
+
+def test_the_bill_of_materials_of_a_version_has_the_digests_of_its_tags(story: Story):
+    client, run = connect(), story.second.run
+    root = artifact_root(client, "story", story.second.version)
+    assert "sbom.json" in json.loads((root / "manifest.json").read_text())["files"]
+    made = json.loads((root / "sbom.json").read_text())
+    policy = made["metadata"]["component"]
+    (sft,) = policy["pedigree"]["ancestors"]
+    (reward_model,) = (one for one in made["components"] if one["bom-ref"] == "model:reward_model")
+    tags = client.get_model_version("story", str(story.second.version)).tags
+    for part, model in (("policy", policy), ("sft", sft), ("reward_model", reward_model)):
+        found = {one["name"]: one["value"] for one in model["properties"]}
+        assert found["rlhf-flow:digest"] == tags[f"model/{part}"]
+    started = datetime.fromisoformat(made["metadata"]["timestamp"]).timestamp()
+    assert round(started * 1000) == client.get_run(run.tracking["parent"]).info.start_time
 
 
 def test_the_card_of_a_later_decision_leaves_the_version_loadable(story: Story, tmp_path: Path):

@@ -1,0 +1,54 @@
+"""Refuse models from outside whose type nobody vouched for."""
+
+from collections.abc import Collection, Iterator
+
+from pipeline.judges.judge_names import read_judges
+from pipeline.settings.settings import Settings
+from pipeline.storage.workspace import original_names
+from ppo_core.errors import ModelError
+from ppo_core.models.files.model_types import EXACT, SCORING_ENCODERS, UNTRAINABLE
+from ppo_core.models.loading import load_config
+
+
+def check_model_types(settings: Settings) -> None:
+    """Raise if a model that the settings name has a type that is not allowed.
+
+    Only the configurations of the models are read.
+
+    Raises:
+        ModelError: a type is not allowed, or a configuration cannot be read.
+    """
+    for name, path, known in _named_models(settings):
+        allowed = frozenset(settings.model_types) or known
+        found = load_config(path).model_type
+        if found not in allowed:
+            raise ModelError(
+                f"{name}='{original_names(path)}' has the model type {found!r}, which "
+                f"{_reason(found, settings.model_types)}. It was not loaded. If you trust the "
+                "model, name the types of all models of the run in the setting, as in "
+                f'model_types = ["llama", "{found}"].'
+            )
+
+
+def _named_models(settings: Settings) -> Iterator[tuple[str, str, Collection[str]]]:
+    """Yield the setting, the path and the known types of each model that the settings name."""
+    yield "policy", settings.policy, EXACT
+    if settings.reward_model:
+        yield "reward_model", settings.reward_model, EXACT | SCORING_ENCODERS
+    for part in read_judges(settings.judge) if settings.judge else ():
+        if part.kind == "reward-model":
+            yield f"judge={part.kind}", part.source, EXACT | SCORING_ENCODERS
+        elif part.kind == "transformers":
+            yield f"judge={part.kind}", part.source, EXACT
+
+
+def _reason(found: str, given: Collection[str]) -> str:
+    """Return what speaks against a type, as the end of a sentence."""
+    if given:
+        return f"is not in model_types={list(given)}"
+    if found in UNTRAINABLE:
+        return f"cannot be trained: {UNTRAINABLE[found]}"
+    return (
+        "is not among the types whose numbers this project has checked: the run could train on "
+        "wrong log-probabilities or scores, with code of transformers that few people use"
+    )
