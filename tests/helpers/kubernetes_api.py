@@ -20,6 +20,9 @@ class Cluster:
     objects: dict[str, Any] = field(default_factory=dict)
     """Objects by the path of their address; a name is made of `generateName` and 1."""
 
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    """Method and path of every request."""
+
 
 @contextmanager
 def kubernetes_api(folder: Path) -> Iterator[Cluster]:
@@ -67,8 +70,8 @@ def kubernetes_api(folder: Path) -> Iterator[Cluster]:
             self.end_headers()
             self.wfile.write(text)
 
-        def log_message(self, *_: Any) -> None:
-            """Print nothing."""
+        def log_request(self, *_: Any) -> None:
+            cluster.requests.append((self.command, self.path))
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
