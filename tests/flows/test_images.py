@@ -1,6 +1,7 @@
 """The Dockerfiles, as far as files can tell: what Metaflow needs to run a step in an image."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,14 @@ FILES = sorted((ROOT / "infra").glob("Dockerfile.*"))
 
 def instructions(path: Path) -> list[tuple[str, str]]:
     """Instructions and their arguments, without comments and with continued lines joined."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    lines = [line for line in path.read_text().splitlines() if line and line[0] != "#"]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.split("\n"))]
+
+
+def arguments(path: Path) -> dict[str, str]:
+    """Arguments that the builder may set, with the values that they have otherwise."""
+    return dict(rest.split("=", 1) for word, rest in instructions(path) if word == "ARG")
 
 
 def last_stage(path: Path) -> dict[str, str]:
@@ -27,9 +33,17 @@ def last_stage(path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_each_stage_starts_from_the_base_that_the_builder_may_replace(path: Path):
     found = instructions(path)
-    (base,) = [rest for word, rest in found if word == "ARG"]
+    word, base = found[0]
+    assert word == "ARG"
     assert re.fullmatch(r"BASE=[\w./-]+:[\w.-]*\d[\w.-]*(@sha256:[0-9a-f]{64})?", base)
     assert [rest for word, rest in found if word == "FROM"] == ["${BASE} AS build", "${BASE}"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_image_has_what_every_run_needs_and_no_test_packages(path: Path):
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = set(arguments(path)["EXTRAS"].split(","))
+    assert {"deploy", "evaluation", "judge"} <= extras <= set(known) - {"dev"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

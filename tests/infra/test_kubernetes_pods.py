@@ -1,8 +1,7 @@
-"""Pods that Metaflow makes for Argo: their connections, requests and security in infra/kubernetes."""
+"""Pods that Metaflow makes for Argo, under infra/kubernetes: connections, requests, security."""
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
