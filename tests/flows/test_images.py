@@ -12,7 +12,7 @@ FILES = sorted((ROOT / "infra").glob("Dockerfile.*"))
 
 def instructions(path: Path) -> list[tuple[str, str]]:
     """Instructions and their arguments, without comments and with continued lines joined."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    lines = [line for line in path.read_text().splitlines() if line and line[0] != "#"]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.split("\n"))]
 
@@ -27,7 +27,8 @@ def last_stage(path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_each_stage_starts_from_the_base_that_the_builder_may_replace(path: Path):
     found = instructions(path)
-    (base,) = [rest for word, rest in found if word == "ARG"]
+    word, base = found[0]
+    assert word == "ARG"
     assert re.fullmatch(r"BASE=[\w./-]+:[\w.-]*\d[\w.-]*(@sha256:[0-9a-f]{64})?", base)
     assert [rest for word, rest in found if word == "FROM"] == ["${BASE} AS build", "${BASE}"]
 

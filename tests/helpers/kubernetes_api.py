@@ -24,6 +24,9 @@ class Cluster:
     objects: dict[str, Any] = field(default_factory=dict)
     """Objects by the path of their address; a name is made of `generateName` and 1."""
 
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    """Method and path of every request."""
+
 
 def merged(value: Any, change: Any) -> Any:
     """The value after a merge patch (RFC 7386): null removes a key, and a list is replaced."""
@@ -101,8 +104,8 @@ def kubernetes_api(folder: Path) -> Iterator[Cluster]:
             self.end_headers()
             self.wfile.write(text)
 
-        def log_message(self, *_: Any) -> None:
-            """Print nothing."""
+        def log_request(self, *_: Any) -> None:
+            cluster.requests.append((self.command, self.path))
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
