@@ -23,6 +23,9 @@ PIPELINE_LINE = (
 ).split()
 """The same for flows/pipeline."""
 
+DEPLOYED = {"deployment", "flow_parts", "retraining"}
+"""Packages and modules of flows that may import the pipeline, which knows none of them."""
+
 MOST_ENTRIES = 14
 """Files and folders in a package, `__init__.py` not counted."""
 
@@ -114,6 +117,17 @@ def test_the_consumer_needs_nothing_of_the_flow():
 
 def test_the_flow_calls_stages_only():
     assert siblings(ROOT / "flows" / "rlhf.py", "pipeline") == {"stages", "settings"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "flows/pipeline").rglob("*.py")), ids=name_of)
+def test_the_pipeline_knows_neither_deployment_nor_retraining(path: Path):
+    assert not libraries(path) & DEPLOYED
+
+
+def test_deployment_and_retraining_do_not_know_each_other():
+    for package in ("deployment", "retraining"):
+        for path in (ROOT / "flows" / package).rglob("*.py"):
+            assert not libraries(path) & (DEPLOYED - {package})
 
 
 def modules(folder: str) -> dict[str, Path]:

@@ -42,12 +42,14 @@ class ArgoDeployment:
         Raises:
             StorageError: the cluster does not answer, or refuses the change.
         """
-        name = self.name_of(flow)
-        mutex = {"spec": {"synchronization": {"mutexes": [{"name": name}]}}}
+        name, client = self.name_of(flow), self._client()
         with library_errors(StorageError, f"{name} could not be changed", NEXT_MOVE):
-            self._patch("workflowtemplates", name, mutex)
-            if self._client().get_cronworkflow(name):
-                self._patch("cronworkflows", name, {"spec": {"concurrencyPolicy": "Forbid"}})
+            template = client.get_workflow_template(name)
+            template["spec"]["synchronization"] = {"mutexes": [{"name": name}]}
+            self._replace("workflowtemplates", template)
+            if schedule := client.get_cronworkflow(name):
+                schedule["spec"]["concurrencyPolicy"] = "Forbid"
+                self._replace("cronworkflows", schedule)
 
     def find(self, flow: str) -> DeployedFlow | None:
         """Return the flow as the cluster has it; None if it has none.
@@ -88,9 +90,10 @@ class ArgoDeployment:
         at = status.get("finishedAt") or last["metadata"]["creationTimestamp"]
         return last["metadata"]["name"], f"{status.get('phase') or 'Pending'}, {at}"
 
-    def _patch(self, plural: str, name: str, change: dict[str, Any]) -> None:
-        self._objects().patch_namespaced_custom_object(
-            GROUP, VERSION, self.namespace, plural, name, change
+    def _replace(self, plural: str, changed: dict[str, Any]) -> None:
+        """Replace an object; Kubernetes refuses it if another change came in between."""
+        self._objects().replace_namespaced_custom_object(
+            GROUP, VERSION, self.namespace, plural, changed["metadata"]["name"], changed
         )
 
     def _client(self) -> Any:

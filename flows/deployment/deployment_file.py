@@ -81,8 +81,9 @@ def _section(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section
 
 
-def _read_step(name: str, own: Any, defaults: Mapping[str, Any]) -> Any:
+def _read_step(name: str, own: Any, defaults: Mapping[str, Any]) -> StepResources:
     if name not in KNOWN["steps."]:
         raise ConfigError(describe_unknown_setting(name, "steps.", KNOWN))
     table = merge_tables(defaults, _section({name: own}, f"steps.{name}"))
-    return read_section(StepResources, table, f"steps.{name}.", KNOWN)
+    resources: StepResources = read_section(StepResources, table, f"steps.{name}.", KNOWN)
+    return resources

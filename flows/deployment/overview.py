@@ -52,7 +52,7 @@ def render_status(found: Mapping[str, DeployedFlow | None], tags: Mapping[str, s
     table = Table("", *found)
     columns = [_facts(one, tags) for one in found.values()]
     for row, name in enumerate(FACTS):
-        table.add_row(name, *("".join(facts[row : row + 1]) for facts in columns))
+        table.add_row(name, *(facts[row] for facts in columns))
     older = any(one and one.tags.get(DEPLOYMENT) != tags[DEPLOYMENT] for one in found.values())
     note = "The deployment file has changed since: --create deploys it as it is now."
     return _render(table, [note] if older else [])
@@ -61,7 +61,7 @@ def render_status(found: Mapping[str, DeployedFlow | None], tags: Mapping[str, s
 def _facts(flow: DeployedFlow | None, tags: Mapping[str, str]) -> list[str]:
     """Return what is known of a deployed flow, in the order of FACTS."""
     if flow is None:
-        return ["not deployed"]
+        return ["not deployed", *[""] * (len(FACTS) - 1)]
     start = f"{next_run(flow.cron, flow.timezone):%Y-%m-%d %H:%M %Z}" if flow.cron else "none"
     settings = _same(flow.tags, tags, SETTINGS)
     known = [flow.name, flow.deployed_at[:19], settings, _code(flow.tags), start]

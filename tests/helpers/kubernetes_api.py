@@ -28,18 +28,6 @@ class Cluster:
     """Method and path of every request."""
 
 
-def merged(value: Any, change: Any) -> Any:
-    """The value after a merge patch (RFC 7386): null removes a key, and a list is replaced."""
-    if not isinstance(change, dict):
-        return change
-    result = dict(value) if isinstance(value, dict) else {}
-    for key, inner in change.items():
-        result[key] = merged(result.get(key), inner)
-        if inner is None:
-            del result[key]
-    return result
-
-
 @contextmanager
 def kubernetes_api(folder: Path) -> Iterator[Cluster]:
     """Serve the API while the context lasts; `folder` gets the kubeconfig of its clients."""
@@ -67,13 +55,6 @@ def kubernetes_api(folder: Path) -> Iterator[Cluster]:
             body = self.body()
             body["metadata"]["creationTimestamp"] = created
             self.store(self.path, body)
-
-        def do_PATCH(self) -> None:
-            if (old := cluster.objects.get(self.path)) is None:
-                return self.answer_found(None)
-            if self.headers["Content-Type"] != "application/merge-patch+json":
-                return self.answer({"message": "not a merge patch"}, 415)
-            self.store(self.path, merged(old, self.body()))
 
         def do_DELETE(self) -> None:
             self.answer_found(cluster.objects.pop(self.path, None))

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from tests.helpers.argo_templates import (
 )
 from tests.helpers.canaries import CANARY, VARIABLES
 from tests.helpers.deployments import both_schedulers, write_deployment
+from tests.helpers.paths import ROOT
 from tests.helpers.state_machine import StateMachines
 
 GIB = 2**30
@@ -195,6 +199,27 @@ def test_the_schedule_belongs_to_retrain_alone(template: Any, retrain_template: 
     notes = retrain_template["metadata"]["annotations"]
     assert json.loads(notes["metaflow/cron"]) == {"schedule": "0 3 * * MON", "tz": "Europe/Berlin"}
     assert "metaflow/cron" not in template["metadata"]["annotations"]
+
+
+def test_an_event_starts_retrain_too(
+    machines: StateMachines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("EVENT", "EVENT_SOURCE", "EVENT_BUS", "SERVICE_ACCOUNT", "WEBHOOK_URL"):
+        monkeypatch.setenv(f"METAFLOW_ARGO_EVENTS_{name}", "ours")
+    files = write_deployment(tmp_path, "argo", {"schedule": {"event": "new-preferences"}})
+    notes = compile_flow(files, "Retrain")["metadata"]["annotations"]
+    assert json.loads(notes["metaflow/triggers"]) == [{"name": "new-preferences", "type": "event"}]
+    assert "metaflow/cron" in notes
+
+
+def test_without_a_deployment_a_flow_loads_nothing_of_it():
+    for flow in ("rlhf.py", "retrain.py"):
+        words = ["-X", "importtime", f"flows/{flow}", "show"]
+        ran = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert re.search(r"\| +flow_parts", ran.stderr)
+        assert not re.search(r"\| +deployment", ran.stderr)
 
 
 def test_both_flows_share_project_and_branch(template: Any, retrain_template: Any, states: Any):
