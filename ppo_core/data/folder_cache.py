@@ -3,20 +3,20 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 from ppo_core.data.atomic_files import write_atomically
 
 MADE_FILE = "made.json"
-"""File in a cached folder: the digest of its other files, and the values that `make` returned."""
+"""File in a cached folder: its name, the digest of its other files, and what `make` returned."""
 
 LIBRARIES = ("torch", "transformers")
 """Libraries whose versions are part of the digest."""
@@ -39,24 +39,56 @@ class Cached:
     """Digest of the folder, as `digest_of_folder` returns it."""
 
 
+class Copies(Protocol):
+    """Copies of cached folders, which other machines and later runs share."""
+
+    def fetch(self, folder: Path) -> None:
+        """Create the folder from its copy, if there is one."""
+
+    def publish(self, folder: Path) -> None:
+        """Make a copy of the folder, unless there is one."""
+
+
+_copies: list[Copies] = []
+
+
+@contextmanager
+def sharing(copies: Copies) -> Iterator[None]:
+    """Let `make_once` use and make copies inside the context."""
+    _copies.append(copies)
+    try:
+        yield
+    finally:
+        _copies.remove(copies)
+
+
 def make_once(
     root: Path,
     name: str,
     inputs: Mapping[str, Any],
     make: Callable[[Path], Mapping[str, Any] | None],
+    *,
+    shared: bool = False,
 ) -> Cached:
     """Return the cached folder for `inputs`; call `make` to fill the folder if it is missing.
 
     `make` fills a temporary folder, which is then renamed. So a folder with the final name is
-    complete even if a process was killed. A folder whose files were changed since is made again.
+    complete even if a process was killed. A folder whose files were changed since is made again,
+    and so is a copy that does not belong to this name.
 
     Args:
         root: folder of the cache.
         name: first part of the folder's name.
         inputs: everything that decides the result; must be serializable as JSON.
         make: function that fills the given folder and returns values that JSON has.
+        shared: whether a copy of the folder is used and made, if the call is within `sharing`.
     """
     folder = folder_of(root, name, inputs)
+    copies = _copies if shared else []
+    for each in copies:
+        if not folder.is_dir():
+            root.mkdir(parents=True, exist_ok=True)
+            each.fetch(folder)
     if folder.is_dir():
         if is_made(folder):
             return _cached(folder, reused=True)
@@ -67,11 +99,14 @@ def make_once(
     unfinished.mkdir(parents=True)
     try:
         values = make(unfinished) or {}
-        made = {"digest": digest_of_folder(unfinished), "values": values}
+        digest = digest_of_folder(unfinished)
+        made = {"name": folder.name, "digest": digest, "values": values}
         write_atomically(unfinished / MADE_FILE, json.dumps(made))
         _publish(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+    for each in copies:
+        each.publish(folder)
     return _cached(folder, reused=False)
 
 
@@ -150,10 +185,11 @@ def _cached(folder: Path, *, reused: bool) -> Cached:
 
 
 def is_made(folder: Path) -> bool:
-    """Return whether `make_once` would reuse a folder: it is complete and unchanged."""
+    """Return whether `make_once` would reuse a folder: it has its name, and is unchanged."""
     try:
         made = _read_made(folder)
-        return "values" in made and bool(made["digest"] == digest_of_folder(folder))
+        is_own = "values" in made and made["name"] == folder.name
+        return is_own and bool(made["digest"] == digest_of_folder(folder))
     # An unreadable file, another form of JSON, or the form of earlier versions.
     except (OSError, ValueError, KeyError, TypeError):
         return False

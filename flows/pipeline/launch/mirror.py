@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.storage.manifest import files_of
 from pipeline.storage.workspace import Workspace
-from ppo_core.checkpointing.folders import newest_checkpoint
+from ppo_core.checkpointing.folders import finished_checkpoints, newest_checkpoint
 from ppo_core.errors import PPOError
 from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE
 from ppo_core.supervised.supervised_config import RATE_FILE
@@ -30,8 +30,8 @@ def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -
     is copied in the background after it is finished, and once more at the end of the context, so
     that nothing is lost if the training ends early. Without a store, nothing happens.
 
-    Each of several machines copies what its own processes have written. They continue from the
-    newest checkpoint that all of them have copied.
+    Each of several machines copies what its own processes have written, first what another one has
+    copied, and keeps two copies. They continue from the newest checkpoint that all have copied.
 
     Args:
         workspace: the workspace of the run.
@@ -61,6 +61,7 @@ class _Mirror:
             workspace.shared_folder(folder, f"machine-{index}") for index in range(here.count)
         ]
         self._own = self._copies[here.index]
+        self._others = [copy for copy in self._copies if copy is not self._own]
         self._copied: Path | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
@@ -80,7 +81,7 @@ class _Mirror:
         """Copy the last checkpoint, and stop."""
         self._over.set()
         self._thread.join()
-        self._copy()
+        self._copy(newest_checkpoint(self._folder))
 
     def _read_common(self) -> None:
         """Fetch the newest checkpoint that all machines have copied, with the files of all.
@@ -97,15 +98,28 @@ class _Mirror:
     def _run(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
             try:
-                self._copy()
+                self._copy(self._next())
             # The training goes on: the next look tries again, and so does `stop`, which raises.
             except (PPOError, OSError) as error:
                 print(f"The checkpoint was not copied: {error}", flush=True)
 
-    def _copy(self) -> None:
-        """Copy the newest checkpoint, unless it is copied already."""
+    def _next(self) -> Path | None:
+        """Return the checkpoint to copy: the newest that another machine has copied, or the newest.
+
+        A machine that is slower than others would else never have the one that they have.
+        """
         newest = newest_checkpoint(self._folder)
-        if newest is None or newest == self._copied:
+        if self._here.count == 1 or newest == self._copied:
+            return newest
+        names = {name.split("/")[0] for copy in self._others for name in copy.look()}
+        steps = finished_checkpoints(self._folder)
+        copied = next((step for step, path in steps.items() if path == self._copied), -1)
+        shared = [step for step, path in steps.items() if step > copied and path.name in names]
+        return steps[max(shared)] if shared else newest
+
+    def _copy(self, checkpoint: Path | None) -> None:
+        """Copy a checkpoint, unless it is the one that was copied last."""
+        if checkpoint is None or checkpoint == self._copied:
             return
         with TemporaryDirectory() as name:
             # The training appends to these files while they are copied.
@@ -114,21 +128,24 @@ class _Mirror:
                 for file in BESIDE_CHECKPOINT
                 if (self._folder / file).exists()
             }
-            for file, path in files_of(newest).items():
-                files[f"{newest.name}/{file}"] = path
+            for file, path in files_of(checkpoint).items():
+                files[f"{checkpoint.name}/{file}"] = path
             self._own.write(files, keep=self._still_needed())
-        self._copied = newest
+        self._copied = checkpoint
 
     def _still_needed(self) -> set[str]:
-        """Return the names of this machine's files of the newest checkpoint that all have copied.
+        """Return the names of this machine's files that a restart of several machines may need.
 
-        A restart needs them until the other machines, too, have copied the next checkpoint.
+        These are the newest checkpoint that all have copied, until they have copied the next one,
+        and the last one of this machine, which the others may still be copying.
         """
         if self._here.count == 1:
             return set()
-        others = [copy.look() for copy in self._copies if copy is not self._own]
-        newest = _newest_common([self._own.names, *others])
-        return _of(newest, self._own.names) if newest else set()
+        newest = _newest_common([self._own.names, *(copy.look() for copy in self._others)])
+        needed = {newest} if newest else set()
+        if self._copied is not None:
+            needed.add(self._copied.name)
+        return {name for name in self._own.names if name.split("/")[0] in needed}
 
 
 def _newest_common(names: Sequence[Collection[str]]) -> str:

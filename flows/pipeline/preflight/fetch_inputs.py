@@ -5,6 +5,8 @@
 | `s3://BUCKET/KEY` | a file or folder in S3 |
 | `models:/NAME@ALIAS`, `models:/NAME/VERSION` | the policy of a registered version |
 | anything else | a path of this machine, or a hub id |
+
+If the steps share no disk, models and data sets of the hub are read at one commit, and copied.
 """
 
 import dataclasses
@@ -12,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import snapshot_download
@@ -23,6 +26,9 @@ from pipeline.registry.versions import find_policy
 from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import MODELS, REGISTRY, Workspace, workspace_of
 from ppo_core.config.hub_ids import split_revision
+from ppo_core.data.atomic_files import explained_writes
+from ppo_core.data.sources.hub_data import HubData
+from ppo_core.data.sources.source import find_hub_data
 from ppo_core.errors import ModelError, library_errors
 from ppo_core.models.loading import commit_of
 
@@ -38,17 +44,19 @@ def fetch_inputs(given: Settings) -> Settings:
 
     Raises:
         ConfigError: an address is invalid, or S3 refuses the access.
-        DataError: nothing is stored at an address.
+        DataError: nothing is stored at an address, or the hub has no such data set.
         ModelError: the registry has no such version.
         StorageError: a file could not be transferred.
     """
     workspace = workspace_of(given)
-    return _renamed(
-        given,
-        lambda name: fetch_model(name, workspace),
-        lambda name: _keeping_split(name, workspace.fetch),
-        workspace.fetch,
-    )
+
+    def data(name: str) -> str:
+        if workspace.store and (on_hub := find_hub_data(name)):
+            # So that this step checks the rows that the other steps will read.
+            return on_hub.pinned()
+        return _keeping_split(name, workspace.fetch)
+
+    return _renamed(given, lambda name: fetch_model(name, workspace), data, workspace.fetch)
 
 
 def fetch_model(name: str, workspace: Workspace) -> str:
@@ -64,10 +72,11 @@ def share_inputs(settings: Settings, run: FlowRun) -> Settings:
     """Return the settings of `fetch_inputs` for the other steps of a run.
 
     If the steps share no disk, every input is published once, by its content, so that all steps
-    read the same bytes. So are models of the hub; a data set of the hub stays there.
+    read the same bytes. So are models and data sets of the hub, which no other step then asks.
 
     Raises:
         ConfigError: S3 refuses the access.
+        DataError: the hub has no such data set.
         ModelError: the hub has no such model.
         StorageError: a file could not be transferred.
     """
@@ -81,7 +90,12 @@ def share_inputs(settings: Settings, run: FlowRun) -> Settings:
     def model(name: str) -> str:
         return shared(name if os.path.exists(name) else _download(name))
 
-    return _renamed(settings, model, lambda name: _keeping_split(name, shared), shared)
+    def data(name: str) -> str:
+        if on_hub := find_hub_data(name):
+            return _publish_hub_data(on_hub, workspace)
+        return _keeping_split(name, shared)
+
+    return _renamed(settings, model, data, shared)
 
 
 def _renamed(
@@ -145,3 +159,12 @@ def _download(name: str) -> str:
         return snapshot_download(
             str(repository), revision=commit_of(name), allow_patterns=list(MODEL_FILES)
         )
+
+
+def _publish_hub_data(data: HubData, workspace: Workspace) -> str:
+    """Publish a split of a data set of the hub; return its address."""
+    with TemporaryDirectory(dir=workspace.root) as place:
+        folder = Path(place) / data.repository.replace("/", "--")
+        with explained_writes(folder):
+            data.save(folder)
+        return workspace.publish_input(folder)

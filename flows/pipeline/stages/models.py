@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ class _Training:
 
     rows: Rows
     section: SupervisedSection
+
+    encode: Callable[[Settings], Rows]
+    """Encode the rows as the training does, and keep them in the cache of this machine."""
 
     def decides_the_result(self, settings: Settings) -> dict[str, Any]:
         """Return everything that the trained model depends on."""
@@ -107,19 +110,24 @@ def help_to_load_reward_models(
 
 def _policy_training(settings: Settings) -> _Training:
     rows = data_sets.sft_rows(settings)
-    return _Training(name=SFT, model=settings.policy, rows=rows, section=settings.sft)
+    encode = data_sets.encoded_demonstrations
+    return _Training(
+        name=SFT, model=settings.policy, rows=rows, section=settings.sft, encode=encode
+    )
 
 
 def _reward_training(settings: Settings, sft: PreparedModel) -> _Training:
     rows, section = data_sets.training_pairs(settings), settings.reward_model_training
-    return _Training(name=REWARD_MODEL, model=sft.path, rows=rows, section=section)
+    encode = data_sets.encoded_pairs
+    return _Training(name=REWARD_MODEL, model=sft.path, rows=rows, section=section, encode=encode)
 
 
 def _judge_training(settings: Settings, sft: PreparedModel) -> _Training:
     section = settings.reward_model_training
     section = replace(section, seed=(section.seed + 1) % 2**32)
     rows = data_sets.judge_pairs(settings)
-    return _Training(name=JUDGE, model=sft.path, rows=rows, section=section)
+    encode = data_sets.encoded_judge_pairs
+    return _Training(name=JUDGE, model=sft.path, rows=rows, section=section, encode=encode)
 
 
 def _train_once(
@@ -176,6 +184,9 @@ def _train(
     training: _Training, settings: Settings, run: FlowRun, here: Machines, on_metrics: OnMetrics
 ) -> None:
     job = _folder(run, training)
+    if run.workspace.store:
+        # The processes of the training find them on this disk: they cannot fetch from S3.
+        training.encode(settings)
     with mirrored(run.workspace, job, here):
         train_supervised(
             "sft" if training.name == SFT else "reward",

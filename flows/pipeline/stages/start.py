@@ -42,7 +42,8 @@ def prepare_inputs(given: Settings) -> Settings:
     """
     check_databases(is_written=True)
     settings = find_inputs(given)
-    check_inputs(settings)
+    with workspace_of(given).sharing_rows():
+        check_inputs(settings)
     check_registry(settings.registered_model)
     refuse_proxied_artifacts(artifact_root(create=False), settings.policy)
     return settings

@@ -1,7 +1,7 @@
 """Tracker and watch, which several stages use."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from metaflow import current
@@ -53,21 +53,23 @@ def shared_journal(run: FlowRun) -> Iterator[None]:
         folder.write(_small_files(run.folder))
 
 
-def watched(
-    step: str, settings: Settings | None, run: FlowRun | None
-) -> AbstractContextManager[None]:
-    """Return a context that ends the process of a step that hangs; see `watched_step`.
+@contextmanager
+def watched(step: str, settings: Settings | None, run: FlowRun | None) -> Iterator[None]:
+    """End the process of a step that hangs, see `watched_step`, and share encoded rows meanwhile.
 
     The first step has no settings and no run yet, and is not watched.
     """
     if settings is None or run is None:
-        return nullcontext()
-    return watched_step(
+        yield
+        return
+    watch = watched_step(
         step,
         run.folder,
         stall_minutes=settings.stall_minutes,
         step_minutes=settings.step_minutes,
     )
+    with watch, run.workspace.sharing_rows():
+        yield
 
 
 def _small_files(folder: Path) -> dict[str, Path]:

@@ -27,7 +27,7 @@ from pipeline.storage.manifest import (
     stored_file,
     write_block,
 )
-from pipeline.storage.multipart import BLOCKS, count_parts
+from pipeline.storage.multipart import BLOCKS
 from pipeline.storage.objects import head_object, list_objects, read_object
 from pipeline.storage.s3_client import (
     CONNECTIONS,
@@ -211,16 +211,19 @@ def _fill(folder: Path, sources: Sequence[_Source], address: S3Address) -> None:
         path = folder / one.name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    tasks = [(one, part) for one in sources for part in range(count_parts(one.size))]
+    tasks = [
+        (one, range(first, min(first + BLOCKS, count_blocks(one.size))))
+        for one in sources
+        for first in range(0, count_blocks(one.size), BLOCKS)
+    ]
     total = sum(one.size for one in sources)
     with (
         progress(total, f"fetch {address.key}", "B", delay=BAR_SECONDS) as bar,
         ThreadPoolExecutor(CONNECTIONS) as pool,
     ):
 
-        def complete(task: tuple[_Source, int]) -> None:
-            one, part = task
-            blocks = range(part * BLOCKS, min((part + 1) * BLOCKS, count_blocks(one.size)))
+        def complete(task: tuple[_Source, range]) -> None:
+            one, blocks = task
             path = folder / one.name
             missing = [
                 number

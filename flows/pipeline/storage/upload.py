@@ -131,7 +131,7 @@ def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -
         list(pool.map(put, small))
         for name in missing.keys() - set(small):
             target = _address(address, name, missing[name])
-            upload_parts(files[name], missing[name], target, pool, bar)
+            upload_parts(files[name], missing[name], target, bar)
 
 
 def _write_manifest(manifest: Manifest, address: S3Address, **condition: str) -> str:

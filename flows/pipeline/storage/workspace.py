@@ -3,12 +3,14 @@
 import dataclasses
 import os
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.settings.settings import NO_VALUE, Settings
 from pipeline.storage.addresses import S3Address, is_in_s3
+from ppo_core.data.folder_cache import sharing
 from ppo_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +21,9 @@ Record = TypeVar("Record")
 
 FETCHED = "cache/fetched"
 """Folder for files from S3, within the workspace."""
+
+ROWS = "rows"
+"""Folder of the cache for encoded rows, in S3 only."""
 
 MODELS = ("policy", "reward_model")
 """Settings that name models."""
@@ -158,6 +163,17 @@ class Workspace:
         from pipeline.storage.shared_folder import SharedFolder
 
         return SharedFolder(folder, self.address(folder / name))
+
+    def sharing_rows(self) -> AbstractContextManager[None]:
+        """Return a context in which rows that were encoded once are taken from S3.
+
+        On one disk they are in the cache of the machine.
+        """
+        if not self.store:
+            return nullcontext()
+        from pipeline.storage.folder_copies import FolderCopies
+
+        return sharing(FolderCopies(self.address(self.cache / ROWS)))
 
     def address(self, path: Path) -> S3Address:
         """Return the address in S3 of a path within the workspace."""

@@ -25,6 +25,10 @@ from ppo_core.errors import DataError
 MAX_LEFT_OUT = 0.01
 """Maximum fraction of the rows that may be left out; a larger fraction is an error."""
 
+LEAST_SHARED = 5_000
+"""Minimum number of rows of which other machines share a copy. Below it, to encode the rows takes
+less than 2 seconds, and the copy costs more requests than it saves."""
+
 ROW = "row"
 """Column with the number of a row in its data set, counted from 0."""
 
@@ -199,6 +203,8 @@ def derive(
 ) -> Rows:
     """Return converted rows; a second call with the same rows and inputs takes the cached rows.
 
+    Within `folder_cache.sharing`, rows that another machine has converted are taken as well.
+
     Args:
         rows: rows to convert.
         name: name of the conversion, and of its folder in the cache.
@@ -220,7 +226,7 @@ def derive(
         return facts | {"reading": rows.reading}
 
     everything = {"rows": rows.key, "code": digest_of_code(*_CODE), **inputs}
-    made = _opened(_made(name, everything, make), rows.source)
+    made = _opened(_made(name, everything, make, shared=len(rows) >= LEAST_SHARED), rows.source)
     counts = {
         reason: rows.left_out.get(reason, 0) + made.left_out.get(reason, 0)
         for reason in {**rows.left_out, **made.left_out}
@@ -235,11 +241,15 @@ def each(convert: Callable[[RawRow], Row | None]) -> Convert:
 
 
 def _made(
-    name: str, inputs: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]
+    name: str,
+    inputs: Mapping[str, Any],
+    make: Callable[[Path], Mapping[str, Any]],
+    *,
+    shared: bool = False,
 ) -> Cached:
     cache = Path(config.HF_DATASETS_CACHE) / "ppo_core"
     with explained_writes(cache):
-        return make_once(cache, name, inputs, make)
+        return make_once(cache, name, inputs, make, shared=shared)
 
 
 def _opened(made: Cached, source: str) -> Rows:

@@ -20,6 +20,7 @@ from ppo_core.data.sources.compression import GZIP, format_of
 from ppo_core.data.sources.csv_rows import read_csv_rows
 from ppo_core.data.sources.data_addresses import download, is_data_address, require_allowed
 from ppo_core.data.sources.data_folders import files_by_split
+from ppo_core.data.sources.hub_data import HubData, absolute_path, without_media
 from ppo_core.data.sources.json_rows import read_json_rows
 from ppo_core.data.sources.parquet_rows import read_parquet_rows
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE, RawRow
@@ -90,17 +91,27 @@ def open_source(
         return _open_address(name, split or "train")
     given = name
     if split is None and not os.path.lexists(name):
-        name, _, split = name.partition(":")
-        if split and not os.path.lexists(name) and "/" in split.partition("[")[0]:
-            config, _, split = split.partition("/")
-    split = split or "train"
+        name, split, in_name = _split_of_name(name)
+        config = in_name or config
     if not os.path.lexists(name):
-        return _open_hub(name, split, config, given)
+        return _open_hub(_hub_data(given, name, split, config))
     if config is not None:
         raise ConfigError(
             f"'{name}' is local and has no configuration '{config}'. Leave the configuration out."
         )
-    return _open_local(Path(name), split)
+    return _open_local(Path(name), split or "train")
+
+
+def find_hub_data(name: str) -> HubData | None:
+    """Return what a name without a separate split means on the hub; None if it is local.
+
+    Raises:
+        DataError: there is no such file, and the hub cannot have a data set of this name.
+    """
+    if is_data_address(name) or os.path.lexists(name):
+        return None
+    place, split, config = _split_of_name(name)
+    return None if os.path.lexists(place) else _hub_data(name, place, split, config)
 
 
 def source_of_rows(rows: Any, name: str = "the rows") -> Source:
@@ -200,27 +211,40 @@ def _open_address(address: str, split: str) -> Source:
         return _of_data_set(shown, digest_of([shown, loaded._fingerprint]), loaded)
 
 
-def _open_hub(name: str, split: str, config: str | None, given: str) -> Source:
-    name, _, revision = name.partition("@")
-    here = f"{Path(given).absolute()!s:.300}"
+def _split_of_name(name: str) -> tuple[str, str | None, str | None]:
+    # The file, folder or hub id, the split after a colon, and for a hub id its configuration.
+    place, _, split = name.partition(":")
+    if os.path.lexists(place) or "/" not in split.partition("[")[0]:
+        return place, split or None, None
+    config, _, split = split.partition("/")
+    return place, split, config
+
+
+def _hub_data(given: str, place: str, split: str | None, config: str | None) -> HubData:
+    name, _, revision = place.partition("@")
+    here = absolute_path(given)
     if name.endswith(SUFFIXES) or not _HUB_ID.fullmatch(name):
         raise DataError(f"There is no file or folder {here}. Check the path.")
     # `load_dataset` would take the name of a format for the files in the working directory.
     if "." not in name and find_spec(f"datasets.packaged_modules.{name}") is not None:
         raise DataError(f"There is no file or folder {here}. '{name}' is a format; name a file.")
-    failure = (
-        f"'{given}' is not a local file or folder ({here} does not exist), and no data set of this "
-        f"name with a split '{split}' could be loaded from the hub"
+    return HubData(
+        given=given,
+        repository=name,
+        revision=revision or None,
+        config=config,
+        split=split or "train",
     )
-    with library_errors(DataError, failure, "Check the path, or the hub id."):
-        loaded = datasets.load_dataset(name, config, split=split, revision=revision or None)
-        return _of_data_set(given, digest_of([given, config, split, loaded._fingerprint]), loaded)
+
+
+def _open_hub(data: HubData) -> Source:
+    loaded = data.load()
+    digest = digest_of([data.given, data.config, data.split, loaded._fingerprint])
+    return _of_data_set(data.given, digest, loaded)
 
 
 def _of_data_set(name: str, digest: str, loaded: Any) -> Source:
-    # The values of these columns name files and addresses, which `datasets` would open.
-    media = [column for column, feature in loaded.features.items() if _is_media(feature)]
-    plain = loaded.remove_columns(media)
+    plain = without_media(loaded)
 
     def rows() -> Iterator[RawRow]:
         with library_errors(DataError, f"'{name}' cannot be read", "Convert the data to UTF-8."):
@@ -231,17 +255,6 @@ def _of_data_set(name: str, digest: str, loaded: Any) -> Source:
                 )
 
     return Source(name, digest, rows)
-
-
-def _is_media(feature: Any) -> bool:
-    if isinstance(feature, dict):
-        return any(map(_is_media, feature.values()))
-    if isinstance(feature, list | tuple):
-        return any(map(_is_media, feature))
-    inner = getattr(feature, "feature", None)
-    if inner is not None:
-        return _is_media(inner)
-    return hasattr(feature, "decode_example") and type(feature).__name__ != "Json"
 
 
 @contextmanager

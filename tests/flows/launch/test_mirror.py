@@ -15,6 +15,10 @@ import boto3
 import psutil
 import pytest
 
+from pipeline.launch.commands import Machines
+from pipeline.launch.mirror import mirrored
+from pipeline.storage.s3_client import s3_client
+from pipeline.storage.workspace import Workspace
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import write_ppo_inputs
@@ -153,3 +157,40 @@ def test_two_machines_with_a_folder_each(inputs, store, tmp_path: Path):
         assert "The training continues from checkpoint-" in machine.log.read_text()
     assert machines[0].updates() == shared.updates() == [*range(1, UPDATES + 1)]
     assert machines[0].policy() == shared.policy()
+
+
+def finish_checkpoint(folder: Path, step: int) -> None:
+    unfinished = folder / f".{step}"
+    unfinished.mkdir(parents=True)
+    (unfinished / f"weights-of-{folder.parent.name}").write_text(str(step))
+    (unfinished / "manifest.json").write_text("{}")
+    unfinished.rename(folder / f"checkpoint-{step}")
+
+
+def test_a_slow_machine_copies_what_another_one_has(
+    store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else the machines would have no checkpoint in common, and start anew."""
+    for name, value in store.items():
+        monkeypatch.setenv(name, value)
+    s3_client.cache_clear()
+    folders = [tmp_path / name / "ppo" for name in ("quick", "slow", "new")]
+    workspaces = [Workspace(str(one.parent), f"s3://{BUCKET}/slow") for one in folders]
+    here = [Machines(count=2, index=index) for index in range(2)]
+    with (
+        mirrored(workspaces[0], folders[0], here[0]),
+        mirrored(workspaces[1], folders[1], here[1]),
+    ):
+        for step in (5, 10):
+            finish_checkpoint(folders[0], step)
+            wait_for_copies(store, "slow/ppo/machine-0", step)
+        assert copied(store, "slow/ppo/machine-0") == {"checkpoint-5", "checkpoint-10"}
+        # The slow machine has no longer the first.
+        finish_checkpoint(folders[1], 15)
+        finish_checkpoint(folders[1], 10)
+        wait_for_copies(store, "slow/ppo/machine-1", 15)
+        assert copied(store, "slow/ppo/machine-1") == {"checkpoint-10", "checkpoint-15"}
+    with mirrored(workspaces[2], folders[2], here[0]):
+        found = {path.name for path in (folders[2] / "checkpoint-10").iterdir()}
+    assert found == {"manifest.json", "weights-of-quick", "weights-of-slow"}
+    s3_client.cache_clear()

@@ -1,5 +1,6 @@
 """One door for all inputs: paths, addresses in S3, registered versions."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from pipeline.storage.addresses import S3Address
 from pipeline.storage.objects import write_object
 from pipeline.storage.s3_client import s3_client
 from pipeline.storage.workspace import Workspace
+from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.loading import load_policy, load_tokenizer
 from tests.helpers.candidates import World, make_world
 from tests.helpers.mlflow_store import tracking_to
+from tests.helpers.model_hub import commit_of, model_hub
 from tests.helpers.pipeline_inputs import tiny_table
 from tests.helpers.servers import BUCKET, s3, shared_server
 
@@ -43,6 +46,12 @@ def upload(path: Path, address: str) -> str:
 
 def given(folder: Path, **changes: Any) -> Settings:
     return make_settings(tiny_table(folder) | changes, {})
+
+
+def run_in(settings: Settings) -> FlowRun:
+    Path(settings.output_dir).mkdir(exist_ok=True)
+    workspace = Workspace(settings.output_dir, settings.store)
+    return FlowRun(id="RLHF/1", workspace=workspace, tracking={}, origin={}, data=[])
 
 
 def test_paths_stay_as_they_are(tmp_path: Path):
@@ -76,12 +85,37 @@ def test_addresses_in_s3_become_paths(tmp_path: Path, store: str):
 
 def test_shared_inputs_are_the_same_on_each_machine(tmp_path: Path, store: str):
     settings = given(tmp_path, store=f"{store}/rlhf")
-    workspace = Workspace(settings.output_dir, settings.store)
-    run = FlowRun(id="RLHF/1", workspace=workspace, tracking={}, origin={}, data=[])
-    shared = share_inputs(fetch_inputs(settings), run)
+    shared = share_inputs(fetch_inputs(settings), run_in(settings))
     assert str(tmp_path) not in str(replace(shared, output_dir=""))
     found = Workspace(str(tmp_path / "other"), settings.store).at_hand(shared)
     assert Path(found.preferences).read_text() == Path(settings.preferences).read_text()
+
+
+def test_a_data_set_of_the_hub_is_read_there_once(tmp_path: Path, store: str):
+    """Of one commit, by the first step; later steps read the copy, without the hub."""
+    rows, data = Path(given(tmp_path).eval_prompts).read_text().splitlines(True), tmp_path / "data"
+    data.mkdir()
+    (data / "train.jsonl").write_text("".join(rows))
+    (data / "test.jsonl").write_text("".join(reversed(rows)))
+    names = {"prompts": "org/data", "eval_prompts": "org/data@main:test[:5]"}
+    main = "datasets/org/data@main"
+    with model_hub({main: data}, tmp_path / "hub") as hub:
+        here = given(tmp_path, **names)
+        assert fetch_inputs(here) == here
+        assert not hub.asked
+        settings = given(tmp_path, store=f"{store}/rlhf", **names)
+        fetched = fetch_inputs(settings)
+        pinned = f"org/data@{commit_of(main)}"
+        assert (fetched.prompts, fetched.eval_prompts) == (pinned, f"{pinned}:test[:5]")
+        # From now on the branch is another one.
+        del hub.names[main]
+        shared = share_inputs(fetched, run_in(settings))
+        assert share_inputs(fetched, run_in(settings)) == shared
+    found = Workspace(str(tmp_path / "other"), settings.store).at_hand(shared)
+    prompts = [json.loads(row)["prompt"] for row in rows]
+    assert read_rows(found.prompts, "prompts").column("prompt") == prompts
+    assert read_rows(found.eval_prompts, "prompts").column("prompt") == prompts[:-6:-1]
+    assert not [*Path(settings.output_dir).glob("tmp*")]
 
 
 @pytest.fixture(scope="module")

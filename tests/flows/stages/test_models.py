@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 
 from pipeline.evaluation.results import PreparedModel
-from pipeline.inputs.data_sets import judge_test_pairs
+from pipeline.inputs.data_sets import (
+    encoded_demonstrations,
+    encoded_judge_pairs,
+    encoded_pairs,
+    judge_test_pairs,
+)
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.settings.settings import Settings, make_settings
-from pipeline.stages.models import load_reward_models
+from pipeline.stages.models import load_policy, load_reward_models
 from pipeline.stages.start import start_run
 from pipeline.stages.validation import validate_reward_model
 from ppo_core.models.loading import load_reward_model
@@ -34,8 +39,8 @@ def load(settings: Settings, run: FlowRun) -> Models:
 
 @pytest.fixture
 def start(mlflow_client) -> Callable[[Settings], FlowRun]:
-    """Start a run of the two steps."""
-    steps = ["load_reward_model", "validate_reward_model"]
+    """Start a run of the steps that read or train models before PPO."""
+    steps = ["load_policy", "load_reward_model", "validate_reward_model"]
     return lambda settings: start_run(settings, settings, "RLHF", "1", steps)
 
 
@@ -53,6 +58,24 @@ def test_a_judge_is_trained_beside_the_reward_model_once(tmp_path: Path, start, 
     # Another seed than the reward model's, also after the largest one.
     last = replace(settings.reward_model_training, seed=2**32 - 1)
     assert load(replace(settings, reward_model_training=last), run)[1] != judge
+
+
+def test_a_training_finds_the_rows_that_the_step_has_encoded(
+    tmp_path: Path, start, monkeypatch: pytest.MonkeyPatch
+):
+    """So the processes of a training need no store: the step has fetched the rows from there."""
+    cache = tmp_path / "rows"
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(cache))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+    settings = bare(tmp_path)
+    for encode in (encoded_demonstrations, encoded_pairs, encoded_judge_pairs):
+        encode(settings)
+    encoded = {path.name for path in (cache / "ppo_core").glob("*-tokens-*")}
+    assert len(encoded) == 3
+    run = start(settings)
+    load(settings, run)
+    load_policy(settings, run)
+    assert {path.name for path in (cache / "ppo_core").glob("*-tokens-*")} == encoded
 
 
 def test_a_named_judge_leaves_all_pairs_to_the_reward_model(tmp_path: Path, start):

@@ -1,0 +1,46 @@
+"""Copies in S3 of folders that are made once, for other machines and later runs."""
+
+import shutil
+from pathlib import Path
+from uuid import uuid4
+
+from pipeline.storage.addresses import S3Address
+from pipeline.storage.download import fetch_into, published_manifest
+from pipeline.storage.upload import publish
+
+
+class FolderCopies:
+    """Folders of a cache by their names, which have a digest of all that decides their content."""
+
+    def __init__(self, place: S3Address) -> None:
+        """Keep the copies below an address."""
+        self._place = place
+
+    def fetch(self, folder: Path) -> None:
+        """Create the folder from its copy, whose digests are verified; do nothing if it has none.
+
+        Raises:
+            StorageError: a file could not be transferred.
+        """
+        address = self._place.below(folder.name)
+        manifest = published_manifest(address)
+        if manifest is None:
+            return
+        # Several processes may fetch the same folder.
+        unfinished = folder.with_name(f".{folder.name}.{uuid4().hex}")
+        try:
+            fetch_into(unfinished, address, manifest.files)
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def publish(self, folder: Path) -> None:
+        """Copy a folder to S3, unless it has a copy.
+
+        Raises:
+            StorageError: a file could not be transferred.
+        """
+        publish(folder, self._place.below(folder.name))
