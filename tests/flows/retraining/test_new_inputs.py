@@ -1,7 +1,9 @@
 """Retrain compares what a run would have today with the champion and with every decided run."""
 
 import json
+import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -128,6 +130,24 @@ def test_inputs_of_a_run_that_failed_are_tried_again(
 ):
     decide(mlflow_client, look(table), 8, **tags)
     assert look(table).new == ["no champion"]
+
+
+def test_after_the_registry_is_restored_what_was_decided_since_is_tried_again(
+    table: dict[str, Any], bucket: Bucket, mlflow_client: MlflowClient, tmp_path: Path
+):
+    """The runbook says so: the store keeps the models, and the backup has no decision on them."""
+    make_champion(mlflow_client, look(table), 7)
+    copy_database(tmp_path / "mlflow.db", tmp_path / "backup.db")
+    bucket.write("pairs/second.jsonl", [PAIR] * 20)
+    decide(mlflow_client, look(table), 8, promotion="refused", version="2")
+    assert look(table).seen
+    copy_database(tmp_path / "backup.db", tmp_path / "mlflow.db")
+    assert look(table).new == ["data/preferences changed", "data/preferences-test changed"]
+
+
+def copy_database(source: Path, target: Path) -> None:
+    with closing(sqlite3.connect(source)) as read, closing(sqlite3.connect(target)) as written:
+        read.backup(written)
 
 
 def test_an_image_with_other_packages_is_not_new(
