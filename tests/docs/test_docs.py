@@ -19,9 +19,8 @@ from pipeline.registry.champions import promote_by_hand
 from pipeline.registry.versions import register_version
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.promotion_config import PromotionConfig
-from pipeline.settings.reward_validation_config import RewardGateConfig
 from pipeline.settings.settings import make_settings
 from pipeline.tracking.mlflow_runs import start_runs
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments

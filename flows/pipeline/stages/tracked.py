@@ -8,6 +8,7 @@ from metaflow import current
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.stall_watch import watched_step
+from pipeline.launch.usage import measured
 from pipeline.settings.settings import Settings
 from pipeline.storage.manifest import files_of
 from pipeline.tracking.tracker import SHORT_SECONDS, Tracker
@@ -32,7 +33,8 @@ def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker
             from pipeline.tracking.sent_metrics import remember_sent_metrics
 
             remember_sent_metrics(tracker.journal, tracker.step.run)
-        with tracker:
+        machines = current.parallel.num_nodes
+        with tracker, measured(step, run, machines):
             yield tracker
 
 
