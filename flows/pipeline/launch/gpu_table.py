@@ -14,10 +14,11 @@ from ppo_core.errors import ConfigError
 TABLE = Path(__file__).parents[2] / "gpus.toml"
 
 GB = 10**9
-"""Bytes of the makers' unit of memory."""
+"""Bytes of the unit in which makers give a bandwidth."""
 
 USABLE = 0.9
-"""Fraction of a GPU's memory that a training may need; blocks that are not full take the rest."""
+"""Fraction of a GPU's memory that tensors may take. CUDA's context, and blocks that are not full,
+take the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Gpu:
 
     @property
     def usable(self) -> int:
-        """Bytes that the tensors and libraries of a training may take."""
+        """Bytes that the tensors of a training may take."""
         return int(USABLE * self.memory)
 
 
@@ -54,9 +55,9 @@ def read_gpus(config: HardwareConfig) -> dict[str, Gpu]:
     """
     facts = _facts(config)
     for name, known in facts.items():
-        if "memory_gb" not in known:
+        if "memory_gib" not in known:
             raise ConfigError(
-                f"[hardware.gpus.{name}] is no GPU of {TABLE.name}, so it needs memory_gb. Known "
+                f"[hardware.gpus.{name}] is no GPU of {TABLE.name}, so it needs memory_gib. Known "
                 f"there: {', '.join(_shipped())}."
             )
     return {name: _gpu(name, known) for name, known in facts.items()}
@@ -73,7 +74,7 @@ def find_gpu(config: HardwareConfig) -> Gpu | None:
         if config.gpu not in gpus:
             raise ConfigError(
                 f"hardware.gpu={config.gpu!r} is unknown. Known are {', '.join(gpus)}; add others "
-                "as [hardware.gpus.NAME] with memory_gb and price_per_hour."
+                "as [hardware.gpus.NAME] with memory_gib and price_per_hour."
             )
         return gpus[config.gpu]
     return _as_known(found_gpus()[0], _shipped(), gpus) if found_gpus() else None
@@ -130,7 +131,7 @@ def _gpu(name: str, facts: Mapping[str, Any]) -> Gpu:
 
     return Gpu(
         name=name,
-        memory=int(GB * facts["memory_gb"]),
+        memory=int(2**30 * facts["memory_gib"]),
         bf16=scaled("bf16_tflops", 1e12),
         fp32=scaled("fp32_tflops", 1e12),
         bandwidth=scaled("gb_per_second", GB),

@@ -20,8 +20,8 @@ _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 MOST_FREE = 2**28
-"""Bytes of freed blocks that a process may keep. To clear their pages again takes some hundredths of
-a second, which is little where a phase frees so much."""
+"""Bytes of freed blocks that a process may keep. To clear their pages again takes some hundredths
+of a second, which is little where a phase frees so much."""
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -63,8 +63,8 @@ def keep_freed_memory(*, below: int = _ONE_GIB) -> None:
 def release_freed_memory() -> None:
     """Return freed blocks to the system if they are more than `MOST_FREE`, before a phase of work.
 
-    Blocks of one phase rarely fit the tensors of the next, so a process that keeps all of them needs
-    nearly the sum of its phases. Only glibc keeps so much, see `keep_freed_memory`.
+    Blocks of one phase rarely fit the tensors of the next, so a process that keeps all of them
+    needs nearly the sum of its phases. Only glibc keeps so much, see `keep_freed_memory`.
     """
     if platform.libc_ver()[0] != "glibc":
         return

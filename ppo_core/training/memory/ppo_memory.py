@@ -1,7 +1,7 @@
 """Compute the memory of PPO, from the sizes of models and batches.
 
-The arithmetic follows what this package holds in each phase of an update. On a GPU, unused parts of
-allocated blocks come on top, so leave a tenth free.
+The arithmetic follows what this package holds in each phase of an update. On a GPU, CUDA's context
+and unused parts of allocated blocks come on top, so leave a tenth free.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from ppo_core.models.kernels.packed_linear import MAX_NUMEL, MIN_PASSES
 from ppo_core.models.lm_head import LOGITS_PER_CHUNK
 from ppo_core.training.memory.sizes import (
     BF16,
-    CUDA,
     FP32,
     PROCESS,
     Memory,
@@ -189,7 +188,7 @@ def _saving(size: PPOSize) -> Memory:
 
 
 def _process(size: PPOSize) -> int:
-    return PROCESS if size.on_cpu else CUDA
+    return PROCESS if size.on_cpu else 0
 
 
 def _module_bytes(size: PPOSize) -> int:

@@ -18,9 +18,6 @@ and what they keep. Measured with the CPU build of torch 2.13 and transformers 5
 resident before the models, `KEPT_MATMULS` compiled matmuls take about 1 MiB each, and the threads
 and connections of a training the rest."""
 
-CUDA = 2**30
-"""Bytes of CUDA itself on a GPU: its context, and the libraries of matrix products."""
-
 ZERO_BUCKET = 500_000_000
 """Gradients that DeepSpeed collects before it sends them (its default reduce_bucket_size)."""
 
@@ -87,7 +84,8 @@ class Memory:
     """Copies of weights and optimizer states for a checkpoint."""
 
     process: int
-    """What is no tensor: libraries, and CUDA's context."""
+    """What is no tensor: libraries of a process on a CPU. Of a GPU's memory a tenth should be left
+    free for CUDA's context (about 1 GiB) and for blocks that are not full."""
 
     @property
     def total(self) -> int:

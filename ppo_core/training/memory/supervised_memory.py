@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from ppo_core.training.memory.sizes import (
     BF16,
-    CUDA,
     FP32,
     PROCESS,
     Memory,
@@ -58,7 +57,7 @@ def supervised_phases(size: SupervisedSize) -> list[Memory]:
     """
     frozen = size.model.parameters if size.adapter else 0
     full = FP32 * (size.trained + frozen)
-    process = PROCESS if size.on_cpu else CUDA
+    process = PROCESS if size.on_cpu else 0
     buffers, optimizer = size.send_buffers(size.trained), size.optimizer(size.trained)
     step = Memory(
         phase="step",

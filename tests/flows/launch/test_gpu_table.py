@@ -18,19 +18,20 @@ def test_the_table_has_all_numbers_of_every_gpu():
         assert None not in (gpu.bf16, gpu.fp32, gpu.bandwidth, gpu.price)
         assert gpu.fp32 < gpu.bf16
     h100 = gpus["h100-80gb"]
-    # A tenth of 80 GB stays free.
-    assert (h100.memory, h100.usable) == (80 * 10**9, 72 * 10**9)
+    # A tenth of 79.2 GiB stays free.
+    assert h100.memory == int(79.2 * 2**30)
+    assert h100.usable == int(0.9 * h100.memory)
 
 
 def test_the_settings_replace_a_price_and_add_a_gpu():
     config = HardwareConfig(
         gpu="b200",
-        gpus={"h100-80gb": {"price_per_hour": 2.5}, "b200": {"memory_gb": 180}},
+        gpus={"h100-80gb": {"price_per_hour": 2.5}, "b200": {"memory_gib": 178}},
     )
     gpus = read_gpus(config)
-    assert (gpus["h100-80gb"].price, gpus["h100-80gb"].memory) == (2.5, 80 * 10**9)
+    assert (gpus["h100-80gb"].price, gpus["h100-80gb"].memory) == (2.5, int(79.2 * 2**30))
     assert find_gpu(config) == gpus["b200"]
-    assert (gpus["b200"].price, gpus["b200"].memory) == (None, 180 * 10**9)
+    assert (gpus["b200"].price, gpus["b200"].memory) == (None, 178 * 2**30)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_a_gpu_that_the_table_lacks_has_its_own_memory_and_no_price(monkeypatch)
     assert (gpu.name, gpu.memory, gpu.price) == (found.name, found.memory, None)
     assert price_per_hour(HardwareConfig(), found) is None
     # Somebody who names the GPU says what it costs.
-    named = HardwareConfig(gpu="mine", gpus={"mine": {"memory_gb": 24, "price_per_hour": 0.4}})
+    named = HardwareConfig(gpu="mine", gpus={"mine": {"memory_gib": 24, "price_per_hour": 0.4}})
     assert price_per_hour(named, found) == 0.4
 
 
@@ -66,7 +67,7 @@ def test_a_gpu_that_the_table_lacks_has_its_own_memory_and_no_price(monkeypatch)
     ("table", "words"),
     [
         ({"gpu": "h1000"}, "hardware.gpu='h1000' is unknown. Known are l4-24gb,"),
-        ({"gpus": {"mine": {"price_per_hour": 1.0}}}, r"\[hardware.gpus.mine\] .* memory_gb"),
+        ({"gpus": {"mine": {"price_per_hour": 1.0}}}, r"\[hardware.gpus.mine\] .* memory_gib"),
     ],
 )
 def test_a_gpu_that_nobody_knows_is_refused(table: dict, words: str):

@@ -14,8 +14,9 @@ from transformers import (
 
 from ppo_core.training.memory.model_size import count_adapter_parameters, model_size
 from ppo_core.training.memory.ppo_memory import PPOSize, host_memory, peak_memory, phases
-from ppo_core.training.memory.sizes import CUDA, PROCESS, ModelSize, describe_memory
+from ppo_core.training.memory.sizes import PROCESS, ModelSize, describe_memory
 from ppo_core.training.memory.supervised_memory import SupervisedSize, supervised_phases
+from tests.helpers.published_sizes import LLAMA
 from tests.helpers.tiny import make_policy
 
 MODEL = ModelSize(
@@ -58,7 +59,7 @@ def test_full_training_by_hand():
     # Two layers of 7 tokens: 8 x 10 + 2 x 5 + 4 x 30 = 210 numbers; and the head's gradient.
     assert update.activations == 7 * 4 * 210 * 2 + 4 * 10 * 20 + TRAINED
     assert peak_memory(SIZE) == update
-    assert update.total == 16_000 + 16_000 + 8_000 + update.activations + CUDA
+    assert update.total == 16_000 + 16_000 + 8_000 + update.activations
 
 
 def test_recomputed_activations_are_one_layer_and_the_inputs_of_all():
@@ -169,8 +170,8 @@ def test_supervised_training_with_an_adapter_by_hand():
 def test_the_line_names_the_phase_and_the_parts():
     line = describe_memory(phases(SIZE)[2], "GPU", "PPO")
     assert line == (
-        "memory: about 1.0 GiB per GPU, computed for the update of PPO (weights 0.0, "
-        "gradients 0.0, optimizer 0.0, activations 0.0, process 1.0)"
+        "memory: about 0.0 GiB per GPU, computed for the update of PPO (weights 0.0, "
+        "gradients 0.0, optimizer 0.0, activations 0.0)"
     )
 
 
@@ -235,46 +236,6 @@ def test_sizes_of_any_family(family, is_gated):
 # --- Published shapes, by arithmetic that a reader can redo ------------------------
 
 
-def llama(*, vocabulary: int, width: int, mlp: int, layers: int, heads: int, groups: int):
-    """The size of a Llama with a head of its own, from the formula of its parameters."""
-    keys = groups * (width // heads)
-    layer = 2 * width * width + 2 * width * keys + 3 * width * mlp + 2 * width
-    outside = 2 * vocabulary * width + width
-    return ModelSize(
-        parameters=layers * layer + outside,
-        outside_layers=outside,
-        layers=layers,
-        width=width,
-        mlp_width=mlp,
-        is_gated=True,
-        heads=heads,
-        key_width=keys,
-        vocabulary=vocabulary,
-    )
-
-
-LLAMA = {
-    # TinyLlama-1.1B: a layer 2 x 2048^2 + 2 x 2048 x 256 + 3 x 2048 x 5632 + 2 x 2048 = 44,044,288;
-    # 22 layers 968,974,336; outside 2 x 32000 x 2048 + 2048 = 131,074,048.
-    "1B": (
-        llama(vocabulary=32_000, width=2_048, mlp=5_632, layers=22, heads=32, groups=4),
-        1_100_048_384,
-    ),
-    # Llama-3.1-8B: a layer 2 x 4096^2 + 2 x 4096 x 1024 + 3 x 4096 x 14336 + 2 x 4096 = 218,112,000;
-    # 32 layers 6,979,584,000; outside 2 x 128256 x 4096 + 4096 = 1,050,677,248.
-    "8B": (
-        llama(vocabulary=128_256, width=4_096, mlp=14_336, layers=32, heads=32, groups=8),
-        8_030_261_248,
-    ),
-    # Llama-3.1-70B: a layer 2 x 8192^2 + 2 x 8192 x 1024 + 3 x 8192 x 28672 + 2 x 8192 = 855,654,400;
-    # 80 layers 68,452,352,000; outside 2 x 128256 x 8192 + 8192 = 2,101,354,496.
-    "70B": (
-        llama(vocabulary=128_256, width=8_192, mlp=28_672, layers=80, heads=64, groups=8),
-        70_553_706_496,
-    ),
-}
-
-
 @pytest.mark.parametrize("name", LLAMA)
 def test_parameters_of_published_shapes(name: str):
     size, parameters = LLAMA[name]
@@ -306,12 +267,12 @@ def test_the_update_of_1b_on_one_gpu_by_hand():
     # A gradient and two moments of 1,100,050,432 trained parameters.
     assert update.gradients == 4_400_201_728
     assert update.optimizer == 8_800_403_456
-    # 3072 tokens: a layer 4 x 4 x 2048 + 2 x (4 x 2048 + 2 x 256 + 4 x 5632) = 95,232 bytes, and the
+    # 3072 tokens: a layer 4 x 4 x 2048 + 2 x (4 x 2048 + 2 x 256 + 4 x 5632) = 95,232 bytes, the
     # inputs of 22 layers 4 x 2048 x 22 = 180,224: 846,200,832. bfloat16 weights 2,200,096,768. The
     # head's gradient 4 x 2048 x 32000 = 262,144,000. Logits 12 x 2^23 = 100,663,296.
     assert update.activations == 846_200_832 + 2_200_096_768 + 262_144_000 + 100_663_296
-    # With CUDA's GiB, the sum is 28.8 GiB.
-    assert update.total == 26_401_193_984 + 3_409_104_896 + 2**30 == 30_884_040_704
+    # The sum is 27.8 GiB.
+    assert update.total == 26_401_193_984 + 3_409_104_896 == 29_810_298_880
 
 
 def test_the_update_of_8b_sharded_over_8_gpus_by_hand():
