@@ -43,6 +43,7 @@ TRUSTING = ROOT / "docs" / "trusting-a-result.md"
 PRODUCTION = ROOT / "docs" / "to-production.md"
 RECOVERY = ROOT / "docs" / "sharding-and-recovery.md"
 VLLM = ROOT / "docs/vllm.md"
+COST = ROOT / "docs" / "cost.md"
 EXAMPLES = ROOT / "docs" / "examples" / "README.md"
 PAGES = [
     README,
@@ -52,6 +53,7 @@ PAGES = [
     PRODUCTION,
     RECOVERY,
     VLLM,
+    COST,
     EXAMPLES,
 ]
 
@@ -201,7 +203,7 @@ def test_the_flags_that_a_page_names_exist(page):
 
 def test_the_settings_in_the_examples_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for block in blocks(README, "toml") + blocks(TRUSTING, "toml"):
+    for block in blocks(README, "toml") + blocks(TRUSTING, "toml") + blocks(COST, "toml"):
         make_settings({**tomllib.loads(block), **write_inputs(tmp_path)}, {})
     for page in PAGES:
         for tree in map(ast.parse, blocks(page, "python")):

@@ -1,4 +1,4 @@
-"""Speed of this machine on the policy of a run, measured on models of one and of three layers.
+"""Speed of this machine on the policy of a run, measured on two models of few layers.
 
 A pass takes a + b L seconds with L layers. Two depths give b, the time of a layer, and a, that of
 everything outside the layers: embeddings, LM head, and drawing tokens.
@@ -24,8 +24,8 @@ from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
 from ppo_core.training.memory.ppo_memory import PPOSize
 from ppo_core.training.memory.sizes import ModelSize
 
-DEPTHS = (1, 3)
-"""Layers of the two models that are measured."""
+MOST_LAYERS = 3
+"""Layers of the deeper of the two models that are measured; 2 if the policy has no more."""
 
 MOST_PARAMETERS = 10**9
 """Parameters of a measured model, above which nothing is measured: it would take minutes."""
@@ -100,17 +100,18 @@ def measure_speed(policy: str, size: PPOSize) -> MeasuredSpeed | None:
         size: sizes of the batches.
     """
     device = "cuda" if gpus() else "cpu"
-    if size.policy.outside_layers + DEPTHS[-1] * size.policy.of_a_layer > MOST_PARAMETERS:
+    depths = 1, max(2, min(MOST_LAYERS, size.policy.layers))
+    if size.policy.outside_layers + depths[1] * size.policy.of_a_layer > MOST_PARAMETERS:
         return None
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_of_a_process(size.processes))
     try:
         with torch.random.fork_rng():
-            few, more = (_measure_depth(policy, layers, size, device) for layers in DEPTHS)
+            few, more = (_measure_depth(policy, layers, size, device) for layers in depths)
             adam = _adam_seconds(device)
     finally:
         torch.set_num_threads(threads)
-    scoring, updating, drawing = (_line(*pair) for pair in zip(few, more, strict=True))
+    scoring, updating, drawing = (_line(depths, pair) for pair in zip(few, more, strict=True))
     tokens = size.prompt_tokens + size.response_tokens
     return MeasuredSpeed(
         model=size.policy,
@@ -122,10 +123,10 @@ def measure_speed(policy: str, size: PPOSize) -> MeasuredSpeed | None:
     )
 
 
-def _line(few: float, more: float) -> Line:
+def _line(depths: tuple[int, int], seconds: tuple[float, float]) -> Line:
     """Return the line through the seconds of both depths; noise may not make it fall."""
-    layer = max(more - few, 0.0) / (DEPTHS[1] - DEPTHS[0])
-    return Line(outside=max(few - DEPTHS[0] * layer, 0.0), layer=layer)
+    layer = max(seconds[1] - seconds[0], 0.0) / (depths[1] - depths[0])
+    return Line(outside=max(seconds[0] - depths[0] * layer, 0.0), layer=layer)
 
 
 def _measure_depth(
@@ -136,7 +137,8 @@ def _measure_depth(
     text = text_config(config)
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
+        kinds = text.layer_types
+        text.layer_types = [kinds[number % len(kinds)] for number in range(layers)]
     policy_model = AutoModelForCausalLM.from_config(config).to(device).eval()
     if size.shards_weights:
         # As the hooks that gather weights, this leaves the passes to transformers.
