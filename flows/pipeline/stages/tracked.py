@@ -33,8 +33,9 @@ def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker
             from pipeline.tracking.sent_metrics import remember_sent_metrics
 
             remember_sent_metrics(tracker.journal, tracker.step.run)
-        machines = current.parallel.num_nodes
-        with tracker, measured(step, run, machines):
+        # Only a step that several machines share has it.
+        parallel = current.get("parallel")
+        with tracker, measured(step, run, parallel.num_nodes if parallel else 1):
             yield tracker
 
 

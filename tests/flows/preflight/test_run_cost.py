@@ -99,5 +99,5 @@ def test_a_laptop_checks_for_a_cluster(tmp_path):
 
 def test_a_misspelt_gpu_is_refused(tmp_path):
     table = tiny_table(tmp_path) | {"hardware": {"gpu": "h100"}, "processes": 8}
-    with pytest.raises(ConfigError, match="hardware.gpu='h100' is unknown"):
+    with pytest.raises(ConfigError, match=r"hardware\.gpu='h100' is unknown"):
         measure_run(make_settings(table, {}), has_champion=False)
