@@ -87,13 +87,13 @@ class Found:
 
     @property
     def memory_ratio(self) -> float:
-        """Measured by computed memory."""
-        return self.measured / self.computed
+        """Computed by measured memory."""
+        return self.computed / self.measured
 
     @property
     def time_ratio(self) -> float:
-        """Measured by computed time."""
-        return self.seconds_measured / median(self.seconds_computed)
+        """Computed by measured time."""
+        return median(self.seconds_computed) / self.seconds_measured
 
 
 def measure(case: Case, folder: Path) -> Found:

@@ -16,6 +16,6 @@ def test_the_computed_memory_is_within_15_percent_of_the_measured_peak(
     case, sharding: str, tmp_path: Path
 ):
     found = measure(replace(case, sharding=sharding), tmp_path)
-    assert 1 / 1.15 < found.memory_ratio < 1.15
+    assert 0.85 < found.memory_ratio < 1.15
     # The time depends on what else the machine does; the order of magnitude does not.
     assert 0.1 < found.time_ratio < 10
