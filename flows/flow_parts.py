@@ -74,7 +74,7 @@ def _deployment_of(tables: Mapping[str, Any]) -> "Deployment":
 
 
 class more_files(FlowMutator):  # noqa: N801
-    """Package ppo_core and the presets for other machines, beside the modules of this folder.
+    """Package ppo_core, presets and GPUs for other machines, beside the modules of this folder.
 
     Each is listed by its suffix: Metaflow's own ways would package every file of ppo_core, such as
     a `.env`, and every .toml below this folder.
@@ -85,7 +85,7 @@ class more_files(FlowMutator):  # noqa: N801
         here, core = Path(__file__).resolve().parent, Path(ppo_core.__file__).resolve().parent
         for path in sorted(core.rglob("*.py")):
             yield str(path), str(path.relative_to(core.parent)), ContentType.CODE_CONTENT
-        for path in sorted(here.glob("presets/*.toml")):
+        for path in [here / "gpus.toml", *sorted(here.glob("presets/*.toml"))]:
             yield str(path), str(path.relative_to(here)), ContentType.USER_CONTENT
 
 

@@ -48,7 +48,7 @@ from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedError, StorageError
 from retraining import alarms, lease_of_run
 
-RECORDS = 9
+RECORDS = 10
 """Format version of the records passed between steps; increased when older records are
 unreadable."""
 
@@ -284,7 +284,7 @@ class RLHF(FlowSpec):
         settings = stages.start.prepare_inputs(given)
         self.champion = stages.start.find_champion(settings)
         has_champion = self.champion is not None
-        print(stages.run_size.sizes_in_words(settings, has_champion=has_champion), flush=True)
+        print(stages.check.sizes_in_words(settings, has_champion=has_champion), flush=True)
         self.tracked = stages.start.start_run(
             given, settings, current.flow_name, current.run_id, self._tracked_steps()
         )

@@ -14,6 +14,7 @@ from ppo_core.distributed.process import (
     reported_errors,
     write_stacks_on_request,
 )
+from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import PPOError, RunInterruptedError
 from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
                 from ppo_core.training.cli import train_ppo
 
             if config.use_cpu or not torch.cuda.is_available():
-                prepare_cpu_process()
+                prepare_cpu_process(shards_weights=config.sharding in SHARD_WEIGHTS)
             train_ppo(config, script, model)
     except RunInterruptedError as error:
         print(f"ppo_core: {error}", file=sys.stderr)

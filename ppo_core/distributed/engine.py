@@ -22,7 +22,12 @@ from ppo_core.distributed.accelerator import launched_precision, make_accelerato
 from ppo_core.distributed.optimizer_shards import check_shape, read_state, write_state
 from ppo_core.distributed.process import let_gloo_finish_at_exit
 from ppo_core.distributed.process_group import ProcessGroup
-from ppo_core.distributed.strategy import Sharding, choose_sharding, fsdp_offloads
+from ppo_core.distributed.strategy import (
+    SHARD_WEIGHTS,
+    Sharding,
+    choose_sharding,
+    fsdp_offloads,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item")
@@ -117,7 +122,7 @@ class Engine:
     @property
     def shards_weights(self) -> bool:
         """Whether each process holds only its shard of a prepared module's weights."""
-        return self.sharding in ("zero3", "fsdp2")
+        return self.sharding in SHARD_WEIGHTS
 
     @property
     def is_plain(self) -> bool:

@@ -12,6 +12,9 @@ logger = logging.getLogger(__name__)
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 """One process, data parallel, the three stages of DeepSpeed's ZeRO, or PyTorch's FSDP2."""
 
+SHARD_WEIGHTS: tuple[Sharding, ...] = ("zero3", "fsdp2")
+"""Kinds with which a process holds a shard of the weights only."""
+
 KINDS: tuple[Sharding, ...] = get_args(Sharding)
 
 

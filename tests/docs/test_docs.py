@@ -21,9 +21,8 @@ from pipeline.registry.champions import promote_by_hand
 from pipeline.registry.versions import register_version
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.promotion_config import PromotionConfig
-from pipeline.settings.reward_validation_config import RewardGateConfig
 from pipeline.settings.settings import make_settings
 from pipeline.tracking.mlflow_runs import start_runs
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
@@ -48,6 +47,7 @@ RECOVERY = ROOT / "docs" / "sharding-and-recovery.md"
 VLLM = ROOT / "docs/vllm.md"
 DEPLOYING = ROOT / "docs" / "deploying.md"
 SUPPLY = ROOT / "docs" / "supply-chain.md"
+COST = ROOT / "docs" / "cost.md"
 EXAMPLES = ROOT / "docs" / "examples" / "README.md"
 PAGES = [
     README,
@@ -59,6 +59,7 @@ PAGES = [
     VLLM,
     DEPLOYING,
     SUPPLY,
+    COST,
     EXAMPLES,
 ]
 
@@ -209,7 +210,7 @@ def test_the_flags_that_a_page_names_exist(page):
 
 def test_the_settings_in_the_examples_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for block in chain(*(blocks(page, "toml") for page in (README, TRUSTING, SUPPLY))):
+    for block in chain(*(blocks(page, "toml") for page in (README, TRUSTING, SUPPLY, COST))):
         make_settings({**tomllib.loads(block), **write_inputs(tmp_path)}, {})
     for page in PAGES:
         for tree in map(ast.parse, blocks(page, "python")):

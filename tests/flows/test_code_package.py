@@ -79,7 +79,7 @@ def test_the_package_has_every_module_and_every_preset_and_no_other_file(names: 
     # Again, as the modules of the flow's decorators.
     modules |= {".mf_code/__mp_main__.py", ".mf_code/flow_parts.py"}
     metaflow = {".mf_install", *(f".mf_meta/{name}" for name in ("INFO", "CONFIG", "DIST_INFO"))}
-    assert names == modules | presets | metaflow
+    assert names == modules | presets | {"gpus.toml"} | metaflow
 
 
 def test_the_presets_are_packaged_as_they_are(contents: dict[str, bytes]):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.launch.ppo_memory import ppo_size
+from pipeline.preflight.sizes.training_sizes import Processes, ppo_size
 from pipeline.settings.settings import PRESETS, Settings, make_settings, read_preset
 from pipeline.stages.check import check_run
 from ppo_core.ppo.schedule import make_schedule
-from ppo_core.training.memory import peak_memory
+from ppo_core.training.memory.ppo_memory import peak_memory
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import as_toml
 from tests.helpers.preset_inputs import tiny_preset, write_published_config
@@ -86,8 +86,7 @@ def _size(settings: Settings, longest_prompt: int):
         settings,
         schedule,
         longest_prompt=longest_prompt,
-        processes=settings.processes,
-        on_gpus=True,
+        processes=Processes(number=settings.processes, on_gpus=True),
     )
 
 

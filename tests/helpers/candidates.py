@@ -137,6 +137,8 @@ class World:
             warnings=[],
             episodes_per_second=1.0,
             peak_rss_bytes=2**20,
+            tokens_sampled=1_000,
+            tokens_trained=4_000,
             self_check={"backend": "fast", "policy_padded": 1e-7},
         )
 

@@ -161,6 +161,8 @@ def _candidate(
             warnings=[f"Update 1. {HOSTILE}"],
             episodes_per_second=1.0,
             peak_rss_bytes=2**20,
+            tokens_sampled=1_000,
+            tokens_trained=4_000,
             self_check={"backend": "fast", "policy_padded": 1e-7},
         ),
         validation=validated(dict(report), run.folder),

@@ -156,6 +156,7 @@ def evaluation_result(
         "champion": champion,
         "improvement": improvement,
         "kl": {"sft": 0.0, "ppo": 12.3},
+        "spent": {"openai:gpt": {"calls": 40, "tokens": 20_000}},
         "distinct": dict.fromkeys(means, 1.0) | {"ppo": 0.985},
         "length": dict.fromkeys(means, 31.0) | {"ppo": 40.5},
         "repetition": dict.fromkeys(means, 0.012) | {"ppo": 0.034},
@@ -198,6 +199,22 @@ def promotion(
     return asdict(decision(action, **changes))
 
 
+def run_cost(**changes: Any) -> dict[str, Any]:
+    """The cost of a run of two steps, one of them on two GPUs."""
+    step = {"attempts": 1, "seconds": 60.0, "gpus": 0, "gpu_seconds": 0.0, "cpu_seconds": 90.0}
+    trained = {"attempts": 2, "seconds": 1800.0, "gpus": 2, "gpu_seconds": 3600.0}
+    return {
+        "steps": {
+            "load_policy": step | {"price": 0.0},
+            "train_policy": trained | {"cpu_seconds": 1800.0, "price": 6.88},
+        },
+        "gpu_hours": 1.0,
+        "tokens": {"sampled": 10_000, "trained": 40_000},
+        "judges": {"openai:gpt": {"calls": 40, "tokens": 20_000, "price": 0.02}},
+        "price": 6.9,
+    } | changes
+
+
 def summary(**changes: Any) -> dict[str, Any]:
     """The summary of a run whose policy beat the champion, version 2."""
     metrics = ("objective/scores", "objective/rlhf_reward", "objective/kl", "objective/entropy")
@@ -211,6 +228,7 @@ def summary(**changes: Any) -> dict[str, Any]:
             "episodes_per_second": 80.0,
             "peak_rss_bytes": 2**30,
         },
+        "cost": run_cost(),
         "model": {"name": "rlhf-policy", "version": "3", "uri": "models:/rlhf-policy/3"},
         "promotion": promotion(),
     } | changes

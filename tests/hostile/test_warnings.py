@@ -10,7 +10,7 @@ import torch
 
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.gate import _chance
-from pipeline.settings.reward_validation_config import RewardGateConfig
+from pipeline.settings.gate_configs import RewardGateConfig
 from ppo_core.data.types import Rollout
 from ppo_core.reporting.metrics import repetition_reward
 from tests.helpers.forked_python import run_python

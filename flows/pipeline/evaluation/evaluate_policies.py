@@ -17,6 +17,7 @@ from pipeline.evaluation.results import (
 from pipeline.evaluation.text_statistics import mean_words, repeated_share
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
+from pipeline.judges.budget import Budget, Spent
 from pipeline.judges.spec import make_judge
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.launch.answers import answer_in_run
@@ -76,8 +77,9 @@ def evaluate_again(
     contestants = [who for who in rows[0] if who not in ("prompt", "champion")]
     texts = {who: [row[who] for row in rows] for who in contestants}
     prompts = [row["prompt"] for row in rows]
-    kl = evaluation.report()["kl"]
-    return _judge(settings, prompts, texts, kl, champion, folder, judge)
+    earlier = evaluation.report()
+    kl, spent = earlier["kl"], earlier["spent"]
+    return _judge(settings, prompts, texts, kl, champion, folder, judge, spent)
 
 
 def _judge(
@@ -88,6 +90,7 @@ def _judge(
     champion: FetchedChampion | None,
     folder: Path,
     trained_judge: TrainedJudge | None,
+    spent_before: Spent | None = None,
 ) -> EvaluatedPolicy:
     # Imported here because scipy and statsmodels are slow to import and most importers of this
     # module judge nothing.
@@ -98,6 +101,7 @@ def _judge(
         texts = {**texts, "champion": _answer_as_champion(settings, champion, prompts, folder)}
     workspace = workspace_of(settings)
     replies = workspace.cache / "replies"
+    budget = Budget(settings.judging.max_calls, settings.judging.max_tokens)
     judge = make_judge(
         f"reward-model:{trained_judge.path}" if trained_judge else settings.judge,
         config=settings.judging,
@@ -105,6 +109,7 @@ def _judge(
         shared_cache=workspace.address(replies) if workspace.store else None,
         end_of_text=settings.reward_model_training.end_of_text,
         precision=settings.precision,
+        budget=budget,
     )
     evaluation = evaluate(
         judge,
@@ -145,6 +150,7 @@ def _judge(
         "length": {who: mean_words(given) for who, given in texts.items()},
         "repetition": {who: repeated_share(given) for who, given in texts.items()},
         "kl": kl,
+        "spent": budget.spent(spent_before or {}),
     }
     write_report(folder / EVALUATION_FILE, report)
     return evaluated

@@ -3,7 +3,7 @@
 from math import isfinite
 
 from pipeline.evaluation.results import Report
-from pipeline.settings.promotion_config import PromotionConfig
+from pipeline.settings.gate_configs import PromotionConfig
 from ppo_core.errors import DataError
 
 

@@ -150,6 +150,12 @@ class TrainedPolicy:
     peak_rss_bytes: int
     """Peak resident memory of the largest training process."""
 
+    tokens_sampled: int
+    """Number of tokens of all responses."""
+
+    tokens_trained: int
+    """Number of tokens of responses that policy and critic were trained on, over all epochs."""
+
     self_check: dict[str, str | float]
     """How the policy decoded, and the difference of each model's numbers to its own forward; see
     `ppo_core.training.self_check`."""

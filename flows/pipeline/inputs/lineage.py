@@ -77,7 +77,7 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Row
     | `git_changes` | whether tracked files differ from the commit: yes, no or `unknown` |
     | `python` | version of the interpreter |
     | `packages_digest` | SHA-256 of the list of packages |
-    | `settings_digest` | digest of the complete settings |
+    | `settings_digest` | digest of all settings but `hardware` |
     | `seed` | seed of the run |
     | `data/NAME` | digest of the usable rows of an input |
 
@@ -94,7 +94,8 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Row
         "git_changes": changes,
         "python": platform.python_version(),
         "packages_digest": hashlib.sha256(packages.encode()).hexdigest(),
-        "settings_digest": digest_of(settings),
+        # Without the prices, on which no result depends.
+        "settings_digest": digest_of({k: v for k, v in settings.items() if k != "hardware"}),
         "seed": str(settings["seed"]),
         **{f"data/{name}": rows.digest for name, rows in data.items()},
     }

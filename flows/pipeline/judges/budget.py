@@ -1,6 +1,11 @@
 """The limits on the cost of a paid judge."""
 
+from collections import Counter
+
 from ppo_core.errors import JudgeError
+
+Spent = dict[str, dict[str, int]]
+"""`calls` and `tokens` of each judge that asks a server, by its name."""
 
 
 class Budget:
@@ -14,8 +19,27 @@ class Budget:
         """Set the limits; None means unlimited."""
         self.max_calls = max_calls
         self.max_tokens = max_tokens
-        self.calls = 0
-        self.tokens = 0
+        self._calls: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+
+    @property
+    def calls(self) -> int:
+        """Number of calls of all judges."""
+        return self._calls.total()
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all judges, as the servers report them."""
+        return self._tokens.total()
+
+    def spent(self, before: Spent) -> Spent:
+        """Return the calls and tokens of each judge that was called, with those spent before."""
+        spent = {name: dict(counts) for name, counts in before.items()}
+        for name, calls in self._calls.items():
+            counts = spent.setdefault(name, {"calls": 0, "tokens": 0})
+            counts["calls"] += calls
+            counts["tokens"] += self._tokens[name]
+        return spent
 
     def require_calls(self, questions: int) -> None:
         """Check, before any question is asked, that enough calls are left for all questions.
@@ -30,18 +54,18 @@ class Budget:
                 "asked. Raise judging.max_calls, or judge fewer pairs."
             )
 
-    def start_call(self, left: int) -> None:
-        """Count a call before it starts; `left` is the number of unanswered questions.
+    def start_call(self, judge: str, left: int) -> None:
+        """Count a call of a judge before it starts; `left` is the number of unanswered questions.
 
         Raises:
             JudgeError: the limit of calls or tokens is reached.
         """
         self._require_unspent("max_calls", self.calls, self.max_calls, left)
         self._require_unspent("max_tokens", self.tokens, self.max_tokens, left)
-        self.calls += 1
+        self._calls[judge] += 1
 
-    def add_tokens(self, tokens: int | None) -> None:
-        """Add the tokens of a question and its reply; None if the server does not report them.
+    def add_tokens(self, judge: str, tokens: int | None) -> None:
+        """Add the tokens of a judge's question and reply; None if its server reports none.
 
         Raises:
             JudgeError: `tokens` is None, and `max_tokens` is set.
@@ -51,7 +75,7 @@ class Budget:
                 f"judging.max_tokens={self.max_tokens} cannot be enforced, because the server's "
                 "replies do not report their tokens ('usage'). Set judging.max_calls instead."
             )
-        self.tokens += tokens or 0
+        self._tokens[judge] += tokens or 0
 
     @staticmethod
     def _require_unspent(setting: str, spent: int, limit: int | None, left: int) -> None:

@@ -140,9 +140,9 @@ class OpenAIModel:
 
     async def _call(self, client: openai.AsyncOpenAI, question: Question) -> Reply:
         """Make one attempt and count its cost."""
-        self.budget.start_call(self._left)
+        self.budget.start_call(self.name, self._left)
         completion = await self._server.complete(client, question)
-        self.budget.add_tokens(completion.tokens)
+        self.budget.add_tokens(self.name, completion.tokens)
         if completion.text is None:
             raise CallError(
                 f"the reply has no text (finish_reason={completion.finish_reason!r}; if it is "

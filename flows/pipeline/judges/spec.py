@@ -30,6 +30,7 @@ def make_judge(
     shared_cache: S3Address | None = None,
     end_of_text: bool,
     precision: Precision = "auto",
+    budget: Budget | None = None,
 ) -> Judge:
     """Return the judge that `spec` names.
 
@@ -42,13 +43,14 @@ def make_judge(
         shared_cache: address of these replies in S3; None if all machines share the folder.
         end_of_text: whether a reward model reads an end-of-sequence token after each answer.
         precision: precision of a chat model on this machine.
+        budget: what counts the calls of servers; None for one with the limits of `config`.
 
     Raises:
         ConfigError: `spec` is unknown, names a judge twice, or names a missing function.
         ModelError: the model cannot judge.
     """
     # The judges share one budget, because the limits are per evaluation.
-    budget = Budget(config.max_calls, config.max_tokens)
+    budget = budget or Budget(config.max_calls, config.max_tokens)
     judges = []
     replies = ReplyCache(cache_folder, shared_cache)
     for part in read_judges(spec):

@@ -1,6 +1,7 @@
 """Command and environment for starting the processes of a training on one machine."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -80,15 +81,36 @@ def command(
     ]
 
 
+@dataclass(frozen=True)
+class FoundGpu:
+    """A GPU of this machine."""
+
+    name: str
+    """Name that CUDA or ROCm gives it."""
+
+    memory: int
+    """Bytes."""
+
+
 @cache
-def gpus() -> int:
-    """Return the number of GPUs that torch finds on this machine."""
+def found_gpus() -> tuple[FoundGpu, ...]:
+    """Return the GPUs that torch finds on this machine."""
     devices = Path("/dev")
     if not (any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()):
-        return 0
+        return ()
     # Run in a separate process, because importing torch is slow and takes much memory.
-    count = "import torch; print(torch.cuda.device_count())"
-    return int(subprocess.check_output([sys.executable, "-c", count], text=True))
+    facts = (
+        "import json, torch; n = torch.cuda.device_count(); "
+        "each = [torch.cuda.get_device_properties(i) for i in range(n)]; "
+        "print(json.dumps([[one.name, one.total_memory] for one in each]))"
+    )
+    printed = subprocess.check_output([sys.executable, "-c", facts], text=True)
+    return tuple(FoundGpu(*one) for one in json.loads(printed.splitlines()[-1]))
+
+
+def gpus() -> int:
+    """Return the number of GPUs that torch finds on this machine."""
+    return len(found_gpus())
 
 
 def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str, str]:
@@ -105,8 +127,15 @@ def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str
     }
     here = processes * (machines.count if machines.main_address == THIS_MACHINE else 1)
     if here > 1:
-        # With more spinning threads than cores, training is many times slower.
-        share = max(len(os.sched_getaffinity(0)) // here, 1)
-        threads = min(int(os.environ.get("OMP_NUM_THREADS", share)), share)
-        environment |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        threads = str(threads_of_a_process(here))
+        environment |= {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
     return environment
+
+
+def threads_of_a_process(processes: int) -> int:
+    """Return the number of threads of each of some processes on this machine.
+
+    With more spinning threads than cores, training is many times slower.
+    """
+    share = max(len(os.sched_getaffinity(0)) // processes, 1)
+    return min(int(os.environ.get("OMP_NUM_THREADS", share)), share)

@@ -18,6 +18,7 @@ from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.model_digests import require_unchanged
 from pipeline.promotion.bill_of_materials import bill_of_materials
+from pipeline.promotion.cost import cost_of_run
 from pipeline.promotion.decide import decide_promotion
 from pipeline.promotion.version_card import version_card
 from pipeline.registry.artifact import VersionContents, write_artifact
@@ -77,7 +78,7 @@ def register(candidate: Candidate) -> RegisteredPolicy:
     settings, run = candidate.settings, candidate.run
     decoding = _decoding(settings)
     report = candidate.evaluation.report()
-    facts = _card_facts(candidate, report, decoding, None, None)
+    facts = _card_facts(candidate, candidate.evaluation, decoding, None, None)
     card = version_card(facts)
     contents = VersionContents(
         name=settings.registered_model,
@@ -107,7 +108,7 @@ def register(candidate: Candidate) -> RegisteredPolicy:
         by=f"run {run.id}",
         folder=run.folder,
     )
-    facts = _card_facts(candidate, evaluation.report(), decoding, number, decision)
+    facts = _card_facts(candidate, evaluation, decoding, number, decision)
     write_card(settings.registered_model, number, version_card(facts))
     return RegisteredPolicy(model=model, promotion=decision, evaluation=evaluation, kl=candidate.kl)
 
@@ -152,12 +153,13 @@ def _tags(candidate: Candidate, judge: Mapping[str, str]) -> dict[str, str]:
 
 def _card_facts(
     candidate: Candidate,
-    evaluation: Mapping[str, Any],
+    evaluated: EvaluatedPolicy,
     decoding: Decoding,
     version: int | None,
     decision: Decision | None,
 ) -> dict[str, Any]:
     """Return the argument `record` of `version_card`."""
+    evaluation = evaluated.report()
     judge = evaluation["judge"]
     models = {
         part: {"name": original_names(path), "digest": digest}
@@ -180,6 +182,9 @@ def _card_facts(
         "notes": evaluation["notes"],
         "reasons": evaluation["reasons"],
         "metrics": evaluation_numbers(evaluation),
+        "cost": cost_of_run(
+            candidate.run, candidate.settings.hardware, candidate.trained, evaluated
+        ),
         "decoding": decoding.arguments(),
         "samples": read_jsonl(evaluation["samples"]),
         "decision": asdict(decision) if decision else None,

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.evaluation.results import Report
 from pipeline.reports.document import as_equal_length_rate, as_interval, as_percent
-from pipeline.reports.terminal import CONTEST_TITLES
+from pipeline.reports.terminal import CONTEST_TITLES, cost_in_words
 from pipeline.settings.settings import flatten
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.data.rows.row_error import list_reasons
@@ -46,6 +46,7 @@ def version_card(record: Report) -> str:
             - `notes`: what a reader of the win rates must know; may be empty;
             - `reasons`: why the evaluation is inconclusive; may be empty;
             - `metrics`: numbers by name;
+            - `cost`: what the run cost until then, as `cost_of_run` returns it;
             - `decoding`: default arguments of `generate`;
             - `samples`: rows with the prompt and the answer of each contestant; may be empty;
             - `decision`: `action`, `reasons`, `by` and `at`, or None before the decision;
@@ -64,6 +65,7 @@ def version_card(record: Report) -> str:
         _section("Models", _models(record["models"])),
         _section("Data", _data(record["data"])),
         _section("Metrics", _pairs("metric", _other_metrics(record))),
+        _section("Cost", _cost(record["cost"])),
         _section("Samples", _samples(record["samples"])),
         _section("Settings", _settings(record["settings"])),
     ]
@@ -152,6 +154,17 @@ def _other_metrics(record: Report) -> Mapping[str, float]:
     """Return the metrics that the table of win rates does not show."""
     shown = {f"win_rate/{contest}/{end}" for contest in record["win_rate"] for end in SHOWN_ENDS}
     return {name: value for name, value in record["metrics"].items() if name not in shown}
+
+
+def _cost(cost: Report) -> str:
+    """Return the cost of the steps until the registration."""
+    rows = [
+        (name, step["attempts"], *(f"{step[part]:.0f}" for part in ("gpu_seconds", "cpu_seconds")))
+        for name, step in cost["steps"].items()
+    ]
+    head = "| step | attempts | GPU seconds | CPU seconds |\n|---|---|---|---|"
+    lines = [f"| {as_markdown(name)} | {' | '.join(map(str, rest))} |" for name, *rest in rows]
+    return f"{cost_in_words(cost)}.\n\n" + "\n".join([head, *lines])
 
 
 def _samples(samples: Sequence[Mapping[str, str]]) -> str:

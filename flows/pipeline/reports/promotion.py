@@ -5,7 +5,7 @@ from pipeline.evaluation.results import Report
 from pipeline.registry.decisions import Decision
 from pipeline.reports.document import Document, Section, as_interval, as_number, as_percent
 from pipeline.reports.terminal import CONTEST_TITLES, decision_in_words
-from pipeline.settings.promotion_config import PromotionConfig
+from pipeline.settings.gate_configs import PromotionConfig
 
 
 def promotion_document(

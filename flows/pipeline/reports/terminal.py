@@ -88,7 +88,24 @@ def _the_rest(summary: Mapping[str, Any]) -> Table:
         f"{timings['episodes_per_second']:.1f} episodes/s, "
         f"peak memory {timings['peak_rss_bytes'] / 2**30:.2f} GiB",
     )
+    table.add_row("Cost", cost_in_words(summary["cost"]))
     return table
+
+
+def cost_in_words(cost: Mapping[str, Any]) -> str:
+    """Return the measured cost of a run in one line; prices that no table has are left out."""
+    cpu = sum(step["cpu_seconds"] for step in cost["steps"].values())
+    tokens, judges = cost["tokens"], cost["judges"].values()
+    parts = [
+        f"{cost['gpu_hours']:.2f} GPU hours, {cpu / 3600:.2f} CPU hours",
+        f"{tokens['sampled']:,} tokens sampled and {tokens['trained']:,} trained by PPO",
+        f"{sum(judge['calls'] for judge in judges):,} calls of judges with "
+        f"{sum(judge['tokens'] for judge in judges):,} tokens",
+    ]
+    price = "no price, because a GPU or judge has none in the settings"
+    if cost["price"] is not None:
+        price = f"{cost['price']:.2f} US dollars for GPUs and judges"
+    return "; ".join([*parts, price])
 
 
 def _promotion(model: Mapping[str, Any], promotion: Mapping[str, Any]) -> Table:

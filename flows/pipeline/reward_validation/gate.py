@@ -7,7 +7,7 @@ from pipeline.reward_validation.accuracy import Accuracy
 from pipeline.reward_validation.calibration import Calibration
 from pipeline.reward_validation.lengths import Lengths
 from pipeline.reward_validation.samples import Samples
-from pipeline.settings.reward_validation_config import RewardGateConfig
+from pipeline.settings.gate_configs import RewardGateConfig
 from ppo_core.supervised.supervised_config import LOSS_AT
 
 CHANCE_LOSS = math.log(2)

@@ -16,7 +16,7 @@ from pipeline.reward_validation.probes import run_probes
 from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.samples import duplicates, measure_samples
 from pipeline.reward_validation.scores import require_finite, score_pairs
-from pipeline.settings.reward_validation_config import RewardGateConfig
+from pipeline.settings.gate_configs import RewardGateConfig
 from pipeline.storage.workspace import original_names
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.rows.reader import Rows

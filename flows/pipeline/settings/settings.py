@@ -10,10 +10,10 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
 from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
+from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.overrides import merge_tables, read_overrides
-from pipeline.settings.promotion_config import PromotionConfig
-from pipeline.settings.reward_validation_config import RewardGateConfig
 from pipeline.settings.training_sections import LoraConfig, SupervisedSection
 from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.checks import check_type, refuse_secrets, require_finite
@@ -188,6 +188,9 @@ class Settings:
 
     promotion: PromotionConfig = field(default_factory=PromotionConfig)
     """Limits that a policy must meet to become the champion."""
+
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    """GPUs of the run and prices, for computed and measured cost."""
 
     def __post_init__(self) -> None:
         """Raise if inputs are missing or settings contradict each other."""

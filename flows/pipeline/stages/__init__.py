@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         model_win_rate,
         models,
         registration,
-        run_size,
         start,
         summary,
         training,

@@ -13,7 +13,7 @@ from pipeline.reports.document import Document, Section
 from pipeline.reports.evaluation import evaluation_document
 from pipeline.reports.promotion import promotion_document
 from pipeline.reports.reward_model import reward_document
-from pipeline.settings.promotion_config import PromotionConfig
+from pipeline.settings.gate_configs import PromotionConfig
 
 
 def reward_model_card(validation: ValidatedReward) -> list[MetaflowCardComponent]:

@@ -1,15 +1,17 @@
 """`run --check`: the checks of the first step, a self-check, and the sizes of the run."""
 
 from pipeline.inputs import data_sets
+from pipeline.preflight.sizes.run_size import sizes_in_words
 from pipeline.promotion.champion import look_up_champion
 from pipeline.settings.settings import Settings
-from pipeline.stages.run_size import sizes_in_words
 from pipeline.stages.start import prepare_inputs
 from ppo_core.config.placement import free_memory, placement_for_reading
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.models.loading import count_parameters, load_policy, load_reward_model
 from ppo_core.models.policy import LanguageModel
 from ppo_core.training.self_check import check_loaded
+
+__all__ = ["check_run", "sizes_in_words"]
 
 CHECKED_PROMPTS = 64
 """Number of prompts whose tokens the self-check uses."""

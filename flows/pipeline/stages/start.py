@@ -10,6 +10,7 @@ from pipeline.inputs import data_sets
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.lineage import Lineage, trace
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.launch.gpu_table import find_gpu, processes_on_a_machine
 from pipeline.preflight.check_inputs import QUARANTINE, check_inputs, require_writable
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
 from pipeline.preflight.remote_machine import refuse_proxied_artifacts
@@ -36,11 +37,15 @@ def prepare_inputs(given: Settings) -> Settings:
         The settings; for a built-in task, with its files as inputs.
 
     Raises:
-        ConfigError: a setting is invalid.
+        ConfigError: a setting is invalid, or S3 refuses to write below `store`.
         DataError: a data set cannot be used.
         ModelError: a model cannot be used, or MLflow does not answer.
+        StorageError: S3 does not answer.
     """
     check_databases(is_written=True)
+    find_gpu(given.hardware)
+    processes_on_a_machine(given)
+    workspace_of(given).check_access()
     settings = find_inputs(given)
     with workspace_of(given).sharing_rows():
         check_inputs(settings)

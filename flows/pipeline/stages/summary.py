@@ -12,6 +12,7 @@ from pipeline.evaluation.results import (
     write_report,
 )
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.promotion.cost import cost_numbers, cost_of_run
 from pipeline.reports.terminal import decision_in_words, render_summary
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.stages.tracked import track
@@ -46,6 +47,10 @@ def summarize(
     # Of files that were fetched, the addresses: the paths are gone with this machine.
     summary |= {name: original_names(summary[name]) for name in ("samples", "judgements")}
     with track(run, PARENT) as tracker:
+        # Read inside, because the files of earlier steps may come from another machine.
+        cost = cost_of_run(run, settings.hardware, policy, registered.evaluation)
+        summary["cost"] = cost
+        tracker.parent.log_metrics(cost_numbers(cost))
         tracker.parent.log_json(summary, "summary.json")
         outcome, reasons = _outcome(registered)
         warnings = [f"Warning: {warning}" for warning in policy.warnings]

@@ -8,6 +8,7 @@ from metaflow import current
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.stall_watch import watched_step
+from pipeline.launch.usage import measured
 from pipeline.settings.settings import Settings
 from pipeline.storage.manifest import files_of
 from pipeline.tracking.tracker import SHORT_SECONDS, Tracker
@@ -32,7 +33,9 @@ def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker
             from pipeline.tracking.sent_metrics import remember_sent_metrics
 
             remember_sent_metrics(tracker.journal, tracker.step.run)
-        with tracker:
+        # Only a step that several machines share has it.
+        parallel = current.get("parallel")
+        with tracker, measured(step, run, parallel.num_nodes if parallel else 1):
             yield tracker
 
 

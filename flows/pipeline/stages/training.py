@@ -69,7 +69,9 @@ def train_policy(
         if warnings:
             tracker.step.describe("Warnings", warnings)
         self_check = read_json_file(job.parent / SELF_CHECK_FILE, ProcessError)
-        trained = _trained_policy(str(run.folder / "policy"), updates, warnings, self_check)
+        trained = _trained_policy(
+            str(run.folder / "policy"), updates, warnings, self_check, settings.ppo.num_ppo_epochs
+        )
         cost = {
             "episodes_per_second": trained.episodes_per_second,
             "peak_rss_bytes": trained.peak_rss_bytes,
@@ -121,8 +123,10 @@ def _trained_policy(
     updates: list[dict[str, Any]],
     warnings: list[str],
     self_check: dict[str, str | float],
+    epochs: int,
 ) -> TrainedPolicy:
     first, last = updates[0], updates[-1]
+    sampled = _tokens_sampled(updates)
     return TrainedPolicy(
         path=path,
         digest=digest_of_folder(Path(path)),
@@ -134,8 +138,19 @@ def _trained_policy(
         warnings=warnings,
         episodes_per_second=last["eps"],
         peak_rss_bytes=_peak_rss_bytes(),
+        tokens_sampled=sampled,
+        tokens_trained=sampled * epochs,
         self_check=self_check,
     )
+
+
+def _tokens_sampled(updates: list[dict[str, Any]]) -> int:
+    """Return the tokens of all responses: mean length x responses of each update."""
+    tokens = episodes = 0.0
+    for update in updates:
+        tokens += update["val/response_length"] * (update["episode"] - episodes)
+        episodes = update["episode"]
+    return round(tokens)
 
 
 def _peak_rss_bytes() -> int:

@@ -67,6 +67,18 @@ class Workspace:
         """Folder of models and data sets that several runs share."""
         return self.root / "cache"
 
+    def check_access(self) -> None:
+        """Raise if the steps could not write into the copy in S3; see `check_store`.
+
+        Raises:
+            ConfigError: S3 refuses to write, read or remove an object.
+            StorageError: S3 does not answer.
+        """
+        if self.store:
+            from pipeline.storage.access import check_store
+
+            check_store(S3Address.parse(self.store))
+
     def publish(self, path: Path) -> str:
         """Publish a file or folder of the workspace; return its address.
 

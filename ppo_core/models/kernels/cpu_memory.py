@@ -10,7 +10,7 @@ import platform
 
 # Parameters of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_ONE_GIB = 2**30
+_FOUR_MIB, _ONE_GIB = 2**22, 2**30
 
 KEPT_MATMULS = 48
 """Capacity of each cache, in compiled matmuls. A forward and backward pass through one bfloat16
@@ -19,24 +19,61 @@ layer needs about 30; with a capacity of 24, training in bfloat16 is slower."""
 _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
-def prepare_cpu_process() -> None:
-    """Reuse freed memory and limit the caches of compiled matmuls; call before the first matmul."""
-    keep_freed_memory()
+MOST_FREE = 2**28
+"""Bytes of freed blocks that a process may keep. To clear their pages again takes some hundredths
+of a second, which is little where a phase frees so much."""
+
+
+class _Mallinfo2(ctypes.Structure):
+    """The struct of glibc's mallinfo2(3), whose `fordblks` are the bytes of freed blocks."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+        ).split()
+    )
+
+
+def prepare_cpu_process(*, shards_weights: bool = False) -> None:
+    """Reuse freed memory and limit the caches of compiled matmuls; call before the first matmul.
+
+    `shards_weights` says that the process will hold shards of the weights, see `keep_freed_memory`.
+    """
+    keep_freed_memory(below=_FOUR_MIB if shards_weights else _ONE_GIB)
     keep_few_compiled_matmuls()
 
 
-def keep_freed_memory() -> None:
-    """Reuse freed blocks of up to 1 GiB for later tensors.
+def keep_freed_memory(*, below: int = _ONE_GIB) -> None:
+    """Reuse freed blocks of less than `below` bytes for later tensors.
 
     By default glibc returns freed blocks above 32 MiB to the system, which must then clear the
-    pages of the next block. Other C libraries are not changed. glibc before 2.35 is not changed
-    either: it refuses the mmap threshold, and setting only the trim threshold would stop glibc
-    from adapting both.
+    pages of the next block. A process with sharded weights should return large blocks: it gathers
+    layers into blocks of many sizes, which rarely fit the blocks freed before, so a process that
+    keeps all of them needs up to twice the memory. Other C libraries are not changed. glibc before
+    2.35 is not changed either: it refuses an mmap threshold above 32 MiB, and setting only the trim
+    threshold would stop glibc from adapting both.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        if libc.mallopt(_MMAP_THRESHOLD, _ONE_GIB):
+        if libc.mallopt(_MMAP_THRESHOLD, below):
             libc.mallopt(_TRIM_THRESHOLD, _ONE_GIB)
+
+
+def release_freed_memory() -> None:
+    """Return freed blocks to the system if they are more than `MOST_FREE`, before a phase of work.
+
+    Blocks of one phase rarely fit the tensors of the next, so a process that keeps all of them
+    needs nearly the sum of its phases. Only glibc keeps so much, see `keep_freed_memory`.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return  # glibc before 2.33
+    libc.mallinfo2.restype = _Mallinfo2
+    if libc.mallinfo2().fordblks > MOST_FREE:
+        libc.malloc_trim(0)
 
 
 def keep_few_compiled_matmuls() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeline.evaluation.agreement import HumanAgreement, doubts_about_judge
 from pipeline.evaluation.promotion_gate import direct_contest, reasons_to_promote, reasons_to_refuse
 from pipeline.settings.evaluation_config import EvaluationConfig
-from pipeline.settings.promotion_config import PromotionConfig
+from pipeline.settings.gate_configs import PromotionConfig
 from ppo_core.errors import ConfigError, DataError
 
 

@@ -7,6 +7,7 @@ import yaml
 from markdown_it import MarkdownIt
 
 from pipeline.promotion.version_card import LIMITS, SHOWN_SAMPLES, version_card
+from tests.helpers.sample_reports import run_cost
 
 MARKUP = "<script>alert(1)</script> | [x](javascript:y) ![i](http://h) **b** `c`"
 NASTY = f"{MARKUP}\n\n# head\n---\x1b[2J"
@@ -34,6 +35,7 @@ def make_record(**changed):
         "notes": [],
         "reasons": [],
         "metrics": {"objective/kl": 3.14159265},
+        "cost": run_cost(),
         "decoding": {"max_new_tokens": 53, "do_sample": False},
         "samples": [{"prompt": "a question", "sft": "an answer", "ppo": "a better one"}],
         "decision": None,
@@ -119,6 +121,13 @@ def test_doubts_about_the_evaluation_stand_below_the_win_rates():
     assert "- Inconclusive: The judge follows the position." in card
 
 
+def test_the_card_says_what_the_run_has_cost_by_step():
+    card = version_card(make_record())
+    assert "1.00 GPU hours, 0.53 CPU hours; 10,000 tokens sampled" in card
+    assert "40 calls of judges with 20,000 tokens; 6.90 US dollars for GPUs and judges." in card
+    assert "| train\\_policy | 2 | 3600 | 1800 |" in card
+
+
 def test_a_version_without_a_number_has_no_number():
     card = version_card(make_record(version=None))
     assert "# rlhf-policy\n" in card
@@ -134,6 +143,7 @@ def record_of(text, **changed):
         "win_rate": {text: record["win_rate"]["ppo_vs_sft"] | {"judge": text}},
         "reasons": [text],
         "metrics": {text: 1.0},
+        "cost": run_cost(steps={text: run_cost()["steps"]["train_policy"]}),
         "decoding": {text: text},
         "samples": [{text: text, "ppo": text}],
         "decision": {"action": text, "reasons": [text], "by": text, "at": text},

@@ -24,7 +24,7 @@ from pipeline.reports.html_page import reward_model_page
 from pipeline.reports.promotion import promotion_document
 from pipeline.reports.reward_model import reward_document
 from pipeline.reports.terminal import render_summary
-from pipeline.settings.promotion_config import PromotionConfig
+from pipeline.settings.gate_configs import PromotionConfig
 from pipeline.stages.cards import evaluation_card, promotion_card, reward_model_card
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_reports import (

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.validate import validate
-from pipeline.settings.reward_validation_config import RewardGateConfig
+from pipeline.settings.gate_configs import RewardGateConfig
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_reward_model

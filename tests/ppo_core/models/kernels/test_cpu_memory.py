@@ -44,6 +44,45 @@ def test_a_large_tensor_takes_the_memory_of_the_one_before():
     assert kept < given_back / 10
 
 
+FREE_BETWEEN_OTHERS = """
+import sys, torch, psutil
+from ppo_core.models.kernels.cpu_memory import keep_freed_memory, release_freed_memory
+
+def resident():
+    return psutil.Process().memory_info().rss
+
+keep_freed_memory(below=int(sys.argv[2]))
+start = resident()
+kept = []
+for _ in range(int(sys.argv[1])):
+    large = torch.ones(2**22)
+    kept.append(torch.ones(100))  # so that the freed block is not at the end of the heap
+    kept.append(large)
+del kept[1::2], large
+freed = resident() - start
+release_freed_memory()
+print(freed, resident() - start)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
+@pytest.mark.parametrize(
+    ("blocks", "below", "kept_before", "kept_after"),
+    [
+        (32, 2**30, True, False),
+        # Less than MOST_FREE is kept: the next phase needs it.
+        (8, 2**30, True, True),
+        # Blocks of sharded weights are returned at once.
+        (32, 2**22, False, False),
+    ],
+)
+def test_many_freed_blocks_are_returned_before_a_phase(blocks, below, kept_before, kept_after):
+    command = [sys.executable, "-c", FREE_BETWEEN_OTHERS, str(blocks), str(below)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    before, after = (int(size) > blocks * 2**24 * 0.8 for size in printed.stdout.split())
+    assert (before, after) == (kept_before, kept_after)
+
+
 class FakeLibc:
     """A C library that accepts or refuses every parameter."""
 

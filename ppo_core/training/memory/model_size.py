@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ppo_core.config.script_arguments import ALL_LINEAR
 from ppo_core.data.text_config import text_config
-from ppo_core.training.memory import ModelSize
+from ppo_core.training.memory.sizes import ModelSize
 
 
 def model_size(model: PreTrainedModel) -> ModelSize:
@@ -23,6 +23,7 @@ def model_size(model: PreTrainedModel) -> ModelSize:
         width=config.hidden_size,
         mlp_width=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         is_gated=any("gate" in name.rpartition(".")[2] for name in names),
+        heads=heads,
         key_width=(getattr(config, "num_key_value_heads", None) or heads) * of_a_head,
         vocabulary=config.vocab_size,
     )

@@ -1,5 +1,6 @@
 """Sizes of a run: rows, tokens, parameters, updates, optimizer steps, and the time of PPO."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -7,27 +8,39 @@ import pyarrow.compute
 
 from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs import data_sets
-from pipeline.launch.commands import gpus
-from pipeline.launch.ppo_memory import ppo_size
+from pipeline.launch.gpu_table import find_gpu, processes_on_a_machine
+from pipeline.preflight.sizes.memory_table import RANK, Training, TrainingSize
+from pipeline.preflight.sizes.run_cost import Work, describe_cost
+from pipeline.preflight.sizes.run_time import Speed, ppo_seconds, supervised_seconds
+from pipeline.preflight.sizes.training_sizes import (
+    Processes,
+    adapter_parameters,
+    ppo_size,
+    reward_size,
+    sft_size,
+)
 from pipeline.settings.settings import Settings
-from pipeline.stages.run_time import describe_seconds, estimate_ppo_seconds
 from ppo_core.data.prompts import encode_prompts
 from ppo_core.data.rows.reader import Rows
 from ppo_core.models.loading import count_parameters
 from ppo_core.ppo.schedule import Schedule, make_schedule
 from ppo_core.supervised.supervised_config import SupervisedConfig
-from ppo_core.training.memory import describe_memory, peak_memory
+from ppo_core.training.memory.ppo_memory import PPOSize
+from ppo_core.training.memory.supervised_memory import SupervisedSize
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisedSize:
-    """Size of a supervised training."""
+class SupervisedRows:
+    """Rows and steps of a supervised training."""
 
     rows: int
     """Number of examples or pairs."""
 
     tokens: int
     """Number of tokens in one pass over the rows."""
+
+    longest: int
+    """Number of tokens of the longest text."""
 
     epochs: int
     """Number of passes over the rows."""
@@ -46,13 +59,13 @@ class RunSize:
     reward_parameters: int
     """Number of parameters of the reward model; of the model to train, if none is given."""
 
-    sft: SupervisedSize | None
+    sft: SupervisedRows | None
     """Fine-tuning of the policy; None without it."""
 
-    reward_model: SupervisedSize | None
+    reward_model: SupervisedRows | None
     """Training of the reward model; None if one is given."""
 
-    judge: SupervisedSize | None
+    judge: SupervisedRows | None
     """Training of the judge; None if one is named."""
 
     validation_pairs: int
@@ -73,11 +86,8 @@ class RunSize:
     ppo: Schedule
     """Episodes, updates and optimizer steps of PPO."""
 
-    ppo_seconds: float
-    """Rough time of PPO on machines like this one, see `estimate_ppo_seconds`."""
-
-    memory: str
-    """Memory of PPO on one device, in words."""
+    cost: list[str]
+    """Memory, time and price of the trainings, and what to choose, in lines of text."""
 
     evaluation_prompts: int
     """Number of prompts that the policies answer."""
@@ -104,36 +114,31 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         *(["reference"] if data_sets.references_of(examples) else []),
         *(["champion"] if has_champion else []),
     ]
-    found = gpus()
-    devices = found or 1
-    processes = (settings.processes or devices) * settings.num_nodes
+    gpu = find_gpu(settings.hardware)
+    number = processes_on_a_machine(settings) * settings.num_nodes
+    processes = Processes(number=number, on_gpus=gpu is not None)
     policy = count_parameters(settings.policy)
     reward_model = count_parameters(settings.reward_model or settings.policy, scores=True)
-    schedule = make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=processes)
+    schedule = make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=number)
+    sft, pairs, judge = _sft_rows(settings), _pair_rows(settings), _judge_rows(settings)
+    works = [
+        *([_sft_work(settings, sft, processes)] if sft else []),
+        *(_reward_work(settings, rows, processes) for rows in (pairs, judge) if rows),
+        _ppo_work(settings, schedule, lengths, processes),
+    ]
     return RunSize(
         policy_parameters=policy,
         reward_parameters=reward_model,
-        sft=_sft_size(settings),
-        reward_model=None
-        if settings.reward_model
-        else _reward_size(data_sets.encoded_pairs(settings), settings),
-        judge=None
-        if settings.judge
-        else _reward_size(data_sets.encoded_judge_pairs(settings), settings),
+        sft=sft,
+        reward_model=pairs,
+        judge=judge,
         validation_pairs=len(data_sets.test_pairs(settings)),
         prompts=len(prompts),
         prompt_tokens=sum(lengths),
         response_length=settings.ppo.response_length,
-        processes=processes,
+        processes=number,
         ppo=schedule,
-        ppo_seconds=estimate_ppo_seconds(
-            settings,
-            policy=policy,
-            reward_model=reward_model,
-            episodes=schedule.total_episodes,
-            tokens=sum(lengths) / len(lengths) + settings.ppo.response_length,
-        ),
-        memory=_memory(settings, schedule, max(lengths), processes, on_gpus=found > 0),
+        cost=_cost(works, settings),
         evaluation_prompts=len(examples),
         contests=len(contests_between(contestants)),
     )
@@ -160,44 +165,107 @@ def describe_run(size: RunSize) -> str:
         f"episodes {ppo.total_episodes:,}, sampled tokens at most {tokens:,}, "
         f"updates {ppo.num_updates:,}, optimizer steps {ppo.num_optimizer_steps:,}, "
         f"processes {size.processes}",
-        size.memory,
         f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
         f"questions to each judge about {questions:,}",
-        f"time: PPO roughly {describe_seconds(size.ppo_seconds)} on machines like this one. Set "
-        "another number of episodes with --total-episodes.",
+        *size.cost,
     ]
     return "\n".join(lines)
 
 
-def _memory(
-    settings: Settings, schedule: Schedule, longest_prompt: int, processes: int, *, on_gpus: bool
-) -> str:
-    size = ppo_size(
-        settings, schedule, longest_prompt=longest_prompt, processes=processes, on_gpus=on_gpus
-    )
+def _cost(works: Sequence[Work | None], settings: Settings) -> list[str]:
+    """Return the lines of `describe_cost`, if no training moves states to the CPU."""
+    known = [work for work in works if work is not None]
+    if len(known) < len(works):
+        return ["memory, time, price: not computed with offload or a file of DeepSpeed's settings."]
+    return describe_cost(known, settings)
+
+
+def _sft_work(settings: Settings, rows: SupervisedRows, processes: Processes) -> Work | None:
+    def size_on(some: Processes) -> TrainingSize | None:
+        return sft_size(settings, longest=rows.longest, processes=some)
+
+    return _supervised_work("SFT", "sft", settings.sft.lora.r, rows, size_on, settings, processes)
+
+
+def _reward_work(settings: Settings, rows: SupervisedRows, processes: Processes) -> Work | None:
+    def size_on(some: Processes) -> TrainingSize | None:
+        return reward_size(settings, longest=rows.longest, processes=some)
+
+    rank = settings.reward_model_training.lora.r
+    name = "reward_model_training"
+    return _supervised_work("reward model", name, rank, rows, size_on, settings, processes)
+
+
+def _supervised_work(
+    name: str,
+    section: str,
+    rank: int,
+    rows: SupervisedRows,
+    size_on: Callable[[Processes], TrainingSize | None],
+    settings: Settings,
+    processes: Processes,
+) -> Work | None:
+    size = size_on(processes)
     if size is None:
-        return "memory: not computed with offload or a file of DeepSpeed's settings."
-    return describe_memory(peak_memory(size), "GPU" if on_gpus else "process")
+        return None
+
+    def seconds(size: TrainingSize, speed: Speed) -> float:
+        assert isinstance(size, SupervisedSize)
+        tokens, steps = rows.tokens * rows.epochs, rows.optimizer_steps
+        return supervised_seconds(size, speed, tokens=tokens, optimizer_steps=steps)
+
+    adapter = size.adapter or adapter_parameters(settings, rank or RANK)
+    training = Training(name=name, section=section, size=size, adapter=adapter)
+    return Work(training=training, size_on=size_on, seconds=seconds)
 
 
-def _sft_size(settings: Settings) -> SupervisedSize | None:
+def _ppo_work(
+    settings: Settings, schedule: Schedule, lengths: Sequence[int], processes: Processes
+) -> Work | None:
+    def size_on(some: Processes) -> TrainingSize | None:
+        return ppo_size(settings, schedule, longest_prompt=max(lengths), processes=some)
+
+    size = size_on(processes)
+    if size is None:
+        return None
+
+    def seconds(size: TrainingSize, speed: Speed) -> float:
+        assert isinstance(size, PPOSize)
+        mean, epochs = sum(lengths) / len(lengths), settings.ppo.num_ppo_epochs
+        return ppo_seconds(size, schedule, speed, epochs=epochs, mean_prompt=mean)
+
+    adapter = size.adapter or adapter_parameters(settings, RANK)
+    training = Training(name="PPO", section="ppo", size=size, adapter=adapter)
+    return Work(training=training, size_on=size_on, seconds=seconds)
+
+
+def _sft_rows(settings: Settings) -> SupervisedRows | None:
     if not settings.sft_data:
         return None
     rows = data_sets.encoded_demonstrations(settings)
-    return _supervised(len(rows), _tokens(rows, "input_ids"), settings.sft)
+    return _supervised(rows, _tokens(rows, "input_ids"), settings.sft)
 
 
-def _reward_size(rows: Rows, settings: Settings) -> SupervisedSize:
+def _pair_rows(settings: Settings) -> SupervisedRows | None:
+    return None if settings.reward_model else _pairs(data_sets.encoded_pairs(settings), settings)
+
+
+def _judge_rows(settings: Settings) -> SupervisedRows | None:
+    return None if settings.judge else _pairs(data_sets.encoded_judge_pairs(settings), settings)
+
+
+def _pairs(rows: Rows, settings: Settings) -> SupervisedRows:
     tokens = _tokens(rows, "chosen") + _tokens(rows, "rejected")
-    return _supervised(len(rows), tokens, settings.reward_model_training)
+    return _supervised(rows, tokens, settings.reward_model_training)
 
 
-def _supervised(rows: int, tokens: int, config: SupervisedConfig) -> SupervisedSize:
-    return SupervisedSize(
-        rows=rows,
+def _supervised(rows: Rows, tokens: int, config: SupervisedConfig) -> SupervisedRows:
+    return SupervisedRows(
+        rows=len(rows),
         tokens=tokens,
+        longest=max(rows.table["length"][:]),
         epochs=config.num_epochs,
-        optimizer_steps=config.num_epochs * ceil(rows / config.rows_per_step),
+        optimizer_steps=config.num_epochs * ceil(len(rows) / config.rows_per_step),
     )
 
 
@@ -207,7 +275,7 @@ def _tokens(rows: Rows, column: str) -> int:
     return int(pyarrow.compute.sum(lengths).as_py())
 
 
-def _describe(size: SupervisedSize) -> str:
+def _describe(size: SupervisedRows) -> str:
     return (
         f"rows {size.rows:,}, tokens {size.tokens:,}, epochs {size.epochs}, "
         f"optimizer steps {size.optimizer_steps:,}"

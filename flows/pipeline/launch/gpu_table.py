@@ -1,0 +1,139 @@
+"""GPUs by name: memory, speed and price, from flows/gpus.toml and the settings."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.launch.commands import FoundGpu, found_gpus
+from pipeline.settings.hardware_config import HardwareConfig
+from pipeline.settings.settings import Settings
+from ppo_core.errors import ConfigError
+
+TABLE = Path(__file__).parents[2] / "gpus.toml"
+
+GB = 10**9
+"""Bytes of the unit in which makers give a bandwidth."""
+
+USABLE = 0.9
+"""Fraction of a GPU's memory that tensors may take. CUDA's context, and blocks that are not full,
+take the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A type of GPU. A number is None if nobody gave it."""
+
+    name: str
+    memory: int
+    """Bytes."""
+
+    bf16: float | None = None
+    """Operations per second in bfloat16."""
+
+    fp32: float | None = None
+    """Operations per second in fp32."""
+
+    bandwidth: float | None = None
+    """Bytes per second of its memory."""
+
+    price: float | None = None
+    """US dollars per hour."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes that the tensors of a training may take."""
+        return int(USABLE * self.memory)
+
+
+def read_gpus(config: HardwareConfig) -> dict[str, Gpu]:
+    """Return all GPUs by name, with the settings' numbers in the place of the table's.
+
+    Raises:
+        ConfigError: a GPU of the settings is in no table and has no memory.
+    """
+    facts = _facts(config)
+    for name, known in facts.items():
+        if "memory_gib" not in known:
+            raise ConfigError(
+                f"[hardware.gpus.{name}] is no GPU of {TABLE.name}, so it needs memory_gib. Known "
+                f"there: {', '.join(_shipped())}."
+            )
+    return {name: _gpu(name, known) for name, known in facts.items()}
+
+
+def find_gpu(config: HardwareConfig) -> Gpu | None:
+    """Return the GPU that the settings name, else that of this machine; None without one.
+
+    Raises:
+        ConfigError: there is no GPU of this name; or see `read_gpus`.
+    """
+    gpus = read_gpus(config)
+    if config.gpu:
+        if config.gpu not in gpus:
+            raise ConfigError(
+                f"hardware.gpu={config.gpu!r} is unknown. Known are {', '.join(gpus)}; add others "
+                "as [hardware.gpus.NAME] with memory_gib and price_per_hour."
+            )
+        return gpus[config.gpu]
+    return _as_known(found_gpus()[0], _shipped(), gpus) if found_gpus() else None
+
+
+def processes_on_a_machine(settings: Settings) -> int:
+    """Return the number of processes of a training on each machine; on GPUs one for each.
+
+    Raises:
+        ConfigError: the settings name a GPU that is not in this machine, and no number of them.
+    """
+    if settings.hardware.gpu and not (settings.processes or found_gpus()):
+        raise ConfigError(
+            f"hardware.gpu={settings.hardware.gpu!r} says which GPU a training uses, and not how "
+            "many, and this machine has none to count. Set processes to the number of GPUs of a "
+            "machine."
+        )
+    return settings.processes or len(found_gpus()) or 1
+
+
+def price_per_hour(config: HardwareConfig, found: FoundGpu | None) -> float | None:
+    """Return the price of one GPU: of the one that the settings name, else of the one found."""
+    gpus = read_gpus(config)
+    if config.gpu:
+        return gpus[config.gpu].price
+    return _as_known(found, _shipped(), gpus).price if found else None
+
+
+def _as_known(found: FoundGpu, shipped: Mapping[str, Any], gpus: Mapping[str, Gpu]) -> Gpu:
+    """Return the GPU of the table whose device name the found one has, else what it says itself."""
+    same = [name for name, facts in shipped.items() if found.name.startswith(facts["device"])]
+    if same:
+        # The longest name: "NVIDIA L4" also begins the name of an L40S.
+        return gpus[max(same, key=lambda name: len(shipped[name]["device"]))]
+    return Gpu(name=found.name, memory=found.memory)
+
+
+def _shipped() -> dict[str, dict[str, Any]]:
+    table: dict[str, dict[str, Any]] = tomllib.loads(TABLE.read_text(encoding="utf-8"))["gpus"]
+    return table
+
+
+def _facts(config: HardwareConfig) -> dict[str, dict[str, Any]]:
+    shipped = _shipped()
+    return {
+        name: {**shipped.get(name, {}), **config.gpus.get(name, {})}
+        for name in [*shipped, *(name for name in config.gpus if name not in shipped)]
+    }
+
+
+def _gpu(name: str, facts: Mapping[str, Any]) -> Gpu:
+    def scaled(fact: str, unit: float) -> float | None:
+        return unit * facts[fact] if fact in facts else None
+
+    return Gpu(
+        name=name,
+        memory=int(2**30 * facts["memory_gib"]),
+        bf16=scaled("bf16_tflops", 1e12),
+        fp32=scaled("fp32_tflops", 1e12),
+        bandwidth=scaled("gb_per_second", GB),
+        price=facts.get("price_per_hour"),
+    )

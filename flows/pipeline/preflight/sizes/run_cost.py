@@ -1,0 +1,175 @@
+"""Memory, time and price of a run's trainings before it starts, and what to choose."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+
+from pipeline.launch.gpu_table import Gpu, find_gpu, read_gpus
+from pipeline.preflight.sizes.measured_speed import measure_speed
+from pipeline.preflight.sizes.memory_table import (
+    Choice,
+    Training,
+    TrainingSize,
+    memory_of,
+    recommended,
+    render_table,
+)
+from pipeline.preflight.sizes.run_time import (
+    Speed,
+    TableSpeed,
+    describe_seconds,
+    has_speed,
+)
+from pipeline.preflight.sizes.training_sizes import Processes
+from pipeline.settings.settings import Settings
+from ppo_core.training.memory.ppo_memory import PPOSize, host_memory
+from ppo_core.training.memory.sizes import describe_memory
+
+NUMBERS_OF_GPUS = (1, 2, 4, 8)
+"""Numbers of GPUs of one machine that are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A training, and the time that it takes at a speed."""
+
+    training: Training
+    size_on: Callable[[Processes], TrainingSize | None]
+    """Size of the training with other processes."""
+
+    seconds: Callable[[TrainingSize, Speed], float]
+    """Seconds of the training with such a size, on processes of this speed."""
+
+
+def describe_cost(works: Sequence[Work], settings: Settings) -> list[str]:
+    """Return lines of text: memory, the table, what to choose, time and price.
+
+    Args:
+        works: the trainings of the run; PPO is the last one.
+        settings: settings of the run.
+
+    Raises:
+        ConfigError: see `find_gpu`.
+    """
+    gpu = find_gpu(settings.hardware)
+    usable = gpu.usable if gpu else psutil.virtual_memory().total // settings_processes(works)
+    trainings = [work.training for work in works]
+    device = f"GPU ({gpu.name})" if gpu else "process"
+    lines = [
+        describe_memory(memory_of(each.size), device, each.name)
+        for each in trainings
+        if memory_of(each.size).total
+    ]
+    if gpu and isinstance(ppo := trainings[-1].size, PPOSize):
+        lines.append(
+            f"main memory: about {host_memory(ppo) / 2**30:.0f} GiB per machine for PPO, whose "
+            "processes read all models before they are on the GPUs"
+        )
+    title = f"Memory per {device} in GiB, {usable / 2**30:.1f} usable; * as set, ! does not fit"
+    lines.append(render_table(trainings, usable, on_gpus=gpu is not None, title=title))
+    lines += _recommendations(trainings, usable, on_gpus=gpu is not None)
+    lines.append(_time_and_price(works, settings, gpu))
+    if gpu:
+        lines.append(_cheapest(works, settings))
+    return lines
+
+
+def settings_processes(works: Sequence[Work]) -> int:
+    """Return the number of processes of the trainings."""
+    return works[-1].training.size.processes
+
+
+def _recommendations(trainings: Sequence[Training], usable: int, *, on_gpus: bool) -> list[str]:
+    lines = []
+    for training in trainings:
+        choice = recommended(training, usable, on_gpus=on_gpus)
+        if choice is None:
+            lines.append(
+                f"{training.name}: nothing fits. Use more or larger GPUs, smaller batches, or "
+                "gradient_checkpointing."
+            )
+        elif memory_of(training.size).total > usable:
+            lines.append(f"{training.name} does not fit as it is set. The fastest way that does:")
+            lines.append(choice.as_settings())
+    return lines
+
+
+def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None) -> str:
+    """Return the time of the trainings as they are set, and their price if it is known."""
+    here = None if gpu and has_speed(gpu) else _speed_here(works, settings)
+    parts, total = [], 0.0
+    for work in works:
+        speed = here if here else _speed_of(gpu, work.training.size)
+        if speed is None:
+            return (
+                "time: not computed. The policy is too large to be measured on this machine, so "
+                "name a GPU with all its numbers: [hardware] gpu."
+            )
+        seconds = work.seconds(work.training.size, speed)
+        parts.append(f"{work.training.name} {describe_seconds(seconds)}")
+        total += seconds
+    number = settings_processes(works)
+    text = f"time: roughly {', '.join(parts)} if every response has its full length"
+    if gpu is None:
+        return f"{text}, on this machine"
+    text += f", on {number} x {gpu.name}"
+    if gpu.price is None:
+        return f"{text}; no price, because [hardware.gpus.{gpu.name}] has none"
+    price = total / 3600 * number * gpu.price
+    return f"{text}; price: about {price:,.2f} US dollars at {gpu.price:g} per GPU and hour"
+
+
+def _speed_of(gpu: Gpu | None, size: TrainingSize) -> Speed | None:
+    if gpu is None or not has_speed(gpu):
+        return None
+    return TableSpeed(gpu=gpu, autocast=size.autocast, recomputes=size.recomputes)
+
+
+def _speed_here(works: Sequence[Work], settings: Settings) -> Speed | None:
+    """Return the speed of this machine, measured with the batches of PPO."""
+    size = works[-1].training.size
+    assert isinstance(size, PPOSize)
+    return None if settings.hardware.gpu else measure_speed(settings.policy, size)
+
+
+def _cheapest(works: Sequence[Work], settings: Settings) -> str:
+    """Return the GPUs of the table on which the trainings fit, and cost least."""
+    offers = []
+    gpus = [gpu for gpu in read_gpus(settings.hardware).values() if gpu.price and has_speed(gpu)]
+    for number in NUMBERS_OF_GPUS:
+        on_these = [_on_gpus(work, number) for work in works]
+        for gpu in gpus:
+            found = [_fastest(work, gpu) for work in on_these]
+            if None not in found:
+                assert gpu.price is not None
+                seconds = sum(one[1] for one in found if one)
+                price = seconds / 3600 * number * gpu.price
+                ways = [one[0] for one in found if one]
+                offers.append((price, seconds, number, gpu.name, ways))
+    if not offers:
+        return "No number of GPUs of the table, up to 8, fits all trainings."
+    price, seconds, number, name, ways = min(offers, key=lambda offer: offer[0])
+    chosen = "\n".join(dict.fromkeys(way.as_settings() for way in ways))
+    return (
+        f"cheapest of the table: {number} x {name}, {describe_seconds(seconds)}, about "
+        f"{price:,.2f} US dollars, with\nprocesses = {number}\n{chosen}"
+    )
+
+
+def _on_gpus(work: Work, number: int) -> Work:
+    """Return a training with so many processes, each on a GPU."""
+    size = work.size_on(Processes(number=number, on_gpus=True))
+    assert size is not None
+    return replace(work, training=replace(work.training, size=size))
+
+
+def _fastest(work: Work, gpu: Gpu) -> tuple[Choice, float] | None:
+    """Return the fastest way to train on such GPUs by the run's method, and its seconds."""
+    training = work.training
+    way = recommended(training, gpu.usable, on_gpus=True)
+    if way is None or way.lora != bool(training.size.adapter):
+        return None
+    speed = _speed_of(gpu, way.size)
+    assert speed is not None
+    return way, work.seconds(way.size, speed)

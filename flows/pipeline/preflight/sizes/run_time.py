@@ -1,0 +1,146 @@
+"""Compute the time of the trainings before a run, from its sizes and the speed of one device.
+
+A forward pass takes 2 operations for each weight and token, and a backward pass 4
+(arXiv:2001.08361, section 2.1). Sampling reads all weights for each token of a batch of responses.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Protocol
+
+from pipeline.launch.gpu_table import Gpu
+from ppo_core.ppo.schedule import Schedule
+from ppo_core.training.memory.ppo_memory import PPOSize
+from ppo_core.training.memory.sizes import BF16, FP32, ModelSize
+from ppo_core.training.memory.supervised_memory import SupervisedSize
+
+PEAK_SHARE = 0.4
+"""Fraction of a GPU's peaks, in operations and in bytes per second, that passes reach. An
+assumption: 0.3 to 0.5 are reported for training of large language models (arXiv:2204.02311)."""
+
+LAUNCHES = 150e-6
+"""Seconds in which a layer's kernels are launched, a lower limit of a pass through it: about 30
+kernels of 5 microseconds each. An assumption."""
+
+OPTIMIZER_NUMBERS = 7
+"""Numbers in fp32 that AdamW reads or writes per parameter: weight and two moments are read and
+written, the gradient is read."""
+
+
+class Speed(Protocol):
+    """Seconds of the parts of a training on one device."""
+
+    def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
+        """Return seconds of passes without gradients, with logits for some of the tokens."""
+
+    def training(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
+        """Return seconds of passes forward and backward."""
+
+    def decoding(self, model: ModelSize) -> float:
+        """Return seconds in which each sequence of a batch grows by one token."""
+
+    def optimizer(self, parameters: float) -> float:
+        """Return seconds of an optimizer step on so many parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpeed:
+    """Speed of a GPU, from its peaks."""
+
+    gpu: Gpu
+    autocast: bool
+    """Whether passes compute in bfloat16."""
+
+    recomputes: bool
+    """Whether the backward pass repeats the forward pass of the layers."""
+
+    def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
+        """Return seconds of passes without gradients, with logits for some of the tokens."""
+        return 2 * _products(model, tokens, logit_tokens) / self._operations
+
+    def training(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
+        """Return seconds of passes forward and backward."""
+        passes = 4 if self.recomputes else 3
+        return passes * self.forward(model, tokens, logit_tokens)
+
+    def decoding(self, model: ModelSize) -> float:
+        """Return seconds in which each sequence of a batch grows by one token.
+
+        The weights are read from memory, and few operations are done on each.
+        """
+        size = BF16 if self.autocast else FP32
+        assert self.gpu.bandwidth is not None
+        read = size * model.multiplied / (PEAK_SHARE * self.gpu.bandwidth)
+        return max(read, LAUNCHES * model.layers)
+
+    def optimizer(self, parameters: float) -> float:
+        """Return seconds of an optimizer step on so many parameters."""
+        assert self.gpu.bandwidth is not None
+        return FP32 * OPTIMIZER_NUMBERS * parameters / (PEAK_SHARE * self.gpu.bandwidth)
+
+    @property
+    def _operations(self) -> float:
+        peak = self.gpu.bf16 if self.autocast else self.gpu.fp32
+        assert peak is not None
+        return PEAK_SHARE * peak
+
+
+def has_speed(gpu: Gpu) -> bool:
+    """Return whether the table has all numbers from which the time on a GPU is computed."""
+    return None not in (gpu.bf16, gpu.fp32, gpu.bandwidth)
+
+
+def ppo_seconds(
+    size: PPOSize,
+    schedule: Schedule,
+    speed: Speed,
+    *,
+    epochs: int,
+    mean_prompt: float,
+) -> float:
+    """Return the seconds of PPO if every response has its maximum length.
+
+    Policy, reference, critic and reward model each read every sequence once, the policy also
+    samples it, and each PPO epoch trains policy and critic on it. Loading models, saving
+    checkpoints and sending gradients are left out.
+    """
+    policy, critic = size.policy, size.critic
+    rows = schedule.batch_size / size.processes
+    answered = rows * size.response_tokens
+    tokens = rows * mean_prompt + answered
+    batches = ceil(ceil(rows) / size.sampled_rows)
+    sampling = speed.forward(policy, rows * mean_prompt, rows)
+    sampling += batches * size.response_tokens * speed.decoding(policy)
+    scoring = speed.forward(policy, tokens, answered) + speed.forward(size.reward, tokens, 0)
+    training = speed.training(policy, tokens, answered)
+    if critic is not None:
+        scoring += speed.forward(critic, tokens, 0)
+        training += speed.training(critic, tokens, 0)
+    shards = 1 if size.sharding in ("none", "ddp") else size.processes
+    steps = schedule.steps_per_update * speed.optimizer(size.trained / shards)
+    return schedule.num_updates * (sampling + scoring + epochs * training + steps)
+
+
+def supervised_seconds(
+    size: SupervisedSize, speed: Speed, *, tokens: int, optimizer_steps: int
+) -> float:
+    """Return the seconds of a supervised training on so many tokens, over all epochs."""
+    own = tokens / size.processes
+    shards = 1 if size.sharding in ("none", "ddp") else size.processes
+    passes = speed.training(size.model, own, own if size.writes else 0)
+    return passes + optimizer_steps * speed.optimizer(size.trained / shards)
+
+
+def describe_seconds(seconds: float) -> str:
+    """Return a rough time in words."""
+    if seconds < 90:
+        return f"{ceil(seconds)} s"
+    if seconds < 90 * 60:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _products(model: ModelSize, tokens: float, logit_tokens: float) -> float:
+    """Return multiplications of weights and tokens."""
+    layers = model.parameters - model.outside_layers
+    return layers * tokens + model.width * model.vocabulary * logit_tokens

@@ -1,0 +1,42 @@
+"""Before a run, a small object is written, read and removed in its store."""
+
+from uuid import uuid4
+
+import pytest
+
+from pipeline.storage.access import check_store
+from pipeline.storage.addresses import S3Address
+from pipeline.storage.objects import list_objects
+from ppo_core.errors import ConfigError, StorageError
+from tests.helpers.s3_faults import S3Faults
+from tests.helpers.servers import BUCKET
+
+
+def test_a_store_that_may_be_written_is_left_as_it_was(faults: S3Faults):
+    store = S3Address.parse(f"s3://{BUCKET}/{uuid4()}")
+    check_store(store)
+    assert faults.received > 0
+    assert list_objects(store) == []
+
+
+def test_a_store_that_refuses_is_named_with_the_next_move(faults: S3Faults):
+    faults.kinds, faults.share = ("403",), 1.0
+    store = S3Address.parse(f"s3://{BUCKET}/{uuid4()}")
+    with pytest.raises(ConfigError, match="Give the role of this step access"):
+        check_store(store)
+
+
+def test_a_bucket_that_does_not_exist_is_named(faults: S3Faults):
+    with pytest.raises(ConfigError, match="Create the bucket"):
+        check_store(S3Address.parse(f"s3://gone-{uuid4()}/runs"))
+
+
+def test_faults_that_pass_are_survived_and_lasting_ones_are_no_wrong_setting(faults: S3Faults):
+    store = S3Address.parse(f"s3://{BUCKET}/{uuid4()}")
+    faults.kinds, faults.share = ("503", "lost"), 0.3
+    check_store(store)
+    faults.share = 0.0
+    assert list_objects(store) == []
+    faults.kinds, faults.share = ("503",), 1.0
+    with pytest.raises(StorageError):
+        check_store(store)
