@@ -268,7 +268,10 @@ class RLHF(FlowSpec):
             self.tracked,
             self.seconds,
         )
-        alarms.alarm_refused_policies(self._alarms().topic, self.settings, run_id())
+        told = self._alarms()
+        alarms.alarm_refused_policies(told.topic, self.settings, run_id())
+        used = self.summary["cost"]["gpu_hours"]
+        alarms.alarm_budget(told.topic, self.settings, run_id(), used, told.gpu_hours)
 
     def _begin(self) -> None:
         self.records = RECORDS
