@@ -287,7 +287,8 @@ class RLHF(FlowSpec):
         settings = stages.start.prepare_inputs(given)
         self.champion = stages.start.find_champion(settings)
         has_champion = self.champion is not None
-        print(stages.check.sizes_in_words(settings, has_champion=has_champion), flush=True)
+        sizes = stages.check.sizes_in_words(settings, has_champion=has_champion, with_cost=False)
+        print(sizes, flush=True)
         self.tracked = stages.start.start_run(
             given, settings, current.flow_name, current.run_id, self._tracked_steps()
         )

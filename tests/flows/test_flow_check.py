@@ -89,7 +89,7 @@ def test_the_sizes_are_those_of_the_settings(tmp_path: Path):
         "processes": 2,
         "evaluation": {"num_examples": 10},
     }
-    size = measure_run(make_settings(table, {}), has_champion=True)
+    size = measure_run(make_settings(table, {}), has_champion=True, with_cost=True)
     assert size.sft is size.reward_model is None
     assert (size.validation_pairs, size.prompts, size.evaluation_prompts) == (64, 32, 10)
     # Prompts of four words, each one token.
@@ -113,7 +113,7 @@ def test_the_sizes_of_three_inputs_have_a_second_reward_model(
     tmp_path: Path, has_champion: bool, contests: int
 ):
     table = tiny_table(tmp_path) | {"sft_data": "", "eval_prompts": "", "judge": ""}
-    size = measure_run(make_settings(table, {}), has_champion=has_champion)
+    size = measure_run(make_settings(table, {}), has_champion=has_champion, with_cost=True)
     # 6 of 64 pairs are held out, and a third of 58 is the judge's: 2, 5, ... 56.
     assert size.reward_model and size.judge
     assert (size.validation_pairs, size.reward_model.rows, size.judge.rows) == (6, 39, 19)

@@ -35,7 +35,7 @@ def check_run(given: Settings) -> str:
     """
     settings = prepare_inputs(given)
     champion = look_up_champion(settings)
-    sizes = sizes_in_words(settings, has_champion=champion is not None)
+    sizes = sizes_in_words(settings, has_champion=champion is not None, with_cost=True)
     return f"{self_check(settings)}\n{sizes}"
 
 

@@ -84,7 +84,7 @@ def test_the_time_of_ppo_on_a_gpu_by_hand():
 
 def test_a_laptop_checks_for_a_cluster(tmp_path):
     table = tiny_table(tmp_path) | {"processes": 8, "hardware": {"gpu": "h100-80gb"}}
-    words = describe_run(measure_run(make_settings(table, {}), has_champion=False))
+    words = describe_run(measure_run(make_settings(table, {}), has_champion=False, with_cost=True))
     assert "Memory per GPU (h100-80gb) in GiB" in words
     assert "processes 8" in words
     assert "on 8 x h100-80gb; price: about 0.00 US dollars at 6.88 per GPU and hour" in words
@@ -93,11 +93,13 @@ def test_a_laptop_checks_for_a_cluster(tmp_path):
     cheaper = table | {
         "hardware": {"gpu": "h100-80gb", "gpus": {"h100-80gb": {"price_per_hour": 2.5}}}
     }
-    words = describe_run(measure_run(make_settings(cheaper, {}), has_champion=False))
+    words = describe_run(
+        measure_run(make_settings(cheaper, {}), has_champion=False, with_cost=True)
+    )
     assert "at 2.5 per GPU and hour" in words
 
 
 def test_a_misspelt_gpu_is_refused(tmp_path):
     table = tiny_table(tmp_path) | {"hardware": {"gpu": "h100"}, "processes": 8}
     with pytest.raises(ConfigError, match=r"hardware\.gpu='h100' is unknown"):
-        measure_run(make_settings(table, {}), has_champion=False)
+        measure_run(make_settings(table, {}), has_champion=False, with_cost=True)

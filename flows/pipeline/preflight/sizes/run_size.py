@@ -87,7 +87,8 @@ class RunSize:
     """Episodes, updates and optimizer steps of PPO."""
 
     cost: list[str]
-    """Memory, time and price of the trainings, and what to choose, in lines of text."""
+    """Memory, time and price of the trainings, and what to choose, in lines of text; empty if they
+    were not computed."""
 
     evaluation_prompts: int
     """Number of prompts that the policies answer."""
@@ -96,8 +97,10 @@ class RunSize:
     """Number of comparisons of two policies, or of a policy with references."""
 
 
-def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
+def measure_run(settings: Settings, *, has_champion: bool, with_cost: bool) -> RunSize:
     """Return the sizes of a run whose inputs were checked; no weights are loaded.
+
+    The cost takes seconds to compute, because some layers of the policy are timed on this machine.
 
     Raises:
         ConfigError: the sizes of PPO contradict each other.
@@ -138,15 +141,15 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         response_length=settings.ppo.response_length,
         processes=number,
         ppo=schedule,
-        cost=_cost(works, settings),
+        cost=_cost(works, settings) if with_cost else [],
         evaluation_prompts=len(examples),
         contests=len(contests_between(contestants)),
     )
 
 
-def sizes_in_words(settings: Settings, *, has_champion: bool) -> str:
+def sizes_in_words(settings: Settings, *, has_champion: bool, with_cost: bool) -> str:
     """Return the sizes of a run in lines of text; see `measure_run`."""
-    return describe_run(measure_run(settings, has_champion=has_champion))
+    return describe_run(measure_run(settings, has_champion=has_champion, with_cost=with_cost))
 
 
 def describe_run(size: RunSize) -> str:
