@@ -3,6 +3,7 @@
 Debian's own python stands for the official image of python, which needs a registry.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,15 +24,15 @@ class Buildah:
 
     folder: Path
 
-    def __call__(self, *words: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
-        """Run `buildah WORDS`."""
+    def __call__(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        """Run `buildah WORDS`; what runs in a container has the network of this machine."""
         storage = ("--root", self.folder / "images", "--runroot", self.folder / "containers")
         return subprocess.run(
             ["buildah", *storage, "--storage-driver", "overlay", *words],
             text=True,
             capture_output=True,
             check=False,
-            **options,
+            env={**os.environ, "BUILDAH_ISOLATION": "chroot"},
         )
 
     def said(self, *words: str | Path) -> str:
@@ -60,7 +61,7 @@ class Buildah:
         pip_conf.write_text("\n".join(["[global]", *lines, ""]))
         paths = [value for value in settings.values() if Path(value).is_absolute()]
         self.said(
-            *("bud", "--isolation", "chroot", "--layers=false", "--tag", name),
+            *("bud", "--layers=false", "--tag", name),
             *("--secret", f"id=pip.conf,src={pip_conf}"),
             *(f"--volume={path}:{path}:ro" for path in paths),
             *(f"--build-arg={key}={value}" for key, value in {**arguments, **own}.items()),
@@ -85,9 +86,9 @@ class Container:
     name: str
 
     def run(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run a command as the image's user in its working directory, on this machine's network."""
+        """Run a command as the image's user in its working directory."""
         environment = [f"--env={name}={value}" for name, value in variables.items()]
-        return self.buildah("run", "--isolation", "chroot", *environment, self.name, "--", *words)
+        return self.buildah("run", *environment, self.name, "--", *words)
 
     def said(self, *words: str) -> str:
         """Return what a command prints; fail with its messages."""

@@ -72,8 +72,8 @@ def test_the_built_in_task_runs_to_a_registered_version(container: Container):
     )
     assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-5000:]
     promotion = json.loads(container.said("cat", "last.json"))["promotion"]
-    assert promotion["version"] == "1"
-    assert promotion["decision"] in ("promoted", "refused")
+    assert promotion["version"] == 1
+    assert promotion["action"] in ("promoted", "refused")
 
 
 def start_of_pod(folder: Path, variables: dict[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -91,9 +91,16 @@ def start_of_pod(folder: Path, variables: dict[str, str]) -> tuple[list[str], di
             return base64.b64encode(parameters[name[1]].encode()).decode()
         return {"workflow.name": "rlhf-1", "retries": "0"}.get(placeholder[1], "7")
 
-    command = [re.sub(r"\{\{(.+?)\}\}", value, word) for word in pod["container"]["command"]]
-    given = [each for each in pod["container"]["env"] if "value" in each]
-    return command, {each["name"]: re.sub(r"\{\{(.+?)\}\}", value, each["value"]) for each in given}
+    def filled(text: str) -> str:
+        return re.sub(r"\{\{(.+?)\}\}", value, text)
+
+    variables_of_pod = {}
+    for each in pod["container"]["env"]:
+        # A field of the pod, such as its name, has the field's name as its value here.
+        source = each.get("valueFrom") or {"fieldRef": {"fieldPath": ""}}
+        found = each.get("value") or source["fieldRef"]["fieldPath"]
+        variables_of_pod[each["name"]] = filled(found)
+    return [filled(word) for word in pod["container"]["command"]], variables_of_pod
 
 
 def test_a_step_of_argo_runs_the_code_of_its_package(container: Container, tmp_path: Path):
@@ -110,8 +117,8 @@ def test_a_step_of_argo_runs_the_code_of_its_package(container: Container, tmp_p
             "run", "--user", "0", container.name, "--", "mkdir", "-m", "777", "/mnt/out"
         )
         # What the cluster adds: addresses and credentials.
-        cluster = {**variables, "MLFLOW_TRACKING_URI": server.url, "OMP_NUM_THREADS": "1"}
-        ended = container.run(*command, **cluster, **environment)
+        cluster = {**store, "MLFLOW_TRACKING_URI": server.url, "OMP_NUM_THREADS": "1"}
+        ended = container.run(*command, **(cluster | environment))
     assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-5000:]
     assert "Task is starting." in ended.stdout
     assert container.said("ls", "metaflow/.mf_code") != ""
