@@ -1,5 +1,5 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
-# The others: lint, types, soak, phases, remote, hostile, forms, architectures, tldr and stories (both for
+# The others: lint, types, soak, phases, remote, deployed, hostile, forms, architectures, tldr and stories (both for
 # three seeds), bench, test-gpu, bench-gpu, clean.
 
 PYTHON ?= python3
@@ -9,6 +9,7 @@ SEEDS ?= 1 2 3
 RUN_ARGS ?=
 BENCH_ARGS ?= --results tests/benchmarks/RESULTS.md
 TRL_VENV := .venv-trl
+AWS_VENV := .venv-aws
 
 TRL_FOLDER := $(TRL_VENV)/wheel
 
@@ -17,7 +18,7 @@ TRL_FOLDER := $(TRL_VENV)/wheel
 GPU_PYTHON ?= $(BIN)/python
 TRL_WHEEL ?= trl==1.12.0
 
-.PHONY: run test soak phases remote hostile forms architectures lint types tldr stories bench test-gpu bench-gpu clean
+.PHONY: run test soak phases remote deployed hostile forms architectures lint types tldr stories bench test-gpu bench-gpu clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -40,6 +41,9 @@ remote: $(VENV)/installed-dev ## The flow on machines that share nothing: S3, St
 		tests/flows/test_state_machine.py tests/flows/test_graph.py tests/flows/test_argo.py \
 		tests/flows/test_code_package.py tests/flows/test_images.py
 
+deployed: $(VENV)/installed-dev $(AWS_VENV)/installed ## The stacks of AWS: templates, rights, moto's cloud, MLflow's users.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" -n 2 --dist loadfile tests/infra
+
 hostile: $(VENV)/installed-dev ## Hostile and broken inputs, with a table of the cases of each part.
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/hostile -m "slow or not slow" -n 2 --dist loadfile
 
@@ -52,7 +56,8 @@ architectures: $(VENV)/installed-dev ## Every model type of transformers, small,
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/hadolint infra/Dockerfile.*
+	$(BIN)/hadolint infra/Dockerfile.* infra/mlflow/Dockerfile
+	$(BIN)/cfn-lint infra/aws/*.yaml
 
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
@@ -79,7 +84,7 @@ bench-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/installed-dev) $(TRL_FO
 	PYTHONPATH=$(TRL_FOLDER) $(GPU_PYTHON) -m tests.benchmarks --gpu --trl-python $(GPU_PYTHON)
 
 clean:
-	rm -rf $(VENV) $(TRL_VENV) outputs .metaflow mlruns mlflow.db .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf $(VENV) $(TRL_VENV) $(AWS_VENV) outputs .metaflow mlruns mlflow.db .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 # Reinstalled only when pyproject.toml changes; the dev extra includes the other installation.
 $(VENV)/installed: pyproject.toml | $(VENV)/bin/python
@@ -94,6 +99,13 @@ $(TRL_VENV)/installed: tests/benchmarks/requirements-trl.txt $(VENV)/installed-d
 	$(PYTHON) -m venv $(TRL_VENV)
 	$(BIN)/python -m pip list --format=freeze --exclude-editable > $(TRL_VENV)/ours.txt
 	$(TRL_VENV)/bin/python -m pip install --quiet --requirement $< --constraint $(TRL_VENV)/ours.txt
+	touch $@
+
+# checkov and awscli, which need another boto3, and IAM Simulate, which needs node and npm.
+$(AWS_VENV)/installed: tests/infra/requirements-aws.txt
+	$(PYTHON) -m venv $(AWS_VENV)
+	$(AWS_VENV)/bin/python -m pip install --quiet --requirement $<
+	npm install --silent --no-audit --no-fund --prefix $(AWS_VENV) @cloud-copilot/iam-simulate@0.1.173
 	touch $@
 
 $(TRL_FOLDER)/trl:

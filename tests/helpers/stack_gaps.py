@@ -128,8 +128,19 @@ def _create_role_with_policies(name: str, resource: Any, account: str, region: s
     return role
 
 
+_delete_role = Role.delete_from_cloudformation_json
+
+
+def _delete_role_with_policies(name: str, resource: Any, account: str, region: str) -> None:
+    backend = iam_backends[account]["aws"]
+    for policy in backend.list_attached_role_policies(name)[0]:
+        backend.detach_role_policy(policy.arn, name)
+    _delete_role(name, resource, account, region)
+
+
 def bridge_gaps() -> None:
     """Give moto's CloudFormation what it lacks, for the rest of this process."""
     Stack.get_cfn_attribute = _output
     Role.create_from_cloudformation_json = _create_role_with_policies
+    Role.delete_from_cloudformation_json = _delete_role_with_policies
     DBParameterGroup.physical_resource_id = property(lambda group: group.name)
