@@ -84,7 +84,9 @@ def _grant(server: AuthServiceClient, user: str, rights: set[tuple[str, str, str
     roles = {role.name: role for role in server.list_roles(WORKSPACE)}
     role = roles.get(user) or server.create_role(WORKSPACE, user)
     had = server.list_role_permissions(role.id)
-    for right in rights - {(one.resource_type, one.resource_pattern, one.permission) for one in had}:
+    for right in rights - {
+        (one.resource_type, one.resource_pattern, one.permission) for one in had
+    }:
         server.add_role_permission(role.id, *right)
     if user not in [one.name for one in server.list_user_roles(user)]:
         server.assign_role(user, role.id)

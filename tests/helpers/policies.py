@@ -45,7 +45,9 @@ def policies_of(cloud: Cloud, role: str) -> list[Any]:
         _document(iam.get_role_policy(RoleName=role, PolicyName=name)["PolicyDocument"])
         for name in iam.list_role_policies(RoleName=role)["PolicyNames"]
     ] + [
-        _document(iam.get_policy_version(PolicyArn=arn, VersionId="v1")["PolicyVersion"]["Document"])
+        _document(
+            iam.get_policy_version(PolicyArn=arn, VersionId="v1")["PolicyVersion"]["Document"]
+        )
         for arn in arns
     ]
 
@@ -67,7 +69,10 @@ def policies_on_resources(cloud: Cloud, bucket: str) -> dict[str, Any]:
 
 
 def decide(
-    principal: str, policies: Sequence[Any], requests: Sequence[Request], on_resources: Mapping[str, Any]
+    principal: str,
+    policies: Sequence[Any],
+    requests: Sequence[Request],
+    on_resources: Mapping[str, Any],
 ) -> list[bool]:
     """Return which requests of a principal are allowed.
 

@@ -119,7 +119,9 @@ def _output(stack: Stack, name: str) -> str:
 _create_role = Role.create_from_cloudformation_json
 
 
-def _create_role_with_policies(name: str, resource: Any, account: str, region: str, **more: Any) -> Any:
+def _create_role_with_policies(
+    name: str, resource: Any, account: str, region: str, **more: Any
+) -> Any:
     role = _create_role(name, resource, account, region, **more)
     for policy in resource["Properties"].get("ManagedPolicyArns", []):
         # moto does not have the policies that AWS manages.

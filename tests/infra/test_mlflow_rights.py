@@ -222,7 +222,9 @@ def test_files_of_a_version_lie_apart_from_those_of_runs(registry: Registry):
 
 
 def test_granting_again_replaces_a_password_and_keeps_the_rights(registry: Registry):
-    again = {user: PASSWORDS[user] for user in ("train", "register")} | {"consumer": "a new password"}
+    again = {user: PASSWORDS[user] for user in ("train", "register")} | {
+        "consumer": "a new password"
+    }
     grant(registry, again)
     with registry.as_user("consumer"):
         assert refused(READS["alias"], registry)

@@ -30,6 +30,7 @@ RUN = "mlflow/workspaces/default/1/0123456789abcdef0123456789abcdef/artifacts/sa
 MODEL = "mlflow/workspaces/default/1/models/m-0123456789abcdef/artifacts/model/model.safetensors"
 """Where MLflow keeps the artifacts of a run, and the files of a version."""
 
+
 @pytest.fixture(scope="module")
 def cases(deployed: Cloud) -> dict[str, tuple[Request, set[str]]]:
     outputs = deployed.outputs(STACK)

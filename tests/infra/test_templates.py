@@ -257,7 +257,10 @@ def test_only_services_and_the_operator_become_a_role():
         for each in statements(role["AssumeRolePolicyDocument"]):
             (kind,) = each["Principal"]
             if kind != "Service":
-                assert (name, each["Principal"]) == ("roles.RegisterRole", {"AWS": {"Ref": "Operator"}})
+                assert (name, each["Principal"]) == (
+                    "roles.RegisterRole",
+                    {"AWS": {"Ref": "Operator"}},
+                )
 
 
 def test_a_machine_joins_its_cluster_and_nothing_else():

@@ -68,7 +68,9 @@ def test_the_documented_commands_create_and_update_the_stack(tmp_path):
             )
             stacks = made.client("cloudformation").describe_stacks()["Stacks"]
             (tracking,) = [one for one in stacks if one["StackName"].startswith("rlhf-Tracking-")]
-            return next(each["OutputValue"] for each in tracking["Outputs"] if each["OutputKey"] == "Url")
+            return next(
+                each["OutputValue"] for each in tracking["Outputs"] if each["OutputKey"] == "Url"
+            )
 
         assert deploy() == "https://mlflow.rlhf.example.com"
         values["Domain"] = "models.example.com"
