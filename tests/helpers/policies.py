@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.helpers.cloud import ACCOUNT, Cloud
 from tests.helpers.paths import ROOT
+from tests.helpers.stacks import ACCOUNT, Cloud
 
 FOLDER = ROOT / ".venv-aws"
 """Environment of the tools, which `make deployed` makes."""

@@ -13,8 +13,8 @@ from moto.stepfunctions.parser.asl.component.state.exec.state_task.service impor
     state_task_service_aws_sdk,
 )
 
-from tests.helpers.cloud import ACCOUNT, REGION, Cloud, cloud, parameters
 from tests.helpers.moto_gaps import execute_machines
+from tests.helpers.stacks import ACCOUNT, REGION, Cloud, cloud, parameters
 
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/any"
 NOTHING = json.dumps({"StartAt": "End", "States": {"End": {"Type": "Succeed"}}})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.cloud import FOLDER, TEMPLATES, parameters, resources, template
+from tests.helpers.stacks import FOLDER, TEMPLATES, parameters, resources, template
 
 REASONS = {
     "key.Key PoliciesOfThisAccount": "a key policy applies to its own key alone",

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from tests.helpers.cloud import FOLDER, UPLOADS, cloud, parameters
 from tests.helpers.policies import FOLDER as TOOLS
+from tests.helpers.stacks import FOLDER, UPLOADS, cloud, parameters
 
 pytestmark = [
     pytest.mark.slow,
