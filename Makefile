@@ -1,6 +1,6 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
-# The others: lint, types, soak, phases, remote, hostile, forms, architectures, tldr and stories (both for
-# three seeds), bench, test-gpu, bench-gpu, install, lock, audit, clean.
+# The others: lint, types, soak, phases, remote, deployed, hostile, forms, architectures, tldr and stories
+# (both for three seeds), bench, test-gpu, bench-gpu, install, lock, audit, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,6 +9,7 @@ SEEDS ?= 1 2 3
 RUN_ARGS ?=
 BENCH_ARGS ?= --results tests/benchmarks/RESULTS.md
 TRL_VENV := .venv-trl
+AWS_VENV := .venv-aws
 
 TRL_FOLDER := $(TRL_VENV)/wheel
 
@@ -28,7 +29,7 @@ IMAGE_EXTRAS := $(addprefix --extra ,deploy evaluation judge peft quantised vllm
 COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate $(WHEELS) $(LOCK_ARGS) \
 	--python-platform x86_64-manylinux_2_28 --custom-compile-command "make lock"
 
-.PHONY: run test soak phases remote hostile forms architectures lint types tldr stories bench test-gpu bench-gpu install lock audit clean
+.PHONY: run test soak phases remote deployed hostile forms architectures lint types tldr stories bench test-gpu bench-gpu install lock audit clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -52,6 +53,12 @@ remote: $(VENV)/installed-dev ## The flow on machines that share nothing: S3, St
 		tests/flows/test_state_machine.py tests/flows/test_graph.py tests/flows/test_argo.py \
 		tests/flows/test_code_package.py tests/flows/test_images.py
 
+deployed: $(VENV)/installed-dev $(AWS_VENV)/installed ## Deployments and their weeks, stacks, rights, images, sizes.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" -n 2 --dist loadfile --no-loadscope-reorder \
+		tests/flows/test_weekly_life.py tests/infra tests/flows/deployment tests/flows/retraining \
+		tests/flows/test_deploy.py tests/flows/test_code_package.py tests/flows/preflight \
+		tests/ppo_core/training/test_memory.py
+
 hostile: $(VENV)/installed-dev ## Hostile and broken inputs, with a table of the cases of each part.
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/hostile -m "slow or not slow" -n 2 --dist loadfile
 
@@ -64,7 +71,8 @@ architectures: $(VENV)/installed-dev ## Every model type of transformers, small,
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/hadolint infra/Dockerfile.*
+	$(BIN)/hadolint infra/Dockerfile.* infra/mlflow/Dockerfile
+	$(BIN)/cfn-lint infra/aws/*.yaml
 
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
@@ -117,7 +125,7 @@ audit: $(VENV)/installed-dev ## Look for known vulnerabilities of the locked pac
 	$(BIN)/python $(LOCKS)/audit.py
 
 clean:
-	rm -rf $(VENV) $(TRL_VENV) outputs .metaflow mlruns mlflow.db .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf $(VENV) $(TRL_VENV) $(AWS_VENV) outputs .metaflow mlruns mlflow.db .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 # Reinstalled only when pyproject.toml changes; the dev extra includes the other installation.
 $(VENV)/installed: pyproject.toml | $(VENV)/bin/python
@@ -132,6 +140,13 @@ $(TRL_VENV)/installed: tests/benchmarks/requirements-trl.txt $(VENV)/installed-d
 	$(PYTHON) -m venv $(TRL_VENV)
 	$(BIN)/python -m pip list --format=freeze --exclude-editable > $(TRL_VENV)/ours.txt
 	$(TRL_VENV)/bin/python -m pip install --quiet --requirement $< --constraint $(TRL_VENV)/ours.txt
+	touch $@
+
+# checkov and awscli, which need another boto3, and IAM Simulate, which needs node and npm.
+$(AWS_VENV)/installed: tests/infra/requirements-aws.txt
+	$(PYTHON) -m venv $(AWS_VENV)
+	$(AWS_VENV)/bin/python -m pip install --quiet --requirement $<
+	npm install --silent --no-audit --no-fund --prefix $(AWS_VENV) @cloud-copilot/iam-simulate@0.1.173
 	touch $@
 
 $(TRL_FOLDER)/trl:

@@ -1,0 +1,170 @@
+"""Who may do what: each role of the stacks, and each request, allowed and refused."""
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.policies import MISSING, Request, decide, policies_of, policies_on_resources
+from tests.helpers.stacks import ACCOUNT, REGION, Cloud, parameters
+from tests.infra.conftest import STACK
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+ROLES = {
+    "retrain": "RetrainRole",
+    "train": "TrainRole",
+    "judge": "JudgeRole",
+    "register": "RegisterRole",
+    "consumer": "ConsumerRole",
+    "machines": "StepFunctionsRole",
+    "schedule": "EventBridgeRole",
+}
+"""Output of the stack with each role."""
+
+STEPS = {"train", "judge", "register"}
+"""Roles of the steps of the flow RLHF."""
+
+FLOWS = STEPS | {"retrain"}
+
+RUN = "mlflow/workspaces/default/1/0123456789abcdef0123456789abcdef/artifacts/samples.json"
+MODEL = "mlflow/workspaces/default/1/models/m-0123456789abcdef/artifacts/model/model.safetensors"
+"""Where MLflow keeps the artifacts of a run, and the files of a version."""
+
+
+@pytest.fixture(scope="module")
+def cases(deployed: Cloud) -> dict[str, tuple[Request, set[str]]]:
+    outputs = deployed.outputs(STACK)
+    bucket = f"arn:aws:s3:::{outputs['Bucket']}"
+    machines = f"arn:aws:states:{REGION}:{ACCOUNT}:stateMachine"
+    retrain, training = (parameters()[name] for name in ("RetrainMachine", "TrainingMachine"))
+    nobody: set[str] = set()
+
+    def s3(action: str, key: str, **context: str) -> Request:
+        return Request(f"s3:{action}", f"{bucket}/{key}", context)
+
+    def listing(prefix: str) -> Request:
+        return Request("s3:ListBucket", bucket, {"s3:prefix": prefix})
+
+    def secret(name: str) -> Request:
+        return Request("secretsmanager:GetSecretValue", outputs[f"{name}Secret"])
+
+    def states(action: str, name: str) -> Request:
+        return Request(f"states:{action}", f"{machines}:{name}")
+
+    return {
+        "read inputs": (s3("GetObject", "inputs/pairs.jsonl"), FLOWS),
+        "change inputs": (s3("PutObject", "inputs/pairs.jsonl"), nobody),
+        "delete inputs": (s3("DeleteObject", "inputs/pairs.jsonl"), nobody),
+        "read the store": (s3("GetObject", "metaflow/rlhf/cache/sft/x"), FLOWS),
+        "write results": (s3("PutObject", "metaflow/rlhf/runs/RLHF/1/x"), STEPS),
+        "delete old checkpoints": (s3("DeleteObject", "metaflow/rlhf/runs/RLHF/1/x"), STEPS),
+        "take or renew the lease": (s3("PutObject", "metaflow/rlhf/leases/m.json"), FLOWS),
+        "read artifacts of steps": (s3("GetObject", "metaflow/RLHF/data/ab/abc"), FLOWS),
+        "write artifacts of RLHF": (s3("PutObject", "metaflow/RLHF/data/ab/abc"), STEPS),
+        "write cards of RLHF": (s3("PutObject", "metaflow/mf.cards/RLHF/x"), STEPS),
+        "write artifacts of Retrain": (s3("PutObject", "metaflow/Retrain/data/a"), {"retrain"}),
+        "read a run's artifacts": (s3("GetObject", RUN), FLOWS),
+        "write a run's artifacts": (s3("PutObject", RUN), STEPS),
+        "delete a run's artifacts": (s3("DeleteObject", RUN), nobody),
+        "read the files of a version": (s3("GetObject", MODEL), FLOWS | {"consumer"}),
+        "write the files of a version": (s3("PutObject", MODEL), {"register"}),
+        "delete the files of a version": (s3("DeleteObject", MODEL), nobody),
+        "delete for ever": (s3("DeleteObjectVersion", "metaflow/rlhf/runs/x"), nobody),
+        "list versions": (listing("mlflow/workspaces/default/1/models/m-1/"), FLOWS | {"consumer"}),
+        "list the store": (listing("metaflow/rlhf/"), FLOWS),
+        "open the bucket": (Request("s3:PutBucketPolicy", bucket), nobody),
+        "write without TLS": (
+            s3("PutObject", "metaflow/rlhf/x", **{"aws:SecureTransport": "false"}),
+            nobody,
+        ),
+        "write with an old TLS": (
+            s3("PutObject", "metaflow/rlhf/x", **{"s3:TlsVersion": "1.1"}),
+            nobody,
+        ),
+        "write without the key": (
+            s3("PutObject", "metaflow/rlhf/x", **{"s3:x-amz-server-side-encryption": "AES256"}),
+            nobody,
+        ),
+        "read the judge's key": (secret("JudgeKey"), {"judge"}),
+        "log runs in MLflow": (secret("MlflowTrain"), {"retrain", "train", "judge"}),
+        "write MLflow's registry": (secret("MlflowRegister"), {"register"}),
+        "read MLflow's registry": (secret("MlflowConsumer"), {"consumer"}),
+        "start the training": (states("StartExecution", training), {"retrain"}),
+        "look at the training": (states("DescribeStateMachine", training), {"retrain"}),
+        "start Retrain": (states("StartExecution", retrain), {"schedule"}),
+        "start anything else": (states("StartExecution", "other"), nobody),
+        "change a state machine": (states("UpdateStateMachine", training), nobody),
+        "list state machines": (Request("states:ListStateMachines", "*"), {"retrain"}),
+        "publish alarms": (Request("sns:Publish", outputs["AlarmTopic"]), STEPS),
+        "submit jobs": (Request("batch:SubmitJob", outputs["GpuSpotQueue"]), {"machines"}),
+        "look at jobs": (Request("batch:DescribeJobs", "*"), {"machines"}),
+        "change jobs": (Request("batch:RegisterJobDefinition", "*"), nobody),
+        "start machines": (
+            Request("ec2:RunInstances", f"arn:aws:ec2:{REGION}:{ACCOUNT}:instance/*"),
+            nobody,
+        ),
+        "become another role": (Request("sts:AssumeRole", outputs["RegisterRole"]), nobody),
+        "give itself rights": (Request("iam:PutRolePolicy", outputs["TrainRole"]), nobody),
+    }
+
+
+@pytest.fixture(scope="module")
+def on_resources(deployed: Cloud) -> dict[str, Any]:
+    return policies_on_resources(deployed, deployed.outputs(STACK)["Bucket"])
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_may_do_its_duty_and_nothing_else(
+    role: str,
+    deployed: Cloud,
+    cases: dict[str, tuple[Request, set[str]]],
+    on_resources: dict[str, Any],
+):
+    arn = deployed.outputs(STACK)[ROLES[role]]
+    policies = policies_of(deployed, arn.rpartition("/")[2])
+    allowed = decide(arn, policies, [request for request, _ in cases.values()], on_resources)
+    actual = {name for name, is_allowed in zip(cases, allowed, strict=True) if is_allowed}
+    assert actual == {name for name, (_, roles) in cases.items() if role in roles}
+
+
+def test_each_request_that_anybody_makes_is_allowed_to_somebody(
+    cases: dict[str, tuple[Request, set[str]]],
+):
+    known = set().union(*(roles for _, roles in cases.values()))
+    assert known == set(ROLES)
+
+
+def test_not_even_an_administrator_writes_the_files_of_a_version(
+    deployed: Cloud, cases: dict[str, tuple[Request, set[str]]], on_resources: dict[str, Any]
+):
+    everything = {
+        "Version": "2012-10-17",
+        "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}],
+    }
+    arn = f"arn:aws:iam::{ACCOUNT}:role/admin"
+    names = ["write the files of a version", "delete the files of a version", "write results"]
+    requests = [cases[name][0] for name in names]
+    assert decide(arn, [everything], requests, on_resources) == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("service", "roles"),
+    [
+        ("s3", {"retrain", "train", "judge", "register", "consumer"}),
+        ("secretsmanager", {"retrain", "train", "judge", "register", "consumer"}),
+        ("sns", {"train", "judge", "register"}),
+        ("rds", set()),
+    ],
+)
+def test_the_key_decrypts_only_through_a_service_that_the_duty_needs(
+    service: str, roles: set[str], deployed: Cloud, on_resources: dict[str, Any]
+):
+    key = deployed.client("kms").list_keys()["Keys"][0]["KeyArn"]
+    through = Request("kms:Decrypt", key, {"kms:ViaService": f"{service}.{REGION}.amazonaws.com"})
+    outputs = deployed.outputs(STACK)
+    actual = set()
+    for role, output in ROLES.items():
+        policies = policies_of(deployed, outputs[output].rpartition("/")[2])
+        if decide(outputs[output], policies, [through], on_resources) == [True]:
+            actual.add(role)
+    assert actual == roles

@@ -1,0 +1,300 @@
+"""What the templates of infra/aws promise, read from the templates themselves."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.stacks import FOLDER, TEMPLATES, parameters, resources, template
+
+REASONS = {
+    "key.Key PoliciesOfThisAccount": "a key policy applies to its own key alone",
+    "key.Key LogGroups": "a key policy applies to its own key alone",
+    "key.Key Alarms": "a key policy applies to its own key alone",
+    "roles.RetrainRole states:ListStateMachines": "AWS knows no resource for this action",
+    "roles.StepFunctionsRole batch:DescribeJobs": "AWS knows no resource for this action",
+}
+"""Why a statement may name all resources, by the resource and its Sid or action."""
+
+ENCRYPTED = {
+    "AWS::ECR::Repository": ("EncryptionConfiguration", "KmsKey"),
+    "AWS::Logs::LogGroup": ("KmsKeyId",),
+    "AWS::RDS::DBInstance": ("KmsKeyId",),
+    "AWS::SecretsManager::Secret": ("KmsKeyId",),
+    "AWS::SNS::Topic": ("KmsMasterKeyId",),
+    "AWS::SQS::Queue": ("KmsMasterKeyId",),
+}
+"""Where the resources of a type name their key."""
+
+
+def one(kind: str) -> dict[str, Any]:
+    """Return the properties of the only resource of a type."""
+    ((_, properties),) = resources(kind)
+    return properties
+
+
+def dictionaries(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield all dictionaries within a value."""
+    if isinstance(value, dict):
+        yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from dictionaries(part)
+
+
+def statements(value: Any) -> Iterator[dict[str, Any]]:
+    return (part for part in dictionaries(value) if "Effect" in part)
+
+
+def test_cfn_lint_finds_nothing():
+    ran = subprocess.run(
+        [Path(sys.executable).with_name("cfn-lint"), *TEMPLATES], capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_needs_no_aliases_which_cloudformation_does_not_know(path):
+    assert not re.search(r"(^|[\s:-])(&|\*)[a-z]\w*$|<<:", path.read_text(), re.MULTILINE)
+
+
+def test_the_parameters_file_gives_each_parameter_a_value():
+    assert set(parameters()) == set(template("root")["Parameters"])
+
+
+def test_every_nested_stack_is_a_template_and_gets_all_its_parameters():
+    nested = [
+        (properties["TemplateURL"], set(properties.get("Parameters", {})))
+        for _, properties in resources("AWS::CloudFormation::Stack")
+    ]
+    assert {name for name, _ in nested} == {path.name for path in TEMPLATES} - {"root.yaml"}
+    for name, given in nested:
+        assert given == set(template(name.removesuffix(".yaml")).get("Parameters", {}))
+
+
+@pytest.mark.parametrize("kind", ENCRYPTED)
+def test_the_stacks_key_encrypts(kind: str):
+    found = list(resources(kind))
+    assert found
+    for name, properties in found:
+        value = properties
+        for part in ENCRYPTED[kind]:
+            value = value[part]
+        assert value == {"Ref": "Key"}, name
+
+
+def test_the_key_rotates_and_outlives_the_stack():
+    assert one("AWS::KMS::Key")["EnableKeyRotation"] is True
+    assert template("key")["Resources"]["Key"]["DeletionPolicy"] == "Retain"
+
+
+def test_the_bucket_is_encrypted_versioned_and_not_public():
+    bucket = one("AWS::S3::Bucket")
+    (rule,) = bucket["BucketEncryption"]["ServerSideEncryptionConfiguration"]
+    assert rule["ServerSideEncryptionByDefault"] == {
+        "SSEAlgorithm": "aws:kms",
+        "KMSMasterKeyID": {"Ref": "Key"},
+    }
+    assert bucket["VersioningConfiguration"] == {"Status": "Enabled"}
+    assert set(bucket["PublicAccessBlockConfiguration"].values()) == {True}
+    assert len(bucket["PublicAccessBlockConfiguration"]) == 4
+    assert template("storage")["Resources"]["Bucket"]["DeletionPolicy"] == "Retain"
+
+
+def test_the_bucket_refuses_requests_without_tls():
+    policy = one("AWS::S3::BucketPolicy")["PolicyDocument"]["Statement"]
+    (tls,) = [each for each in policy if each["Sid"] == "TlsOnly"]
+    assert (tls["Effect"], tls["Principal"], tls["Action"]) == ("Deny", "*", "s3:*")
+    assert tls["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
+    assert len(tls["Resource"]) == 2
+
+
+def test_the_bucket_forgets_old_versions_unfinished_uploads_and_runs():
+    rules = one("AWS::S3::Bucket")["LifecycleConfiguration"]["Rules"]
+    assert [rule["Status"] for rule in rules] == ["Enabled"] * 3
+    old, unfinished, runs = rules
+    assert old["NoncurrentVersionExpiration"]["NoncurrentDays"] == 90
+    assert unfinished["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"] == 7
+    assert runs["Prefix"] == "metaflow/rlhf/runs/"
+    # Whatever is not below runs/ stays: inputs, caches, and the artifacts of MLflow.
+    assert [rule["Id"] for rule in rules if "ExpirationInDays" in rule] == [runs["Id"]]
+
+
+def test_images_are_scanned_and_their_tags_never_move():
+    found = list(resources("AWS::ECR::Repository"))
+    assert len(found) == 2
+    for _, repository in found:
+        assert repository["ImageTagMutability"] == "IMMUTABLE"
+        assert repository["ImageScanningConfiguration"] == {"ScanOnPush": True}
+
+
+def test_nothing_lets_in_anybody_from_outside():
+    rules = [
+        (name, rule)
+        for name, group in resources("AWS::EC2::SecurityGroup")
+        for rule in group.get("SecurityGroupIngress", [])
+    ]
+    assert rules
+    for name, rule in rules:
+        own = {"Fn::Sub": "${NetworkPrefix}.0.0/16"}
+        assert "SourceSecurityGroupId" in rule or rule["CidrIp"] == own, name
+    # Rules elsewhere would escape this test.
+    assert not list(resources("AWS::EC2::SecurityGroupIngress"))
+
+
+def test_no_machine_gets_a_public_address():
+    subnets = list(resources("AWS::EC2::Subnet"))
+    assert len(subnets) == 3
+    assert all(subnet["MapPublicIpOnLaunch"] is False for _, subnet in subnets)
+    services = list(resources("AWS::ECS::Service"))
+    assert len(services) == 2
+    for _, service in services:
+        network = service["NetworkConfiguration"]["AwsvpcConfiguration"]
+        assert network["AssignPublicIp"] == "DISABLED"
+    assert one("AWS::ElasticLoadBalancingV2::LoadBalancer")["Scheme"] == "internal"
+
+
+def test_only_the_nat_gateway_is_beside_the_way_to_the_internet():
+    network = template("network")["Resources"]
+    ways = [
+        (name, one["Properties"]["RouteTableId"]["Ref"])
+        for name, one in network.items()
+        if one["Type"] == "AWS::EC2::Route" and "GatewayId" in one["Properties"]
+    ]
+    assert ways == [("NatRouteToInternet", "NatRoutes")]
+    members = [
+        one["Properties"]["SubnetId"]["Ref"]
+        for one in network.values()
+        if one["Type"] == "AWS::EC2::SubnetRouteTableAssociation"
+        and one["Properties"]["RouteTableId"] == {"Ref": "NatRoutes"}
+    ]
+    assert members == ["NatSubnet"]
+    assert network["Nat"]["Properties"]["SubnetId"] == {"Ref": "NatSubnet"}
+    assert "NatSubnet" not in json.dumps(template("network")["Outputs"])
+
+
+def test_the_services_of_aws_have_endpoints():
+    names = [one["ServiceName"]["Fn::Sub"] for _, one in resources("AWS::EC2::VPCEndpoint")]
+    services = {name.partition("${AWS::Region}.")[2] for name in names}
+    assert services == set("s3 ecr.api ecr.dkr logs secretsmanager states batch sns".split())
+
+
+def test_a_container_reaches_the_notice_of_a_spot_machine():
+    options = one("AWS::EC2::LaunchTemplate")["LaunchTemplateData"]["MetadataOptions"]
+    assert options["HttpPutResponseHopLimit"] == 2
+    assert (options["HttpEndpoint"], options["HttpTokens"]) == ("enabled", "required")
+
+
+def test_disks_of_machines_are_encrypted():
+    (disk,) = one("AWS::EC2::LaunchTemplate")["LaunchTemplateData"]["BlockDeviceMappings"]
+    assert disk["Ebs"]["Encrypted"] is True
+    environments = list(resources("AWS::Batch::ComputeEnvironment"))
+    assert len(environments) == 3
+    for _, environment in environments:
+        machines = environment["ComputeResources"]
+        assert machines["LaunchTemplate"]["LaunchTemplateId"] == {"Ref": "Machine"}
+        assert machines["MinvCpus"] == 0
+
+
+def test_databases_are_encrypted_private_and_kept():
+    database = one("AWS::RDS::DBInstance")
+    assert database["StorageEncrypted"] is True
+    assert database["PubliclyAccessible"] is False
+    assert database["DeletionProtection"] is True
+    assert database["BackupRetentionPeriod"] == 30
+    assert template("database")["Resources"]["Database"]["DeletionPolicy"] == "Snapshot"
+    assert one("AWS::RDS::DBParameterGroup")["Parameters"]["rds.force_ssl"] == "1"
+
+
+def test_servers_answer_over_tls_only():
+    listeners = list(resources("AWS::ElasticLoadBalancingV2::Listener"))
+    assert len(listeners) == 2
+    for _, listener in listeners:
+        assert listener["Protocol"] == "HTTPS"
+        assert listener["SslPolicy"] == "ELBSecurityPolicy-TLS13-1-2-2021-06"
+
+
+def test_no_password_is_written_down():
+    for name, task in resources("AWS::ECS::TaskDefinition"):
+        (container,) = task["ContainerDefinitions"]
+        for variable in container.get("Environment", []):
+            assert not re.search("PASSW|PSWD|SECRET|KEY|TOKEN", variable["Name"]), name
+    password = one("AWS::RDS::DBInstance")["MasterUserPassword"]["Fn::Sub"]
+    assert password.startswith("{{resolve:secretsmanager:")
+    for name, secret in resources("AWS::SecretsManager::Secret"):
+        assert "SecretString" not in secret, name
+
+
+def test_every_statement_on_all_resources_has_a_reason():
+    found = set()
+    for path in TEMPLATES:
+        for name, resource in template(path.stem)["Resources"].items():
+            for each in statements(resource.get("Properties")):
+                named = each.get("Resource")
+                if each["Effect"] == "Allow" and "*" in ([named] if str(named) == named else []):
+                    found.add(f"{path.stem}.{name} {each.get('Sid', each['Action'])}")
+                assert not (isinstance(named, list) and "*" in named)
+    assert found == set(REASONS)
+
+
+def test_no_statement_of_a_role_allows_all_actions_of_a_service():
+    policies = [*resources("AWS::IAM::Role"), *resources("AWS::IAM::ManagedPolicy")]
+    assert len(policies) > 10
+    for name, properties in policies:
+        for each in statements(properties):
+            actions = [each["Action"]] if isinstance(each["Action"], str) else each["Action"]
+            assert not [action for action in actions if "*" in action], name
+
+
+def test_only_services_and_the_operator_become_a_role():
+    for name, role in resources("AWS::IAM::Role"):
+        for each in statements(role["AssumeRolePolicyDocument"]):
+            (kind,) = each["Principal"]
+            if kind != "Service":
+                assert (name, each["Principal"]) == (
+                    "roles.RegisterRole",
+                    {"AWS": {"Ref": "Operator"}},
+                )
+
+
+def test_a_machine_joins_its_cluster_and_nothing_else():
+    role = template("batch")["Resources"]["InstanceRole"]["Properties"]
+    (policy,) = role["ManagedPolicyArns"]
+    assert policy["Fn::Sub"].endswith("/AmazonEC2ContainerServiceforEC2Role")
+    assert "Policies" not in role
+
+
+def test_a_failed_stopped_or_late_run_reaches_the_topic():
+    rule = template("alarms")["Resources"]["RunFailed"]["Properties"]
+    assert set(rule["EventPattern"]["detail"]["status"]) == {"FAILED", "TIMED_OUT", "ABORTED"}
+    machines = json.dumps(rule["EventPattern"]["detail"]["stateMachineArn"])
+    assert "${RetrainMachine}" in machines
+    assert "${TrainingMachine}" in machines
+    assert [target["Arn"] for target in rule["Targets"]] == [{"Ref": "Topic"}]
+    publishers = [
+        each["Principal"]["Service"]
+        for each in one("AWS::SNS::TopicPolicy")["PolicyDocument"]["Statement"]
+        if each["Effect"] == "Allow"
+    ]
+    assert set(publishers) == {"events.amazonaws.com", "budgets.amazonaws.com"}
+
+
+def test_a_skipped_check_of_checkov_has_a_reason():
+    skipped = {
+        skip["id"]: skip["comment"]
+        for path in TEMPLATES
+        for resource in template(path.stem)["Resources"].values()
+        for skip in resource.get("Metadata", {}).get("checkov", {}).get("skip", [])
+    }
+    assert set(skipped) == {"CKV_AWS_18", "CKV_AWS_91", "CKV_AWS_118", "CKV_AWS_161"}
+    assert all(len(reason.split()) > 5 for reason in skipped.values())
+
+
+def test_the_folder_can_be_overseen():
+    assert len(list(FOLDER.iterdir())) <= 14
