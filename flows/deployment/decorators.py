@@ -22,6 +22,10 @@ from pipeline.judges.judge_names import JUDGED_ELSEWHERE
 GPU_LABEL = "nvidia.com/gpu.product"
 """Label by which NVIDIA's feature discovery names the type of a node's GPUs."""
 
+ACCOUNT_LABEL = "rlhf/service-account"
+"""Label of a pod with the name of its account, by which the NetworkPolicies of infra/kubernetes
+select it. Kubernetes has no selector for accounts."""
+
 EFA_RESOURCE = "vpc.amazonaws.com/efa"
 """Name of EFA network devices among the resources of a node."""
 
@@ -85,10 +89,12 @@ def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
     """Return the attributes of @kubernetes, without those that keep Metaflow's default."""
     gpu_node = {GPU_LABEL: resources.gpu_type} if resources.gpu_type else {}
     efa = {EFA_RESOURCE: str(resources.efa)} if resources.efa else {}
+    account = {ACCOUNT_LABEL: resources.service_account} if resources.service_account else {}
     given = {
         "disk": _megabytes(resources.disk_gib),
         "extended_resources": efa,
         "gpu": resources.gpu,
+        "labels": account,
         "node_selector": {**gpu_node, **resources.node_selector},
         "persistent_volume_claims": resources.mounts,
         "secrets": resources.secrets,

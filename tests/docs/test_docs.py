@@ -48,6 +48,8 @@ VLLM = ROOT / "docs/vllm.md"
 DEPLOYING = ROOT / "docs" / "deploying.md"
 SUPPLY = ROOT / "docs" / "supply-chain.md"
 COST = ROOT / "docs" / "cost.md"
+RETRAINING = ROOT / "docs" / "retraining.md"
+RUNBOOK = ROOT / "docs" / "runbook.md"
 EXAMPLES = ROOT / "docs" / "examples" / "README.md"
 PAGES = [
     README,
@@ -60,6 +62,8 @@ PAGES = [
     DEPLOYING,
     SUPPLY,
     COST,
+    RETRAINING,
+    RUNBOOK,
     EXAMPLES,
 ]
 
@@ -200,7 +204,8 @@ def test_the_flags_that_a_page_names_exist(page):
     )
     flags = {field.name for kind in kinds for field in fields(kind)}
     flags |= {*PPO_ALIASES, *SUPERVISED_ALIASES}
-    flow = re.findall(r'Parameter\(\s*"([\w-]+)"', (ROOT / "flows" / "rlhf.py").read_text())
+    both = "".join((ROOT / "flows" / name).read_text() for name in ("rlhf.py", "retrain.py"))
+    flow = re.findall(r'Parameter\(\s*"([\w-]+)"', both)
     commands = [ROOT / "flows" / name for name in ("registry.py", "deploy.py")]
     scripts = (*commands, ROOT / "docs" / "champion_service.py")
     others = {flag for path in scripts for flag in re.findall(r'"--([\w-]+)"', path.read_text())}

@@ -156,6 +156,10 @@ def test_argo_gives_each_step_its_rights_and_secrets(template: Any, retrain_temp
     }
     for step in ("start", "end"):
         assert pod_of(retrain_template, step)["serviceAccountName"] == "rlhf-retrain"
+    # By this label, the policies of infra/kubernetes tell the pods apart.
+    for step in STEPS:
+        labels = pod_of(template, step)["metadata"]["labels"]
+        assert labels["rlhf/service-account"] == accounts[step]
 
 
 def test_only_steps_with_gpus_get_one(template: Any, retrain_template: Any):
@@ -185,7 +189,9 @@ def test_only_the_judging_step_asks_the_judge(template: Any, states: Any):
 def test_several_machines_get_what_their_step_gets(template_of_machines: Any):
     jobset = jobsets(template_of_machines)["train-policy"]
     for job in jobset["spec"]["replicatedJobs"]:
-        pod = job["template"]["spec"]["template"]["spec"]
+        made = job["template"]["spec"]["template"]
+        assert made["metadata"]["labels"]["rlhf/service-account"] == "rlhf-train"
+        pod = made["spec"]
         limits = pod["containers"][0]["resources"]["limits"]
         assert limits == {"nvidia.com/gpu": "1", "vpc.amazonaws.com/efa": "2"}
         assert pod["serviceAccountName"] == "rlhf-train"
