@@ -236,6 +236,8 @@ def test_a_lost_machine_is_replaced(cloud: Cloud, first: Execution, kind: str):
     assert curve(cloud, ended) == [*range(1, UPDATES + 1)]
 
 
+# Two runs of the built-in task, beside what else the machine does.
+@pytest.mark.timeout(3600)
 def test_the_built_in_task_gives_the_figures_of_a_local_run(cloud: Cloud, tmp_path: Path):
     # With the environment of a job: that of this process has variables of the tests' libraries.
     local = subprocess.run(
