@@ -44,6 +44,7 @@ from pipeline.settings.command_line import (
     refuse_scheduler,
     send_to_scheduler,
 )
+from pipeline.settings.environment import runs_remotely
 from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import ConfigError, PPOError, ProcessError, RunInterruptedError, StorageError
 from retraining import alarms, lease_of_run
@@ -57,7 +58,9 @@ unreadable."""
 def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None) -> Iterator[None]:
     """Measure and watch a step, and print an error of the project without a traceback.
 
-    A step with `@retry` is retried only after errors that a second attempt can avoid.
+    A step with `@retry` is retried only after errors that a second attempt can avoid. Schedulers
+    retry after every error, so only the last attempt there releases the lease, and each one says
+    what is wrong.
     """
     # Before a join merges the artifacts of its inputs, it has none of its own.
     earlier = flow if inputs is None else next(iter(inputs))
@@ -68,26 +71,28 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
         )
     started = time.perf_counter()
     settings, run = (getattr(earlier, name, None) for name in ("settings", "tracked"))
-    attempts = attempts_of(getattr(flow, step_name))
+    attempts = most_attempts(getattr(flow, step_name))
+
+    def ends_run(error: BaseException | None) -> bool:
+        if error is None:
+            return step_name == "end"
+        return current.retry_count + 1 >= attempts or (is_permanent(error) and not runs_remotely())
+
+    lease = lease_of_run.KeptLease(
+        earlier.lease, lambda: getattr(flow, "settings", settings), run_id(), ends_run
+    )
     try:
-        with (
-            explained_full_disk(),
-            lease_of_run.kept_lease(earlier.lease, settings, run_id()),
-            stages.tracked.watched(step_name, settings, run),
-        ):
+        with explained_full_disk(), lease, stages.tracked.watched(step_name, settings, run):
             yield
     except PPOError as error:
-        permanent = not isinstance(error, ProcessError | RunInterruptedError | StorageError)
-        if permanent or current.retry_count + 1 == attempts:
-            settings = getattr(flow, "settings", settings)
-            lease_of_run.release_lease(earlier.lease, settings, run_id())
-        if permanent and attempts > 1:
+        if settings and run and ends_run(error):
+            told = alarms_of(earlier)
+            alarms.alarm_budget(told.topic, told.gpu_hours, settings, run)
+        if is_permanent(error) and attempts > 1:
             print(f"{RunStoppedError.headline}:\n{error}", file=sys.stderr, flush=True)
             sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
         raise RunStoppedError(str(error)) from error
     flow.seconds = {**getattr(flow, "seconds", {}), step_name: time.perf_counter() - started}
-    if step_name == "end":
-        lease_of_run.release_lease(flow.lease, flow.settings, run_id())
 
 
 class machines_of_settings(FlowMutator):  # noqa: N801
@@ -268,10 +273,9 @@ class RLHF(FlowSpec):
             self.tracked,
             self.seconds,
         )
-        told = self._alarms()
+        told = alarms_of(self)
         alarms.alarm_refused_policies(told.topic, self.settings, run_id())
-        used = self.summary["cost"]["gpu_hours"]
-        alarms.alarm_budget(told.topic, self.settings, run_id(), used, told.gpu_hours)
+        alarms.alarm_budget(told.topic, told.gpu_hours, self.settings, self.tracked)
 
     def _begin(self) -> None:
         self.records = RECORDS
@@ -280,7 +284,7 @@ class RLHF(FlowSpec):
                 "check is a flag of `python flows/rlhf.py run` on this machine. A scheduled run "
                 "would start all steps, so leave it out."
             )
-        # Kept from here on: a refusal of the inputs, too, releases the lease.
+        # From here on, an error releases the lease.
         self.settings = given = self._given_settings()
         if self.lease:
             lease_of_run.lease_of(given, self.lease).renew(run_id())
@@ -301,9 +305,8 @@ class RLHF(FlowSpec):
         validation = self.tracked.workspace.at_hand(self.validation)
         current.card.extend(stages.cards.reward_model_card(validation))
         if self.validation.refused:
-            alarms.alarm_refused_reward_model(
-                self._alarms().topic, self.settings, run_id(), self.validation
-            )
+            topic = alarms_of(self).topic
+            alarms.alarm_refused_reward_model(topic, self.settings, run_id(), self.validation)
             stages.cards.write_card_now(current.card)
             stages.validation.stop_run(self.validation, self.settings, self.tracked)
 
@@ -313,12 +316,6 @@ class RLHF(FlowSpec):
         return [
             name for name in graph.sorted_nodes if graph[name].type not in ("start", "join", "end")
         ]
-
-    def _alarms(self) -> Any:
-        """Return the alarms of the deployment; without a deployment there are none."""
-        from deployment.deployment_file import read_deployment
-
-        return read_deployment(self.file_deployment or {}).alarms
 
     def check_only(self) -> None:
         """Check the inputs as the first step does, and print the sizes; start no run."""
@@ -454,7 +451,20 @@ def run_id() -> str:
     return f"{current.flow_name}/{current.run_id}"
 
 
-def attempts_of(step: Any) -> int:
+def alarms_of(flow: Any) -> Any:
+    """Return the alarms of the deployment; without a deployment there are none."""
+    from deployment.deployment_file import read_deployment
+
+    return read_deployment(flow.file_deployment or {}).alarms
+
+
+def is_permanent(error: BaseException) -> bool:
+    """Return whether a second attempt would meet the same error."""
+    passes = ProcessError | RunInterruptedError | StorageError
+    return isinstance(error, PPOError) and not isinstance(error, passes)
+
+
+def most_attempts(step: Any) -> int:
     """Return how often Metaflow runs a step that fails, at most."""
     return 1 + sum(int(one.attributes["times"]) for one in step.decorators if one.name == "retry")
 

@@ -59,14 +59,13 @@ def _add_start(flow: Any, deployment: Deployment) -> None:
 
 
 def _add_to_step(step: Any, resources: StepResources, deployment: Deployment) -> None:
+    image = {"image": deployment.image_of(resources)}
     if deployment.scheduler == "argo":
         attributes = _kubernetes_attributes(resources)
-        attributes["image"] = deployment.image_of(resources)
-        step.add_decorator(kubernetes, deco_kwargs=attributes)
+        step.add_decorator(kubernetes, deco_kwargs={**attributes, **image})
     else:
         attributes = _batch_attributes(resources)
-        attributes["image"] = deployment.image_of(resources)
-        step.add_decorator(batch, deco_kwargs=attributes)
+        step.add_decorator(batch, deco_kwargs={**attributes, **image})
         if resources.secrets:
             sources = [{"type": "aws-secrets-manager", "id": name} for name in resources.secrets]
             step.add_decorator(secrets, deco_kwargs={"sources": sources})

@@ -97,7 +97,7 @@ class Deployment:
     """What the steps of the flow Retrain get; names missing here are those of `defaults`."""
 
     steps: dict[str, StepResources] = field(default_factory=dict)
-    """What the steps of the flow RLHF get by their names; the same holds."""
+    """What the steps of the flow RLHF get; names missing here are those of `defaults`."""
 
     def __post_init__(self) -> None:
         """Raise if a name is none, or too long."""

@@ -21,10 +21,8 @@ FILES = {"RLHF": "rlhf.py", "Retrain": "retrain.py"}
 COMMANDS = {"argo": "argo-workflows", "step-functions": "step-functions"}
 """Scheduler -> Metaflow's name of its commands."""
 
-VARIABLES = {
-    # Argo 4 reads no other form of the times.
-    "METAFLOW_ARGO_WORKFLOWS_USE_SCHEDULES": "True",
-}
+SCHEDULES = "METAFLOW_ARGO_WORKFLOWS_USE_SCHEDULES"
+"""Variable by which Metaflow writes times in the only form that Argo 4 reads."""
 
 MAX_LINES = 12
 """Last lines of the messages of a command that failed, which its error shows."""
@@ -104,7 +102,7 @@ def run_flow_command(files: DeploymentFiles, flow: str, *words: str) -> str:
 
 def _variables(deployment: Deployment) -> dict[str, str]:
     """Return the environment in which a command deploys where the file says."""
-    chosen = {name: os.environ.get(name, value) for name, value in VARIABLES.items()}
+    chosen = {SCHEDULES: os.environ.get(SCHEDULES, "True")}
     if deployment.namespace:
         chosen["METAFLOW_KUBERNETES_NAMESPACE"] = deployment.namespace
     return chosen

@@ -4,10 +4,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ppo_core.errors import ModelError
 from ppo_core.errors.redaction import mask_secrets
 
 if TYPE_CHECKING:
     from pipeline.evaluation.results import ValidatedReward
+    from pipeline.inputs.flow_run import FlowRun
     from pipeline.settings.settings import Settings
 
 MAX_SUBJECT_CHARACTERS = 99
@@ -32,7 +34,12 @@ def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
     # Imported here: it imports MLflow.
     from pipeline.registry.champions import read_champions
 
-    decisions = read_champions(settings.registered_model).decisions
+    try:
+        decisions = read_champions(settings.registered_model).decisions
+    except ModelError as error:
+        # The version is registered; a question that MLflow does not answer must not fail the run.
+        print(f"Whether to send an alarm is unknown: {error}", file=sys.stderr, flush=True)
+        return
     last = decisions[-REFUSED_IN_A_ROW:]
     if len(last) < REFUSED_IN_A_ROW or any(each.action != "refused" for each in last):
         return
@@ -41,11 +48,16 @@ def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
     send_alarm(topic, subject, [f"Run {run} was the last one.", *said])
 
 
-def alarm_budget(topic: str, settings: "Settings", run: str, hours: float, budget: float) -> None:
-    """Say that a run used more GPU hours than the deployment allows; 0 allows any number."""
-    if budget and hours > budget:
-        subject = f"{settings.registered_model}: {hours:.1f} GPU hours, budget {budget:g}"
-        send_alarm(topic, subject, [f"Run {run} used more GPU hours than its budget."])
+def alarm_budget(topic: str, budget: float, settings: "Settings", run: "FlowRun") -> None:
+    """Say that a run used more GPU hours than its budget; 0 allows any number."""
+    if not (topic and budget):
+        return
+    from pipeline.launch.usage import gpu_hours
+
+    if (hours := gpu_hours(run)) > budget:
+        name = settings.registered_model
+        subject = f"{name}: {hours:.1f} GPU hours, budget {budget:g}"
+        send_alarm(topic, subject, [f"Run {run.id} used more GPU hours than its budget."])
 
 
 def send_alarm(topic: str, subject: str, sentences: Sequence[str]) -> None:

@@ -4,8 +4,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pipeline.settings.settings import Settings
@@ -14,54 +14,80 @@ from ppo_core.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     from pipeline.storage.lease import Lease
 
-RENEWAL_SECONDS = 600.0
+RENEWAL_SECONDS = 60.0
 """Seconds between two renewals within a step."""
 
 
-@contextmanager
-def kept_lease(owner: str, settings: Settings | None, run: str) -> Iterator[None]:
-    """Renew the lease now, and every RENEWAL_SECONDS while a step lasts.
+class KeptLease:
+    """Renew a lease while a step lasts; release it if the run ends with this step.
 
     If the lease was taken over meanwhile, this process gets SIGTERM, by which a training ends with
     a checkpoint.
-
-    Args:
-        owner: owner of the lease; empty for a run that needs none.
-        settings: settings of the run; None before the first step has read them.
-        run: id of the run.
-
-    Raises:
-        ConfigError: the lease is lost, or the run has no store.
-        StorageError: S3 does not answer.
     """
-    if not owner or settings is None:
-        yield
-        return
-    from pipeline.storage.lease import LeaseLostError
 
-    lease = lease_of(settings, owner)
-    lease.renew(run)
-    is_over = threading.Event()
+    def __init__(
+        self,
+        owner: str,
+        read_settings: Callable[[], Settings | None],
+        run: str,
+        ends_run: Callable[[BaseException | None], bool],
+    ) -> None:
+        """Take what is needed later.
 
-    def renew() -> None:
-        while not is_over.wait(RENEWAL_SECONDS):
+        Args:
+            owner: owner of the lease; empty for a run that needs none.
+            read_settings: returns the settings of the run; None before the first step has read
+                them.
+            run: id of the run.
+            ends_run: returns whether the run ends with this step, given the error of the step.
+        """
+        self._owner, self._run = owner, run
+        self._read_settings, self._ends_run = read_settings, ends_run
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        """Renew the lease now, and every RENEWAL_SECONDS from now on.
+
+        Raises:
+            ConfigError: the lease is lost, or the run has no store.
+            StorageError: S3 does not answer.
+        """
+        settings = self._read_settings()
+        if not self._owner or settings is None:
+            return
+        lease = lease_of(settings, self._owner)
+        lease.renew(self._run)
+        self._thread = threading.Thread(target=self._renew, args=[lease], name="lease", daemon=True)
+        self._thread.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop the renewals, and release the lease if the run is over."""
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._ends_run(error):
+            release_lease(self._owner, self._read_settings(), self._run)
+
+    def _renew(self, lease: "Lease") -> None:
+        from pipeline.storage.lease import LeaseLostError
+
+        while not self._is_over.wait(RENEWAL_SECONDS):
             try:
-                lease.renew(run)
+                lease.renew(self._run)
             except LeaseLostError as error:
                 print(error, file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
-            # The limit of a lease is much longer than RENEWAL_SECONDS.
-            except StorageError as error:
+            # Such as credentials that are missing for a moment. The limit of a lease is much longer
+            # than RENEWAL_SECONDS.
+            except (ConfigError, StorageError) as error:
                 print(f"The lease could not be renewed: {error}", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=renew, name="lease", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def lease_of(settings: Settings, owner: str) -> "Lease":

@@ -20,7 +20,7 @@ MEANINGS = {
     "model/reward_model": "reward model",
     "settings_digest": "settings",
 }
-"""What a lineage tag stands for, where its name does not say it."""
+"""Words for lineage tags whose names do not explain themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def find_new_inputs(from_file: Mapping[str, Any], run: str) -> NewInputs:
     changes = _changes(compared, champion)
     seen = find_decided_run(compared) or ""
     if champion and not changes:
-        seen = f"{champion['flow_run']} made the champion, version {version}"
+        seen = f"{champion['flow_run']} made the champion, version {version}, from equal inputs."
     new = [] if seen else [f"{name} changed" for name in changes] if champion else ["no champion"]
     return NewInputs(settings=given, lineage=tags, compared=compared, new=new, seen=seen)
 

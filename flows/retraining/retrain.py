@@ -1,10 +1,12 @@
 """Start the flow RLHF if something is new, for the owner of the lease, and record the outcome."""
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from pipeline.tracking.decided_runs import find_decided_run, record_retrain
-from ppo_core.errors import ProcessError
+from ppo_core.errors import PPOError, reason_of
 from retraining.lease_of_run import lease_of
 from retraining.new_inputs import NewInputs
 from retraining.start_training import start_training
@@ -25,27 +27,29 @@ def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_ov
         ProcessError: the flow RLHF could not be started, or ended with an error.
         StorageError: S3 does not answer.
     """
-    lease = lease_of(found.settings, run)
+    lease, record = lease_of(found.settings, run), partial(_record, found, run, datetime.now(UTC))
     if found.seen:
-        return _ended(found, run, "nothing new", f"{found.seen} from equal inputs.")
+        return record("nothing new", found.seen)
     if (holder := lease.take(take_over=take_over)) is not None:
-        return _ended(found, run, "busy", f"The lease belongs to {holder}. Nothing was started.")
-    # A run may have decided and released the lease after this run looked for new inputs.
-    if decided := find_decided_run(found.compared):
-        lease.release()
-        return _ended(found, run, "nothing new", f"{decided} from equal inputs.")
-    _ended(found, run, "training", f"New: {', '.join(found.new)}.")
+        return record("busy", f"The lease belongs to {holder}. Nothing was started.")
     try:
+        # A run may have decided and released the lease after this run looked for new inputs.
+        if decided := find_decided_run(found.compared):
+            lease.release()
+            return record("nothing new", decided)
+        new = f"New: {', '.join(found.new)}."
+        print(f"{new} The flow RLHF starts.", flush=True)
         started = start_training(from_file, run)
-    except ProcessError:
+    except PPOError as error:
         lease.release()
+        record("failed", reason_of(error))
         raise
-    print(f"Started {started}.", flush=True)
-    return "training"
+    return record("training", f"{new} Started {started}.")
 
 
-def _ended(found: NewInputs, run: str, outcome: str, reason: str) -> str:
+def _record(found: NewInputs, run: str, started: datetime, outcome: str, reason: str) -> str:
     """Print and record the outcome, and return it."""
     print(f"{outcome}: {reason}", flush=True)
-    record_retrain(found.settings.registered_model, run, outcome, reason, found.lineage)
+    name = found.settings.registered_model
+    record_retrain(name, run, outcome, reason, found.lineage, started)
     return outcome

@@ -1,10 +1,10 @@
 """Give the three users of an MLflow server their passwords and rights: `grant_rights.py MODEL`.
 
-| user       | who                                        | rights                                 |
-|------------|--------------------------------------------|----------------------------------------|
-| `train`    | the flow Retrain; all steps but `register` | read all; log runs of the flow         |
-| `register` | the step `register`; who promotes by hand  | also versions, aliases and the history |
-| `consumer` | services that load the champion            | read all                               |
+| user       | who                                             | rights                         |
+|------------|-------------------------------------------------|--------------------------------|
+| `train`    | the flow Retrain; RLHF until `evaluate_win_rate` | read all; log runs of the flow |
+| `register` | `register` and `end`; who promotes by hand      | also versions, aliases, history |
+| `consumer` | services that load the champion                 | read all                       |
 
 The administrator runs it once for each registered model, and again after a password has changed.
 It reads MLFLOW_TRACKING_URI, the administrator's MLFLOW_TRACKING_USERNAME and

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.paths import ROOT
 from tests.helpers.stacks import FOLDER, TEMPLATES, parameters, resources, template
 
 REASONS = {
@@ -298,3 +299,17 @@ def test_a_skipped_check_of_checkov_has_a_reason():
 
 def test_the_folder_can_be_overseen():
     assert len(list(FOLDER.iterdir())) <= 14
+
+
+def test_mounted_folders_are_volumes_of_the_image():
+    """On Fargate, a folder that the image does not declare belongs to root."""
+    dockerfile = (ROOT / "infra" / "mlflow" / "Dockerfile").read_text()
+    (volumes,) = re.findall(r"^VOLUME (.+)$", dockerfile, re.M)
+    mounted = [
+        point["ContainerPath"]
+        for kind, task in resources("AWS::ECS::TaskDefinition")
+        if kind.startswith("tracking.")
+        for container in task["ContainerDefinitions"]
+        for point in container.get("MountPoints", [])
+    ]
+    assert mounted and set(mounted) == set(json.loads(volumes))

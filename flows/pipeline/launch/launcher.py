@@ -29,7 +29,7 @@ from pipeline.launch.process_tree import (
     tree,
 )
 from pipeline.launch.stall_watch import STALL_MINUTES, StallWatch
-from pipeline.storage.workspace import runs_remotely
+from pipeline.settings.environment import runs_remotely
 from ppo_core.data.progress_bar import PROGRESS_FILE
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.distributed.process import PARENT, end_with_parent, stacks_file

@@ -3,7 +3,7 @@
 import os
 from importlib.util import find_spec
 
-from pipeline.storage.workspace import runs_remotely
+from pipeline.settings.environment import runs_remotely
 from ppo_core.errors import ConfigError
 
 PACKAGES = (

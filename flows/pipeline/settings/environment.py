@@ -1,4 +1,4 @@
-"""Environment variables of the steps: quiet libraries, and a user name for Metaflow."""
+"""Environment of the steps: where they run, quiet libraries, and a user name for Metaflow."""
 
 import atexit
 import gc
@@ -25,6 +25,11 @@ DEFAULTS = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+def runs_remotely() -> bool:
+    """Return whether Metaflow has started this process on a machine of AWS Batch or Kubernetes."""
+    return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
 
 
 def prepare_environment() -> None:

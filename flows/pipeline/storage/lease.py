@@ -9,7 +9,7 @@ from botocore.exceptions import ClientError
 
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.objects import read_object, write_object
-from pipeline.storage.s3_client import is_refused_write
+from pipeline.storage.s3_client import is_missing, is_refused_write
 from ppo_core.config.checks import check_type
 from ppo_core.config.text_files import parse_strict_json
 from ppo_core.errors import ConfigError, StorageError
@@ -155,7 +155,7 @@ class Lease:
         try:
             write_object(self._address, content, **condition)
         except ClientError as error:
-            if not is_refused_write(error):
+            if not (is_refused_write(error) or is_missing(error)):
                 raise
             found = self._read()
             if found is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pipeline.settings.environment import runs_remotely
 from pipeline.settings.settings import NO_VALUE, Settings
 from pipeline.storage.addresses import S3Address, is_in_s3
 from ppo_core.data.folder_cache import sharing
@@ -239,11 +240,6 @@ def original_names(text: str) -> str:
 def is_address(name: str) -> bool:
     """Return whether a model is in S3 or in the registry, and not on this machine or the hub."""
     return is_in_s3(name) or name.startswith(REGISTRY)
-
-
-def runs_remotely() -> bool:
-    """Return whether Metaflow has started this process on a machine of AWS Batch or Kubernetes."""
-    return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") != "local"
 
 
 def _changed(record: Record, change: Any) -> Record:

@@ -1,7 +1,7 @@
 """Runs of the flows in MLflow: those that decided on a policy, and what the flow Retrain found."""
 
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 
 from mlflow.entities import Run
 
@@ -27,7 +27,7 @@ PAGE = 100
 
 @explained()
 def find_decided_run(lineage: Mapping[str, str]) -> str | None:
-    """Return what a run with this lineage decided, as the start of a sentence; None without one.
+    """Return a sentence that says what a run with this lineage decided; None if no run has.
 
     A run has decided if its policy was promoted or refused, or its reward model was refused. A run
     that failed has not.
@@ -42,7 +42,7 @@ def find_decided_run(lineage: Mapping[str, str]) -> str | None:
         tags = run.data.tags
         decided = "promotion" in tags or tags.get(OUTCOME) == "refused"
         if decided and all(tags.get(name) == value for name, value in lineage.items()):
-            return f"{tags[FLOW_RUN]} {outcome_of(run)}"
+            return f"{tags[FLOW_RUN]} {outcome_of(run)} from equal inputs."
     return None
 
 
@@ -65,7 +65,12 @@ def reason_of_outcome(run: Run) -> str:
 
 @explained()
 def record_retrain(
-    name: str, flow_run: str, outcome: str, reason: str, lineage: Mapping[str, str]
+    name: str,
+    flow_run: str,
+    outcome: str,
+    reason: str,
+    lineage: Mapping[str, str],
+    started: datetime,
 ) -> None:
     """Record in MLflow what a run of the flow Retrain found.
 
@@ -75,6 +80,7 @@ def record_retrain(
         outcome: a few words.
         reason: a sentence.
         lineage: lineage tags of the inputs that it found.
+        started: time at which it began to decide, before the training that it started.
 
     Raises:
         ModelError: MLflow does not answer.
@@ -83,8 +89,9 @@ def record_retrain(
     own = {FLOW_RUN: flow_run, STEP: RETRAIN, MODEL: name, OUTCOME: outcome, REASON: reason}
     text = {DESCRIPTION: description(outcome, [reason])}
     tags = {key: mask_secrets(value) for key, value in {**lineage, **own, **text}.items()}
-    title = f"{datetime.now(UTC):%Y-%m-%d %H:%M} {name}: {outcome}"
-    run = client.create_run(experiment_of(client), run_name=title, tags=tags)
+    title = f"{started:%Y-%m-%d %H:%M} {name}: {outcome}"
+    begun = int(started.timestamp() * 1000)
+    run = client.create_run(experiment_of(client), begun, tags, run_name=title)
     client.set_terminated(run.info.run_id)
 
 

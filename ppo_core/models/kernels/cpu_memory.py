@@ -19,22 +19,6 @@ layer needs about 30; with a capacity of 24, training in bfloat16 is slower."""
 _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
-MOST_FREE = 2**28
-"""Bytes of freed blocks that a process may keep. To clear their pages again takes some hundredths
-of a second, which is little where a phase frees so much."""
-
-
-class _Mallinfo2(ctypes.Structure):
-    """The struct of glibc's mallinfo2(3), whose `fordblks` are the bytes of freed blocks."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-        ).split()
-    )
-
-
 def prepare_cpu_process(*, shards_weights: bool = False) -> None:
     """Reuse freed memory and limit the caches of compiled matmuls; call before the first matmul.
 
@@ -58,22 +42,6 @@ def keep_freed_memory(*, below: int = _ONE_GIB) -> None:
         libc = ctypes.CDLL(None)
         if libc.mallopt(_MMAP_THRESHOLD, below):
             libc.mallopt(_TRIM_THRESHOLD, _ONE_GIB)
-
-
-def release_freed_memory() -> None:
-    """Return freed blocks to the system if they are more than `MOST_FREE`, before a phase of work.
-
-    Blocks of one phase rarely fit the tensors of the next, so a process that keeps all of them
-    needs nearly the sum of its phases. Only glibc keeps so much, see `keep_freed_memory`.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
-        return  # glibc before 2.33
-    libc.mallinfo2.restype = _Mallinfo2
-    if libc.mallinfo2().fordblks > MOST_FREE:
-        libc.malloc_trim(0)
 
 
 def keep_few_compiled_matmuls() -> None:

@@ -38,7 +38,7 @@ def nested(place: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_the_examples_are_deployments_of_valid_settings(scheduler: str):
     files = read_deployment_file(EXAMPLES / f"{scheduler}.toml")
-    assert check_settings(files).registered_model == "qwen2.5-0.5b-chat"
+    assert check_settings(files).registered_model == "rlhf-policy"
     assert files.deployment.scheduler == scheduler
     assert files.deployment.alarms.topic.startswith("arn:aws:sns:")
     assert files.deployment.alarms.gpu_hours == 24.0

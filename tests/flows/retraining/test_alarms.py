@@ -3,14 +3,17 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import boto3
 import pytest
 
 from pipeline.evaluation.results import ValidatedReward
+from pipeline.inputs.flow_run import FlowRun
 from pipeline.registry import champions
 from pipeline.registry.alias_sync import settle
 from pipeline.settings.settings import Settings, make_settings
+from pipeline.storage.workspace import Workspace
 from pipeline.tracking.mlflow_client import connect
 from retraining import alarms
 from tests.helpers.candidates import FIT
@@ -110,14 +113,29 @@ def test_only_the_second_refused_policy_in_a_row_is_told(
 
 
 @pytest.mark.parametrize(
-    ("hours", "budget", "told"), [(2.0, 0, 0), (2.0, 2.0, 0), (2.04, 2.0, 1), (0.0, 2.0, 0)]
+    ("hours", "budget", "told"), [(2.0, 0.0, 0), (2.0, 2.0, 0), (2.04, 2.0, 1), (0.0, 2.0, 0)]
 )
 def test_only_a_run_above_its_budget_is_told(
-    topic: tuple[str, Read], settings: Settings, hours: float, budget: float, told: int
+    topic: tuple[str, Read],
+    settings: Settings,
+    tmp_path: Path,
+    hours: float,
+    budget: float,
+    told: int,
 ):
     arn, read = topic
-    alarms.alarm_budget(arn, settings, RUN, hours, budget)
+    alarms.alarm_budget(arn, budget, settings, used(tmp_path, hours))
     assert [one["Subject"] for one in read()] == ["policy: 2.0 GPU hours, budget 2"][:told]
+
+
+def used(folder: Path, hours: float) -> FlowRun:
+    """A run with one attempt of PPO on two GPUs."""
+    run = FlowRun(id=RUN, workspace=Workspace(str(folder)), tracking={}, origin={}, data=[])
+    usage = run.folder / "usage"
+    usage.mkdir(parents=True)
+    attempt = {"step": "train_policy", "started": 0.0, "seconds": hours * 1800, "gpus": 2}
+    (usage / "train_policy-0.000.json").write_text(json.dumps(attempt))
+    return run
 
 
 def test_a_subject_is_one_short_line_of_ascii_and_secrets_are_masked(
@@ -135,13 +153,22 @@ def test_a_topic_that_does_not_answer_does_not_fail_the_run(
     topic: tuple[str, Read], settings: Settings, capsys
 ):
     gone = topic[0] + "-gone"
-    alarms.alarm_budget(gone, settings, RUN, 3.0, 2.0)
+    alarms.alarm_refused_reward_model(gone, settings, RUN, refused("It guesses."))
     said = capsys.readouterr().err
-    assert "The alarm was not sent" in said and "Run RLHF/7 used more GPU hours" in said
+    assert "The alarm was not sent" in said and "Run RLHF/7 ended before PPO.\nIt guesses." in said
 
 
-def test_without_a_topic_nothing_is_sent_and_nothing_is_asked(settings: Settings):
+def test_an_mlflow_that_does_not_answer_does_not_fail_the_run(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    alarms.alarm_refused_policies("arn:aws:sns:us-east-1:123456789012:any", settings, RUN)
+    assert "Whether to send an alarm is unknown" in capsys.readouterr().err
+
+
+def test_without_a_topic_nothing_is_sent_and_nothing_is_asked(settings: Settings, tmp_path: Path):
     """MLflow is not asked either: it has no such model here."""
     alarms.alarm_refused_policies("", settings, RUN)
     alarms.alarm_refused_reward_model("", settings, RUN, refused("It guesses."))
-    alarms.alarm_budget("", settings, RUN, 3.0, 2.0)
+    alarms.alarm_budget("", 2.0, settings, used(tmp_path, 3.0))

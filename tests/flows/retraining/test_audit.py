@@ -1,5 +1,6 @@
 """`registry.py audit` prints the life of a model from what MLflow has recorded."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ def train(client: MlflowClient, number: int, **tags: str) -> str:
     return run
 
 
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
 def heads(said: str) -> list[str]:
     return [line for line in said.splitlines() if line and not line.startswith(" ")]
 
@@ -32,14 +37,14 @@ def test_every_run_is_printed_with_its_reason_and_origin(
 ):
     client = mlflow_client
     client.create_registered_model(NAME)
-    record_retrain(NAME, "Retrain/1", "training", "New: no champion.", LINEAGE)
+    record_retrain(NAME, "Retrain/1", "training", "New: no champion.", LINEAGE, now())
     run = train(client, 1, promotion="promoted", version="1")
     tags = {"promotion_reasons": "It beats SFT.\nAnd the references."}
     client.create_model_version(NAME, "s3://bucket/policy", run_id=run, tags=tags)
-    record_retrain(NAME, "Retrain/2", "nothing new", "RLHF/1 made the champion.", LINEAGE)
+    record_retrain(NAME, "Retrain/2", "nothing new", "RLHF/1 made the champion.", LINEAGE, now())
     train(client, 2, outcome="refused", ended_early="The reward model likes length.")
     train(client, 3)
-    record_retrain("another", "Retrain/9", "busy", "", {})
+    record_retrain("another", "Retrain/9", "busy", "", {}, now())
     assert registry.main(["audit", NAME]) == 0
     said = capsys.readouterr().out
     assert heads(said) == [

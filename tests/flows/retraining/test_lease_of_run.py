@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,9 @@ import pytest
 
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.lease import Lease, LeaseLostError
-from ppo_core.errors import StorageError
+from ppo_core.errors import ConfigError, PPOError, StorageError
 from retraining import lease_of_run
-from retraining.lease_of_run import kept_lease, release_lease
+from retraining.lease_of_run import KeptLease, release_lease
 from tests.flows.retraining.conftest import Bucket
 from tests.helpers.paths import ROOT
 
@@ -27,7 +28,7 @@ from retraining import lease_of_run
 
 lease_of_run.RENEWAL_SECONDS = 0.2
 settings = make_settings({"task": "tldr", "store": sys.argv[1]}, {}, ())
-with lease_of_run.kept_lease("Retrain/1", settings, "RLHF/7"):
+with lease_of_run.KeptLease("Retrain/1", lambda: settings, "RLHF/7", lambda error: True):
     print("runs", flush=True)
     time.sleep(60)
 """
@@ -45,11 +46,53 @@ def lease(settings: Settings) -> Lease:
     return made
 
 
+def kept(settings: Settings, *, ends_run: bool = False) -> KeptLease:
+    return KeptLease(OWNER, lambda: settings, RUN, lambda error: ends_run)
+
+
+@pytest.mark.parametrize("ends_run", [False, True])
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt, TimeoutError])
+def test_the_lease_is_released_if_the_run_ends_with_the_step(
+    settings: Settings, lease: Lease, ends_run: bool, error: type[BaseException] | None
+):
+    with suppress(ValueError, KeyboardInterrupt, TimeoutError), kept(settings, ends_run=ends_run):
+        if error is not None:
+            raise error
+    assert (replace(lease, owner="Retrain/2").take() is None) is ends_run
+
+
+@pytest.mark.parametrize("error", [StorageError, ConfigError])
+def test_a_renewal_that_fails_is_repeated(
+    settings: Settings,
+    lease: Lease,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys,
+    error: type[PPOError],
+):
+    """Such as credentials that are missing for a moment."""
+    renew, calls = Lease.renew, []
+
+    def fails_once(self: Lease, run: str) -> None:
+        calls.append(run)
+        if len(calls) == 2:
+            raise error("S3 does not answer.")
+        renew(self, run)
+
+    monkeypatch.setattr(Lease, "renew", fails_once)
+    monkeypatch.setattr(lease_of_run, "RENEWAL_SECONDS", 0.05)
+    with kept(settings):
+        deadline = time.monotonic() + 20
+        while len(calls) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert "The lease could not be renewed: S3 does not answer." in capsys.readouterr().err
+
+
 def test_the_lease_is_renewed_while_a_step_lasts(
     settings: Settings, lease: Lease, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(lease_of_run, "RENEWAL_SECONDS", 0.1)
-    with kept_lease(OWNER, settings, RUN):
+    with kept(settings):
         first = replace(lease, owner="Retrain/2").take()
         deadline = time.monotonic() + 20
         # Times are whole seconds.
@@ -76,13 +119,13 @@ def test_a_step_whose_lease_is_taken_over_ends(settings: Settings, lease: Lease)
 
 def test_a_step_without_the_lease_does_not_begin(settings: Settings, lease: Lease):
     release_lease(OWNER, settings, RUN)
-    with pytest.raises(LeaseLostError, match="nobody has it now"), kept_lease(OWNER, settings, RUN):
+    with pytest.raises(LeaseLostError, match="nobody has it now"), kept(settings):
         pytest.fail("the step began")
 
 
 def test_a_run_without_a_lease_asks_nobody():
     offline: Any = "no settings"
-    with kept_lease("", offline, RUN):
+    with KeptLease("", lambda: offline, RUN, lambda error: True):
         pass
     release_lease("", offline, RUN)
 

@@ -63,7 +63,10 @@ def test_nothing_is_new_if_the_champion_had_equal_inputs(
 ):
     make_champion(mlflow_client, look(table), 7)
     found = look(table)
-    assert (found.new, found.seen) == ([], "RLHF/7 made the champion, version 1")
+    assert (found.new, found.seen) == (
+        [],
+        "RLHF/7 made the champion, version 1, from equal inputs.",
+    )
 
 
 def test_a_file_that_is_added_below_the_prefix_is_new(
@@ -106,9 +109,12 @@ def test_another_policy_is_new_and_so_is_a_changed_one(
 @pytest.mark.parametrize(
     ("tags", "words"),
     [
-        ({"promotion": "refused", "version": "3"}, "RLHF/8 refused version 3"),
-        ({"outcome": "refused"}, "RLHF/8 refused its reward model"),
-        ({"promotion": "withdrawn", "version": "3"}, "RLHF/8 withdrawn version 3"),
+        ({"promotion": "refused", "version": "3"}, "RLHF/8 refused version 3 from equal inputs."),
+        ({"outcome": "refused"}, "RLHF/8 refused its reward model from equal inputs."),
+        (
+            {"promotion": "withdrawn", "version": "3"},
+            "RLHF/8 withdrawn version 3 from equal inputs.",
+        ),
     ],
 )
 def test_inputs_on_which_a_run_decided_are_not_tried_again(

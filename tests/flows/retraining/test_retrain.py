@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.lease import Lease
 from pipeline.tracking.decided_runs import outcome_of, runs_of_model
-from ppo_core.errors import ConfigError, ProcessError
+from ppo_core.errors import ConfigError, ModelError, ProcessError
 from retraining.new_inputs import NewInputs
 from retraining.retrain import retrain
 from retraining.start_training import training_name
@@ -41,9 +41,9 @@ def recorded() -> list[str]:
 
 
 def test_nothing_is_started_if_nothing_is_new(settings: Settings, capsys):
-    outcome = retrain(found(settings, seen="RLHF/7 made it"), {}, "Retrain/1", take_over=False)
+    outcome = retrain(found(settings, seen="RLHF/7 made it."), {}, "Retrain/1", take_over=False)
     assert outcome == "nothing new"
-    assert "nothing new: RLHF/7 made it from equal inputs." in capsys.readouterr().out
+    assert "nothing new: RLHF/7 made it." in capsys.readouterr().out
     assert recorded() == ["nothing new"]
     assert lease(settings, "Retrain/2").take() is None
 
@@ -74,6 +74,17 @@ def test_a_training_that_cannot_be_started_releases_the_lease(
     monkeypatch.setenv("AWS_ENDPOINT_URL_STEPFUNCTIONS", store["AWS_ENDPOINT_URL_S3"])
     monkeypatch.setenv("AWS_ENDPOINT_URL_SFN", store["AWS_ENDPOINT_URL_S3"])
     with pytest.raises(ProcessError, match=r"ours.prod.RLHF.*doesn't exist.*Deploy it beside"):
+        retrain(found(settings), {}, "Retrain/1", take_over=False)
+    assert lease(settings, "Retrain/2").take() is None
+    assert recorded() == ["failed"]
+
+
+def test_an_mlflow_that_does_not_answer_releases_the_lease(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(ModelError):
         retrain(found(settings), {}, "Retrain/1", take_over=False)
     assert lease(settings, "Retrain/2").take() is None
 

@@ -166,6 +166,8 @@ def changed(kind: Any, default: Any) -> Any:
 
 
 IN_RANGE = {
+    "gpus": {'my "own" gpu': {"memory_gib": 22.5}},
+    "judge_prices": {"openai:a": 0.25},
     "lam_critic": 0.8,
     "ema_decay": 0.9,
     "max_length_ratio": 3.5,

@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.lease import LIMIT, Lease, LeaseLostError
-from pipeline.storage.objects import read_object, write_object
-from ppo_core.errors import ConfigError
+from pipeline.storage.objects import read_object, remove_objects, write_object
+from ppo_core.errors import ConfigError, StorageError
 from tests.helpers.s3_faults import S3Faults
 from tests.helpers.servers import BUCKET
 
@@ -119,6 +119,23 @@ def test_lost_replies_do_not_lose_the_lease(lease: Lease, faults: S3Faults):
     lease.release("RLHF/7")
     assert other(lease).take() is None
     assert faults.counts["lost"] > 5
+
+
+def test_a_lease_that_is_removed_during_a_renewal_is_said(
+    lease: Lease, monkeypatch: pytest.MonkeyPatch
+):
+    lease.take()
+    read = Lease._read
+
+    def read_and_remove(self: Lease) -> object:
+        found = read(self)
+        if found is not None:
+            remove_objects(address_of(self), [address_of(self).key])
+        return found
+
+    monkeypatch.setattr(Lease, "_read", read_and_remove)
+    with pytest.raises(StorageError, match=r"was just removed\. Start again"):
+        lease.renew("RLHF/7")
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"owner": 1}', '{"owner": "a", "run": "b"}'])

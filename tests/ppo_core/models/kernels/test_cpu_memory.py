@@ -46,7 +46,8 @@ def test_a_large_tensor_takes_the_memory_of_the_one_before():
 
 FREE_BETWEEN_OTHERS = """
 import sys, torch, psutil
-from ppo_core.models.kernels.cpu_memory import keep_freed_memory, release_freed_memory
+from ppo_core.models.kernels.cpu_memory import keep_freed_memory
+from ppo_core.models.kernels.freed_memory import release_freed_memory
 
 def resident():
     return psutil.Process().memory_info().rss
@@ -182,7 +183,9 @@ import gc, os, torch
 def process():
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     collection = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
-    return dict(os.environ), threads, precision, collection
+    # torch sets this one when bitsandbytes imports its compiler.
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": ""}
+    return environment, threads, precision, collection
 
 before = process()
 import ppo_core.training.trainer, ppo_core.training.evaluation
