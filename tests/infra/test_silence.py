@@ -4,11 +4,15 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest.mock import patch
 
 import boto3
 import pytest
+from moto.stepfunctions.parser.asl.component.state.choice.comparison.operator import (
+    implementations,
+)
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import (
     state_task_service_aws_sdk,
 )
@@ -31,8 +35,18 @@ def to_moto(task: Any, words: Any, *more: Any) -> None:
 
 
 def from_moto(task: Any, reply: Any, *more: Any) -> None:
-    """Rename the names of the reply back."""
+    """Rename the names of the reply back, and write its times as texts, as Step Functions does."""
     task._from_boto_response(reply, SHAPES.output_shape)
+    for one in reply["Executions"]:
+        one["StartDate"] = one["StartDate"].isoformat()
+
+
+def read_time(text: str) -> datetime | None:
+    """Read a time as Step Functions does; moto reads none with fractions of a second."""
+    try:
+        return datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +61,13 @@ def executing() -> Iterator[Cloud]:
         sdk = state_task_service_aws_sdk.StateTaskServiceAwsSdk
         stack.enter_context(patch.object(sdk, "_normalise_parameters", to_moto))
         stack.enter_context(patch.object(sdk, "_normalise_response", from_moto))
+        times = implementations.is_operator.IsTimestamp
+        stack.enter_context(patch.object(times, "string_to_timestamp", staticmethod(read_time)))
+        # moto compares the value at the path with the variable, and not the variable with it.
+        later = implementations.timestamp_operators.TimestampGreaterThanEqualsPath
+        compare = later._compare
+        swapped = staticmethod(lambda variable, value: compare(value, variable))
+        stack.enter_context(patch.object(later, "_compare", swapped))
         # What executes machines in moto does not know those of CloudFormation.
         for change in execute_machines({"AWS_ENDPOINT_URL_S3": made.url}):
             stack.enter_context(change)
@@ -81,11 +102,19 @@ def watch(on: Cloud, since: str) -> list[str]:
     return [json.loads(one["Body"])["Message"] for one in messages.get("Messages", [])]
 
 
-def test_silence_raises_an_alarm(executing: Cloud):
-    """The other branch is read only: moto takes `$.newest.Executions[0].StartDate` for no time."""
+def test_only_silence_raises_an_alarm(executing: Cloud):
     states = executing.client("stepfunctions")
     name = parameters()["RetrainMachine"]
     machine = states.create_state_machine(name=name, definition=NOTHING, roleArn=ROLE)
     assert machine["stateMachineArn"].endswith(f"{REGION}:{ACCOUNT}:stateMachine:{name}")
-    never = watch(executing, "2026-01-01T00:00:00Z")
-    assert never == ["The flow Retrain has not started since 2026-01-01T00:00:00Z."]
+    before = seconds_from_now(-60)
+    assert watch(executing, before) == [f"The flow Retrain has not started since {before}."]
+    states.start_execution(stateMachineArn=machine["stateMachineArn"])
+    assert watch(executing, before) == []
+    after = seconds_from_now(60)
+    assert watch(executing, after) == [f"The flow Retrain has not started since {after}."]
+
+
+def seconds_from_now(seconds: int) -> str:
+    """A time as EventBridge writes it into its events."""
+    return f"{datetime.now(UTC) + timedelta(seconds=seconds):%Y-%m-%dT%H:%M:%SZ}"
