@@ -63,11 +63,11 @@ def executing() -> Iterator[Cloud]:
         stack.enter_context(patch.object(sdk, "_normalise_response", from_moto))
         times = implementations.is_operator.IsTimestamp
         stack.enter_context(patch.object(times, "string_to_timestamp", staticmethod(read_time)))
-        # moto compares the value at the path with the variable, and not the variable with it.
+        # moto gives a path with an index as a list of one value.
         later = implementations.timestamp_operators.TimestampGreaterThanEqualsPath
         compare = later._compare
-        swapped = staticmethod(lambda variable, value: compare(value, variable))
-        stack.enter_context(patch.object(later, "_compare", swapped))
+        of_first = staticmethod(lambda found, time: compare(*found, time))
+        stack.enter_context(patch.object(later, "_compare", of_first))
         # What executes machines in moto does not know those of CloudFormation.
         for change in execute_machines({"AWS_ENDPOINT_URL_S3": made.url}):
             stack.enter_context(change)
