@@ -38,7 +38,8 @@ def from_moto(task: Any, reply: Any, *more: Any) -> None:
     """Rename the names of the reply back, and write its times as texts, as Step Functions does."""
     task._from_boto_response(reply, SHAPES.output_shape)
     for one in reply["Executions"]:
-        one["StartDate"] = one["StartDate"].isoformat()
+        for name in {"StartDate", "StopDate"} & one.keys():
+            one[name] = one[name].isoformat()
 
 
 def read_time(text: str) -> datetime | None:
