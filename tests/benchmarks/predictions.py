@@ -1,6 +1,6 @@
 """Computed against measured memory and time: `python -m tests.benchmarks.predictions`; see --help.
 
-Each case is a real training of two updates as the flow starts it, in processes of its own. The
+Each case is a real training of UPDATES updates as the flow starts it, in processes of its own. The
 speed is measured before and after each, because other work on the machine changes it.
 """
 
