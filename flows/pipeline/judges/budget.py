@@ -5,8 +5,8 @@ from collections import Counter
 from ppo_core.errors import JudgeError
 
 Spent = dict[str, dict[str, int | None]]
-"""`calls` and `tokens` of each judge that asks a server, by its name. `tokens` is None if one of the
-server's replies did not report them."""
+"""`calls` and `tokens` of each judge that asks a server, by its name. `tokens` is None if one reply
+of the server did not report them."""
 
 
 class Budget:

@@ -95,7 +95,7 @@ def measured(step: str, run: FlowRun, machines: int) -> Iterator[None]:
         write()
 
 
-def attempts_of(run: FlowRun) -> list[Attempt]:
+def recorded_attempts(run: FlowRun) -> list[Attempt]:
     """Return the attempts of all steps so far, in the order of their start.
 
     Raises:
@@ -114,7 +114,7 @@ def gpu_hours(run: FlowRun) -> float:
     Raises:
         DataError: a file is damaged.
     """
-    return sum(attempt.gpu_seconds for attempt in attempts_of(run)) / 3600
+    return sum(attempt.gpu_seconds for attempt in recorded_attempts(run)) / 3600
 
 
 def _write(run: FlowRun, attempt: Attempt) -> None:

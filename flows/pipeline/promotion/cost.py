@@ -7,7 +7,7 @@ from pipeline.evaluation.results import EvaluatedPolicy, TrainedPolicy
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import FoundGpu
 from pipeline.launch.gpu_table import Gpu, price_per_hour, read_gpus
-from pipeline.launch.usage import Attempt, attempts_of
+from pipeline.launch.usage import Attempt, recorded_attempts
 from pipeline.settings.hardware_config import HardwareConfig
 
 
@@ -27,7 +27,7 @@ def cost_of_run(
         `tokens` and `price`; and `price`, the sum of all. Prices are in US dollars.
     """
     steps, gpus = {}, read_gpus(config)
-    attempts = attempts_of(run)
+    attempts = recorded_attempts(run)
     for name in dict.fromkeys(attempt.step for attempt in attempts):
         own = [attempt for attempt in attempts if attempt.step == name]
         steps[name] = _step(own, [_gpu_price(one, gpus, config.gpu) for one in own])

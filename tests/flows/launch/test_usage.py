@@ -10,7 +10,7 @@ import pytest
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch import usage
 from pipeline.launch.commands import FoundGpu
-from pipeline.launch.usage import attempts_of, gpu_hours, measured
+from pipeline.launch.usage import gpu_hours, measured, recorded_attempts
 from pipeline.storage.workspace import Workspace
 from tests.helpers.paths import ROOT
 
@@ -35,7 +35,7 @@ def test_a_step_without_gpus_has_cpu_seconds_of_its_children_too(run: FlowRun):
     work = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
     with measured("load_policy", run, machines=1):
         subprocess.run([sys.executable, "-c", work], check=True)
-    (attempt,) = attempts_of(run)
+    (attempt,) = recorded_attempts(run)
     assert (attempt.step, attempt.gpus, attempt.gpu_seconds) == ("load_policy", 0, 0)
     assert 0.3 <= attempt.cpu_seconds < 3
     assert attempt.seconds >= 0.3
@@ -49,7 +49,7 @@ def test_the_gpus_of_all_machines_and_of_failed_attempts_count(run: FlowRun):
         raise OSError("spot")
     with measured("train_policy", run, machines=3):
         time.sleep(WAIT)
-    first, second = attempts_of(run)
+    first, second = recorded_attempts(run)
     assert first.gpu == second.gpu == "NVIDIA L4"
     seconds = first.seconds + second.seconds
     assert seconds >= 2 * WAIT
@@ -77,13 +77,13 @@ def test_a_killed_attempt_lasts_until_its_file_was_last_written(run: FlowRun):
         check=False,
     )
     assert ended.returncode == -9
-    (killed,) = attempts_of(run)
+    (killed,) = recorded_attempts(run)
     assert 0.3 < killed.seconds < 5
     # The next attempt comes much later, and the time between them is nobody's.
     time.sleep(WAIT)
     with measured("train_policy", run, machines=1):
         pass
-    first, second = attempts_of(run)
+    first, second = recorded_attempts(run)
     assert first == killed
     assert second.started > first.started + first.seconds
     assert gpu_hours(run) == pytest.approx(2 * second.seconds / 3600)

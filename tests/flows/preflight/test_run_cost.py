@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from pipeline.launch.gpu_table import read_gpus
+from pipeline.preflight.sizes.measured_speed import Line, MeasuredSpeed
 from pipeline.preflight.sizes.memory_table import choices, recommended
 from pipeline.preflight.sizes.run_size import describe_run, measure_run
-from pipeline.preflight.sizes.run_time import PEAK_SHARE, TableSpeed, ppo_seconds
+from pipeline.preflight.sizes.run_time import PEAK_SHARE, Backward, TableSpeed, ppo_seconds
 from pipeline.preflight.sizes.training_sizes import Processes, ppo_size
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.settings import make_settings
@@ -101,6 +102,30 @@ def test_the_time_of_ppo_on_a_gpu_by_hand():
     assert elsewhere == pytest.approx(expected + 10 * (policy - read - drawn))
     faster = replace(H100, bf16=2 * 989e12, bandwidth=2 * 3350e9)
     assert seconds_of(ppo, TableSpeed(gpu=faster, autocast=True)) < 0.6 * seconds
+
+
+def test_the_measured_speed_counts_frozen_weights_and_recomputed_layers_by_hand():
+    model = LLAMA["1B"][0]
+    speed = MeasuredSpeed(
+        model=model,
+        scoring=Line(outside=1.0, layer=2.0),
+        updating=Line(outside=3.0, layer=6.0),
+        drawing=Line(outside=0.0, layer=0.0),
+        answered=0.5,
+        adam=0.0,
+    )
+
+    def seconds(*, recomputes: bool, is_frozen: bool) -> float:
+        backward = Backward(recomputes=recomputes, is_frozen=is_frozen)
+        return speed.training(model, tokens=10, logit_tokens=5, backward=backward)
+
+    # 22 layers, 10 tokens, of which half have logits as in the measurement.
+    forward, both = 1 * 10 + 2 * 22 * 10, 3 * 10 + 6 * 22 * 10
+    assert seconds(recomputes=False, is_frozen=False) == pytest.approx(both, rel=1e-4)
+    # Half of the backward pass is left out.
+    frozen = both - (both - forward) / 2
+    assert seconds(recomputes=False, is_frozen=True) == pytest.approx(frozen, rel=1e-4)
+    assert seconds(recomputes=True, is_frozen=True) == pytest.approx(frozen + 2 * 22 * 10, rel=1e-4)
 
 
 def test_a_laptop_checks_for_a_cluster(tmp_path):

@@ -31,6 +31,10 @@ NUMBERS_OF_GPUS = (1, 2, 4, 8)
 """Numbers of GPUs of one machine that are compared."""
 
 
+SpeedOf = Callable[[TrainingSize], Speed]
+"""The speed of a device in the precision of a training."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """A training, and the time that it takes at a speed."""
@@ -122,10 +126,6 @@ def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None) 
         return f"{text}; no price, because [hardware.gpus.{gpu.name}] has none"
     price = total / 3600 * number * gpu.price
     return f"{text}; price: about {price:,.2f} US dollars at {gpu.price:g} per GPU and hour"
-
-
-SpeedOf = Callable[[TrainingSize], Speed]
-"""The speed of a device in the precision of a training."""
 
 
 def _speeds_of(gpu: Gpu) -> SpeedOf:
