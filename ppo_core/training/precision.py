@@ -18,11 +18,16 @@ def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bo
         return asked
     if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
         return False
+    return is_fast_in_bf16(_width(model), use_cpu=use_cpu)
+
+
+def is_fast_in_bf16(width: int, *, use_cpu: bool) -> bool:
+    """Return whether bfloat16 autocast is fast on this machine for models of a hidden size."""
     if torch.cuda.is_available() and not use_cpu:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     can = torch.cpu.get_capabilities()
     has_units = can.get("avx512_bf16", False) or can.get("amx_bf16", False)
-    return has_units and _width(model) >= SMALLEST_WIDTH
+    return has_units and width >= SMALLEST_WIDTH
 
 
 def _width(model: nn.Module) -> int:

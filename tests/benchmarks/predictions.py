@@ -1,6 +1,6 @@
 """Computed against measured memory and time: `python -m tests.benchmarks.predictions`; see --help.
 
-Each case is a real training of two updates as the flow starts it, in processes of its own. The
+Each case is a real training of UPDATES updates as the flow starts it, in processes of its own. The
 speed is measured before and after each, because other work on the machine changes it.
 """
 
@@ -100,6 +100,8 @@ def measure(case: Case, folder: Path) -> Found:
     """Compute the memory and time of a training, and run it."""
     _run("make", case, folder)
     before = _run("compute", case, folder)
+    # Not by `train`, which would measure this child, too.
+    _run("job", case, folder)
     trained = _run("train", case, folder)
     after = _run("compute", case, folder)
     return Found(
@@ -192,7 +194,7 @@ def compute(case: Case, folder: Path) -> dict[str, Any]:
     assert size is not None
     speed = measure_speed(settings.policy, size)
     assert speed is not None
-    seconds = ppo_seconds(size, schedule, speed, epochs=1, mean_prompt=PROMPT)
+    seconds = ppo_seconds(size, schedule, speed, epochs=1, mean_prompt=PROMPT, samples_here=True)
     memory = peak_memory(size)
     return {
         "parameters": size.policy.parameters,
@@ -206,7 +208,6 @@ def train(case: Case, folder: Path) -> dict[str, Any]:
     """Run the training; return its peak memory, and the median time of an update."""
     from pipeline.launch.launcher import train as run_training
 
-    _run("job", case, folder)
     job = folder / "ppo"
     run_training(job / "settings.json", processes=PROCESSES)
     # This process imports no large library: a child begins with the peak of its parent.

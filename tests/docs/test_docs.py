@@ -216,7 +216,7 @@ def test_the_flags_that_a_page_names_exist(page):
 def test_the_settings_in_the_examples_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for block in chain(*(blocks(page, "toml") for page in (README, TRUSTING, SUPPLY, COST))):
-        make_settings({**tomllib.loads(block), **write_inputs(tmp_path)}, {})
+        make_settings({**write_inputs(tmp_path), **tomllib.loads(block)}, {})
     for page in PAGES:
         for tree in map(ast.parse, blocks(page, "python")):
             kind = ppo_core.classic if "ppo_core.classic" in ast.unparse(tree) else ppo_core

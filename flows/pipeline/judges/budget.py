@@ -4,8 +4,9 @@ from collections import Counter
 
 from ppo_core.errors import JudgeError
 
-Spent = dict[str, dict[str, int]]
-"""`calls` and `tokens` of each judge that asks a server, by its name."""
+Spent = dict[str, dict[str, int | None]]
+"""`calls` and `tokens` of each judge that asks a server, by its name. `tokens` is None if one reply
+of the server did not report them."""
 
 
 class Budget:
@@ -21,6 +22,8 @@ class Budget:
         self.max_tokens = max_tokens
         self._calls: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
+        self._unreported: set[str] = set()
+        """Judges with a reply that did not report its tokens."""
 
     @property
     def calls(self) -> int:
@@ -29,16 +32,19 @@ class Budget:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all judges, as the servers report them."""
+        """Number of tokens of all judges, as far as the servers report them."""
         return self._tokens.total()
 
     def spent(self, before: Spent) -> Spent:
         """Return the calls and tokens of each judge that was called, with those spent before."""
         spent = {name: dict(counts) for name, counts in before.items()}
         for name, calls in self._calls.items():
-            counts = spent.setdefault(name, {"calls": 0, "tokens": 0})
-            counts["calls"] += calls
-            counts["tokens"] += self._tokens[name]
+            earlier = spent.get(name, {"calls": 0, "tokens": 0})
+            tokens = None if name in self._unreported else self._tokens[name]
+            spent[name] = {
+                "calls": _sum(earlier["calls"], calls),
+                "tokens": _sum(earlier["tokens"], tokens),
+            }
         return spent
 
     def require_calls(self, questions: int) -> None:
@@ -75,7 +81,10 @@ class Budget:
                 f"judging.max_tokens={self.max_tokens} cannot be enforced, because the server's "
                 "replies do not report their tokens ('usage'). Set judging.max_calls instead."
             )
-        self._tokens[judge] += tokens or 0
+        if tokens is None:
+            self._unreported.add(judge)
+        else:
+            self._tokens[judge] += tokens
 
     @staticmethod
     def _require_unspent(setting: str, spent: int, limit: int | None, left: int) -> None:
@@ -85,3 +94,8 @@ class Budget:
                 f"questions left to ask. All replies are stored. Raise judging.{setting} and run "
                 "again to ask only the remaining questions."
             )
+
+
+def _sum(first: int | None, second: int | None) -> int | None:
+    """Return the sum, which is unknown if a part is."""
+    return None if first is None or second is None else first + second

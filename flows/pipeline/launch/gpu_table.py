@@ -26,6 +26,9 @@ class Gpu:
     """A type of GPU. A number is None if nobody gave it."""
 
     name: str
+    device: str = ""
+    """Full name that CUDA gives it; empty if nobody gave it."""
+
     memory: int
     """Bytes."""
 
@@ -77,7 +80,10 @@ def find_gpu(config: HardwareConfig) -> Gpu | None:
                 "as [hardware.gpus.NAME] with memory_gib and price_per_hour."
             )
         return gpus[config.gpu]
-    return _as_known(found_gpus()[0], _shipped(), gpus) if found_gpus() else None
+    if not found_gpus():
+        return None
+    found = found_gpus()[0]
+    return _of_the_table(found, gpus) or Gpu(name=found.name, memory=found.memory)
 
 
 def processes_on_a_machine(settings: Settings) -> int:
@@ -95,21 +101,25 @@ def processes_on_a_machine(settings: Settings) -> int:
     return settings.processes or len(found_gpus()) or 1
 
 
-def price_per_hour(config: HardwareConfig, found: FoundGpu | None) -> float | None:
-    """Return the price of one GPU: of the one that the settings name, else of the one found."""
-    gpus = read_gpus(config)
-    if config.gpu:
-        return gpus[config.gpu].price
-    return _as_known(found, _shipped(), gpus).price if found else None
+def price_per_hour(found: FoundGpu, gpus: Mapping[str, Gpu], named: str) -> float | None:
+    """Return the price of a GPU that a step has used; None if it is unknown.
+
+    Args:
+        found: the GPU.
+        gpus: all GPUs by name, see `read_gpus`.
+        named: name of the GPU in the settings, which counts if the table lacks the one found.
+    """
+    gpu = _of_the_table(found, gpus) or gpus.get(named)
+    return gpu.price if gpu else None
 
 
-def _as_known(found: FoundGpu, shipped: Mapping[str, Any], gpus: Mapping[str, Gpu]) -> Gpu:
-    """Return the GPU of the table whose device name the found one has, else what it says itself."""
-    same = [name for name, facts in shipped.items() if found.name.startswith(facts["device"])]
-    if same:
-        # The longest name: "NVIDIA L4" also begins the name of an L40S.
-        return gpus[max(same, key=lambda name: len(shipped[name]["device"]))]
-    return Gpu(name=found.name, memory=found.memory)
+def _of_the_table(found: FoundGpu, gpus: Mapping[str, Gpu]) -> Gpu | None:
+    """Return the GPU with the full device name of the found one.
+
+    The beginning of a name is not enough: an L40 is no L4, and a slice of a GPU (MIG) is not the
+    whole one.
+    """
+    return next((gpu for gpu in gpus.values() if gpu.device == found.name), None)
 
 
 def _shipped() -> dict[str, dict[str, Any]]:
@@ -131,6 +141,7 @@ def _gpu(name: str, facts: Mapping[str, Any]) -> Gpu:
 
     return Gpu(
         name=name,
+        device=facts.get("device", ""),
         memory=int(2**30 * facts["memory_gib"]),
         bf16=scaled("bf16_tflops", 1e12),
         fp32=scaled("fp32_tflops", 1e12),

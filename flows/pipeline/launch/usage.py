@@ -1,6 +1,7 @@
 """Measure the GPU and CPU seconds of each attempt of a step, in files of the run's folder.
 
-An attempt that was killed has no end; its end is the start of the next attempt of the step.
+The file of a running attempt is written again every WRITE_SECONDS seconds. An attempt that was
+killed has the seconds of the last time.
 """
 
 import json
@@ -9,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from threading import Event, Thread
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import found_gpus
@@ -20,6 +21,9 @@ from ppo_core.errors import DataError
 FOLDER = "usage"
 """Folder of the files in the folder of a run."""
 
+WRITE_SECONDS = 30.0
+"""Seconds between two writes of the file of a running attempt."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
@@ -29,8 +33,8 @@ class Attempt:
     started: float
     """Seconds since 1970."""
 
-    seconds: float | None = None
-    """Duration; None if the attempt has not ended."""
+    seconds: float = 0.0
+    """Duration; of an attempt that is running or was killed, until its file was last written."""
 
     cpu_seconds: float = 0.0
     """Seconds of all cores of the first machine."""
@@ -48,7 +52,7 @@ class Attempt:
     @property
     def gpu_seconds(self) -> float:
         """GPU seconds: duration x GPUs of all machines."""
-        return (self.seconds or 0.0) * self.gpus * self.machines
+        return self.seconds * self.gpus * self.machines
 
 
 @contextmanager
@@ -69,35 +73,37 @@ def measured(step: str, run: FlowRun, machines: int) -> Iterator[None]:
         gpu=found[0].name if found else "",
         gpu_memory=found[0].memory if found else 0,
     )
-    _write(run, attempt)
     started, cpu = time.perf_counter(), _cpu_seconds()
-    try:
-        yield
-    finally:
+
+    def write() -> None:
         seconds = time.perf_counter() - started
         _write(run, replace(attempt, seconds=seconds, cpu_seconds=_cpu_seconds() - cpu))
 
+    def write_often() -> None:
+        while not ended.wait(WRITE_SECONDS):
+            write()
 
-def attempts_of(run: FlowRun) -> list[Attempt]:
-    """Return the attempts of all steps so far, each with its duration, in the order of their start.
+    write()
+    ended = Event()
+    writer = Thread(target=write_often, name="usage", daemon=True)
+    writer.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        writer.join()
+        write()
 
-    An attempt that is running has the duration until now.
+
+def recorded_attempts(run: FlowRun) -> list[Attempt]:
+    """Return the attempts of all steps so far, in the order of their start.
 
     Raises:
         DataError: a file is damaged.
     """
     files = (run.folder / FOLDER).glob("*.json")
     read = [Attempt(**read_json_file(file, DataError)) for file in files]
-    read.sort(key=lambda attempt: attempt.started)
-    ended = []
-    for step in dict.fromkeys(attempt.step for attempt in read):
-        own = [attempt for attempt in read if attempt.step == step]
-        for attempt, next_start in pairwise([*own, None]):
-            assert attempt is not None
-            end = time.time() if next_start is None else next_start.started
-            seconds = end - attempt.started if attempt.seconds is None else attempt.seconds
-            ended.append(replace(attempt, seconds=seconds))
-    return sorted(ended, key=lambda attempt: attempt.started)
+    return sorted(read, key=lambda attempt: attempt.started)
 
 
 def gpu_hours(run: FlowRun) -> float:
@@ -108,7 +114,7 @@ def gpu_hours(run: FlowRun) -> float:
     Raises:
         DataError: a file is damaged.
     """
-    return sum(attempt.gpu_seconds for attempt in attempts_of(run)) / 3600
+    return sum(attempt.gpu_seconds for attempt in recorded_attempts(run)) / 3600
 
 
 def _write(run: FlowRun, attempt: Attempt) -> None:

@@ -96,13 +96,14 @@ def cost_in_words(cost: Mapping[str, Any]) -> str:
     """Return the measured cost of a run in one line; prices that no table has are left out."""
     cpu = sum(step["cpu_seconds"] for step in cost["steps"].values())
     tokens, judges = cost["tokens"], cost["judges"].values()
+    judged = [judge["tokens"] for judge in judges]
     parts = [
         f"{cost['gpu_hours']:.2f} GPU hours, {cpu / 3600:.2f} CPU hours",
         f"{tokens['sampled']:,} tokens sampled and {tokens['trained']:,} trained by PPO",
         f"{sum(judge['calls'] for judge in judges):,} calls of judges with "
-        f"{sum(judge['tokens'] for judge in judges):,} tokens",
+        f"{'an unknown number of' if None in judged else f'{sum(judged):,}'} tokens",
     ]
-    price = "no price, because a GPU or judge has none in the settings"
+    price = "no price, because that of a GPU, or price or tokens of a judge are unknown"
     if cost["price"] is not None:
         price = f"{cost['price']:.2f} US dollars for GPUs and judges"
     return "; ".join([*parts, price])

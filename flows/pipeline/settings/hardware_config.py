@@ -16,7 +16,7 @@ class HardwareConfig:
     No result depends on them. The number of GPUs is `processes` x `num_nodes`.
 
     Raises:
-        ConfigError: a number of a GPU or a price is unknown or not above 0.
+        ConfigError: a number of a GPU is unknown or not above 0, or a price of a judge is below 0.
     """
 
     gpu: str = ""
@@ -29,10 +29,10 @@ class HardwareConfig:
 
     judge_prices: dict[str, float] = field(default_factory=dict)
     """US dollars for 1,000 tokens of questions and replies of a judge, by the name of its model:
-    as `"openai:gpt-4o-mini" = 0.0003`."""
+    as `"openai:gpt-4o-mini" = 0.0003`; 0 for a server of your own."""
 
     def __post_init__(self) -> None:
-        """Raise if a number is unknown or not above 0."""
+        """Raise if a number is unknown or out of range."""
         for name, facts in self.gpus.items():
             for fact, value in facts.items():
                 if fact not in GPU_FACTS:
@@ -42,7 +42,10 @@ class HardwareConfig:
                     )
                 _require_positive(f"gpus.{name}.{fact}", value)
         for name, price in self.judge_prices.items():
-            _require_positive(f"judge_prices.{name}", price)
+            if not (is_finite(price) and price >= 0):
+                raise ConfigError(
+                    f"judge_prices.{name}={price!r:.80} must be a finite number, at least 0."
+                )
 
 
 def _require_positive(name: str, value: float) -> None:

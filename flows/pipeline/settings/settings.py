@@ -212,6 +212,7 @@ class Settings:
         self._refuse_what_the_flow_decides()
         self._refuse_a_reference_without_weights()
         self._refuse_a_late_kl_warning()
+        self._refuse_prices_of_no_judge()
         if self.task:
             self._refuse_inputs_of_a_task()
         else:
@@ -239,6 +240,16 @@ class Settings:
                 "would come after the promotion is lost. Remove warn_kl, whose default is "
                 f"{WARN_SHARE:g} x max_kl, or raise max_kl."
             )
+
+    def _refuse_prices_of_no_judge(self) -> None:
+        judges = [part.strip() for part in self.judge.split(",")]
+        for name in self.hardware.judge_prices:
+            if name not in judges or not name.startswith("openai:"):
+                raise ConfigError(
+                    f"hardware.judge_prices.{name!r} would be ignored: judge={self.judge!r} has no "
+                    "judge of this name that asks a server. Write the name as in judge, "
+                    "openai:MODEL, or remove the price."
+                )
 
     def _refuse_inputs_of_a_task(self) -> None:
         named = [name for name in INPUTS if getattr(self, name)]

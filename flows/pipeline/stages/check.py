@@ -35,8 +35,10 @@ def check_run(given: Settings) -> str:
     """
     settings = prepare_inputs(given)
     champion = look_up_champion(settings)
+    # First the self-check, whose error makes the sizes useless.
+    checked = self_check(settings)
     sizes = sizes_in_words(settings, has_champion=champion is not None, with_cost=True)
-    return f"{self_check(settings)}\n{sizes}"
+    return f"{checked}\n{sizes}"
 
 
 def self_check(settings: Settings) -> str:

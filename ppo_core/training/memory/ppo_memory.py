@@ -44,6 +44,9 @@ class PPOSize(Shards):
     gathers: bool = True
     """Whether sharded weights are gathered at once for sampling (`ds3_gather_for_generation`)."""
 
+    averages: bool = False
+    """Whether a running average of the trained weights of the policy is kept (`ema_decay`)."""
+
     autocast: bool = False
     """Whether passes compute in bfloat16 (`bf16`)."""
 
@@ -97,7 +100,7 @@ def host_memory(size: PPOSize) -> int:
     process has the full copies of a checkpoint.
     """
     loading = _full_weights(size) + PROCESS
-    return size.processes * loading + _copies(size)
+    return size.processes_of_a_machine * loading + _copies(size)
 
 
 # --- The phases --------------------------------------------------------------------
@@ -204,7 +207,9 @@ def _full_weights(size: PPOSize) -> int:
 
 
 def _weights(size: PPOSize) -> int:
-    return size.weights(_full_weights(size))
+    """Bytes of all models in a process, with the running average of the policy in fp32."""
+    average = FP32 * (size.adapter or size.policy.parameters) if size.averages else 0
+    return size.weights(_full_weights(size)) + average
 
 
 def _copies(size: PPOSize) -> int:

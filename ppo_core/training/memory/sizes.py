@@ -1,7 +1,7 @@
 """Sizes of models, and the memory of a training in its phases.
 
-The arithmetic counts the tensors that this package holds. What a process has beside tensors is in
-`of_a_process`.
+The arithmetic counts the tensors that this package holds. What a process has beside tensors is
+`PROCESS`.
 """
 
 from collections.abc import Iterable
@@ -119,6 +119,14 @@ class Shards:
 
     sharding: Sharding = "none"
     processes: int = 1
+    """Number of processes on all machines."""
+
+    machines: int = 1
+
+    @property
+    def processes_of_a_machine(self) -> int:
+        """Number of processes on one machine."""
+        return self.processes // self.machines
 
     @property
     def shards_weights(self) -> bool:

@@ -1,10 +1,18 @@
 """GPUs by name, with the settings' numbers in the place of the table's."""
 
+import math
+
 import pytest
 
 from pipeline.launch import gpu_table
 from pipeline.launch.commands import FoundGpu
-from pipeline.launch.gpu_table import find_gpu, price_per_hour, processes_on_a_machine, read_gpus
+from pipeline.launch.gpu_table import (
+    Gpu,
+    find_gpu,
+    price_per_hour,
+    processes_on_a_machine,
+    read_gpus,
+)
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.settings import make_settings
 from ppo_core.errors import ConfigError
@@ -48,7 +56,9 @@ def test_a_gpu_of_this_machine_is_known_by_its_name(found: str, name: str, monke
     monkeypatch.setattr(gpu_table, "found_gpus", lambda: gpus)
     config = HardwareConfig()
     assert find_gpu(config) == read_gpus(config)[name]
-    assert price_per_hour(config, gpus[0]) == read_gpus(config)[name].price
+    assert price_per_hour(gpus[0], read_gpus(config), "") == read_gpus(config)[name].price
+    # A name in the settings does not change what a step has used.
+    assert price_per_hour(gpus[0], read_gpus(config), "h200-141gb") == read_gpus(config)[name].price
 
 
 def test_a_gpu_that_the_table_lacks_has_its_own_memory_and_no_price(monkeypatch):
@@ -57,10 +67,20 @@ def test_a_gpu_that_the_table_lacks_has_its_own_memory_and_no_price(monkeypatch)
     gpu = find_gpu(HardwareConfig())
     assert gpu is not None
     assert (gpu.name, gpu.memory, gpu.price) == (found.name, found.memory, None)
-    assert price_per_hour(HardwareConfig(), found) is None
+    assert price_per_hour(found, read_gpus(HardwareConfig()), "") is None
     # Somebody who names the GPU says what it costs.
     named = HardwareConfig(gpu="mine", gpus={"mine": {"memory_gib": 24, "price_per_hour": 0.4}})
-    assert price_per_hour(named, found) == 0.4
+    assert price_per_hour(found, read_gpus(named), named.gpu) == 0.4
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA L40", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"]
+)
+def test_another_gpu_with_the_beginning_of_a_known_name_is_unknown(name: str, monkeypatch):
+    found = FoundGpu(name, 5 * 2**30)
+    monkeypatch.setattr(gpu_table, "found_gpus", lambda: (found,))
+    assert find_gpu(HardwareConfig()) == Gpu(name=name, memory=5 * 2**30)
+    assert price_per_hour(found, read_gpus(HardwareConfig()), "") is None
 
 
 @pytest.mark.parametrize(
@@ -81,6 +101,7 @@ def test_a_gpu_that_nobody_knows_is_refused(table: dict, words: str):
         ({"gpus": {"h100-80gb": {"price": 2.0}}}, "gpus.h100-80gb.price is no number of a GPU"),
         ({"gpus": {"h100-80gb": {"price_per_hour": 0.0}}}, "must be a finite number above 0"),
         ({"judge_prices": {"openai:gpt": -1.0}}, "judge_prices.openai:gpt=-1.0 must be"),
+        ({"judge_prices": {"openai:gpt": math.inf}}, "judge_prices.openai:gpt=inf must be"),
     ],
 )
 def test_a_wrong_number_is_refused(table: dict, words: str):
@@ -93,3 +114,14 @@ def test_a_named_gpu_needs_their_number(tmp_path):
     with pytest.raises(ConfigError, match="Set processes to the number of GPUs"):
         processes_on_a_machine(make_settings(table, {}))
     assert processes_on_a_machine(make_settings(table | {"processes": 8}, {})) == 8
+
+
+@pytest.mark.parametrize("judge", ["openai:gpt-4o", "rule", ""])
+def test_a_price_of_no_judge_of_the_run_is_refused(judge: str, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    table = tiny_table(tmp_path) | {"judge": judge}
+    prices = {"hardware": {"judge_prices": {"openai:gpt-4o-mini": 0.0003}}}
+    with pytest.raises(ConfigError, match=r"judge_prices\.'openai:gpt-4o-mini' would be ignored"):
+        make_settings(table | prices, {})
+    both = make_settings(table | prices | {"judge": "rule, openai:gpt-4o-mini"}, {})
+    assert both.hardware.judge_prices == {"openai:gpt-4o-mini": 0.0003}

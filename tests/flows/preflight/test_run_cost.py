@@ -1,17 +1,22 @@
 """The table of memory, what is recommended, and the time and price of the trainings."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from pipeline.launch.gpu_table import read_gpus
+from pipeline.preflight.sizes.measured_speed import Line, MeasuredSpeed
 from pipeline.preflight.sizes.memory_table import choices, recommended
 from pipeline.preflight.sizes.run_size import describe_run, measure_run
-from pipeline.preflight.sizes.run_time import PEAK_SHARE, TableSpeed, ppo_seconds
+from pipeline.preflight.sizes.run_time import PEAK_SHARE, Backward, TableSpeed, ppo_seconds
+from pipeline.preflight.sizes.training_sizes import Processes, ppo_size
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.settings import make_settings
 from ppo_core.errors import ConfigError
-from ppo_core.ppo.schedule import Schedule
+from ppo_core.models.loading import load_policy
+from ppo_core.ppo.schedule import Schedule, make_schedule
+from ppo_core.training.precision import trains_in_bf16
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import tiny_table
 from tests.helpers.published_sizes import LLAMA, table, trainings
@@ -43,7 +48,7 @@ def test_the_fastest_way_that_fits_is_recommended_with_the_method_of_the_run():
     assert lora is not None
     assert (lora.lora, lora.sharding) == (True, "ddp")
     assert lora.as_settings() == (
-        '[ppo]\nsharding = "ddp"\nbf16 = true\n[lora]\nr = 16\ndtype = "bfloat16"'
+        '[ppo]\nsharding = "ddp"\nbf16 = true\n[lora]\ndtype = "bfloat16"'
     )
 
 
@@ -52,6 +57,7 @@ def test_another_method_is_recommended_if_none_fits_and_nothing_if_that_does_not
     chosen = recommended(sft, 80 * 2**30, on_gpus=True)
     assert chosen is not None
     assert chosen.lora
+    assert chosen.as_settings().endswith("\n[sft.lora]\nr = 16")
     assert recommended(sft, H100.usable // 2, on_gpus=True) is None
 
 
@@ -64,8 +70,15 @@ def test_what_is_set_is_one_of_the_choices():
 def test_the_time_of_ppo_on_a_gpu_by_hand():
     ppo = trainings(LLAMA["8B"][0])[2].size
     schedule = Schedule(batch_size=64, num_updates=10, steps_per_update=4)
-    speed = TableSpeed(gpu=H100, autocast=True, recomputes=False)
-    seconds = ppo_seconds(ppo, schedule, speed, epochs=2, mean_prompt=512)
+    speed = TableSpeed(gpu=H100, autocast=True)
+    ppo = replace(ppo, recomputes=False)
+
+    def seconds_of(size, speed=speed, samples_here=True) -> float:
+        return ppo_seconds(
+            size, schedule, speed, epochs=2, mean_prompt=512, samples_here=samples_here
+        )
+
+    seconds = seconds_of(ppo)
     # Eight responses of 512 tokens to prompts of 512 on each of 8 GPUs: 8192 tokens. Layers have
     # 6,979,584,000 weights, the head 525,336,576, the reward model 6,979,584,000 in its layers.
     operations, bandwidth = PEAK_SHARE * 989e12, PEAK_SHARE * 3350e9
@@ -77,9 +90,42 @@ def test_the_time_of_ppo_on_a_gpu_by_hand():
     adam = 4 * 4 * 7 * (8_030_261_248 + 4_096) / 8 / bandwidth
     expected = 10 * (read + drawn + policy + reward + 2 * 3 * policy + adam)
     assert seconds == pytest.approx(expected)
+    # Recomputed are the layers only, as many operations as the reward model's.
+    recomputed = seconds_of(replace(ppo, recomputes=True))
+    assert recomputed == pytest.approx(expected + 10 * 2 * reward)
+    # A frozen base has no gradients of weights. The adapter has 1,000 parameters.
+    adapted = replace(ppo, adapter=1_000)
+    fewer = 10 * (2 * policy + adam * (1 - (1_000 + 4_096) / (8_030_261_248 + 4_096)))
+    assert seconds_of(adapted) == pytest.approx(expected - fewer)
+    # A server samples, and the policy reads the sequences.
+    elsewhere = seconds_of(ppo, samples_here=False)
+    assert elsewhere == pytest.approx(expected + 10 * (policy - read - drawn))
     faster = replace(H100, bf16=2 * 989e12, bandwidth=2 * 3350e9)
-    twice = TableSpeed(gpu=faster, autocast=True, recomputes=False)
-    assert ppo_seconds(ppo, schedule, twice, epochs=2, mean_prompt=512) < 0.6 * seconds
+    assert seconds_of(ppo, TableSpeed(gpu=faster, autocast=True)) < 0.6 * seconds
+
+
+def test_the_measured_speed_counts_frozen_weights_and_recomputed_layers_by_hand():
+    model = LLAMA["1B"][0]
+    speed = MeasuredSpeed(
+        model=model,
+        scoring=Line(outside=1.0, layer=2.0),
+        updating=Line(outside=3.0, layer=6.0),
+        drawing=Line(outside=0.0, layer=0.0),
+        answered=0.5,
+        adam=0.0,
+    )
+
+    def seconds(*, recomputes: bool, is_frozen: bool) -> float:
+        backward = Backward(recomputes=recomputes, is_frozen=is_frozen)
+        return speed.training(model, tokens=10, logit_tokens=5, backward=backward)
+
+    # 22 layers, 10 tokens, of which half have logits as in the measurement.
+    forward, both = 1 * 10 + 2 * 22 * 10, 3 * 10 + 6 * 22 * 10
+    assert seconds(recomputes=False, is_frozen=False) == pytest.approx(both, rel=1e-4)
+    # Half of the backward pass is left out.
+    frozen = both - (both - forward) / 2
+    assert seconds(recomputes=False, is_frozen=True) == pytest.approx(frozen, rel=1e-4)
+    assert seconds(recomputes=True, is_frozen=True) == pytest.approx(frozen + 2 * 22 * 10, rel=1e-4)
 
 
 def test_a_laptop_checks_for_a_cluster(tmp_path):
@@ -97,6 +143,73 @@ def test_a_laptop_checks_for_a_cluster(tmp_path):
         measure_run(make_settings(cheaper, {}), has_champion=False, with_cost=True)
     )
     assert "at 2.5 per GPU and hour" in words
+
+
+def cost_lines(table: dict) -> str:
+    return describe_run(measure_run(make_settings(table, {}), has_champion=False, with_cost=True))
+
+
+def test_the_cheapest_gpus_are_of_one_machine_and_share_the_batches(tmp_path):
+    table = tiny_table(tmp_path) | {"processes": 4, "num_nodes": 2}
+    hardware = {"gpu": "h100-80gb", "gpus": {"h100-80gb": {"price_per_hour": 0.001}}}
+    words = cost_lines(table | {"hardware": hardware})
+    assert "cheapest of the table: 1 x h100-80gb" in words
+    assert "with\nnum_nodes = 1\nprocesses = 1\n" in words
+    # 4 of the 8 processes are on each machine.
+    at_once = re.search(r"main memory: about (\d+) GiB per machine", words)
+    assert at_once is not None
+    assert int(at_once[1]) == 3
+    # A batch of 4 responses is none for 8 processes, and 1 or 2 are still compared.
+    few = tiny_table(tmp_path) | {"processes": 2, "hardware": hardware}
+    few["ppo"] = few["ppo"] | {"batch_size": 4, "num_mini_batches": 1}
+    assert "cheapest of the table: 1 x " in cost_lines(few)
+
+
+def test_a_gpu_without_speeds_says_which_are_missing(tmp_path):
+    mine = {"memory_gib": 24.0, "gb_per_second": 600.0}
+    table = tiny_table(tmp_path) | {"processes": 1}
+    words = cost_lines(table | {"hardware": {"gpu": "mine", "gpus": {"mine": mine}}})
+    assert "because [hardware.gpus.mine] lacks bf16_tflops, fp32_tflops." in words
+
+
+def test_the_time_is_without_sampling_if_a_server_samples(tmp_path):
+    table = tiny_table(tmp_path) | {"processes": 1, "hardware": {"gpu": "h100-80gb"}}
+    server = {"use_vllm": True, "vllm_weights_dir": str(tmp_path / "weights")}
+    words = cost_lines(table | {"ppo": table["ppo"] | server})
+    assert "full length, without sampling, which the vLLM server does, on 1 x h100-80gb" in words
+
+
+def test_the_precision_of_the_check_is_that_of_the_training(tmp_path, monkeypatch):
+    table = tiny_table(tmp_path)
+    here, elsewhere = (Processes(number=1, on_gpus=on_gpus) for on_gpus in (False, True))
+
+    def computes_in_bf16(processes: Processes, **changes) -> bool:
+        settings = make_settings(table | changes, {})
+        schedule = make_schedule(settings.ppo, num_prompts=8, num_processes=1)
+        size = ppo_size(settings, schedule, longest_prompt=8, processes=processes)
+        assert size is not None
+        # What the trainer does with the same policy.
+        if not processes.on_gpus:
+            policy = load_policy(settings.policy)
+            expected = trains_in_bf16(settings.ppo.bf16, policy, use_cpu=True)
+            assert size.autocast == expected
+        return size.autocast
+
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": True})
+    assert not computes_in_bf16(here)
+    monkeypatch.setattr("ppo_core.training.precision.SMALLEST_WIDTH", 8)
+    assert computes_in_bf16(here)
+    assert not computes_in_bf16(here, ppo=table["ppo"] | {"bf16": False})
+    monkeypatch.setattr("torch.cpu.get_capabilities", dict)
+    assert not computes_in_bf16(here)
+    assert computes_in_bf16(elsewhere, hardware={"gpu": "h100-80gb"})
+
+
+def test_a_running_average_needs_full_weights():
+    ppo = trainings(LLAMA["1B"][0])[2]
+    averaging = replace(ppo, size=replace(ppo.size, averages=True, sharding="ddp"))
+    kinds = {choice.sharding for choice in choices(averaging, on_gpus=True)}
+    assert kinds == {"ddp", "zero1", "zero2"}
 
 
 def test_a_misspelt_gpu_is_refused(tmp_path):

@@ -7,7 +7,9 @@ import pytest
 
 from pipeline.evaluation.results import TrainedPolicy
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.judges.budget import Budget
 from pipeline.promotion.cost import cost_numbers, cost_of_run
+from pipeline.reports.terminal import cost_in_words
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.storage.workspace import Workspace
 from tests.helpers.sample_reports import evaluated, evaluation_result
@@ -91,6 +93,31 @@ def test_a_sum_with_an_unknown_price_is_unknown(run: FlowRun, tmp_path: Path):
     assert "cost/price" not in cost_numbers(found)
 
 
-def test_a_named_gpu_has_the_price(run: FlowRun, tmp_path: Path):
+def test_the_gpu_that_was_used_has_the_price_and_not_the_one_in_the_settings(
+    run: FlowRun, tmp_path: Path
+):
     found = cost(run, tmp_path, gpu="h100-80gb", judge_prices={"openai:gpt": 0.01})
-    assert found["steps"]["train_policy"]["price"] == pytest.approx(6 * 6.88)
+    assert found["steps"]["train_policy"]["price"] == pytest.approx(6 * 0.80)
+
+
+def test_tokens_that_a_server_does_not_report_are_unknown(run: FlowRun, tmp_path: Path):
+    budget = Budget(max_calls=None, max_tokens=None)
+    for tokens in (7, None):
+        budget.start_call("openai:gpt", 1)
+        budget.add_tokens("openai:gpt", tokens)
+    spent = {"openai:gpt": {"calls": 2, "tokens": None}}
+    assert budget.spent({}) == spent
+    # An evaluation that goes on has tokens of its own, and the sum stays unknown.
+    later = Budget(max_calls=None, max_tokens=None)
+    later.start_call("openai:gpt", 1)
+    later.add_tokens("openai:gpt", 7)
+    assert later.spent(spent) == {"openai:gpt": {"calls": 3, "tokens": None}}
+
+    report = evaluation_result() | {"spent": spent}
+    for price, expected in ((0.01, None), (0.0, 0.0)):
+        config = HardwareConfig(judge_prices={"openai:gpt": price})
+        found = cost_of_run(run, config, TRAINED, evaluated(report, tmp_path))
+        assert found["judges"]["openai:gpt"]["price"] == expected
+        assert (found["price"] is None) == (expected is None)
+        assert "cost/judge_tokens" not in cost_numbers(found)
+        assert "2 calls of judges with an unknown number of tokens" in cost_in_words(found)

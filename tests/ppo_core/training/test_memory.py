@@ -146,6 +146,17 @@ def test_the_processes_of_a_machine_read_all_models_into_its_main_memory():
     size = replace(SIZE, sharding="zero3", processes=4)
     copies = 4 * 2_000 + 2 * 4 * 2_000 // 4
     assert host_memory(size) == 4 * (16_000 + PROCESS) + copies
+    # Of two machines, each has two of the processes.
+    assert host_memory(replace(size, machines=2)) == 2 * (16_000 + PROCESS) + copies
+
+
+def test_a_running_average_is_a_copy_of_the_trained_weights_of_the_policy():
+    for adapter, average in ((0, 4_000), (50, 200)):
+        size = replace(SIZE, adapter=adapter)
+        for with_average, without in zip(
+            phases(replace(size, averages=True)), phases(size), strict=True
+        ):
+            assert with_average.total - without.total == average
 
 
 def test_supervised_training_by_hand():

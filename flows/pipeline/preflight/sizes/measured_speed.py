@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.launch.commands import gpus, threads_of_a_process
+from pipeline.preflight.sizes.run_time import Backward
 from ppo_core.data.text_config import text_config
 from ppo_core.data.types import Rollout
 from ppo_core.models.loading import load_config
@@ -71,9 +72,18 @@ class MeasuredSpeed:
         """Return seconds of passes without gradients, with logits for some of the tokens."""
         return self._pass(self.scoring, model, tokens, logit_tokens)
 
-    def training(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
-        """Return seconds of passes forward and backward."""
-        return self._pass(self.updating, model, tokens, logit_tokens)
+    def training(
+        self, model: ModelSize, tokens: float, logit_tokens: float, backward: Backward
+    ) -> float:
+        """Return seconds of passes forward and backward.
+
+        Only passes with gradients of weights are measured, without `gradient_checkpointing`. The
+        gradients of weights are half of the backward pass.
+        """
+        seconds = self._pass(self.updating, model, tokens, logit_tokens)
+        if backward.is_frozen:
+            seconds = (seconds + self._pass(self.scoring, model, tokens, logit_tokens)) / 2
+        return seconds + (self.forward(model, tokens, 0) if backward.recomputes else 0.0)
 
     def decoding(self, model: ModelSize) -> float:
         """Return seconds in which each sequence of a batch grows by one token."""
@@ -104,7 +114,7 @@ def measure_speed(policy: str, size: PPOSize) -> MeasuredSpeed | None:
     if size.policy.outside_layers + depths[1] * size.policy.of_a_layer > MOST_PARAMETERS:
         return None
     threads = torch.get_num_threads()
-    torch.set_num_threads(threads_of_a_process(size.processes))
+    torch.set_num_threads(threads_of_a_process(size.processes_of_a_machine))
     try:
         with torch.random.fork_rng():
             few, more = (_measure_depth(policy, layers, size, device) for layers in depths)

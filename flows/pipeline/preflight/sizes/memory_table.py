@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from ppo_core.distributed.strategy import Sharding
+from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding
 from ppo_core.training.memory.ppo_memory import PPOSize, peak_memory
 from ppo_core.training.memory.sizes import BF16, FP32, Memory
 from ppo_core.training.memory.supervised_memory import SupervisedSize, peak_supervised_memory
@@ -57,7 +57,8 @@ class Choice:
             autocast=self.bf16,
             adapter=self.training.adapter if self.lora else 0,
         )
-        if isinstance(size, PPOSize):
+        keeps_base = size.on_cpu and bool(self.training.size.adapter)
+        if isinstance(size, PPOSize) and not keeps_base:
             return replace(size, base_bytes=BF16 if self.lora and self.bf16 else FP32)
         return size
 
@@ -78,10 +79,11 @@ class Choice:
             lines.insert(1, f'sharding = "{self.sharding}"')
         if not self.lora:
             return "\n".join(lines)
-        if isinstance(self.size, PPOSize):
-            dtype = "bfloat16" if self.bf16 else "float32"
-            return "\n".join([*lines, "[lora]", f"r = {RANK}", f'dtype = "{dtype}"'])
-        return "\n".join([*lines, f"[{self.training.section}.lora]", f"r = {RANK}"])
+        rank = [] if self.training.size.adapter else [f"r = {RANK}"]
+        if isinstance(size := self.size, PPOSize):
+            dtype = "bfloat16" if size.base_bytes == BF16 else "float32"
+            return "\n".join([*lines, "[lora]", *rank, f'dtype = "{dtype}"'])
+        return "\n".join([*lines, *([f"[{self.training.section}.lora]", *rank] if rank else [])])
 
 
 def memory_of(size: TrainingSize) -> Memory:
@@ -92,10 +94,13 @@ def memory_of(size: TrainingSize) -> Memory:
 def choices(training: Training, *, on_gpus: bool) -> Iterator[Choice]:
     """Yield the ways to run a training, the fastest first: bfloat16, and little to send.
 
-    On a CPU bfloat16 is a choice only if the settings ask for it, because few processors have it.
+    On a CPU the precision is that of the settings, or the one that the trainer takes without them.
+    A running average of weights needs them in full in every process.
     """
     several: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-    kinds = several if training.size.processes > 1 else ("none",)
+    if isinstance(training.size, PPOSize) and training.size.averages:
+        several = tuple(kind for kind in several if kind not in SHARD_WEIGHTS)
+    kinds: tuple[Sharding, ...] = several if training.size.processes > 1 else ("none",)
     precisions = (True, False) if on_gpus else (training.size.autocast,)
     for lora in (False, True):
         for bf16 in precisions:

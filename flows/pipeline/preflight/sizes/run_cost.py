@@ -19,15 +19,20 @@ from pipeline.preflight.sizes.run_time import (
     Speed,
     TableSpeed,
     describe_seconds,
-    has_speed,
+    missing_speeds,
 )
 from pipeline.preflight.sizes.training_sizes import Processes
 from pipeline.settings.settings import Settings
+from ppo_core.errors import ConfigError
 from ppo_core.training.memory.ppo_memory import PPOSize, host_memory
 from ppo_core.training.memory.sizes import describe_memory
 
 NUMBERS_OF_GPUS = (1, 2, 4, 8)
 """Numbers of GPUs of one machine that are compared."""
+
+
+SpeedOf = Callable[[TrainingSize], Speed]
+"""The speed of a device in the precision of a training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,7 @@ def describe_cost(works: Sequence[Work], settings: Settings) -> list[str]:
         ConfigError: see `find_gpu`.
     """
     gpu = find_gpu(settings.hardware)
-    usable = gpu.usable if gpu else psutil.virtual_memory().total // settings_processes(works)
+    usable = gpu.usable if gpu else _share_of_memory(works)
     trainings = [work.training for work in works]
     device = f"GPU ({gpu.name})" if gpu else "process"
     lines = [
@@ -75,9 +80,9 @@ def describe_cost(works: Sequence[Work], settings: Settings) -> list[str]:
     return lines
 
 
-def settings_processes(works: Sequence[Work]) -> int:
-    """Return the number of processes of the trainings."""
-    return works[-1].training.size.processes
+def _share_of_memory(works: Sequence[Work]) -> int:
+    """Return the main memory of this machine for each of its processes."""
+    return psutil.virtual_memory().total // works[-1].training.size.processes_of_a_machine
 
 
 def _recommendations(trainings: Sequence[Training], usable: int, *, on_gpus: bool) -> list[str]:
@@ -97,20 +102,23 @@ def _recommendations(trainings: Sequence[Training], usable: int, *, on_gpus: boo
 
 def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None) -> str:
     """Return the time of the trainings as they are set, and their price if it is known."""
-    here = None if gpu and has_speed(gpu) else _speed_here(works, settings)
+    if gpu and settings.hardware.gpu and (missing := missing_speeds(gpu)):
+        return f"time: not computed, because [hardware.gpus.{gpu.name}] lacks {', '.join(missing)}."
+    speed_of = _speeds_of(gpu) if gpu and not missing_speeds(gpu) else _speeds_here(works, settings)
+    if speed_of is None:
+        return (
+            "time: not computed. The policy is too large to be measured on this machine, so name a "
+            "GPU with all its numbers: [hardware] gpu."
+        )
     parts, total = [], 0.0
     for work in works:
-        speed = here if here else _speed_of(gpu, work.training.size)
-        if speed is None:
-            return (
-                "time: not computed. The policy is too large to be measured on this machine, so "
-                "name a GPU with all its numbers: [hardware] gpu."
-            )
-        seconds = work.seconds(work.training.size, speed)
+        seconds = work.seconds(work.training.size, speed_of(work.training.size))
         parts.append(f"{work.training.name} {describe_seconds(seconds)}")
         total += seconds
-    number = settings_processes(works)
+    number = works[-1].training.size.processes
     text = f"time: roughly {', '.join(parts)} if every response has its full length"
+    if settings.ppo.use_vllm:
+        text += ", without sampling, which the vLLM server does"
     if gpu is None:
         return f"{text}, on this machine"
     text += f", on {number} x {gpu.name}"
@@ -120,25 +128,33 @@ def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None) 
     return f"{text}; price: about {price:,.2f} US dollars at {gpu.price:g} per GPU and hour"
 
 
-def _speed_of(gpu: Gpu | None, size: TrainingSize) -> Speed | None:
-    if gpu is None or not has_speed(gpu):
-        return None
-    return TableSpeed(gpu=gpu, autocast=size.autocast, recomputes=size.recomputes)
+def _speeds_of(gpu: Gpu) -> SpeedOf:
+    return lambda size: TableSpeed(gpu=gpu, autocast=size.autocast)
 
 
-def _speed_here(works: Sequence[Work], settings: Settings) -> Speed | None:
-    """Return the speed of this machine, measured with the batches of PPO."""
-    size = works[-1].training.size
-    assert isinstance(size, PPOSize)
-    return None if settings.hardware.gpu else measure_speed(settings.policy, size)
+def _speeds_here(works: Sequence[Work], settings: Settings) -> SpeedOf | None:
+    """Return the speed of this machine, measured with the batches of PPO, in each precision."""
+    ppo = works[-1].training.size
+    assert isinstance(ppo, PPOSize)
+    measured = {}
+    for autocast in {work.training.size.autocast for work in works}:
+        speed = measure_speed(settings.policy, replace(ppo, autocast=autocast))
+        if speed is None:
+            return None
+        measured[autocast] = speed
+    return lambda size: measured[size.autocast]
 
 
 def _cheapest(works: Sequence[Work], settings: Settings) -> str:
     """Return the GPUs of the table on which the trainings fit, and cost least."""
     offers = []
-    gpus = [gpu for gpu in read_gpus(settings.hardware).values() if gpu.price and has_speed(gpu)]
+    table = read_gpus(settings.hardware).values()
+    gpus = [gpu for gpu in table if gpu.price and not missing_speeds(gpu)]
     for number in NUMBERS_OF_GPUS:
-        on_these = [_on_gpus(work, number) for work in works]
+        try:
+            on_these = [_on_gpus(work, number) for work in works]
+        except ConfigError:
+            continue  # The batches cannot be shared by so many processes.
         for gpu in gpus:
             found = [_fastest(work, gpu) for work in on_these]
             if None not in found:
@@ -149,16 +165,21 @@ def _cheapest(works: Sequence[Work], settings: Settings) -> str:
                 offers.append((price, seconds, number, gpu.name, ways))
     if not offers:
         return "No number of GPUs of the table, up to 8, fits all trainings."
+    machines = "num_nodes = 1\n" if settings.num_nodes > 1 else ""
     price, seconds, number, name, ways = min(offers, key=lambda offer: offer[0])
     chosen = "\n".join(dict.fromkeys(way.as_settings() for way in ways))
     return (
         f"cheapest of the table: {number} x {name}, {describe_seconds(seconds)}, about "
-        f"{price:,.2f} US dollars, with\nprocesses = {number}\n{chosen}"
+        f"{price:,.2f} US dollars, with\n{machines}processes = {number}\n{chosen}"
     )
 
 
 def _on_gpus(work: Work, number: int) -> Work:
-    """Return a training with so many processes, each on a GPU."""
+    """Return a training with so many processes of one machine, each on a GPU.
+
+    Raises:
+        ConfigError: its batches cannot be shared by so many processes.
+    """
     size = work.size_on(Processes(number=number, on_gpus=True))
     assert size is not None
     return replace(work, training=replace(work.training, size=size))
@@ -170,6 +191,4 @@ def _fastest(work: Work, gpu: Gpu) -> tuple[Choice, float] | None:
     way = recommended(training, gpu.usable, on_gpus=True)
     if way is None or way.lora != bool(training.size.adapter):
         return None
-    speed = _speed_of(gpu, way.size)
-    assert speed is not None
-    return way, work.seconds(way.size, speed)
+    return way, work.seconds(way.size, _speeds_of(gpu)(way.size))

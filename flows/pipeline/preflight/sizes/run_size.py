@@ -119,7 +119,7 @@ def measure_run(settings: Settings, *, has_champion: bool, with_cost: bool) -> R
     ]
     gpu = find_gpu(settings.hardware)
     number = processes_on_a_machine(settings) * settings.num_nodes
-    processes = Processes(number=number, on_gpus=gpu is not None)
+    processes = Processes(number=number, machines=settings.num_nodes, on_gpus=gpu is not None)
     policy = count_parameters(settings.policy)
     reward_model = count_parameters(settings.reward_model or settings.policy, scores=True)
     schedule = make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=number)
@@ -127,7 +127,7 @@ def measure_run(settings: Settings, *, has_champion: bool, with_cost: bool) -> R
     works = [
         *([_sft_work(settings, sft, processes)] if sft else []),
         *(_reward_work(settings, rows, processes) for rows in (pairs, judge) if rows),
-        _ppo_work(settings, schedule, lengths, processes),
+        _ppo_work(settings, lengths, processes),
     ]
     return RunSize(
         policy_parameters=policy,
@@ -222,10 +222,14 @@ def _supervised_work(
     return Work(training=training, size_on=size_on, seconds=seconds)
 
 
-def _ppo_work(
-    settings: Settings, schedule: Schedule, lengths: Sequence[int], processes: Processes
-) -> Work | None:
+def _ppo_work(settings: Settings, lengths: Sequence[int], processes: Processes) -> Work | None:
+    ppo = settings.ppo
+
+    def schedule_of(number: int) -> Schedule:
+        return make_schedule(ppo, num_prompts=len(lengths), num_processes=number)
+
     def size_on(some: Processes) -> TrainingSize | None:
+        schedule = schedule_of(some.number)
         return ppo_size(settings, schedule, longest_prompt=max(lengths), processes=some)
 
     size = size_on(processes)
@@ -234,8 +238,14 @@ def _ppo_work(
 
     def seconds(size: TrainingSize, speed: Speed) -> float:
         assert isinstance(size, PPOSize)
-        mean, epochs = sum(lengths) / len(lengths), settings.ppo.num_ppo_epochs
-        return ppo_seconds(size, schedule, speed, epochs=epochs, mean_prompt=mean)
+        return ppo_seconds(
+            size,
+            schedule_of(size.processes),
+            speed,
+            epochs=ppo.num_ppo_epochs,
+            mean_prompt=sum(lengths) / len(lengths),
+            samples_here=not ppo.use_vllm,
+        )
 
     adapter = size.adapter or adapter_parameters(settings, RANK)
     training = Training(name="PPO", section="ppo", size=size, adapter=adapter)

@@ -4,7 +4,7 @@ A forward pass takes 2 operations for each weight and token, and a backward pass
 (arXiv:2001.08361, section 2.1). Sampling reads all weights for each token of a batch of responses.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Protocol
 
@@ -27,13 +27,29 @@ OPTIMIZER_NUMBERS = 7
 written, the gradient is read."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """What a backward pass of a model computes.
+
+    The gradients of inputs and of weights take as many operations as a forward pass each.
+    """
+
+    recomputes: bool
+    """Whether it repeats the forward pass of the layers."""
+
+    is_frozen: bool
+    """Whether the weights have no gradients, under an adapter."""
+
+
 class Speed(Protocol):
     """Seconds of the parts of a training on one device."""
 
     def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
         """Return seconds of passes without gradients, with logits for some of the tokens."""
 
-    def training(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
+    def training(
+        self, model: ModelSize, tokens: float, logit_tokens: float, backward: Backward
+    ) -> float:
         """Return seconds of passes forward and backward."""
 
     def decoding(self, model: ModelSize) -> float:
@@ -51,17 +67,17 @@ class TableSpeed:
     autocast: bool
     """Whether passes compute in bfloat16."""
 
-    recomputes: bool
-    """Whether the backward pass repeats the forward pass of the layers."""
-
     def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
         """Return seconds of passes without gradients, with logits for some of the tokens."""
         return 2 * _products(model, tokens, logit_tokens) / self._operations
 
-    def training(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
+    def training(
+        self, model: ModelSize, tokens: float, logit_tokens: float, backward: Backward
+    ) -> float:
         """Return seconds of passes forward and backward."""
-        passes = 4 if self.recomputes else 3
-        return passes * self.forward(model, tokens, logit_tokens)
+        passes = 2 if backward.is_frozen else 3
+        repeated = self.forward(model, tokens, 0) if backward.recomputes else 0.0
+        return passes * self.forward(model, tokens, logit_tokens) + repeated
 
     def decoding(self, model: ModelSize) -> float:
         """Return seconds in which each sequence of a batch grows by one token.
@@ -85,9 +101,10 @@ class TableSpeed:
         return PEAK_SHARE * peak
 
 
-def has_speed(gpu: Gpu) -> bool:
-    """Return whether the table has all numbers from which the time on a GPU is computed."""
-    return None not in (gpu.bf16, gpu.fp32, gpu.bandwidth)
+def missing_speeds(gpu: Gpu) -> list[str]:
+    """Return the numbers that a GPU lacks, of those from which its time is computed."""
+    numbers = {"bf16_tflops": gpu.bf16, "fp32_tflops": gpu.fp32, "gb_per_second": gpu.bandwidth}
+    return [name for name, number in numbers.items() if number is None]
 
 
 def ppo_seconds(
@@ -97,25 +114,30 @@ def ppo_seconds(
     *,
     epochs: int,
     mean_prompt: float,
+    samples_here: bool,
 ) -> float:
     """Return the seconds of PPO if every response has its maximum length.
 
-    Policy, reference, critic and reward model each read every sequence once, the policy also
-    samples it, and each PPO epoch trains policy and critic on it. Loading models, saving
-    checkpoints and sending gradients are left out.
+    Reference, critic and reward model each read every sequence once, the policy samples it, and
+    each PPO epoch trains policy and critic on it. If a server samples, its time is left out, and
+    the policy reads every sequence once. Loading models, saving checkpoints and sending gradients
+    are left out.
     """
     policy, critic = size.policy, size.critic
     rows = schedule.batch_size / size.processes
     answered = rows * size.response_tokens
     tokens = rows * mean_prompt + answered
     batches = ceil(ceil(rows) / size.sampled_rows)
-    sampling = speed.forward(policy, rows * mean_prompt, rows)
-    sampling += batches * size.response_tokens * speed.decoding(policy)
+    sampling = speed.forward(policy, tokens, answered)
+    if samples_here:
+        sampling = speed.forward(policy, rows * mean_prompt, rows)
+        sampling += batches * size.response_tokens * speed.decoding(policy)
     scoring = speed.forward(policy, tokens, answered) + speed.forward(size.reward, tokens, 0)
-    training = speed.training(policy, tokens, answered)
+    backward = Backward(recomputes=size.recomputes, is_frozen=bool(size.adapter))
+    training = speed.training(policy, tokens, answered, backward)
     if critic is not None:
         scoring += speed.forward(critic, tokens, 0)
-        training += speed.training(critic, tokens, 0)
+        training += speed.training(critic, tokens, 0, replace(backward, is_frozen=False))
     shards = 1 if size.sharding in ("none", "ddp") else size.processes
     steps = schedule.steps_per_update * speed.optimizer(size.trained / shards)
     return schedule.num_updates * (sampling + scoring + epochs * training + steps)
@@ -127,7 +149,8 @@ def supervised_seconds(
     """Return the seconds of a supervised training on so many tokens, over all epochs."""
     own = tokens / size.processes
     shards = 1 if size.sharding in ("none", "ddp") else size.processes
-    passes = speed.training(size.model, own, own if size.writes else 0)
+    backward = Backward(recomputes=size.recomputes, is_frozen=bool(size.adapter))
+    passes = speed.training(size.model, own, own if size.writes else 0, backward)
     return passes + optimizer_steps * speed.optimizer(size.trained / shards)
 
 

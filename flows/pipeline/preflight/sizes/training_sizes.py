@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from pipeline.inputs import data_sets
+from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.config.script_arguments import ALL_LINEAR
@@ -15,6 +16,7 @@ from ppo_core.training.memory.model_size import count_adapter_parameters, model_
 from ppo_core.training.memory.ppo_memory import PPOSize
 from ppo_core.training.memory.sizes import BF16, FP32, ModelSize
 from ppo_core.training.memory.supervised_memory import SupervisedSize
+from ppo_core.training.precision import is_fast_in_bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,8 @@ class Processes:
 
     number: int
     """On all machines."""
+
+    machines: int = 1
 
     on_gpus: bool
     """Whether each process has a GPU."""
@@ -67,8 +71,10 @@ def ppo_size(
         base_bytes=BF16 if half else FP32,
         sharding=_kind(ppo.sharding, processes),
         processes=processes.number,
+        machines=processes.machines,
         gathers=ppo.ds3_gather_for_generation,
-        autocast=processes.on_gpus and not half if ppo.bf16 is None else ppo.bf16,
+        averages=bool(ppo.ema_decay),
+        autocast=_autocast(settings, model_size(policy).width, processes),
         recomputes=ppo.gradient_checkpointing,
         prompt_tokens=longest_prompt,
         response_tokens=ppo.response_length,
@@ -130,11 +136,27 @@ def _supervised_size(
         adapter=count_adapter_parameters(model, rank, modules) if rank else 0,
         sharding=_kind(section.sharding, processes),
         processes=processes.number,
+        machines=processes.machines,
         autocast=section.bf16,
         recomputes=section.gradient_checkpointing,
         tokens=rows * longest * (1 if writes else 2),
         on_cpu=not processes.on_gpus,
     )
+
+
+def _autocast(settings: Settings, width: int, processes: Processes) -> bool:
+    """Return whether the passes of PPO compute in bfloat16, as `trains_in_bf16` decides.
+
+    The GPUs of another machine do.
+    """
+    ppo = settings.ppo
+    if ppo.bf16 is not None:
+        return ppo.bf16
+    if settings.lora.dtype == "bfloat16":
+        return False
+    if processes.on_gpus and (settings.hardware.gpu or not gpus()):
+        return True
+    return is_fast_in_bf16(width, use_cpu=ppo.use_cpu or not processes.on_gpus)
 
 
 def _kind(sharding: Sharding | None, processes: Processes) -> Sharding:
