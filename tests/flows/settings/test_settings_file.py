@@ -167,6 +167,7 @@ def changed(kind: Any, default: Any) -> Any:
 
 IN_RANGE = {
     "gpus": {'my "own" gpu': {"memory_gib": 22.5}},
+    "judge": "openai:a",
     "judge_prices": {"openai:a": 0.25},
     "lam_critic": 0.8,
     "ema_decay": 0.9,
