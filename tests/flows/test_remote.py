@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.entities.model_registry import ModelVersion
 
 from pipeline.launch.launcher import SPOT_NOTICE
+from tests.helpers.cloud import Cloud, cloud_of
 from tests.helpers.flow_runs import client_of
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import as_toml, tiny_table
-from tests.helpers.servers import BUCKET, MlflowServer, mlflow_server
-from tests.helpers.state_machine import Execution, StateMachines, state_machines
+from tests.helpers.servers import BUCKET
+from tests.helpers.state_machine import Execution
 
 FLOW = ROOT / "flows" / "rlhf.py"
 
@@ -42,28 +42,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @dataclass(frozen=True)
-class Cloud:
-    """AWS by moto, and an MLflow server whose artifacts are in S3."""
+class FlowInCloud(Cloud):
+    """The flow with the settings of `tiny_table`, whose inputs are in S3."""
 
-    machines: StateMachines
-    server: MlflowServer
     machine: str
-    """State machine of the flow with the settings of `tiny_table` in S3."""
-
-    @property
-    def mlflow(self) -> MlflowClient:
-        return MlflowClient(self.server.url)
+    """State machine of the flow."""
 
     def start(self, **parameters: object) -> Execution:
         ended = self.machines.start(self.machine, parameters)
         if ended.status != "SUCCEEDED":
             pytest.fail(f"{ended.status}: {ended.jobs[-1].log[-4000:]}", pytrace=False)
         return ended
-
-    def objects(self, prefix: str) -> list[str]:
-        pages = self.machines.client("s3").get_paginator("list_objects_v2")
-        found = pages.paginate(Bucket=BUCKET, Prefix=prefix).search("Contents[] || `[]`")
-        return [each["Key"] for each in found]
 
     def runs(self, execution: Execution) -> dict[str, Run]:
         """The runs in MLflow of an execution, by step."""
@@ -82,48 +71,29 @@ class Cloud:
         return found
 
 
-def upload(machines: StateMachines, table: dict[str, Any]) -> dict[str, Any]:
+def upload(cloud: Cloud, table: dict[str, Any]) -> dict[str, Any]:
     """Store the inputs of a table in S3, and return the table with their addresses."""
-    s3 = machines.client("s3")
-
-    def stored(path: Path) -> str:
-        for file in [path] if path.is_file() else path.iterdir():
-            s3.upload_file(str(file), BUCKET, f"data/{file.relative_to(path.parent)}")
-        return f"s3://{BUCKET}/data/{path.name}"
-
     kind, file, function = table["judge"].split(":")
-    judge = f"{kind}:{stored(Path(file))}:{function}"
-    return table | {name: stored(Path(table[name])) for name in INPUTS} | {"judge": judge}
+    judge = f"{kind}:{cloud.upload(Path(file))}:{function}"
+    stored = {name: cloud.upload(Path(table[name])) for name in INPUTS}
+    return table | stored | {"judge": judge}
 
 
 @pytest.fixture(scope="module")
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlowInCloud]:
     folder = tmp_path_factory.mktemp("mlflow")
-    variables: dict[str, str] = {}
-    with (
-        pytest.MonkeyPatch.context() as environment,
-        state_machines(variables) as machines,
-        mlflow_server(folder, f"s3://{BUCKET}/mlflow", machines.variables) as server,
-    ):
-        # The client of MLflow in this process reads the artifacts.
-        for name, value in machines.variables.items():
-            if name.startswith(("AWS_", "MLFLOW_")):
-                environment.setenv(name, value)
-        machines.jobs.variables |= {
-            "MLFLOW_TRACKING_URI": server.url,
-            "MLFLOW_S3_ENDPOINT_URL": machines.variables["MLFLOW_S3_ENDPOINT_URL"],
-        }
+    with cloud_of(folder) as made:
         ppo = {"total_episodes": 8 * UPDATES, "batch_size": 8, "response_length": 6}
-        table = upload(machines, tiny_table(folder))
+        table = upload(made, tiny_table(folder))
         table |= {"output_dir": "outputs", "accept_reward_model": True}
         table["ppo"] = ppo | {"save_steps": 5}
         (folder / "settings.toml").write_text(as_toml(table))
-        machine = machines.create(FLOW, "--config", "settings", folder / "settings.toml")
-        yield Cloud(machines, server, machine)
+        machine = made.machines.create(FLOW, "--config", "settings", folder / "settings.toml")
+        yield FlowInCloud(made.machines, made.server, machine)
 
 
 @pytest.fixture(scope="module")
-def first(cloud: Cloud) -> Execution:
+def first(cloud: FlowInCloud) -> Execution:
     return cloud.start()
 
 
@@ -131,13 +101,13 @@ def log_of(execution: Execution, step: str) -> str:
     return "".join(job.log for job in execution.jobs if job.step == step)
 
 
-def curve(cloud: Cloud, execution: Execution) -> list[int]:
+def curve(cloud: FlowInCloud, execution: Execution) -> list[int]:
     """The updates of PPO that MLflow has."""
     run = cloud.runs(execution)["train_policy"].info.run_id
     return [metric.step for metric in cloud.mlflow.get_metric_history(run, "objective/kl")]
 
 
-def test_every_step_runs_once_and_the_version_is_registered(cloud: Cloud, first: Execution):
+def test_every_step_runs_once_and_the_version_is_registered(cloud: FlowInCloud, first: Execution):
     assert [job.step for job in first.jobs] == STEPS
     # No job made the folder of another one again.
     assert not [job.step for job in first.jobs if job.revisited]
@@ -147,7 +117,7 @@ def test_every_step_runs_once_and_the_version_is_registered(cloud: Cloud, first:
     assert version.tags["git_changes"] in ("yes", "no")
 
 
-def test_mlflow_has_all_curves_and_reports(cloud: Cloud, first: Execution):
+def test_mlflow_has_all_curves_and_reports(cloud: FlowInCloud, first: Execution):
     runs = cloud.runs(first)
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
     assert curve(cloud, first) == [*range(1, UPDATES + 1)]
@@ -155,7 +125,7 @@ def test_mlflow_has_all_curves_and_reports(cloud: Cloud, first: Execution):
     assert {"settings.toml", "packages.txt", "summary.json"} <= artifacts
 
 
-def test_the_store_has_models_inputs_and_records(cloud: Cloud, first: Execution):
+def test_the_store_has_models_inputs_and_records(cloud: FlowInCloud, first: Execution):
     keys = cloud.objects("metaflow/rlhf/")
     run = f"metaflow/rlhf/runs/sfn-{first.name}/"
     for part in (
@@ -168,7 +138,7 @@ def test_the_store_has_models_inputs_and_records(cloud: Cloud, first: Execution)
         assert any(key.startswith(run) and key.endswith(f"/{name}") for key in keys), name
 
 
-def test_no_result_of_a_step_names_a_path(cloud: Cloud, first: Execution):
+def test_no_result_of_a_step_names_a_path(cloud: FlowInCloud, first: Execution):
     """No artifact names a file of a job; but for the flow's own file, which Metaflow records."""
     s3 = cloud.machines.client("s3")
     folders = {f"{job.folder}/work/metaflow/outputs" for job in first.jobs}
@@ -181,7 +151,7 @@ def test_no_result_of_a_step_names_a_path(cloud: Cloud, first: Execution):
             assert place < 0, content[max(place - 200, 0) : place + 100]
 
 
-def test_a_second_run_reuses_what_was_trained(cloud: Cloud, first: Execution):
+def test_a_second_run_reuses_what_was_trained(cloud: FlowInCloud, first: Execution):
     second = cloud.start()
     for step, name in (("load_policy", "sft"), ("load_reward_model", "reward-model")):
         assert f"{name}: made s3://" in log_of(first, step)
@@ -191,7 +161,7 @@ def test_a_second_run_reuses_what_was_trained(cloud: Cloud, first: Execution):
     assert curve(cloud, second) == [*range(1, UPDATES + 1)]
 
 
-def after_first_copy(cloud: Cloud, act: Callable[[Any], None]) -> threading.Thread:
+def after_first_copy(cloud: FlowInCloud, act: Callable[[Any], None]) -> threading.Thread:
     """Call `act` with the process of the job that has copied the first checkpoint of PPO."""
 
     def watch() -> None:
@@ -210,7 +180,7 @@ def after_first_copy(cloud: Cloud, act: Callable[[Any], None]) -> threading.Thre
 
 
 @pytest.mark.parametrize("kind", ["killed", "spot"])
-def test_a_lost_machine_is_replaced(cloud: Cloud, first: Execution, kind: str):
+def test_a_lost_machine_is_replaced(cloud: FlowInCloud, first: Execution, kind: str):
     """Its folder is gone; the next machine continues from the copy and ends with equal weights."""
 
     def kill(process: Any) -> None:
@@ -238,7 +208,7 @@ def test_a_lost_machine_is_replaced(cloud: Cloud, first: Execution, kind: str):
 
 # Two runs of the built-in task, beside what else the machine does.
 @pytest.mark.timeout(3600)
-def test_the_built_in_task_gives_the_figures_of_a_local_run(cloud: Cloud, tmp_path: Path):
+def test_the_built_in_task_gives_the_figures_of_a_local_run(cloud: FlowInCloud, tmp_path: Path):
     # With the environment of a job: that of this process has variables of the tests' libraries.
     local = subprocess.run(
         [sys.executable, FLOW, "run", "--registered-model", "local"],
