@@ -6,6 +6,7 @@ speed is measured before and after each, because other work on the machine chang
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -128,6 +129,7 @@ def _run(part: str, case: Case, folder: Path) -> dict[str, Any]:
             str(folder),
         ],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'flows'}"},
         capture_output=True,
         text=True,
     )
