@@ -11,7 +11,11 @@ from pipeline.launch.stall_watch import watched_step
 from pipeline.launch.usage import measured
 from pipeline.settings.settings import Settings
 from pipeline.storage.manifest import files_of
+from pipeline.tracking.run_record import PARENT
 from pipeline.tracking.tracker import SHORT_SECONDS, Tracker
+
+LAST_STEP = "end"
+"""Step of the flow that the parent run tracks."""
 
 LARGE = ("answers", "judge", "policy", "ppo", "reward-model", "sft")
 """Folders of a run with models and checkpoints, or with files of running processes."""
@@ -35,7 +39,8 @@ def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker
             remember_sent_metrics(tracker.journal, tracker.step.run)
         # Only a step that several machines share has it.
         parallel = current.get("parallel")
-        with tracker, measured(step, run, parallel.num_nodes if parallel else 1):
+        name = LAST_STEP if step == PARENT else step
+        with tracker, measured(name, run, parallel.num_nodes if parallel else 1):
             yield tracker
 
 
