@@ -59,8 +59,8 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
     """Measure and watch a step, and print an error of the project without a traceback.
 
     A step with `@retry` is retried only after errors that a second attempt can avoid. Schedulers
-    retry after every error, so only the last attempt there releases the lease, and each one says
-    what is wrong.
+    retry after every error: there, each attempt prints the error, and the last one releases the
+    lease.
     """
     # Before a join merges the artifacts of its inputs, it has none of its own.
     earlier = flow if inputs is None else next(iter(inputs))

@@ -32,7 +32,7 @@ class KeptLease:
         run: str,
         ends_run: Callable[[BaseException | None], bool],
     ) -> None:
-        """Take what is needed later.
+        """Store the arguments; entering the context renews the lease.
 
         Args:
             owner: owner of the lease; empty for a run that needs none.
