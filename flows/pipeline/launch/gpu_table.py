@@ -41,6 +41,12 @@ class Gpu:
     bandwidth: float | None = None
     """Bytes per second of its memory."""
 
+    link: float | None = None
+    """Bytes per second that it receives from the other GPUs of its machine."""
+
+    network: float | None = None
+    """Bytes per second between its machine and others."""
+
     price: float | None = None
     """US dollars per hour."""
 
@@ -146,5 +152,7 @@ def _gpu(name: str, facts: Mapping[str, Any]) -> Gpu:
         bf16=scaled("bf16_tflops", 1e12),
         fp32=scaled("fp32_tflops", 1e12),
         bandwidth=scaled("gb_per_second", GB),
+        link=scaled("link_gb_per_second", GB),
+        network=scaled("network_gb_per_second", GB),
         price=facts.get("price_per_hour"),
     )

@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 from ppo_core.config.checks import is_finite
 from ppo_core.errors import ConfigError
 
-GPU_FACTS = ("memory_gib", "bf16_tflops", "fp32_tflops", "gb_per_second", "price_per_hour")
+GPU_FACTS = (
+    "memory_gib",
+    "bf16_tflops",
+    "fp32_tflops",
+    "gb_per_second",
+    "link_gb_per_second",
+    "network_gb_per_second",
+    "price_per_hour",
+)
 """Numbers of a GPU that `gpus` may have; flows/gpus.toml says what they are."""
 
 

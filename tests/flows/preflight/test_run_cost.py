@@ -9,7 +9,13 @@ from pipeline.launch.gpu_table import read_gpus
 from pipeline.preflight.sizes.measured_speed import Line, MeasuredSpeed
 from pipeline.preflight.sizes.memory_table import choices, recommended
 from pipeline.preflight.sizes.run_size import describe_run, measure_run
-from pipeline.preflight.sizes.run_time import PEAK_SHARE, Backward, TableSpeed, ppo_seconds
+from pipeline.preflight.sizes.run_time import (
+    LINK_SHARE,
+    PEAK_SHARE,
+    Backward,
+    TableSpeed,
+    ppo_seconds,
+)
 from pipeline.preflight.sizes.training_sizes import Processes, ppo_size
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.settings import make_settings
@@ -70,7 +76,7 @@ def test_what_is_set_is_one_of_the_choices():
 def test_the_time_of_ppo_on_a_gpu_by_hand():
     ppo = trainings(LLAMA["8B"][0])[2].size
     schedule = Schedule(batch_size=64, num_updates=10, steps_per_update=4)
-    speed = TableSpeed(gpu=H100, autocast=True)
+    speed = TableSpeed(gpu=H100, autocast=True, processes=8, machines=1)
     ppo = replace(ppo, recomputes=False)
 
     def seconds_of(size, speed=speed, samples_here=True) -> float:
@@ -88,20 +94,26 @@ def test_the_time_of_ppo_on_a_gpu_by_hand():
     policy = 2 * (layers * 8192 + head * 4096) / operations
     reward = 2 * layers * 8192 / operations
     adam = 4 * 4 * 7 * (8_030_261_248 + 4_096) / 8 / bandwidth
-    expected = 10 * (read + drawn + policy + reward + 2 * 3 * policy + adam)
+    # In each of 4 steps 2 passes of 2 responses, which gather all weights, those of the layers once
+    # more, and sum all gradients. Gathered at once are policy, reward model, reference and policy.
+    all_weights, scorer = 8_030_261_248, layers + 1_050_677_248 - head + 4_096
+    sent = 4 * 2 * (2 * all_weights + layers) + 3 * all_weights + scorer
+    exchange = 4 * sent * 7 / 8 / (LINK_SHARE * 450e9)
+    expected = 10 * (read + drawn + policy + reward + 2 * 3 * policy + adam + exchange)
     assert seconds == pytest.approx(expected)
     # Recomputed are the layers only, as many operations as the reward model's.
     recomputed = seconds_of(replace(ppo, recomputes=True))
     assert recomputed == pytest.approx(expected + 10 * 2 * reward)
     # A frozen base has no gradients of weights. The adapter has 1,000 parameters.
     adapted = replace(ppo, adapter=1_000)
-    fewer = 10 * (2 * policy + adam * (1 - (1_000 + 4_096) / (8_030_261_248 + 4_096)))
+    unsent = 4 * 4 * 2 * (all_weights - 1_000) * 7 / 8 / (LINK_SHARE * 450e9)
+    fewer = 10 * (2 * policy + adam * (1 - (1_000 + 4_096) / (all_weights + 4_096)) + unsent)
     assert seconds_of(adapted) == pytest.approx(expected - fewer)
     # A server samples, and the policy reads the sequences.
     elsewhere = seconds_of(ppo, samples_here=False)
     assert elsewhere == pytest.approx(expected + 10 * (policy - read - drawn))
-    faster = replace(H100, bf16=2 * 989e12, bandwidth=2 * 3350e9)
-    assert seconds_of(ppo, TableSpeed(gpu=faster, autocast=True)) < 0.6 * seconds
+    faster = replace(H100, bf16=2 * 989e12, bandwidth=2 * 3350e9, link=2 * 450e9)
+    assert seconds_of(ppo, replace(speed, gpu=faster)) < 0.6 * seconds
 
 
 def test_the_measured_speed_counts_frozen_weights_and_recomputed_layers_by_hand():
@@ -111,6 +123,8 @@ def test_the_measured_speed_counts_frozen_weights_and_recomputed_layers_by_hand(
         scoring=Line(outside=1.0, layer=2.0),
         updating=Line(outside=3.0, layer=6.0),
         drawing=Line(outside=0.0, layer=0.0),
+        gathered=Line(outside=0.0, layer=0.0),
+        reduced=Line(outside=0.0, layer=0.0),
         answered=0.5,
         adam=0.0,
     )

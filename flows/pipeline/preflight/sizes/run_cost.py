@@ -102,9 +102,11 @@ def _recommendations(trainings: Sequence[Training], usable: int, *, on_gpus: boo
 
 def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None) -> str:
     """Return the time of the trainings as they are set, and their price if it is known."""
-    if gpu and settings.hardware.gpu and (missing := missing_speeds(gpu)):
+    size = works[-1].training.size
+    missing = missing_speeds(gpu, size.processes, size.machines) if gpu else []
+    if gpu and settings.hardware.gpu and missing:
         return f"time: not computed, because [hardware.gpus.{gpu.name}] lacks {', '.join(missing)}."
-    speed_of = _speeds_of(gpu) if gpu and not missing_speeds(gpu) else _speeds_here(works, settings)
+    speed_of = _speeds_of(gpu) if gpu and not missing else _speeds_here(works, settings)
     if speed_of is None:
         return (
             "time: not computed. The policy is too large to be measured on this machine, so name a "
@@ -115,41 +117,52 @@ def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None) 
         seconds = work.seconds(work.training.size, speed_of(work.training.size))
         parts.append(f"{work.training.name} {describe_seconds(seconds)}")
         total += seconds
-    number = works[-1].training.size.processes
     text = f"time: roughly {', '.join(parts)} if every response has its full length"
     if settings.ppo.use_vllm:
         text += ", without sampling, which the vLLM server does"
+    if missing or gpu is None:
+        text += ", without what machines send each other" if size.machines > 1 else ""
     if gpu is None:
         return f"{text}, on this machine"
-    text += f", on {number} x {gpu.name}"
+    text += f", on {size.processes} x {gpu.name}"
     if gpu.price is None:
         return f"{text}; no price, because [hardware.gpus.{gpu.name}] has none"
-    price = total / 3600 * number * gpu.price
+    price = total / 3600 * size.processes * gpu.price
     return f"{text}; price: about {price:,.2f} US dollars at {gpu.price:g} per GPU and hour"
 
 
 def _speeds_of(gpu: Gpu) -> SpeedOf:
-    return lambda size: TableSpeed(gpu=gpu, autocast=size.autocast)
+    return lambda size: TableSpeed(
+        gpu=gpu, autocast=size.autocast, processes=size.processes, machines=size.machines
+    )
 
 
 def _speeds_here(works: Sequence[Work], settings: Settings) -> SpeedOf | None:
-    """Return the speed of this machine, measured with the batches of PPO, in each precision."""
+    """Return the speed of this machine, measured with the batches of PPO.
+
+    It is measured for each precision and sharding of the trainings.
+    """
     ppo = works[-1].training.size
     assert isinstance(ppo, PPOSize)
     measured = {}
-    for autocast in {work.training.size.autocast for work in works}:
-        speed = measure_speed(settings.policy, replace(ppo, autocast=autocast))
+    for size in {_way(work.training.size): work.training.size for work in works}.values():
+        changed = replace(ppo, autocast=size.autocast, sharding=size.sharding)
+        speed = measure_speed(settings.policy, changed)
         if speed is None:
             return None
-        measured[autocast] = speed
-    return lambda size: measured[size.autocast]
+        measured[_way(size)] = speed
+    return lambda size: measured[_way(size)]
+
+
+def _way(size: TrainingSize) -> tuple[bool, str]:
+    return size.autocast, size.sharding
 
 
 def _cheapest(works: Sequence[Work], settings: Settings) -> str:
     """Return the GPUs of the table on which the trainings fit, and cost least."""
     offers = []
     table = read_gpus(settings.hardware).values()
-    gpus = [gpu for gpu in table if gpu.price and not missing_speeds(gpu)]
+    gpus = [gpu for gpu in table if gpu.price and not missing_speeds(gpu, processes=2, machines=1)]
     for number in NUMBERS_OF_GPUS:
         try:
             on_these = [_on_gpus(work, number) for work in works]

@@ -20,6 +20,7 @@ from pipeline.preflight.sizes.training_sizes import (
     sft_size,
 )
 from pipeline.settings.settings import Settings
+from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.prompts import encode_prompts
 from ppo_core.data.rows.reader import Rows
 from ppo_core.models.loading import count_parameters
@@ -187,22 +188,21 @@ def _sft_work(settings: Settings, rows: SupervisedRows, processes: Processes) ->
     def size_on(some: Processes) -> TrainingSize | None:
         return sft_size(settings, longest=rows.longest, processes=some)
 
-    return _supervised_work("SFT", "sft", settings.sft.lora.r, rows, size_on, settings, processes)
+    return _supervised_work("SFT", "sft", settings.sft, rows, size_on, settings, processes)
 
 
 def _reward_work(settings: Settings, rows: SupervisedRows, processes: Processes) -> Work | None:
     def size_on(some: Processes) -> TrainingSize | None:
         return reward_size(settings, longest=rows.longest, processes=some)
 
-    rank = settings.reward_model_training.lora.r
-    name = "reward_model_training"
-    return _supervised_work("reward model", name, rank, rows, size_on, settings, processes)
+    name, config = "reward_model_training", settings.reward_model_training
+    return _supervised_work("reward model", name, config, rows, size_on, settings, processes)
 
 
 def _supervised_work(
     name: str,
     section: str,
-    rank: int,
+    config: SupervisedSection,
     rows: SupervisedRows,
     size_on: Callable[[Processes], TrainingSize | None],
     settings: Settings,
@@ -214,10 +214,16 @@ def _supervised_work(
 
     def seconds(size: TrainingSize, speed: Speed) -> float:
         assert isinstance(size, SupervisedSize)
-        tokens, steps = rows.tokens * rows.epochs, rows.optimizer_steps
-        return supervised_seconds(size, speed, tokens=tokens, optimizer_steps=steps)
+        own = ceil(config.rows_per_step / size.processes)
+        return supervised_seconds(
+            size,
+            speed,
+            tokens=rows.tokens * rows.epochs,
+            optimizer_steps=rows.optimizer_steps,
+            passes=ceil(own / config.batch_size),
+        )
 
-    adapter = size.adapter or adapter_parameters(settings, rank or RANK)
+    adapter = size.adapter or adapter_parameters(settings, config.lora.r or RANK)
     training = Training(name=name, section=section, size=size, adapter=adapter)
     return Work(training=training, size_on=size_on, seconds=seconds)
 

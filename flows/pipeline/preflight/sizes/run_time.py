@@ -9,6 +9,12 @@ from math import ceil
 from typing import Protocol
 
 from pipeline.launch.gpu_table import Gpu
+from pipeline.preflight.sizes.exchange_time import (
+    ExchangeSpeed,
+    Parameters,
+    ppo_exchange_seconds,
+    supervised_exchange_seconds,
+)
 from ppo_core.ppo.schedule import Schedule
 from ppo_core.training.memory.ppo_memory import PPOSize
 from ppo_core.training.memory.sizes import BF16, FP32, ModelSize
@@ -17,6 +23,9 @@ from ppo_core.training.memory.supervised_memory import SupervisedSize
 PEAK_SHARE = 0.4
 """Fraction of a GPU's peaks, in operations and in bytes per second, that passes reach. An
 assumption: 0.3 to 0.5 are reported for training of large language models (arXiv:2204.02311)."""
+
+LINK_SHARE = 0.7
+"""Fraction of the bandwidth between processes that collectives reach. An assumption."""
 
 LAUNCHES = 150e-6
 """Seconds in which a layer's kernels are launched, a lower limit of a pass through it: about 30
@@ -41,8 +50,8 @@ class Backward:
     """Whether the weights have no gradients, under an adapter."""
 
 
-class Speed(Protocol):
-    """Seconds of the parts of a training on one device."""
+class Speed(ExchangeSpeed, Protocol):
+    """Seconds of the parts of a training on one device of several."""
 
     def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
         """Return seconds of passes without gradients, with logits for some of the tokens."""
@@ -66,6 +75,11 @@ class TableSpeed:
     gpu: Gpu
     autocast: bool
     """Whether passes compute in bfloat16."""
+
+    processes: int
+    """Number of processes on all machines, each with such a GPU."""
+
+    machines: int
 
     def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
         """Return seconds of passes without gradients, with logits for some of the tokens."""
@@ -94,6 +108,23 @@ class TableSpeed:
         assert self.gpu.bandwidth is not None
         return FP32 * OPTIMIZER_NUMBERS * parameters / (PEAK_SHARE * self.gpu.bandwidth)
 
+    def gathering(self, parameters: Parameters) -> float:
+        """Return seconds in which every process gets all of some sharded weights.
+
+        In a ring, each process receives the shards of all others, and sends as much; if there are
+        several machines, all of it passes the network.
+        """
+        if self.processes == 1:
+            return 0.0
+        rate = self.gpu.link if self.machines == 1 else self.gpu.network
+        assert rate is not None
+        received = FP32 * (parameters.layers + parameters.outside)
+        return received * (1 - 1 / self.processes) / (LINK_SHARE * rate)
+
+    def reducing(self, parameters: Parameters) -> float:
+        """Return seconds in which gradients are summed over the processes, each its share."""
+        return self.gathering(parameters)
+
     @property
     def _operations(self) -> float:
         peak = self.gpu.bf16 if self.autocast else self.gpu.fp32
@@ -101,9 +132,12 @@ class TableSpeed:
         return PEAK_SHARE * peak
 
 
-def missing_speeds(gpu: Gpu) -> list[str]:
+def missing_speeds(gpu: Gpu, processes: int, machines: int) -> list[str]:
     """Return the numbers that a GPU lacks, of those from which its time is computed."""
     numbers = {"bf16_tflops": gpu.bf16, "fp32_tflops": gpu.fp32, "gb_per_second": gpu.bandwidth}
+    if processes > 1:
+        between = {"link": gpu.link} if machines == 1 else {"network": gpu.network}
+        numbers |= {f"{name}_gb_per_second": rate for name, rate in between.items()}
     return [name for name, number in numbers.items() if number is None]
 
 
@@ -120,8 +154,7 @@ def ppo_seconds(
 
     Reference, critic and reward model each read every sequence once, the policy samples it, and
     each PPO epoch trains policy and critic on it. If a server samples, its time is left out, and
-    the policy reads every sequence once. Loading models, saving checkpoints and sending gradients
-    are left out.
+    the policy reads every sequence once. Loading models and saving checkpoints are left out.
     """
     policy, critic = size.policy, size.critic
     rows = schedule.batch_size / size.processes
@@ -140,18 +173,29 @@ def ppo_seconds(
         training += speed.training(critic, tokens, 0, replace(backward, is_frozen=False))
     shards = 1 if size.sharding in ("none", "ddp") else size.processes
     steps = schedule.steps_per_update * speed.optimizer(size.trained / shards)
-    return schedule.num_updates * (sampling + scoring + epochs * training + steps)
+    exchange = ppo_exchange_seconds(
+        size,
+        speed,
+        batch_rows=rows,
+        step_rows=rows * epochs / schedule.steps_per_update,
+        steps=schedule.steps_per_update,
+    )
+    return schedule.num_updates * (sampling + scoring + epochs * training + steps + exchange)
 
 
 def supervised_seconds(
-    size: SupervisedSize, speed: Speed, *, tokens: int, optimizer_steps: int
+    size: SupervisedSize, speed: Speed, *, tokens: int, optimizer_steps: int, passes: int
 ) -> float:
-    """Return the seconds of a supervised training on so many tokens, over all epochs."""
+    """Return the seconds of a supervised training on so many tokens, over all epochs.
+
+    `passes` is the number of passes of a process in an optimizer step.
+    """
     own = tokens / size.processes
     shards = 1 if size.sharding in ("none", "ddp") else size.processes
     backward = Backward(recomputes=size.recomputes, is_frozen=bool(size.adapter))
-    passes = speed.training(size.model, own, own if size.writes else 0, backward)
-    return passes + optimizer_steps * speed.optimizer(size.trained / shards)
+    training = speed.training(size.model, own, own if size.writes else 0, backward)
+    exchange = supervised_exchange_seconds(size, speed, passes=passes, steps=optimizer_steps)
+    return training + exchange + optimizer_steps * speed.optimizer(size.trained / shards)
 
 
 def describe_seconds(seconds: float) -> str:

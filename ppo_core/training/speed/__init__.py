@@ -1,0 +1,1 @@
+"""Measure how fast the processes of a training are on this machine."""

@@ -1,0 +1,43 @@
+"""The entry point of `python -m ppo_core.training.speed JOB.json`, which torchrun starts too."""
+
+import sys
+from pathlib import Path
+
+from ppo_core.distributed.process import (
+    end_with_parent,
+    is_main_process,
+    large_imports,
+    reported_errors,
+    write_stacks_on_request,
+)
+from ppo_core.distributed.strategy import SHARD_WEIGHTS
+from ppo_core.errors import PPOError
+from ppo_core.errors.redacted_output import install_redaction
+from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
+from ppo_core.training.speed.job import read_speed_job, write_speed
+
+
+def main(file: Path) -> int:
+    """Measure, and write the result beside the job; return the exit code."""
+    job = read_speed_job(file)
+    try:
+        with reported_errors():
+            with large_imports():
+                from ppo_core.training.speed.measure import measure
+
+            if job.use_cpu:
+                prepare_cpu_process(shards_weights=job.sharding in SHARD_WEIGHTS)
+            found = measure(job)
+            if is_main_process():
+                write_speed(found, file)
+    except PPOError as error:
+        print(f"ppo_core.training.speed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    install_redaction()
+    end_with_parent()
+    write_stacks_on_request()
+    sys.exit(main(Path(sys.argv[1])))

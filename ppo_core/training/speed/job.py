@@ -1,0 +1,96 @@
+"""What to measure, and what was found; both are files in one folder."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ppo_core.data.atomic_files import write_atomically
+from ppo_core.distributed.strategy import Sharding
+
+_JOB, _RESULT = "settings.json", "result.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedJob:
+    """A model's shape and a training's batches, of which passes are timed."""
+
+    policy: str
+    """Folder or hub id of the policy, whose configuration is read and whose weights are not."""
+
+    depths: Sequence[int]
+    """Numbers of layers of the models that are timed."""
+
+    sharding: Sharding
+    autocast: bool
+    """Whether passes compute in bfloat16 (`bf16`)."""
+
+    use_cpu: bool
+    prompt_tokens: int
+    """Tokens of each prompt."""
+
+    response_tokens: int
+    """Tokens of each response."""
+
+    sampled_rows: int
+    """Responses that a process samples at a time."""
+
+    trained_rows: int
+    """Responses in a forward and backward pass of a process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSeconds:
+    """Seconds in the slowest process of a training, of a model with so many layers."""
+
+    layers: int
+    scoring: float
+    """Per token of prompt and response, of a pass without gradients."""
+
+    updating: float
+    """Per token of prompt and response, of a pass forward and backward in one process alone."""
+
+    drawing: float
+    """Of a token for each response of a batch."""
+
+    gathering: float
+    """In which all sharded weights are gathered once."""
+
+    exchange: float
+    """By which a pass forward and backward is longer because the processes exchange weights and
+    gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundSpeed:
+    """What the processes of a `SpeedJob` have found."""
+
+    passes: Sequence[PassSeconds]
+    """One for each depth."""
+
+    adam: float
+    """Seconds of an optimizer step per parameter."""
+
+
+def write_speed_job(job: SpeedJob, folder: Path) -> Path:
+    """Write a job into a folder, and return its file."""
+    file = folder / _JOB
+    write_atomically(file, json.dumps(asdict(job), indent=2))
+    return file
+
+
+def read_speed_job(file: Path) -> SpeedJob:
+    """Return the job of a file that `write_speed_job` has written."""
+    return SpeedJob(**json.loads(file.read_text(encoding="utf-8")))
+
+
+def write_speed(found: FoundSpeed, file: Path) -> None:
+    """Write the result beside the file of its job."""
+    write_atomically(file.parent / _RESULT, json.dumps(asdict(found), indent=2))
+
+
+def read_speed(folder: Path) -> FoundSpeed:
+    """Return the result of a job that has ended."""
+    found = json.loads((folder / _RESULT).read_text(encoding="utf-8"))
+    passes = [PassSeconds(**each) for each in found["passes"]]
+    return FoundSpeed(passes=passes, adam=found["adam"])

@@ -1,0 +1,174 @@
+"""The time in which processes exchange weights and gradients, by hand and measured."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from pipeline.launch.gpu_table import read_gpus
+from pipeline.preflight.sizes.exchange_time import (
+    Parameters,
+    ppo_exchange_seconds,
+    supervised_exchange_seconds,
+)
+from pipeline.preflight.sizes.measured_speed import Line, MeasuredSpeed, measure_speed
+from pipeline.preflight.sizes.run_time import LINK_SHARE, TableSpeed
+from pipeline.settings.hardware_config import HardwareConfig
+from ppo_core.training.memory.model_size import model_size
+from ppo_core.training.memory.ppo_memory import PPOSize
+from ppo_core.training.memory.sizes import ModelSize
+from ppo_core.training.memory.supervised_memory import SupervisedSize
+from ppo_core.training.speed.job import FoundSpeed, PassSeconds
+from tests.helpers.tiny import make_policy, make_tokenizer
+
+POLICY = ModelSize(
+    parameters=100 + 20,
+    outside_layers=20,
+    layers=10,
+    width=1,
+    mlp_width=1,
+    is_gated=True,
+    heads=1,
+    key_width=1,
+    vocabulary=1,
+)
+CRITIC = replace(POLICY, parameters=60 + 7, outside_layers=7)
+REWARD = replace(POLICY, parameters=300 + 50, outside_layers=50)
+
+SIZE = PPOSize(
+    policy=POLICY,
+    critic=CRITIC,
+    reward=REWARD,
+    processes=2,
+    prompt_tokens=6,
+    response_tokens=4,
+    sampled_rows=8,
+    trained_rows=3,
+    trained_tokens=3 * 10,
+)
+
+
+@dataclass(frozen=True)
+class ByParameter:
+    """Seconds that are numbers of parameters: of gathering in thousands, to tell them apart."""
+
+    def gathering(self, parameters: Parameters) -> float:
+        return 1_000 * (parameters.layers + parameters.outside)
+
+    def reducing(self, parameters: Parameters) -> float:
+        return parameters.layers + parameters.outside
+
+
+def seconds(size: PPOSize) -> float:
+    # 5 responses in a step, 3 in a pass: 2 passes.
+    return ppo_exchange_seconds(size, ByParameter(), batch_rows=20, step_rows=5, steps=4)
+
+
+LEARNING = 120 + 67
+
+
+@pytest.mark.parametrize(
+    ("sharding", "expected"),
+    [
+        ("ddp", 4 * (LEARNING + 1_000 * LEARNING)),
+        ("zero1", 4 * (LEARNING + 1_000 * LEARNING)),
+        ("zero2", 4 * (2 * LEARNING + 1_000 * LEARNING)),
+        # In each pass all weights, and those of the layers once more; to sample and for the values
+        # policy and critic, to score the reward model and a reference as large as the policy.
+        *(
+            (
+                kind,
+                4 * 2 * (LEARNING + 1_000 * (LEARNING + 160)) + 1_000 * (2 * LEARNING + 350 + 120),
+            )
+            for kind in ("zero3", "fsdp2")
+        ),
+    ],
+)
+def test_an_update_by_hand(sharding, expected):
+    assert seconds(replace(SIZE, sharding=sharding)) == expected
+
+
+def test_one_process_exchanges_nothing():
+    for sharding in ("none", "ddp"):
+        assert seconds(replace(SIZE, sharding=sharding, processes=1)) == 0
+
+
+def test_each_pass_gathers_the_layers_if_nothing_is_gathered_at_once():
+    at_once = seconds(replace(SIZE, sharding="fsdp2"))
+    one_by_one = seconds(replace(SIZE, sharding="fsdp2", gathers=False))
+    # 3 batches of 8 responses: 12 passes of the policy sample, 3 each give rewards, reference and
+    # values.
+    layers = 12 * 100 + 3 * 300 + 3 * 100 + 3 * 60
+    outside = 27 + 50 + 20 + 27
+    assert one_by_one - at_once == 1_000 * (layers + outside - (2 * LEARNING + 350 + 120))
+
+
+def test_of_an_adapter_only_its_gradients_are_sent_and_the_reference_is_its_base():
+    shared = replace(SIZE, critic=None, adapter=9)
+    assert seconds(replace(shared, sharding="ddp")) == 4 * 1_001 * 9
+    expected = 4 * 2 * (9 + 1_000 * 220) + 1_000 * (3 * 120 + 350)
+    assert seconds(replace(shared, sharding="fsdp2")) == expected
+    # A base in bfloat16 is half as many bytes.
+    half = 4 * 2 * (9 + 1_000 * 110) + 1_000 * (3 * 60 + 350)
+    assert seconds(replace(shared, sharding="fsdp2", base_bytes=2)) == half
+
+
+def test_a_supervised_training_by_hand():
+    size = SupervisedSize(model=POLICY, writes=True, processes=2, sharding="zero2", tokens=1)
+
+    def of(size: SupervisedSize) -> float:
+        return supervised_exchange_seconds(size, ByParameter(), passes=3, steps=5)
+
+    assert of(size) == 5 * (3 * 120 + 1_000 * 120)
+    assert of(replace(size, sharding="fsdp2")) == 5 * 3 * (120 + 1_000 * 220)
+    assert of(replace(size, adapter=9)) == 5 * (3 * 9 + 1_000 * 9)
+
+
+def test_gpus_send_over_their_links_and_machines_over_the_network():
+    h100 = read_gpus(HardwareConfig())["h100-80gb"]
+    eight = TableSpeed(gpu=h100, autocast=True, processes=8, machines=1)
+    sixteen = replace(eight, processes=16, machines=2)
+    parameters = Parameters(3e9, 1e9)
+    # 7 of 8 parts of 16 GB at 450 GB/s, and 15 of 16 at 400.
+    assert eight.gathering(parameters) == pytest.approx(14 / (LINK_SHARE * 450))
+    assert sixteen.reducing(parameters) == pytest.approx(15 / (LINK_SHARE * 400))
+    assert replace(eight, processes=1).gathering(parameters) == 0
+
+
+def test_what_is_measured_of_few_layers_counts_for_all():
+    def passes(layers: int, gathering: float, exchange: float) -> PassSeconds:
+        return PassSeconds(
+            layers=layers,
+            scoring=0.0,
+            updating=0.0,
+            drawing=0.0,
+            gathering=gathering,
+            exchange=exchange,
+        )
+
+    # Gathering takes 2 s and 3 s for each layer. A pass gathers the layers twice, and reduces
+    # gradients in 5 s and 7 s for each layer.
+    found = FoundSpeed(passes=[passes(1, 5, 7 + 13), passes(3, 11, 7 + 39)], adam=0.0)
+    speed = MeasuredSpeed.of(found, replace(SIZE, sharding="fsdp2"))
+    assert (speed.gathered, speed.reduced) == (Line(outside=2, layer=3), Line(outside=5, layer=7))
+    # The reward model has 30 layers like those of the policy, and 2.5 times as much outside.
+    assert speed.gathering(Parameters.of(REWARD)) == pytest.approx(2.5 * 2 + 30 * 3)
+    # Without sharded weights, a pass only reduces.
+    speed = MeasuredSpeed.of(found, replace(SIZE, sharding="ddp"))
+    assert speed.reduced == Line(outside=7, layer=13)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_two_processes_measure_what_they_exchange(sharding, tmp_path):
+    model = make_policy()
+    model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    size = replace(SIZE, policy=model_size(model), sharding=sharding, on_cpu=True)
+    speed = measure_speed(str(tmp_path), size)
+    assert speed is not None
+    whole = Parameters.of(size.policy)
+    assert speed.reducing(whole) > 0
+    assert (speed.gathering(whole) > 0) == (sharding == "fsdp2")
+    # The longest of these passes is of some milliseconds.
+    for line in (speed.scoring, speed.updating, speed.drawing):
+        assert 0 < line.outside + line.layer < 1
+    assert 0 < speed.adam < 1e-6
