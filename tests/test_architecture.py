@@ -23,7 +23,7 @@ PIPELINE_LINE = (
 ).split()
 """The same for flows/pipeline."""
 
-DEPLOYED = {"deployment", "flow_parts", "retraining"}
+DEPLOYED = {"deployment", "flow_parts", "retraining", "watched_step"}
 """Packages and modules of flows that may import the pipeline, which knows none of them."""
 
 MOST_ENTRIES = 14

@@ -1,0 +1,84 @@
+"""What every step of the flow RLHF does beside its work: time, lease, errors, alarms."""
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from metaflow import current, user_step_decorator
+from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY
+
+from flow_parts import RunStoppedError
+from pipeline import stages
+from pipeline.settings.environment import runs_remotely
+from ppo_core.data.atomic_files import explained_full_disk
+from ppo_core.errors import PPOError, ProcessError, RunInterruptedError, StorageError
+from retraining import alarms, lease_of_run
+
+RECORDS = 10
+"""Format version of the records passed between steps; increased when older records are
+unreadable."""
+
+
+@user_step_decorator
+def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None) -> Iterator[None]:
+    """Measure and watch a step, and print an error of the project without a traceback.
+
+    A step with `@retry` is retried only after errors that a second attempt can avoid. Schedulers
+    retry after every error: there, each attempt prints the error, and the last one releases the
+    lease.
+    """
+    # Before a join merges the artifacts of its inputs, it has none of its own.
+    earlier = flow if inputs is None else next(iter(inputs))
+    if step_name != "start" and getattr(earlier, "records", None) != RECORDS:
+        raise RunStoppedError(
+            "The resumed run was started by another version of this flow, so this version cannot "
+            "read its results. Start a new run; models that are already trained are reused."
+        )
+    started = time.perf_counter()
+    settings, run = (getattr(earlier, name, None) for name in ("settings", "tracked"))
+    attempts = most_attempts(getattr(flow, step_name))
+
+    def ends_run(error: BaseException | None) -> bool:
+        if error is None:
+            return step_name == "end"
+        return current.retry_count + 1 >= attempts or (is_permanent(error) and not runs_remotely())
+
+    lease = lease_of_run.KeptLease(
+        earlier.lease, lambda: getattr(flow, "settings", settings), run_id(), ends_run
+    )
+    try:
+        with explained_full_disk(), lease, stages.tracked.watched(step_name, settings, run):
+            yield
+    except PPOError as error:
+        if settings and run and ends_run(error):
+            told = alarms_of(earlier)
+            alarms.alarm_budget(told.topic, told.gpu_hours, settings, run)
+        if is_permanent(error) and attempts > 1:
+            print(f"{RunStoppedError.headline}:\n{error}", file=sys.stderr, flush=True)
+            sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
+        raise RunStoppedError(str(error)) from error
+    flow.seconds = {**getattr(flow, "seconds", {}), step_name: time.perf_counter() - started}
+
+
+def run_id() -> str:
+    """Return the id FLOW/NUMBER of this run."""
+    return f"{current.flow_name}/{current.run_id}"
+
+
+def alarms_of(flow: Any) -> Any:
+    """Return the alarms of the deployment; without a deployment there are none."""
+    from deployment.deployment_file import read_deployment
+
+    return read_deployment(flow.file_deployment or {}).alarms
+
+
+def is_permanent(error: BaseException) -> bool:
+    """Return whether a second attempt would meet the same error."""
+    passes = ProcessError | RunInterruptedError | StorageError
+    return isinstance(error, PPOError) and not isinstance(error, passes)
+
+
+def most_attempts(step: Any) -> int:
+    """Return how often Metaflow runs a step that fails, at most."""
+    return 1 + sum(int(one.attributes["times"]) for one in step.decorators if one.name == "retry")
