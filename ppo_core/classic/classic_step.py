@@ -120,13 +120,21 @@ class ClassicStep:
             device=self._engine.device,
         )
         policy, size, sampled = self._models.policy, self._config.mini_batch_size, self.sampled
+        equal_passes = self._engine.passes_meet()
         with self.full_policy():
             # Recompute log-probabilities, because generation rounds differently (TRL #2358).
-            rollout.logprobs.copy_(response_logprobs(policy, rollout, size))
+            rollout.logprobs.copy_(
+                response_logprobs(policy, rollout, size, equal_passes=equal_passes)
+            )
             if not sampled.is_restricted:
                 return rollout
             cut = truncated_logprobs(
-                policy, rollout, size, top_k=sampled.top_k, top_p=sampled.top_p
+                policy,
+                rollout,
+                size,
+                top_k=sampled.top_k,
+                top_p=sampled.top_p,
+                equal_passes=equal_passes,
             )
         return replace(rollout, behaviour_logprobs=cut)
 

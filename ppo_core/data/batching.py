@@ -61,3 +61,13 @@ def token_batches(
     while cuts[-1]:
         cuts.append(starts[cuts[-1]])
     return [order[start:end] for end, start in reversed(list(itertools.pairwise(cuts)))]
+
+
+def scoring_batches(lengths: Tensor, batch_size: int, *, equal_passes: bool) -> list[Tensor]:
+    """Return indices of sequences in batches of similar length, longest first.
+
+    These are `token_batches`, whose number depends on the lengths. With `equal_passes`, all
+    processes with the same number of sequences have the same number of batches.
+    """
+    split = length_sorted_batches if equal_passes else token_batches
+    return split(lengths, batch_size)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_core.data.batching import token_batches
+from ppo_core.data.batching import scoring_batches, token_batches
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.prompts import Prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
@@ -40,6 +40,8 @@ class ModelReward:
     tokenizer: PreTrainedTokenizerBase
     """The policy's tokenizer."""
     batch_size: int
+    equal_passes: bool = False
+    """Whether each pass waits for all processes, see `Engine.passes_meet`."""
 
     def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
         """Return scores (B,) of the sampled tokens, or of the texts of prompts and responses.
@@ -49,7 +51,9 @@ class ModelReward:
         """
         chat = any(is_messages(prompt) for prompt in prompts)
         if self._reads_tokens and not chat:
-            return score_tokens(self.reward_model, rollout, self.batch_size)
+            return score_tokens(
+                self.reward_model, rollout, self.batch_size, equal_passes=self.equal_passes
+            )
         readable = [
             prompt if is_messages(prompt) else prompt_text(self.tokenizer, prompt)
             for prompt in prompts
@@ -64,13 +68,15 @@ class ModelReward:
         return self.reward_model.reads_tokens_of(self.tokenizer)
 
 
-def score_tokens(reward_model: RewardModel, rollout: Rollout, batch_size: int) -> Tensor:
+def score_tokens(
+    reward_model: RewardModel, rollout: Rollout, batch_size: int, *, equal_passes: bool = False
+) -> Tensor:
     """Return scores (B,) of the sampled tokens; the reward model must have the policy's vocabulary.
 
     The stop token is removed. With `end_of_text`, the reward model's eos token is appended.
     """
     scores = torch.empty(len(rollout), device=rollout.logprobs.device)
-    for batch in token_batches(rollout.row_lengths, batch_size):
+    for batch in scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes):
         ids = rollout.token_rows(batch).ids
         lengths = rollout.row_lengths[batch] - rollout.has_stop[batch].long()
         if reward_model.end_of_text:
@@ -189,11 +195,13 @@ def make_rewards(
     *,
     batch_size: int,
     weights: Sequence[float] | None = None,
+    equal_passes: bool = False,
 ) -> RewardMix:
     """Make the rewards of a run from one reward, a list of rewards, or a dict of rewards by name.
 
     A reward is a `RewardModel`, a `...ForSequenceClassification` or another module that reads the
     policy's tokens (`ppo_core.models.script_modules`), or a function of prompts and responses.
+    `equal_passes` is needed if each pass waits for all processes, see `Engine.passes_meet`.
 
     Raises:
         ModelError: a reward is none of these.
@@ -215,7 +223,10 @@ def make_rewards(
     if not named:
         raise ConfigError("There is no reward, so nothing would be learned. Pass a reward.")
     return RewardMix(
-        {name: _make_source(name, one, tokenizer, batch_size) for name, one in named.items()},
+        {
+            name: _make_source(name, one, tokenizer, batch_size, equal_passes=equal_passes)
+            for name, one in named.items()
+        },
         weights,
     )
 
@@ -228,7 +239,12 @@ def _name_of(reward: Any) -> str:
 
 
 def _make_source(
-    name: str, reward: Any, tokenizer: PreTrainedTokenizerBase, batch_size: int
+    name: str,
+    reward: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    *,
+    equal_passes: bool,
 ) -> RewardSource:
     is_model = isinstance(reward, PreTrainedModel | AdapterClassifier) or is_peft(reward)
     if isinstance(reward, nn.Module) and not is_model:
@@ -245,7 +261,7 @@ def _make_source(
         has_end = tokenizer.eos_token_id is not None
         reward = RewardModel(reward, tokenizer, end_of_text=has_end)  # type: ignore[arg-type]
     if isinstance(reward, RewardModel):
-        return ModelReward(reward, tokenizer, batch_size)
+        return ModelReward(reward, tokenizer, batch_size, equal_passes)
     if callable(reward):
         return FunctionReward(name, reward, tokenizer)
     raise ModelError(

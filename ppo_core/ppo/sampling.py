@@ -132,7 +132,9 @@ class PolicySampler:
         rollout = self._vllm.sample(batch.tokens, batch.uniforms, self.settings, version)
         size = self.config.local_rollout_forward_batch_size
         with self.engine.autocast(), self.engine.gathered(self.module):
-            logprobs = response_logprobs(self.models.policy, rollout, size)
+            logprobs = response_logprobs(
+                self.models.policy, rollout, size, equal_passes=self.engine.passes_meet()
+            )
         return replace(rollout, logprobs=logprobs)
 
     @cached_property

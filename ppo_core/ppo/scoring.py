@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ppo_core.algorithm.logits import tempered
 from ppo_core.algorithm.top_k_top_p import truncated
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.data.batching import token_batches
+from ppo_core.data.batching import scoring_batches
 from ppo_core.data.prompts import Prompt
 from ppo_core.data.types import Rollout, Scores
 from ppo_core.distributed.engine import Engine
@@ -30,29 +30,38 @@ def score(
     The scores are neither scaled nor clipped. `module` is the prepared module with policy and
     critic. Sharded models are gathered only while they are used.
     """
-    size = config.local_rollout_forward_batch_size
+    size, equal_passes = config.local_rollout_forward_batch_size, engine.passes_meet()
     divergences = None
     with engine.autocast():
         with engine.all_gathered(reward_holders(models.rewards, module)):
             scores, parts = models.rewards(prompts, rollout)
         # The reference of an adapter is the policy's own base.
         with engine.gathered(module if models.shares_weights else models.reference):
-            ref_logprobs = response_logprobs(models.reference, rollout, size)
+            ref_logprobs = response_logprobs(
+                models.reference, rollout, size, equal_passes=equal_passes
+            )
         with engine.gathered(module):
-            values = critic_values(models.critic, rollout, size)
+            values = critic_values(models.critic, rollout, size, equal_passes=equal_passes)
         if config.kl_estimator == "full":
             with engine.all_gathered([module, models.reference]):
-                divergences = exact_kl(models.policy, models.reference, rollout, size)
+                divergences = exact_kl(
+                    models.policy, models.reference, rollout, size, equal_passes=equal_passes
+                )
     return Scores(
         scores=scores, parts=parts, ref_logprobs=ref_logprobs, values=values, full_kl=divergences
     )
 
 
 @torch.no_grad()
-def response_logprobs(model: LanguageModel, rollout: Rollout, batch_size: int) -> Tensor:
-    """Return a model's log-probabilities (B, T) of the responses; 0 outside response_mask."""
+def response_logprobs(
+    model: LanguageModel, rollout: Rollout, batch_size: int, *, equal_passes: bool = False
+) -> Tensor:
+    """Return a model's log-probabilities (B, T) of the responses; 0 outside response_mask.
+
+    `equal_passes` is needed if each pass waits for all processes, see `Engine.passes_meet`.
+    """
     logprobs = torch.zeros_like(rollout.logprobs)
-    for batch in token_batches(rollout.row_lengths, batch_size):
+    for batch in scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes):
         counted, _ = model(rollout.token_rows(batch), rollout.temperature)
         logprobs[batch] = _scattered(counted, rollout.response_mask[batch])
     return logprobs
@@ -60,14 +69,21 @@ def response_logprobs(model: LanguageModel, rollout: Rollout, batch_size: int) -
 
 @torch.no_grad()
 def truncated_logprobs(
-    model: LanguageModel, rollout: Rollout, batch_size: int, *, top_k: int, top_p: float
+    model: LanguageModel,
+    rollout: Rollout,
+    batch_size: int,
+    *,
+    top_k: int,
+    top_p: float,
+    equal_passes: bool = False,
 ) -> Tensor:
     """Return log-probabilities (B, T) of the responses under a model cut to top_k and top_p.
 
-    A token that is cut off has its log-probability under the model itself.
+    A token that is cut off has its log-probability under the model itself. For `equal_passes` see
+    `response_logprobs`.
     """
     logprobs = torch.zeros_like(rollout.logprobs)
-    for batch in token_batches(rollout.row_lengths, batch_size):
+    for batch in scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes):
         rows = rollout.token_rows(batch)
         logits = tempered(model.logits(model.backbone.states(rows)), rollout.temperature)
         kept = truncated(logits, top_k=top_k, top_p=top_p)
@@ -81,10 +97,15 @@ def truncated_logprobs(
 
 
 @torch.no_grad()
-def critic_values(critic: Critic, rollout: Rollout, batch_size: int) -> Tensor:
-    """Return values (B, T) of the states before each response token; 0 outside response_mask."""
+def critic_values(
+    critic: Critic, rollout: Rollout, batch_size: int, *, equal_passes: bool = False
+) -> Tensor:
+    """Return values (B, T) of the states before each response token; 0 outside response_mask.
+
+    For `equal_passes` see `response_logprobs`.
+    """
     values = torch.zeros_like(rollout.logprobs)
-    for batch in token_batches(rollout.row_lengths, batch_size):
+    for batch in scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes):
         counted = critic(rollout.token_rows(batch))
         values[batch] = _scattered(counted, rollout.response_mask[batch])
     return values
@@ -92,11 +113,19 @@ def critic_values(critic: Critic, rollout: Rollout, batch_size: int) -> Tensor:
 
 @torch.no_grad()
 def exact_kl(
-    policy: LanguageModel, reference: LanguageModel, rollout: Rollout, batch_size: int
+    policy: LanguageModel,
+    reference: LanguageModel,
+    rollout: Rollout,
+    batch_size: int,
+    *,
+    equal_passes: bool = False,
 ) -> Tensor:
-    """Return the exact KL(policy || reference) (B, T) at each token; 0 outside response_mask."""
+    """Return the exact KL(policy || reference) (B, T) at each token; 0 outside response_mask.
+
+    For `equal_passes` see `response_logprobs`.
+    """
     divergences = torch.zeros_like(rollout.logprobs)
-    for batch in token_batches(rollout.row_lengths, batch_size):
+    for batch in scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes):
         rows = rollout.token_rows(batch)
         states = policy.backbone.states(rows)
         counted = policy.full_kl(states, reference, rows, rollout.temperature)

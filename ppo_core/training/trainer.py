@@ -142,6 +142,7 @@ class PPOTrainer(ScriptNames):
             processing_class,
             batch_size=args.local_rollout_forward_batch_size,
             weights=args.reward_weights,
+            equal_passes=self.engine.passes_meet(),
         )
         given = ScriptModels(model, ref_model, value_model, self.rewards, peft_config)
         prints = given.fingerprints()

@@ -11,11 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+from ppo_core.data.batching import token_batches
+from ppo_core.models.actor_critic import Critic
 from ppo_core.models.adapters import add_adapter
+from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_adapter import load_reward_adapter
 from ppo_core.models.reward_model import RewardModel
+from ppo_core.ppo.reward_functions import score_tokens
+from ppo_core.ppo.scoring import critic_values, response_logprobs, score
 from ppo_core.training.trainer import PPOTrainer
 from tests.helpers.recovery_job import weights_and_moments
+from tests.helpers.rollouts import make_rollout
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.distributed.test_strategy import run_call
 from tests.ppo_core.models.test_adapters import save_classifier
@@ -89,6 +95,35 @@ def train(case: str, folder: str, settings: dict[str, Any]) -> None:
 
 def call_of(case: str, folder: Path, settings: dict[str, Any]) -> str:
     return f"tests.ppo_core.distributed.test_sharded_training.train{(case, str(folder), settings)}"
+
+
+SCORED = dataclasses.replace(CONFIG, local_rollout_forward_batch_size=8, kl_estimator="full")
+
+
+def score_unequal_lengths(sharding: str, folder: str) -> None:
+    """Score responses whose best batches are two in process 1, and one in process 0."""
+    torch.set_num_threads(1)
+    settings = {"sharding": sharding, "ds3_gather_for_generation": False, "ddp_timeout": 60}
+    trainer = make_trainer(dataclasses.replace(SCORED, output_dir=folder, **settings))
+    lengths = [60] * 8 if trainer.engine.is_main else [60, 1] * 4
+    rollout = make_rollout([2] * 8, lengths)
+    assert len(token_batches(rollout.row_lengths, 8)) == 1 + trainer.engine.rank
+    module = trainer._train_state.module
+    found = score(rollout, [""] * 8, trainer._models, module, trainer.engine, trainer.args)
+    alone = LanguageModel(make_policy())
+    assert_close(found.ref_logprobs, response_logprobs(alone, rollout, 8))
+    reward_model = RewardModel(make_classifier(), make_tokenizer())
+    critic = Critic.from_reward_model(reward_model)
+    assert_close(found.values, critic_values(critic, rollout, 8))
+    assert_close(found.scores, score_tokens(reward_model, rollout, 8))
+    assert found.full_kl is not None
+    assert_close(found.full_kl, torch.zeros_like(found.full_kl), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_passes_that_meet_are_as_many_in_each_process(sharding, tmp_path):
+    module = "tests.ppo_core.distributed.test_sharded_training"
+    run_call(tmp_path, f"{module}.score_unequal_lengths{sharding, str(tmp_path)}")
 
 
 @pytest.fixture(scope="module")
