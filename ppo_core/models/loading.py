@@ -136,7 +136,7 @@ def empty_model(path: str | Path, *, scores: bool = False) -> "PreTrainedModel":
     from transformers import AutoModelForSequenceClassification
 
     config = load_config(path)
-    auto_class = _text_class(config)
+    auto_class = text_class(config)
     if scores:
         config.num_labels = 1
         auto_class = AutoModelForSequenceClassification
@@ -178,7 +178,7 @@ def load_policy(
     dtype = dtype if placement is None else placement.dtype
     options = {"dtype": dtype, "revision": revision, **options}
     with reading("causal language model", path):
-        model = load_model(_text_class(config), path, options, unused=unused).eval()
+        model = load_model(text_class(config), path, options, unused=unused).eval()
     if is_quantized(model):
         keep_differentiable(model)
     return _placed(model, placement)
@@ -188,7 +188,7 @@ def _placed(model: "PreTrainedModel", placement: Placement | None) -> "PreTraine
     return model if placement is None else model.to(placement.device)  # type: ignore[arg-type]
 
 
-def _text_class(config: Any) -> Any:
+def text_class(config: Any) -> Any:
     """Return the class of transformers that loads the language model of a configuration."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,

@@ -195,7 +195,6 @@ def compute(case: Case, folder: Path) -> dict[str, Any]:
     size = ppo_size(settings, schedule, longest_prompt=PROMPT, processes=processes)
     assert size is not None
     speed = measure_speed(settings.policy, size)
-    assert speed is not None
     seconds = ppo_seconds(size, schedule, speed, epochs=1, mean_prompt=PROMPT, samples_here=True)
     memory = peak_memory(size)
     return {

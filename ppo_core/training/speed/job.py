@@ -1,4 +1,4 @@
-"""What to measure, and what was found; both are files in one folder."""
+"""The passes to time, and their times; both are files in one folder."""
 
 import json
 from collections.abc import Sequence
@@ -22,10 +22,14 @@ class SpeedJob:
     """Numbers of layers of the models that are timed."""
 
     sharding: Sharding
+    """How the processes share weights and optimizer states."""
+
     autocast: bool
     """Whether passes compute in bfloat16 (`bf16`)."""
 
     use_cpu: bool
+    """Whether the processes compute on the CPU."""
+
     prompt_tokens: int
     """Tokens of each prompt."""
 
@@ -41,29 +45,32 @@ class SpeedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class PassSeconds:
-    """Seconds in the slowest process of a training, of a model with so many layers."""
+    """Times in the slowest process of a training, of a policy with few layers."""
 
     layers: int
+    """Number of layers."""
+
     scoring: float
-    """Per token of prompt and response, of a pass without gradients."""
+    """Seconds per token of prompt and response of a pass without gradients."""
 
     updating: float
-    """Per token of prompt and response, of a pass forward and backward in one process alone."""
+    """Seconds per token of prompt and response of a pass forward and backward, in which the
+    processes exchange nothing."""
 
     drawing: float
-    """Of a token for each response of a batch."""
+    """Seconds for one more token of every response of a batch."""
 
     gathering: float
-    """In which all sharded weights are gathered once."""
+    """Seconds in which every process gets all weights of which it holds or updates a shard."""
 
     exchange: float
-    """By which a pass forward and backward is longer because the processes exchange weights and
-    gradients."""
+    """Seconds by which a pass forward and backward is longer because the processes exchange
+    weights and gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundSpeed:
-    """What the processes of a `SpeedJob` have found."""
+    """Times that the processes of a `SpeedJob` have measured."""
 
     passes: Sequence[PassSeconds]
     """One for each depth."""

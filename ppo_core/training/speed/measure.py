@@ -6,32 +6,34 @@ memory and processors. Weights are random: they change no time.
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_core.data.text_config import text_config
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
 from ppo_core.models.actor_critic import ActorCritic, Critic
-from ppo_core.models.loading import load_config
+from ppo_core.models.loading import load_config, reading, text_class
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
 from ppo_core.training.speed.job import FoundSpeed, PassSeconds, SpeedJob
 
-MOST_DRAWN = 16
-"""Tokens of a response that are drawn for the measurement."""
+MAX_DRAWN = 16
+"""Maximum number of tokens of a response that are drawn for the measurement."""
 
 REPEATS = 5
 """Measurements of each pass, after one that is left out; the median counts."""
+
+MAX_GRAD_NORM = 1.0
 
 
 def measure(job: SpeedJob) -> FoundSpeed:
@@ -39,17 +41,18 @@ def measure(job: SpeedJob) -> FoundSpeed:
 
     Raises:
         ConfigError: see `Engine`.
-        ModelError: the policy's configuration cannot be read, or has no such model.
+        ModelError: the policy's configuration cannot be read, or transformers has no such model.
     """
-    engine = Engine(bf16=job.autocast, use_cpu=job.use_cpu, sharding=job.sharding)
-    clock = _Clock(engine)
-    config = load_config(job.policy)
-    passes = [_passes(with_layers(config, layers), job, engine, clock) for layers in job.depths]
-    return FoundSpeed(passes=passes, adam=_adam_seconds(engine, clock))
+    clock = _Clock(Engine(bf16=job.autocast, use_cpu=job.use_cpu, sharding=job.sharding))
+    adam = _adam_seconds(clock)
+    passes = [
+        _passes(_random_policy(job.policy, layers), job, clock, adam) for layers in job.depths
+    ]
+    return FoundSpeed(passes=passes, adam=adam)
 
 
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """Return a copy of a model's configuration with so many layers, in the order of its kinds."""
+    """Return a copy of a configuration with this number of layers; their kinds repeat."""
     config = copy.deepcopy(config)
     text = text_config(config)
     text.num_hidden_layers = layers
@@ -59,47 +62,63 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     return config
 
 
+def _random_policy(path: str, layers: int) -> PreTrainedModel:
+    """Return a policy with random weights in fp32, in which a training has them."""
+    config = load_config(path)
+    with reading("model", path):
+        model: PreTrainedModel = text_class(config).from_config(
+            with_layers(config, layers), dtype=torch.float32, trust_remote_code=False
+        )
+    return model.eval()
+
+
 @dataclass(frozen=True)
 class _Clock:
     """Times work that all processes begin together."""
 
     engine: Engine
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Return the median seconds of the work in the slowest process."""
+    def seconds(
+        self,
+        work: Callable[[], object],
+        *,
+        before: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
+    ) -> float:
+        """Return the median seconds of the work alone in the slowest process."""
         measured = []
         for _ in range(1 + REPEATS):
+            before()
             self.engine.any(False)  # Here the processes meet.
             started = time.perf_counter()
             work()
             if self.engine.device.type == "cuda":
                 torch.cuda.synchronize()
             measured.append(time.perf_counter() - started)
+            after()
         return max(self.engine.peers.exchange(median(measured[1:])))
 
 
-def _passes(config: PretrainedConfig, job: SpeedJob, engine: Engine, clock: _Clock) -> PassSeconds:
-    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    model = model.to(engine.device).eval()
+def _passes(model: PreTrainedModel, job: SpeedJob, clock: _Clock, adam: float) -> PassSeconds:
+    engine = clock.engine
+    model.to(engine.device)  # type: ignore[arg-type]
     if engine.shards_weights:
         # As the hooks that gather weights, this leaves the passes to transformers.
         model.base_model.register_forward_pre_hook(lambda *_: None)
     policy = LanguageModel(model)
+    rollout = _rollout(job.trained_rows, job.prompt_tokens, job.response_tokens, engine)
+    tokens, drawn = int(rollout.row_lengths.sum()), min(job.response_tokens, MAX_DRAWN)
     with engine.autocast():
-        prompts = [[0] * job.prompt_tokens]
-        rollout = _draw(policy, prompts * job.trained_rows, job.response_tokens)
-        drawn = min(job.response_tokens, MOST_DRAWN)
         first, last = (
-            clock.seconds(partial(_draw, policy, prompts * job.sampled_rows, length))
-            for length in (1, 1 + drawn)
+            clock.seconds(partial(_draw, policy, job, length)) for length in (1, 1 + drawn)
         )
         scoring = clock.seconds(partial(response_logprobs, policy, rollout, job.trained_rows))
     trained = ActorCritic(policy, Critic.on_policy(policy))
-    updating = clock.seconds(partial(_update, trained, rollout, engine))
-    gathering, exchange = _exchange(trained, engine, clock)
-    tokens = job.trained_rows * (job.prompt_tokens + job.response_tokens)
+    # Without the engine, which is prepared for the model of the depth before.
+    updating = clock.seconds(lambda: _loss(trained, policy, rollout, engine).backward())
+    gathering, exchange = _exchange(trained, clock, adam)
     return PassSeconds(
-        layers=text_config(config).num_hidden_layers,
+        layers=text_config(model.config).num_hidden_layers,
         scoring=scoring / tokens,
         updating=updating / tokens,
         drawing=max(last - first, 0.0) / drawn,
@@ -108,55 +127,84 @@ def _passes(config: PretrainedConfig, job: SpeedJob, engine: Engine, clock: _Clo
     )
 
 
-def _draw(policy: LanguageModel, prompts: Sequence[list[int]], length: int) -> Rollout:
-    """Return responses of exactly so many tokens."""
+def _draw(policy: LanguageModel, job: SpeedJob, length: int) -> None:
+    """Sample responses of exactly so many tokens."""
+    prompts = [[0] * job.prompt_tokens] * job.sampled_rows
     uniforms = torch.full((len(prompts), length), 0.5)
     settings = SamplingSettings(stop_token_id=NO_STOP_TOKEN, temperature=1.0)
-    return sample_responses(policy, prompts, uniforms, settings, batch_size=len(prompts))
+    sample_responses(policy, prompts, uniforms, settings, batch_size=len(prompts))
 
 
-def _update(trained: ActorCritic, rollout: Rollout, engine: Engine, prepared: Any = None) -> None:
-    """Pass a batch forward and backward, through the prepared module if one is given."""
-    module = trained if prepared is None else prepared
-    rows = rollout.token_rows(torch.arange(len(rollout.logprobs), device=engine.device))
-    with trained.policy.backbone.products(rows.ids):
-        with engine.autocast():
-            predicted, values = module(rows, 1.0, lambda logprobs, part: logprobs)
-        engine.backward(predicted.loss + values.sum())
+def _rollout(rows: int, prompt_tokens: int, response_tokens: int, engine: Engine) -> Rollout:
+    """Return responses of exactly so many tokens, all of them 0."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=engine.device)
+
+    return Rollout(
+        prompt_ids=zeros(rows, prompt_tokens),
+        prompt_lengths=zeros(rows) + prompt_tokens,
+        response_ids=zeros(rows, response_tokens),
+        response_lengths=zeros(rows) + response_tokens,
+        has_stop=zeros(rows, dtype=torch.bool),
+        logprobs=zeros(rows, response_tokens, dtype=torch.float32),
+        temperature=1.0,
+        response_mask=~zeros(rows, response_tokens, dtype=torch.bool),
+    )
 
 
-def _exchange(trained: ActorCritic, engine: Engine, clock: _Clock) -> tuple[float, float]:
+def _loss(module: nn.Module, policy: LanguageModel, rollout: Rollout, engine: Engine) -> Tensor:
+    """Pass a batch forward through policy and critic, or the module that the engine prepared."""
+    rows = rollout.token_rows(torch.arange(len(rollout), device=engine.device))
+    with engine.autocast(), policy.backbone.products(rows.ids):
+        predicted, values = module(rows, 1.0, lambda logprobs, part: logprobs)
+    loss: Tensor = predicted.loss + values.sum()
+    return loss
+
+
+def _exchange(trained: ActorCritic, clock: _Clock, adam: float) -> tuple[float, float]:
     """Return the seconds of `PassSeconds.gathering` and `PassSeconds.exchange`.
 
     A pass of two tokens computes next to nothing beside what it exchanges. What it takes in a
     process alone is subtracted.
     """
+    engine = clock.engine
     if engine.num_processes == 1:
         return 0.0, 0.0
-    with engine.autocast():
-        shortest = _draw(trained.policy, [[0]], 1)
-    alone = clock.seconds(partial(_update, trained, shortest, engine))
-    optimizer: Optimizer = torch.optim.AdamW(trained.parameters())
+    policy, shortest = trained.policy, _rollout(1, 1, 1, engine)
+    parameters = sum(parameter.numel() for parameter in trained.parameters())
+    optimizer: Optimizer = torch.optim.AdamW(trained.parameters(), lr=0.0)
     optimizer.zero_grad()
+    alone = clock.seconds(
+        lambda: _loss(trained, policy, shortest, engine).backward(), after=optimizer.zero_grad
+    )
     module, optimizer = engine.prepare(trained, optimizer)
 
-    def pass_and_send() -> None:
+    def pass_and_reduce() -> None:
         with engine.accumulate_only(module, False):
-            _update(trained, shortest, engine, module)
-        engine.discard(module, optimizer)
+            engine.backward(_loss(module, policy, shortest, engine))
+
+    def step() -> None:
+        engine.step(module, optimizer, MAX_GRAD_NORM)
 
     def gather() -> None:
         with engine.gathered(module):
             pass
 
-    together = clock.seconds(pass_and_send)
-    gathering = clock.seconds(gather) if engine.shards_weights else 0.0
+    together = clock.seconds(pass_and_reduce, after=step)
+    gathering = 0.0
+    if engine.shards_weights:
+        gathering = clock.seconds(gather)
+    elif engine.is_deepspeed:
+        # Each process updates its share of the weights, and the step sends the new weights.
+        stepping = clock.seconds(step, before=pass_and_reduce)
+        gathering = max(stepping - adam * parameters / engine.num_processes, 0.0)
     return gathering, max(together - alone, 0.0)
 
 
-def _adam_seconds(engine: Engine, clock: _Clock) -> float:
+def _adam_seconds(clock: _Clock) -> float:
     """Return the seconds of an optimizer step per parameter."""
-    parameters = torch.nn.Parameter(torch.zeros(2**22, device=engine.device))
+    parameters = nn.Parameter(torch.zeros(2**22, device=clock.engine.device))
     parameters.grad = torch.zeros_like(parameters)
     optimizer = torch.optim.AdamW([parameters], fused=True)
     return clock.seconds(optimizer.step) / parameters.numel()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import pytest
+from transformers import Mistral3ForConditionalGeneration
 
 from pipeline.launch.gpu_table import read_gpus
 from pipeline.preflight.sizes.exchange_time import (
@@ -11,14 +12,16 @@ from pipeline.preflight.sizes.exchange_time import (
     supervised_exchange_seconds,
 )
 from pipeline.preflight.sizes.measured_speed import Line, MeasuredSpeed, measure_speed
-from pipeline.preflight.sizes.run_time import LINK_SHARE, TableSpeed
+from pipeline.preflight.sizes.run_time import LINK_SHARE, Backward, TableSpeed
 from pipeline.settings.hardware_config import HardwareConfig
+from ppo_core.errors import ModelError, ProcessError
 from ppo_core.training.memory.model_size import model_size
 from ppo_core.training.memory.ppo_memory import PPOSize
 from ppo_core.training.memory.sizes import ModelSize
 from ppo_core.training.memory.supervised_memory import SupervisedSize
 from ppo_core.training.speed.job import FoundSpeed, PassSeconds
-from tests.helpers.tiny import make_policy, make_tokenizer
+from tests.architectures.zoo import small_config
+from tests.helpers.tiny import make_policy
 
 POLICY = ModelSize(
     parameters=100 + 20,
@@ -58,38 +61,48 @@ class ByParameter:
         return parameters.layers + parameters.outside
 
 
-def seconds(size: PPOSize) -> float:
+def seconds(size: PPOSize, *, samples_here: bool = True) -> float:
     # 5 responses in a step, 3 in a pass: 2 passes.
-    return ppo_exchange_seconds(size, ByParameter(), batch_rows=20, step_rows=5, steps=4)
+    return ppo_exchange_seconds(
+        size, ByParameter(), batch_rows=20, step_rows=5, steps=4, samples_here=samples_here
+    )
 
 
 LEARNING = 120 + 67
+"""Parameters of policy and critic."""
+
+AT_ONCE = 1_000 * (2 * LEARNING + 350 + 120)
+"""Seconds in which models are gathered to sample and score."""
 
 
 @pytest.mark.parametrize(
     ("sharding", "expected"),
     [
-        ("ddp", 4 * (LEARNING + 1_000 * LEARNING)),
+        ("ddp", 4 * LEARNING),
         ("zero1", 4 * (LEARNING + 1_000 * LEARNING)),
         ("zero2", 4 * (2 * LEARNING + 1_000 * LEARNING)),
-        # In each pass all weights, and those of the layers once more; to sample and for the values
-        # policy and critic, to score the reward model and a reference as large as the policy.
-        *(
-            (
-                kind,
-                4 * 2 * (LEARNING + 1_000 * (LEARNING + 160)) + 1_000 * (2 * LEARNING + 350 + 120),
-            )
-            for kind in ("zero3", "fsdp2")
-        ),
+        # In each pass all weights, under fsdp2 those of the layers once more; to sample and for the
+        # values policy and critic, to score the reward model and a reference as the policy.
+        ("zero3", 4 * 2 * 1_001 * LEARNING + AT_ONCE),
+        ("fsdp2", 4 * 2 * (1_001 * LEARNING + 1_000 * 160) + AT_ONCE),
     ],
 )
 def test_an_update_by_hand(sharding, expected):
     assert seconds(replace(SIZE, sharding=sharding)) == expected
 
 
-def test_one_process_exchanges_nothing():
-    for sharding in ("none", "ddp"):
-        assert seconds(replace(SIZE, sharding=sharding, processes=1)) == 0
+def test_a_large_model_is_gathered_for_both_passes_by_zero3():
+    large = replace(POLICY, parameters=500_000_020)
+    size = replace(SIZE, policy=large, critic=None, sharding="zero3")
+    gathered = 4 * 2 * 2 * 500_000_020 + 3 * 500_000_020 + 350
+    assert seconds(size) == 4 * 2 * 500_000_020 + 1_000 * gathered
+
+
+@pytest.mark.parametrize("sharding", ["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"])
+def test_one_process_exchanges_nothing(sharding):
+    assert seconds(replace(SIZE, sharding=sharding, processes=1)) == 0
+    size = SupervisedSize(model=POLICY, writes=True, sharding=sharding, tokens=1)
+    assert supervised_exchange_seconds(size, ByParameter(), passes=3, steps=5) == 0
 
 
 def test_each_pass_gathers_the_layers_if_nothing_is_gathered_at_once():
@@ -99,12 +112,21 @@ def test_each_pass_gathers_the_layers_if_nothing_is_gathered_at_once():
     # values.
     layers = 12 * 100 + 3 * 300 + 3 * 100 + 3 * 60
     outside = 27 + 50 + 20 + 27
-    assert one_by_one - at_once == 1_000 * (layers + outside - (2 * LEARNING + 350 + 120))
+    assert one_by_one - at_once == 1_000 * (layers + outside) - AT_ONCE
+    # If a server samples, the policy reads its 3 batches.
+    read = replace(SIZE, sharding="fsdp2", gathers=False)
+    assert one_by_one - seconds(read, samples_here=False) == 1_000 * 9 * 100
+    # zero3 gathers what is outside the layers with them.
+    at_once = seconds(replace(SIZE, sharding="zero3"))
+    one_by_one = seconds(replace(SIZE, sharding="zero3", gathers=False))
+    passes = 12 * 120 + 3 * 350 + 3 * 120 + 3 * 67
+    assert one_by_one - at_once == 1_000 * passes - AT_ONCE
 
 
 def test_of_an_adapter_only_its_gradients_are_sent_and_the_reference_is_its_base():
     shared = replace(SIZE, critic=None, adapter=9)
-    assert seconds(replace(shared, sharding="ddp")) == 4 * 1_001 * 9
+    assert seconds(replace(shared, sharding="ddp")) == 4 * 9
+    assert seconds(replace(shared, sharding="zero1")) == 4 * 1_001 * 9
     expected = 4 * 2 * (9 + 1_000 * 220) + 1_000 * (3 * 120 + 350)
     assert seconds(replace(shared, sharding="fsdp2")) == expected
     # A base in bfloat16 is half as many bytes.
@@ -125,12 +147,18 @@ def test_a_supervised_training_by_hand():
 
 def test_gpus_send_over_their_links_and_machines_over_the_network():
     h100 = read_gpus(HardwareConfig())["h100-80gb"]
-    eight = TableSpeed(gpu=h100, autocast=True, processes=8, machines=1)
+    eight = TableSpeed(gpu=h100, autocast=True, processes=8, machines=1, sharding="fsdp2")
     sixteen = replace(eight, processes=16, machines=2)
     parameters = Parameters(3e9, 1e9)
     # 7 of 8 parts of 16 GB at 450 GB/s, and 15 of 16 at 400.
     assert eight.gathering(parameters) == pytest.approx(14 / (LINK_SHARE * 450))
     assert sixteen.reducing(parameters) == pytest.approx(15 / (LINK_SHARE * 400))
+    # Sums of all gradients for all are twice as much.
+    for kind in ("ddp", "zero1", "zero2"):
+        whole = replace(eight, sharding=kind)
+        assert whole.reducing(parameters) == pytest.approx(28 / (LINK_SHARE * 450))
+    slower = replace(sixteen, gpu=replace(h100, link=100e9))
+    assert slower.gathering(parameters) == pytest.approx(15 / (LINK_SHARE * 100))
     assert replace(eight, processes=1).gathering(parameters) == 0
 
 
@@ -152,23 +180,44 @@ def test_what_is_measured_of_few_layers_counts_for_all():
     assert (speed.gathered, speed.reduced) == (Line(outside=2, layer=3), Line(outside=5, layer=7))
     # The reward model has 30 layers like those of the policy, and 2.5 times as much outside.
     assert speed.gathering(Parameters.of(REWARD)) == pytest.approx(2.5 * 2 + 30 * 3)
-    # Without sharded weights, a pass only reduces.
+    # zero3 gathers small models once, and without sharded weights a pass only reduces.
+    speed = MeasuredSpeed.of(found, replace(SIZE, sharding="zero3"))
+    assert speed.reduced == Line(outside=5, layer=10)
     speed = MeasuredSpeed.of(found, replace(SIZE, sharding="ddp"))
     assert speed.reduced == Line(outside=7, layer=13)
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "sharding",
+    ["ddp", "fsdp2", *(pytest.param(f"zero{n}", marks=pytest.mark.slow) for n in (1, 2, 3))],
+)
 def test_two_processes_measure_what_they_exchange(sharding, tmp_path):
-    model = make_policy()
+    # As models of the hub are saved. A training has them in fp32.
+    model = make_policy().bfloat16()
     model.save_pretrained(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
     size = replace(SIZE, policy=model_size(model), sharding=sharding, on_cpu=True)
     speed = measure_speed(str(tmp_path), size)
-    assert speed is not None
-    whole = Parameters.of(size.policy)
-    assert speed.reducing(whole) > 0
-    assert (speed.gathering(whole) > 0) == (sharding == "fsdp2")
-    # The longest of these passes is of some milliseconds.
-    for line in (speed.scoring, speed.updating, speed.drawing):
-        assert 0 < line.outside + line.layer < 1
+    weights = Parameters.of(size.policy)
+    assert (speed.gathering(weights) > 0) == (sharding != "ddp")
+    assert 0 < speed.reducing(weights) + speed.gathering(weights) < 1
+    # 30 tokens in a pass forward and backward, which takes some milliseconds.
+    trained = speed.training(size.policy, 30, 12, Backward(recomputes=False, is_frozen=False))
+    assert 1e-4 < trained < 0.5
+    assert speed.forward(size.policy, 30, 12) < trained
+    assert 0 < speed.decoding(size.policy) < 0.5
     assert 0 < speed.adam < 1e-6
+
+
+def test_a_model_of_text_and_images_is_measured(tmp_path):
+    model = Mistral3ForConditionalGeneration._from_config(small_config("mistral3"))
+    model.save_pretrained(tmp_path)
+    size = replace(SIZE, policy=model_size(model), sharding="none", processes=1, on_cpu=True)
+    assert measure_speed(str(tmp_path), size).decoding(size.policy) > 0
+
+
+def test_a_policy_that_cannot_be_measured_here_is_refused():
+    large = replace(POLICY, parameters=10**10)
+    with pytest.raises(ModelError, match="With two of its layers, the policy has more than 500,00"):
+        measure_speed("unused", replace(SIZE, on_cpu=True, policy=large))
+    with pytest.raises(ProcessError, match="1000 processes need a GPU each, and this machine has"):
+        measure_speed("unused", replace(SIZE, processes=1_000))

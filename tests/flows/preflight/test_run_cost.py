@@ -76,7 +76,7 @@ def test_what_is_set_is_one_of_the_choices():
 def test_the_time_of_ppo_on_a_gpu_by_hand():
     ppo = trainings(LLAMA["8B"][0])[2].size
     schedule = Schedule(batch_size=64, num_updates=10, steps_per_update=4)
-    speed = TableSpeed(gpu=H100, autocast=True, processes=8, machines=1)
+    speed = TableSpeed(gpu=H100, autocast=True, processes=8, machines=1, sharding="fsdp2")
     ppo = replace(ppo, recomputes=False)
 
     def seconds_of(size, speed=speed, samples_here=True) -> float:

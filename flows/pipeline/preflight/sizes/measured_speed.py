@@ -13,17 +13,19 @@ from pipeline.launch.commands import gpus
 from pipeline.launch.launcher import train
 from pipeline.preflight.sizes.exchange_time import Parameters
 from pipeline.preflight.sizes.run_time import Backward
+from ppo_core.errors import ModelError, ProcessError
 from ppo_core.training.memory.ppo_memory import PPOSize
 from ppo_core.training.memory.sizes import ModelSize
 from ppo_core.training.speed.job import FoundSpeed, SpeedJob, read_speed, write_speed_job
 
 PROGRAM = ("ppo_core.training.speed",)
+"""Words of the command that measures, see `pipeline.launch.commands.PPO`."""
 
-MOST_LAYERS = 3
-"""Layers of the deeper of the two models that are measured; 2 if the policy has no more."""
+MAX_LAYERS = 6
+"""Maximum number of layers of the deeper of the two models that are measured."""
 
-MOST_PARAMETERS = 10**9
-"""Parameters of a measured model, above which nothing is measured: it would take minutes."""
+MAX_PARAMETERS = 5 * 10**8
+"""Parameters above which a model is not measured: it would take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +41,9 @@ class Line:
         layer = max(seconds[1] - seconds[0], 0.0) / (depths[1] - depths[0])
         return cls(outside=max(seconds[0] - depths[0] * layer, 0.0), layer=layer)
 
-    def without(self, other: "Line", *, layers: float = 1.0) -> "Line":
-        """Return what is left without a pass of the other, with its layers so many times."""
-        return Line(
-            outside=max(self.outside - other.outside, 0.0),
-            layer=max(self.layer - layers * other.layer, 0.0),
-        )
+    def minus(self, other: "Line", *, layers: int) -> "Line":
+        """Return this line minus the other, whose time of a layer is multiplied by `layers`."""
+        return Line(outside=self.outside - other.outside, layer=self.layer - layers * other.layer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +63,10 @@ class MeasuredSpeed:
     """Of a token for each response of a batch."""
 
     gathered: Line
-    """In which the sharded weights of the policy are gathered once."""
+    """Of gathering the sharded weights of the policy once."""
 
     reduced: Line
-    """In which the gradients of the policy are summed over the processes."""
+    """Of summing the gradients of the policy over the processes."""
 
     answered: float
     """Fraction of the measured tokens whose logits were computed."""
@@ -85,8 +84,8 @@ class MeasuredSpeed:
 
         gathered, exchange = line("gathering"), line("exchange")
         if size.shards_weights:
-            # A pass gathers the layers twice, and once what is outside them.
-            exchange = exchange.without(gathered, layers=2)
+            # As `exchange_time` counts them, for a model below `REUSED`.
+            exchange = exchange.minus(gathered, layers=2 if size.sharding == "fsdp2" else 1)
         return cls(
             model=size.policy,
             scoring=line("scoring"),
@@ -132,8 +131,8 @@ class MeasuredSpeed:
         return self._exchanging(self.reduced, parameters)
 
     def _exchanging(self, line: Line, parameters: Parameters) -> float:
-        outside = line.outside * parameters.outside / max(self.model.outside_layers, 1)
-        return outside + line.layer * parameters.layers / self.model.of_a_layer
+        outside = line.outside * parameters.outside / self.model.outside_layers
+        return max(outside + line.layer * parameters.layers / self.model.of_a_layer, 0.0)
 
     def _pass(self, line: Line, model: ModelSize, tokens: float, logit_tokens: float) -> float:
         outside = line.outside * logit_tokens / self.answered
@@ -144,8 +143,8 @@ class MeasuredSpeed:
         return (model.parameters - model.outside_layers) / self.model.of_a_layer
 
 
-def measure_speed(policy: str, size: PPOSize) -> MeasuredSpeed | None:
-    """Return the speed of this machine on a policy; None if the policy is too large to measure.
+def measure_speed(policy: str, size: PPOSize) -> MeasuredSpeed:
+    """Return the speed of this machine on a policy.
 
     It is measured in the processes that a training starts on this machine.
 
@@ -154,19 +153,22 @@ def measure_speed(policy: str, size: PPOSize) -> MeasuredSpeed | None:
         size: sizes of the batches.
 
     Raises:
-        ModelError: the policy's configuration cannot be read.
-        ProcessError: a process died or was frozen.
+        ModelError: the policy's configuration cannot be read, or the policy is too large to be
+            measured.
+        ProcessError: a process died or was frozen, or there are more processes than GPUs.
     """
-    depths = 1, max(2, min(MOST_LAYERS, size.policy.layers))
-    if size.policy.outside_layers + depths[1] * size.policy.of_a_layer > MOST_PARAMETERS:
-        return None
-    processes = size.processes_of_a_machine
+    depths, processes = _depths(size.policy), size.processes_of_a_machine
+    if not size.on_cpu and processes > gpus():
+        raise ProcessError(
+            f"{processes} processes need a GPU each, and this machine has {gpus()}. Name a GPU "
+            "with all its numbers: [hardware] gpu."
+        )
     job = SpeedJob(
         policy=policy,
         depths=depths,
         sharding=size.sharding,
         autocast=size.autocast,
-        use_cpu=not gpus(),
+        use_cpu=size.on_cpu,
         prompt_tokens=size.prompt_tokens,
         response_tokens=size.response_tokens,
         sampled_rows=size.sampled_rows,
@@ -175,3 +177,18 @@ def measure_speed(policy: str, size: PPOSize) -> MeasuredSpeed | None:
     with TemporaryDirectory() as folder:
         train(write_speed_job(job, Path(folder)), processes=processes, program=PROGRAM)
         return MeasuredSpeed.of(read_speed(Path(folder)), size)
+
+
+def _depths(model: ModelSize) -> tuple[int, int]:
+    """Return the numbers of layers of the two models that are measured.
+
+    Raises:
+        ModelError: a model of two layers is too large to be measured.
+    """
+    fitting = (MAX_PARAMETERS - model.outside_layers) // model.of_a_layer
+    if fitting < 2:
+        raise ModelError(
+            f"With two of its layers, the policy has more than {MAX_PARAMETERS:,} parameters. Name "
+            "a GPU with all its numbers: [hardware] gpu."
+        )
+    return 1, max(2, min(MAX_LAYERS, model.layers, fitting))

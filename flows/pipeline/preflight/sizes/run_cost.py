@@ -23,7 +23,7 @@ from pipeline.preflight.sizes.run_time import (
 )
 from pipeline.preflight.sizes.training_sizes import Processes
 from pipeline.settings.settings import Settings
-from ppo_core.errors import ConfigError
+from ppo_core.errors import ConfigError, ModelError, ProcessError
 from ppo_core.training.memory.ppo_memory import PPOSize, host_memory
 from ppo_core.training.memory.sizes import describe_memory
 
@@ -32,7 +32,7 @@ NUMBERS_OF_GPUS = (1, 2, 4, 8)
 
 
 SpeedOf = Callable[[TrainingSize], Speed]
-"""The speed of a device in the precision of a training."""
+"""The speed of the devices of a training, in its precision and sharding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def describe_cost(works: Sequence[Work], settings: Settings) -> list[str]:
     title = f"Memory per {device} in GiB, {usable / 2**30:.1f} usable; * as set, ! does not fit"
     lines.append(render_table(trainings, usable, on_gpus=gpu is not None, title=title))
     lines += _recommendations(trainings, usable, on_gpus=gpu is not None)
-    lines.append(_time_and_price(works, settings, gpu))
+    lines.append(_time_and_price(works, settings, gpu, usable))
     if gpu:
         lines.append(_cheapest(works, settings))
     return lines
@@ -100,18 +100,21 @@ def _recommendations(trainings: Sequence[Training], usable: int, *, on_gpus: boo
     return lines
 
 
-def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None) -> str:
+def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None, usable: int) -> str:
     """Return the time of the trainings as they are set, and their price if it is known."""
     size = works[-1].training.size
     missing = missing_speeds(gpu, size.processes, size.machines) if gpu else []
     if gpu and settings.hardware.gpu and missing:
         return f"time: not computed, because [hardware.gpus.{gpu.name}] lacks {', '.join(missing)}."
-    speed_of = _speeds_of(gpu) if gpu and not missing else _speeds_here(works, settings)
-    if speed_of is None:
-        return (
-            "time: not computed. The policy is too large to be measured on this machine, so name a "
-            "GPU with all its numbers: [hardware] gpu."
-        )
+    if gpu and not missing:
+        speed_of = _speeds_of(gpu)
+    elif any(memory_of(work.training.size).total > usable for work in works):
+        return "time: not computed, because it is measured here, where not all trainings fit."
+    else:
+        try:
+            speed_of = _speeds_here(works, settings)
+        except (ModelError, ProcessError) as error:
+            return f"time: not computed, because its measurement failed. {error}"
     parts, total = [], 0.0
     for work in works:
         seconds = work.seconds(work.training.size, speed_of(work.training.size))
@@ -120,8 +123,8 @@ def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None) 
     text = f"time: roughly {', '.join(parts)} if every response has its full length"
     if settings.ppo.use_vllm:
         text += ", without sampling, which the vLLM server does"
-    if missing or gpu is None:
-        text += ", without what machines send each other" if size.machines > 1 else ""
+    if size.machines > 1 and (missing or gpu is None):
+        text += ", without what machines send each other"
     if gpu is None:
         return f"{text}, on this machine"
     text += f", on {size.processes} x {gpu.name}"
@@ -133,24 +136,31 @@ def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None) 
 
 def _speeds_of(gpu: Gpu) -> SpeedOf:
     return lambda size: TableSpeed(
-        gpu=gpu, autocast=size.autocast, processes=size.processes, machines=size.machines
+        gpu=gpu,
+        autocast=size.autocast,
+        processes=size.processes,
+        machines=size.machines,
+        sharding=size.sharding,
     )
 
 
-def _speeds_here(works: Sequence[Work], settings: Settings) -> SpeedOf | None:
+def _speeds_here(works: Sequence[Work], settings: Settings) -> SpeedOf:
     """Return the speed of this machine, measured with the batches of PPO.
 
     It is measured for each precision and sharding of the trainings.
+
+    Raises:
+        ModelError: see `measure_speed`, as for ProcessError.
     """
     ppo = works[-1].training.size
     assert isinstance(ppo, PPOSize)
-    measured = {}
-    for size in {_way(work.training.size): work.training.size for work in works}.values():
-        changed = replace(ppo, autocast=size.autocast, sharding=size.sharding)
-        speed = measure_speed(settings.policy, changed)
-        if speed is None:
-            return None
-        measured[_way(size)] = speed
+    ways = {_way(work.training.size): work.training.size for work in works}
+    measured = {
+        way: measure_speed(
+            settings.policy, replace(ppo, autocast=size.autocast, sharding=size.sharding)
+        )
+        for way, size in ways.items()
+    }
     return lambda size: measured[_way(size)]
 
 
@@ -162,13 +172,15 @@ def _cheapest(works: Sequence[Work], settings: Settings) -> str:
     """Return the GPUs of the table on which the trainings fit, and cost least."""
     offers = []
     table = read_gpus(settings.hardware).values()
-    gpus = [gpu for gpu in table if gpu.price and not missing_speeds(gpu, processes=2, machines=1)]
+    gpus = [gpu for gpu in table if gpu.price]
     for number in NUMBERS_OF_GPUS:
         try:
             on_these = [_on_gpus(work, number) for work in works]
         except ConfigError:
             continue  # The batches cannot be shared by so many processes.
         for gpu in gpus:
+            if missing_speeds(gpu, number, machines=1):
+                continue
             found = [_fastest(work, gpu) for work in on_these]
             if None not in found:
                 assert gpu.price is not None

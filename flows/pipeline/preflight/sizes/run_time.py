@@ -1,4 +1,4 @@
-"""Compute the time of the trainings before a run, from its sizes and the speed of one device.
+"""Compute the time of the trainings before a run, from its sizes and the speed of its devices.
 
 A forward pass takes 2 operations for each weight and token, and a backward pass 4
 (arXiv:2001.08361, section 2.1). Sampling reads all weights for each token of a batch of responses.
@@ -15,6 +15,7 @@ from pipeline.preflight.sizes.exchange_time import (
     ppo_exchange_seconds,
     supervised_exchange_seconds,
 )
+from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding
 from ppo_core.ppo.schedule import Schedule
 from ppo_core.training.memory.ppo_memory import PPOSize
 from ppo_core.training.memory.sizes import BF16, FP32, ModelSize
@@ -80,6 +81,10 @@ class TableSpeed:
     """Number of processes on all machines, each with such a GPU."""
 
     machines: int
+    """Number of machines."""
+
+    sharding: Sharding
+    """How the processes share weights and optimizer states."""
 
     def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
         """Return seconds of passes without gradients, with logits for some of the tokens."""
@@ -116,14 +121,18 @@ class TableSpeed:
         """
         if self.processes == 1:
             return 0.0
-        rate = self.gpu.link if self.machines == 1 else self.gpu.network
-        assert rate is not None
+        rates = [self.gpu.link, *([self.gpu.network] if self.machines > 1 else [])]
+        rate = min(rate for rate in rates if rate is not None)
         received = FP32 * (parameters.layers + parameters.outside)
         return received * (1 - 1 / self.processes) / (LINK_SHARE * rate)
 
     def reducing(self, parameters: Parameters) -> float:
-        """Return seconds in which gradients are summed over the processes, each its share."""
-        return self.gathering(parameters)
+        """Return seconds in which gradients are summed over the processes.
+
+        Sending every process the sums of all gradients is a reduction to shards and a gathering.
+        DeepSpeed's ZeRO-1 and -2 do so too (its default use_multi_rank_bucket_allreduce).
+        """
+        return (1 if self.sharding in SHARD_WEIGHTS else 2) * self.gathering(parameters)
 
     @property
     def _operations(self) -> float:
@@ -135,9 +144,10 @@ class TableSpeed:
 def missing_speeds(gpu: Gpu, processes: int, machines: int) -> list[str]:
     """Return the numbers that a GPU lacks, of those from which its time is computed."""
     numbers = {"bf16_tflops": gpu.bf16, "fp32_tflops": gpu.fp32, "gb_per_second": gpu.bandwidth}
-    if processes > 1:
-        between = {"link": gpu.link} if machines == 1 else {"network": gpu.network}
-        numbers |= {f"{name}_gb_per_second": rate for name, rate in between.items()}
+    if processes > machines:
+        numbers["link_gb_per_second"] = gpu.link
+    if machines > 1:
+        numbers["network_gb_per_second"] = gpu.network
     return [name for name, number in numbers.items() if number is None]
 
 
@@ -179,6 +189,7 @@ def ppo_seconds(
         batch_rows=rows,
         step_rows=rows * epochs / schedule.steps_per_update,
         steps=schedule.steps_per_update,
+        samples_here=samples_here,
     )
     return schedule.num_updates * (sampling + scoring + epochs * training + steps + exchange)
 
