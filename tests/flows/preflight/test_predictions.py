@@ -1,4 +1,7 @@
-"""Computed memory of real trainings against their measured peak."""
+"""Computed memory and time of real trainings against what they took.
+
+The largest size needs 13 GB, so only `python -m tests.benchmarks.predictions` has it.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +14,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("case", SIZES[:3:2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SIZES[:-1], ids=lambda case: case.name)
 def test_the_computed_memory_is_within_15_percent_of_the_measured_peak(
     case, sharding: str, tmp_path: Path
 ):
     found = measure(replace(case, sharding=sharding), tmp_path)
     assert 0.85 < found.memory_ratio < 1.15
-    # The time depends on what else the machine does, the order of magnitude less. What fsdp2 sends
-    # is not in the computed time, and took 20 times as long on a busy machine.
-    if sharding == "ddp":
-        assert 0.1 < found.time_ratio < 10
+    # Within 40 % on an idle machine, see MEMORY.md. Other tests beside this one slow down the
+    # training or the measurement of the speed.
+    assert 0.3 < found.time_ratio < 3
