@@ -1,4 +1,4 @@
-"""What every step of the flow RLHF does beside its work: time, lease, errors, alarms."""
+"""Wrap every step of the flow RLHF: measure time, keep the lease, report errors, raise alarms."""
 
 import sys
 import time

@@ -66,8 +66,9 @@ def token_batches(
 def scoring_batches(lengths: Tensor, batch_size: int, *, equal_passes: bool) -> list[Tensor]:
     """Return indices of sequences in batches of similar length, longest first.
 
-    These are `token_batches`, whose number depends on the lengths. With `equal_passes`, all
-    processes with the same number of sequences have the same number of batches.
+    Without `equal_passes`, the number of batches depends on the lengths (`token_batches`). With
+    `equal_passes`, it depends on the number of sequences only (`length_sorted_batches`), so
+    processes with equally many sequences run equally many passes.
     """
     split = length_sorted_batches if equal_passes else token_batches
     return split(lengths, batch_size)

@@ -312,7 +312,10 @@ def main(arguments: Sequence[str]) -> int:
     tables = [memory_table(found), time_table(found)]
     console.print(*tables)
     if chosen.results:
-        about = "Written by `python -m tests.benchmarks.predictions --results FILE`."
+        about = (
+            "Written by `python -m tests.benchmarks.predictions --results FILE`. The policy of "
+            "1.3M computes in fp32, as its hidden size is below 192, and the others in bfloat16."
+        )
         facts = "\n".join(f"- {line}" for line in lines)
         text = ["# Computed and measured memory and time", about, facts, *map(as_markdown, tables)]
         chosen.results.write_text("\n\n".join(text))

@@ -42,10 +42,10 @@ class Gpu:
     """Bytes per second of its memory."""
 
     link: float | None = None
-    """Bytes per second that it receives from the other GPUs of its machine."""
+    """Bytes per second, one way, between GPUs of its machine."""
 
     network: float | None = None
-    """Bytes per second between its machine and others."""
+    """Bytes per second, one way, between its machine and others."""
 
     price: float | None = None
     """US dollars per hour."""

@@ -70,7 +70,7 @@ def train(
         job: settings file of the job; all output is written to its folder.
         processes: number of processes; 0 for one per GPU, or one without a GPU.
         machines: the machines of the training.
-        program: module that trains, and its arguments before the job; PPO by default.
+        program: module that the processes run, and its arguments before the job; PPO by default.
         stall_minutes: minutes without a new line of the metrics file, or a change of PROGRESS_FILE,
             after which the training is ended (or 20 times the median time between two such signs,
             if that is longer).

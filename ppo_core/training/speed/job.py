@@ -13,7 +13,7 @@ _JOB, _RESULT = "settings.json", "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedJob:
-    """A model's shape and a training's batches, of which passes are timed."""
+    """The shape of a policy and the batches of a training, to time passes."""
 
     policy: str
     """Folder or hub id of the policy, whose configuration is read and whose weights are not."""
@@ -45,7 +45,7 @@ class SpeedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class PassSeconds:
-    """Times in the slowest process of a training, of a policy with few layers."""
+    """Times of a policy with few layers, each that of the slowest process."""
 
     layers: int
     """Number of layers."""
@@ -61,11 +61,11 @@ class PassSeconds:
     """Seconds for one more token of every response of a batch."""
 
     gathering: float
-    """Seconds in which every process gets all weights of which it holds or updates a shard."""
+    """Seconds of an all-gather of sharded weights (zero3, fsdp2) or of new weights (zero1, zero2);
+    0 under ddp."""
 
     exchange: float
-    """Seconds by which a pass forward and backward is longer because the processes exchange
-    weights and gradients."""
+    """Seconds that the exchange of weights and gradients adds to a pass forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,10 +34,11 @@ REPEATS = 5
 """Measurements of each pass, after one that is left out; the median counts."""
 
 MAX_GRAD_NORM = 1.0
+"""Norm to which gradients are clipped. With a learning rate of 0, any value does."""
 
 
 def measure(job: SpeedJob) -> FoundSpeed:
-    """Return the seconds of the passes of a job; all of its processes must call.
+    """Return the seconds of the passes of a job. Every process must call this function.
 
     Raises:
         ConfigError: see `Engine`.
@@ -51,7 +52,7 @@ def measure(job: SpeedJob) -> FoundSpeed:
     return FoundSpeed(passes=passes, adam=adam)
 
 
-def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     """Return a copy of a configuration with this number of layers; their kinds repeat."""
     config = copy.deepcopy(config)
     text = text_config(config)
@@ -63,11 +64,11 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def _random_policy(path: str, layers: int) -> PreTrainedModel:
-    """Return a policy with random weights in fp32, in which a training has them."""
+    """Return a policy with random weights in fp32, the precision of weights in a training."""
     config = load_config(path)
     with reading("model", path):
         model: PreTrainedModel = text_class(config).from_config(
-            with_layers(config, layers), dtype=torch.float32, trust_remote_code=False
+            _with_layers(config, layers), dtype=torch.float32, trust_remote_code=False
         )
     return model.eval()
 
@@ -85,11 +86,11 @@ class _Clock:
         before: Callable[[], object] = lambda: None,
         after: Callable[[], object] = lambda: None,
     ) -> float:
-        """Return the median seconds of the work alone in the slowest process."""
+        """Return the slowest process's median seconds of `work`, without `before` and `after`."""
         measured = []
         for _ in range(1 + REPEATS):
             before()
-            self.engine.any(False)  # Here the processes meet.
+            self.engine.any(False)  # A barrier.
             started = time.perf_counter()
             work()
             if self.engine.device.type == "cuda":
@@ -103,7 +104,7 @@ def _passes(model: PreTrainedModel, job: SpeedJob, clock: _Clock, adam: float) -
     engine = clock.engine
     model.to(engine.device)  # type: ignore[arg-type]
     if engine.shards_weights:
-        # As the hooks that gather weights, this leaves the passes to transformers.
+        # A forward hook, as sharded weights have, leaves the passes to transformers' forward.
         model.base_model.register_forward_pre_hook(lambda *_: None)
     policy = LanguageModel(model)
     rollout = _rollout(job.trained_rows, job.prompt_tokens, job.response_tokens, engine)
@@ -114,7 +115,7 @@ def _passes(model: PreTrainedModel, job: SpeedJob, clock: _Clock, adam: float) -
         )
         scoring = clock.seconds(partial(response_logprobs, policy, rollout, job.trained_rows))
     trained = ActorCritic(policy, Critic.on_policy(policy))
-    # Without the engine, which is prepared for the model of the depth before.
+    # Not `engine.backward`: the engine may still hold the model of the previous depth.
     updating = clock.seconds(lambda: _loss(trained, policy, rollout, engine).backward())
     gathering, exchange = _exchange(trained, clock, adam)
     return PassSeconds(
@@ -154,7 +155,7 @@ def _rollout(rows: int, prompt_tokens: int, response_tokens: int, engine: Engine
 
 
 def _loss(module: nn.Module, policy: LanguageModel, rollout: Rollout, engine: Engine) -> Tensor:
-    """Pass a batch forward through policy and critic, or the module that the engine prepared."""
+    """Return the loss of a batch through policy and critic, or through their prepared module."""
     rows = rollout.token_rows(torch.arange(len(rollout), device=engine.device))
     with engine.autocast(), policy.backbone.products(rows.ids):
         predicted, values = module(rows, 1.0, lambda logprobs, part: logprobs)
@@ -165,8 +166,8 @@ def _loss(module: nn.Module, policy: LanguageModel, rollout: Rollout, engine: En
 def _exchange(trained: ActorCritic, clock: _Clock, adam: float) -> tuple[float, float]:
     """Return the seconds of `PassSeconds.gathering` and `PassSeconds.exchange`.
 
-    A pass of two tokens computes next to nothing beside what it exchanges. What it takes in a
-    process alone is subtracted.
+    A pass of two tokens computes next to nothing, so almost all its time is exchange. The time of
+    the same pass without the engine, which exchanges nothing, is subtracted.
     """
     engine = clock.engine
     if engine.num_processes == 1:

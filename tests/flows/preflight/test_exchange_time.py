@@ -7,7 +7,7 @@ from transformers import Mistral3ForConditionalGeneration
 
 from pipeline.launch.gpu_table import read_gpus
 from pipeline.preflight.sizes.exchange_time import (
-    Parameters,
+    ParameterCount,
     ppo_exchange_seconds,
     supervised_exchange_seconds,
 )
@@ -52,12 +52,12 @@ SIZE = PPOSize(
 
 @dataclass(frozen=True)
 class ByParameter:
-    """Seconds that are numbers of parameters: of gathering in thousands, to tell them apart."""
+    """Seconds as counts of parameters; gathering counts 1,000 times, to tell both apart."""
 
-    def gathering(self, parameters: Parameters) -> float:
+    def gathering(self, parameters: ParameterCount) -> float:
         return 1_000 * (parameters.layers + parameters.outside)
 
-    def reducing(self, parameters: Parameters) -> float:
+    def reducing(self, parameters: ParameterCount) -> float:
         return parameters.layers + parameters.outside
 
 
@@ -81,13 +81,13 @@ AT_ONCE = 1_000 * (2 * LEARNING + 350 + 120)
         ("ddp", 4 * LEARNING),
         ("zero1", 4 * (LEARNING + 1_000 * LEARNING)),
         ("zero2", 4 * (2 * LEARNING + 1_000 * LEARNING)),
-        # In each pass all weights, under fsdp2 those of the layers once more; to sample and for the
-        # values policy and critic, to score the reward model and a reference as the policy.
+        # A pass gathers all weights; fsdp2 gathers the layers again. Sampling and the values gather
+        # policy and critic; scoring gathers the reward model and the reference.
         ("zero3", 4 * 2 * 1_001 * LEARNING + AT_ONCE),
         ("fsdp2", 4 * 2 * (1_001 * LEARNING + 1_000 * 160) + AT_ONCE),
     ],
 )
-def test_an_update_by_hand(sharding, expected):
+def test_the_exchange_time_of_an_update_is_that_by_hand(sharding, expected):
     assert seconds(replace(SIZE, sharding=sharding)) == expected
 
 
@@ -108,8 +108,8 @@ def test_one_process_exchanges_nothing(sharding):
 def test_each_pass_gathers_the_layers_if_nothing_is_gathered_at_once():
     at_once = seconds(replace(SIZE, sharding="fsdp2"))
     one_by_one = seconds(replace(SIZE, sharding="fsdp2", gathers=False))
-    # 3 batches of 8 responses: 12 passes of the policy sample, 3 each give rewards, reference and
-    # values.
+    # 3 batches of 8 responses, 4 tokens each: 12 passes to sample; 3 passes each of reward model,
+    # reference and critic.
     layers = 12 * 100 + 3 * 300 + 3 * 100 + 3 * 60
     outside = 27 + 50 + 20 + 27
     assert one_by_one - at_once == 1_000 * (layers + outside) - AT_ONCE
@@ -134,7 +134,7 @@ def test_of_an_adapter_only_its_gradients_are_sent_and_the_reference_is_its_base
     assert seconds(replace(shared, sharding="fsdp2", base_bytes=2)) == half
 
 
-def test_a_supervised_training_by_hand():
+def test_the_exchange_time_of_a_supervised_training_is_that_by_hand():
     size = SupervisedSize(model=POLICY, writes=True, processes=2, sharding="zero2", tokens=1)
 
     def of(size: SupervisedSize) -> float:
@@ -149,20 +149,19 @@ def test_gpus_send_over_their_links_and_machines_over_the_network():
     h100 = read_gpus(HardwareConfig())["h100-80gb"]
     eight = TableSpeed(gpu=h100, autocast=True, processes=8, machines=1, sharding="fsdp2")
     sixteen = replace(eight, processes=16, machines=2)
-    parameters = Parameters(3e9, 1e9)
+    parameters = ParameterCount(3e9, 1e9)
     # 7 of 8 parts of 16 GB at 450 GB/s, and 15 of 16 at 400.
     assert eight.gathering(parameters) == pytest.approx(14 / (LINK_SHARE * 450))
     assert sixteen.reducing(parameters) == pytest.approx(15 / (LINK_SHARE * 400))
-    # Sums of all gradients for all are twice as much.
+    # An all-reduce is twice a reduce-scatter.
     for kind in ("ddp", "zero1", "zero2"):
-        whole = replace(eight, sharding=kind)
-        assert whole.reducing(parameters) == pytest.approx(28 / (LINK_SHARE * 450))
+        all_reduced = replace(eight, sharding=kind)
+        assert all_reduced.reducing(parameters) == pytest.approx(28 / (LINK_SHARE * 450))
     slower = replace(sixteen, gpu=replace(h100, link=100e9))
     assert slower.gathering(parameters) == pytest.approx(15 / (LINK_SHARE * 100))
-    assert replace(eight, processes=1).gathering(parameters) == 0
 
 
-def test_what_is_measured_of_few_layers_counts_for_all():
+def test_exchange_measured_at_two_depths_is_extrapolated_to_all_layers():
     def passes(layers: int, gathering: float, exchange: float) -> PassSeconds:
         return PassSeconds(
             layers=layers,
@@ -179,7 +178,7 @@ def test_what_is_measured_of_few_layers_counts_for_all():
     speed = MeasuredSpeed.of(found, replace(SIZE, sharding="fsdp2"))
     assert (speed.gathered, speed.reduced) == (Line(outside=2, layer=3), Line(outside=5, layer=7))
     # The reward model has 30 layers like those of the policy, and 2.5 times as much outside.
-    assert speed.gathering(Parameters.of(REWARD)) == pytest.approx(2.5 * 2 + 30 * 3)
+    assert speed.gathering(ParameterCount.of(REWARD)) == pytest.approx(2.5 * 2 + 30 * 3)
     # zero3 gathers small models once, and without sharded weights a pass only reduces.
     speed = MeasuredSpeed.of(found, replace(SIZE, sharding="zero3"))
     assert speed.reduced == Line(outside=5, layer=10)
@@ -191,13 +190,13 @@ def test_what_is_measured_of_few_layers_counts_for_all():
     "sharding",
     ["ddp", "fsdp2", *(pytest.param(f"zero{n}", marks=pytest.mark.slow) for n in (1, 2, 3))],
 )
-def test_two_processes_measure_what_they_exchange(sharding, tmp_path):
+def test_two_processes_measure_positive_times(sharding, tmp_path):
     # As models of the hub are saved. A training has them in fp32.
     model = make_policy().bfloat16()
     model.save_pretrained(tmp_path)
     size = replace(SIZE, policy=model_size(model), sharding=sharding, on_cpu=True)
     speed = measure_speed(str(tmp_path), size)
-    weights = Parameters.of(size.policy)
+    weights = ParameterCount.of(size.policy)
     assert (speed.gathering(weights) > 0) == (sharding != "ddp")
     assert 0 < speed.reducing(weights) + speed.gathering(weights) < 1
     # 30 tokens in a pass forward and backward, which takes some milliseconds.
@@ -208,7 +207,7 @@ def test_two_processes_measure_what_they_exchange(sharding, tmp_path):
     assert 0 < speed.adam < 1e-6
 
 
-def test_a_model_of_text_and_images_is_measured(tmp_path):
+def test_a_model_of_text_and_images_has_a_measured_speed(tmp_path):
     model = Mistral3ForConditionalGeneration._from_config(small_config("mistral3"))
     model.save_pretrained(tmp_path)
     size = replace(SIZE, policy=model_size(model), sharding="none", processes=1, on_cpu=True)

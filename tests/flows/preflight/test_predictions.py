@@ -1,6 +1,6 @@
-"""Computed memory and time of real trainings against what they took.
+"""Compare computed memory and time of real trainings with the measured ones.
 
-The largest size needs 13 GB, so only `python -m tests.benchmarks.predictions` has it.
+The largest policy needs 13 GB, so only `python -m tests.benchmarks.predictions` trains it.
 """
 
 from dataclasses import replace
@@ -15,11 +15,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("case", SIZES[:-1], ids=lambda case: case.name)
-def test_the_computed_memory_is_within_15_percent_of_the_measured_peak(
+def test_computed_memory_is_within_15_percent_and_time_within_a_factor_of_3(
     case, sharding: str, tmp_path: Path
 ):
     found = measure(replace(case, sharding=sharding), tmp_path)
     assert 0.85 < found.memory_ratio < 1.15
-    # Within 40 % on an idle machine, see MEMORY.md. Other tests beside this one slow down the
-    # training or the measurement of the speed.
-    assert 0.3 < found.time_ratio < 3
+    # On an idle machine the ratio was 0.79 to 1.04 (MEMORY.md). Tests that run at the same time
+    # slow down the training or the measurement of the speed.
+    assert 1 / 3 < found.time_ratio < 3

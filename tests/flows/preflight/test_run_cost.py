@@ -94,10 +94,11 @@ def test_the_time_of_ppo_on_a_gpu_by_hand():
     policy = 2 * (layers * 8192 + head * 4096) / operations
     reward = 2 * layers * 8192 / operations
     adam = 4 * 4 * 7 * (8_030_261_248 + 4_096) / 8 / bandwidth
-    # In each of 4 steps 2 passes of 2 responses, which gather all weights, those of the layers once
-    # more, and sum all gradients. Gathered at once are policy, reward model, reference and policy.
-    all_weights, scorer = 8_030_261_248, layers + 1_050_677_248 - head + 4_096
-    sent = 4 * 2 * (2 * all_weights + layers) + 3 * all_weights + scorer
+    # 4 steps of 2 passes of 2 responses. A pass gathers all weights, and the layers again, and
+    # reduces all gradients. Sampling, reference and values gather the policy, the reward model its
+    # own weights.
+    all_weights, reward_weights = 8_030_261_248, layers + 1_050_677_248 - head + 4_096
+    sent = 4 * 2 * (2 * all_weights + layers) + 3 * all_weights + reward_weights
     exchange = 4 * sent * 7 / 8 / (LINK_SHARE * 450e9)
     expected = 10 * (read + drawn + policy + reward + 2 * 3 * policy + adam + exchange)
     assert seconds == pytest.approx(expected)

@@ -101,7 +101,7 @@ SCORED = dataclasses.replace(CONFIG, local_rollout_forward_batch_size=8, kl_esti
 
 
 def score_unequal_lengths(sharding: str, folder: str) -> None:
-    """Score responses whose best batches are two in process 1, and one in process 0."""
+    """Score responses that `token_batches` puts into 1 batch in process 0, 2 in process 1."""
     torch.set_num_threads(1)
     settings = {"sharding": sharding, "ds3_gather_for_generation": False, "ddp_timeout": 60}
     trainer = make_trainer(dataclasses.replace(SCORED, output_dir=folder, **settings))
@@ -121,7 +121,7 @@ def score_unequal_lengths(sharding: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("sharding", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_passes_that_meet_are_as_many_in_each_process(sharding, tmp_path):
+def test_scoring_of_unequal_lengths_ends_and_equals_that_of_one_process(sharding, tmp_path):
     module = "tests.ppo_core.distributed.test_sharded_training"
     run_call(tmp_path, f"{module}.score_unequal_lengths{sharding, str(tmp_path)}")
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from pipeline.launch.commands import gpus
 from pipeline.launch.launcher import train
-from pipeline.preflight.sizes.exchange_time import Parameters
+from pipeline.preflight.sizes.exchange_time import ParameterCount
 from pipeline.preflight.sizes.run_time import Backward
 from ppo_core.errors import ModelError, ProcessError
 from ppo_core.training.memory.ppo_memory import PPOSize
@@ -19,7 +19,10 @@ from ppo_core.training.memory.sizes import ModelSize
 from ppo_core.training.speed.job import FoundSpeed, SpeedJob, read_speed, write_speed_job
 
 PROGRAM = ("ppo_core.training.speed",)
-"""Words of the command that measures, see `pipeline.launch.commands.PPO`."""
+"""Module that measures the speed, see `pipeline.launch.commands.PPO`."""
+
+NAME_A_GPU = "Name a GPU with all its numbers: [hardware] gpu."
+"""What to do where this machine cannot be timed."""
 
 MAX_LAYERS = 6
 """Maximum number of layers of the deeper of the two models that are measured."""
@@ -42,7 +45,7 @@ class Line:
         return cls(outside=max(seconds[0] - depths[0] * layer, 0.0), layer=layer)
 
     def minus(self, other: "Line", *, layers: int) -> "Line":
-        """Return this line minus the other, whose time of a layer is multiplied by `layers`."""
+        """Return this line minus another, of which a layer counts `layers` times."""
         return Line(outside=self.outside - other.outside, layer=self.layer - layers * other.layer)
 
 
@@ -76,7 +79,7 @@ class MeasuredSpeed:
 
     @classmethod
     def of(cls, found: FoundSpeed, size: PPOSize) -> "MeasuredSpeed":
-        """Return the speed that the processes of a training of this size have found."""
+        """Return the speed from the times that processes found, with the batches of `size`."""
         depths = [each.layers for each in found.passes]
 
         def line(name: str) -> Line:
@@ -84,7 +87,7 @@ class MeasuredSpeed:
 
         gathered, exchange = line("gathering"), line("exchange")
         if size.shards_weights:
-            # As `exchange_time` counts them, for a model below `REUSED`.
+            # Subtract what a pass gathers: see `exchange_time`, for a model of at most `REUSED`.
             exchange = exchange.minus(gathered, layers=2 if size.sharding == "fsdp2" else 1)
         return cls(
             model=size.policy,
@@ -122,15 +125,15 @@ class MeasuredSpeed:
         """Return seconds of an optimizer step on so many parameters."""
         return self.adam * parameters
 
-    def gathering(self, parameters: Parameters) -> float:
-        """Return seconds in which every process gets all of some sharded weights."""
+    def gathering(self, parameters: ParameterCount) -> float:
+        """Return the seconds of an all-gather of sharded weights."""
         return self._exchanging(self.gathered, parameters)
 
-    def reducing(self, parameters: Parameters) -> float:
+    def reducing(self, parameters: ParameterCount) -> float:
         """Return seconds in which gradients are summed over the processes."""
         return self._exchanging(self.reduced, parameters)
 
-    def _exchanging(self, line: Line, parameters: Parameters) -> float:
+    def _exchanging(self, line: Line, parameters: ParameterCount) -> float:
         outside = line.outside * parameters.outside / self.model.outside_layers
         return max(outside + line.layer * parameters.layers / self.model.of_a_layer, 0.0)
 
@@ -146,13 +149,14 @@ class MeasuredSpeed:
 def measure_speed(policy: str, size: PPOSize) -> MeasuredSpeed:
     """Return the speed of this machine on a policy.
 
-    It is measured in the processes that a training starts on this machine.
+    As many processes are timed as a training starts on this machine.
 
     Args:
         policy: folder or hub id.
         size: sizes of the batches.
 
     Raises:
+        ConfigError: the settings of the processes contradict each other.
         ModelError: the policy's configuration cannot be read, or the policy is too large to be
             measured.
         ProcessError: a process died or was frozen, or there are more processes than GPUs.
@@ -160,8 +164,7 @@ def measure_speed(policy: str, size: PPOSize) -> MeasuredSpeed:
     depths, processes = _depths(size.policy), size.processes_of_a_machine
     if not size.on_cpu and processes > gpus():
         raise ProcessError(
-            f"{processes} processes need a GPU each, and this machine has {gpus()}. Name a GPU "
-            "with all its numbers: [hardware] gpu."
+            f"{processes} processes need a GPU each, and this machine has {gpus()}. {NAME_A_GPU}"
         )
     job = SpeedJob(
         policy=policy,
@@ -188,7 +191,7 @@ def _depths(model: ModelSize) -> tuple[int, int]:
     fitting = (MAX_PARAMETERS - model.outside_layers) // model.of_a_layer
     if fitting < 2:
         raise ModelError(
-            f"With two of its layers, the policy has more than {MAX_PARAMETERS:,} parameters. Name "
-            "a GPU with all its numbers: [hardware] gpu."
+            f"With two of its layers, the policy has more than {MAX_PARAMETERS:,} parameters. "
+            f"{NAME_A_GPU}"
         )
     return 1, max(2, min(MAX_LAYERS, model.layers, fitting))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from pipeline.launch.gpu_table import Gpu, find_gpu, read_gpus
-from pipeline.preflight.sizes.measured_speed import measure_speed
+from pipeline.preflight.sizes.measured_speed import NAME_A_GPU, measure_speed
 from pipeline.preflight.sizes.memory_table import (
     Choice,
     Training,
@@ -109,12 +109,15 @@ def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None, 
     if gpu and not missing:
         speed_of = _speeds_of(gpu)
     elif any(memory_of(work.training.size).total > usable for work in works):
-        return "time: not computed, because it is measured here, where not all trainings fit."
+        return (
+            "time: not computed. Without a GPU of known speed, this machine is timed, and not "
+            f"every training fits into its memory. {NAME_A_GPU}"
+        )
     else:
         try:
             speed_of = _speeds_here(works, settings)
         except (ModelError, ProcessError) as error:
-            return f"time: not computed, because its measurement failed. {error}"
+            return f"time: not computed, because this machine could not be timed. {error}"
     parts, total = [], 0.0
     for work in works:
         seconds = work.seconds(work.training.size, speed_of(work.training.size))
@@ -150,21 +153,23 @@ def _speeds_here(works: Sequence[Work], settings: Settings) -> SpeedOf:
     It is measured for each precision and sharding of the trainings.
 
     Raises:
-        ModelError: see `measure_speed`, as for ProcessError.
+        ConfigError: see `measure_speed`.
+        ModelError: see `measure_speed`.
+        ProcessError: see `measure_speed`.
     """
     ppo = works[-1].training.size
     assert isinstance(ppo, PPOSize)
-    ways = {_way(work.training.size): work.training.size for work in works}
+    sizes = {_precision_and_sharding(one.training.size): one.training.size for one in works}
     measured = {
         way: measure_speed(
             settings.policy, replace(ppo, autocast=size.autocast, sharding=size.sharding)
         )
-        for way, size in ways.items()
+        for way, size in sizes.items()
     }
-    return lambda size: measured[_way(size)]
+    return lambda size: measured[_precision_and_sharding(size)]
 
 
-def _way(size: TrainingSize) -> tuple[bool, str]:
+def _precision_and_sharding(size: TrainingSize) -> tuple[bool, str]:
     return size.autocast, size.sharding
 
 

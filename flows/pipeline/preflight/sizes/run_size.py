@@ -214,13 +214,13 @@ def _supervised_work(
 
     def seconds(size: TrainingSize, speed: Speed) -> float:
         assert isinstance(size, SupervisedSize)
-        own = ceil(config.rows_per_step / size.processes)
+        rows_of_a_process = ceil(config.rows_per_step / size.processes)
         return supervised_seconds(
             size,
             speed,
             tokens=rows.tokens * rows.epochs,
             optimizer_steps=rows.optimizer_steps,
-            passes=ceil(own / config.batch_size),
+            passes=ceil(rows_of_a_process / config.batch_size),
         )
 
     adapter = size.adapter or adapter_parameters(settings, config.lora.r or RANK)

@@ -11,7 +11,7 @@ from typing import Protocol
 from pipeline.launch.gpu_table import Gpu
 from pipeline.preflight.sizes.exchange_time import (
     ExchangeSpeed,
-    Parameters,
+    ParameterCount,
     ppo_exchange_seconds,
     supervised_exchange_seconds,
 )
@@ -52,7 +52,7 @@ class Backward:
 
 
 class Speed(ExchangeSpeed, Protocol):
-    """Seconds of the parts of a training on one device of several."""
+    """Seconds of the parts of a training, in one of its processes."""
 
     def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
         """Return seconds of passes without gradients, with logits for some of the tokens."""
@@ -113,24 +113,22 @@ class TableSpeed:
         assert self.gpu.bandwidth is not None
         return FP32 * OPTIMIZER_NUMBERS * parameters / (PEAK_SHARE * self.gpu.bandwidth)
 
-    def gathering(self, parameters: Parameters) -> float:
-        """Return seconds in which every process gets all of some sharded weights.
+    def gathering(self, parameters: ParameterCount) -> float:
+        """Return the seconds of an all-gather of sharded weights.
 
-        In a ring, each process receives the shards of all others, and sends as much; if there are
-        several machines, all of it passes the network.
+        In a ring, each process receives the shards of all other processes, and sends equally many
+        bytes. With several machines, the slower of link and network sets the rate.
         """
-        if self.processes == 1:
-            return 0.0
         rates = [self.gpu.link, *([self.gpu.network] if self.machines > 1 else [])]
         rate = min(rate for rate in rates if rate is not None)
         received = FP32 * (parameters.layers + parameters.outside)
         return received * (1 - 1 / self.processes) / (LINK_SHARE * rate)
 
-    def reducing(self, parameters: Parameters) -> float:
-        """Return seconds in which gradients are summed over the processes.
+    def reducing(self, parameters: ParameterCount) -> float:
+        """Return the seconds in which gradients are summed over the processes.
 
-        Sending every process the sums of all gradients is a reduction to shards and a gathering.
-        DeepSpeed's ZeRO-1 and -2 do so too (its default use_multi_rank_bucket_allreduce).
+        An all-reduce is a reduce-scatter and an all-gather, so it takes twice as long. DeepSpeed's
+        ZeRO-1 and ZeRO-2 use an all-reduce too (default use_multi_rank_bucket_allreduce).
         """
         return (1 if self.sharding in SHARD_WEIGHTS else 2) * self.gathering(parameters)
 
