@@ -18,7 +18,9 @@ from uuid import uuid4
 
 import boto3
 from moto.batch.models import batch_backends
+from moto.events.models import events_backends
 from moto.iam.models import iam_backends
+from moto.secretsmanager.models import secretsmanager_backends
 from moto.stepfunctions.parser.models import stepfunctions_parser_backends
 
 from tests.helpers.batch_jobs import MACHINES, QUEUE, BatchJobs, Job
@@ -146,7 +148,13 @@ def state_machines(job_variables: Mapping[str, str] | None = None) -> Iterator[S
         job_variables: further environment of the jobs, such as MLFLOW_TRACKING_URI.
     """
     # moto keeps what an earlier context of this process made.
-    for backends in (iam_backends, batch_backends, stepfunctions_parser_backends):
+    for backends in (
+        iam_backends,
+        batch_backends,
+        stepfunctions_parser_backends,
+        events_backends,
+        secretsmanager_backends,
+    ):
         for account in backends.values():
             account.reset()
     with s3() as store, TemporaryDirectory() as home, ExitStack() as patches:
