@@ -101,6 +101,7 @@ class _Clock:
 
 
 def _passes(model: PreTrainedModel, job: SpeedJob, clock: _Clock, adam: float) -> PassSeconds:
+    """Return the times of a policy; `adam` are seconds of an optimizer step per parameter."""
     engine = clock.engine
     model.to(engine.device)  # type: ignore[arg-type]
     if engine.shards_weights:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from pipeline.launch.gpu_table import read_gpus
@@ -231,3 +232,18 @@ def test_a_misspelt_gpu_is_refused(tmp_path):
     table = tiny_table(tmp_path) | {"hardware": {"gpu": "h100"}, "processes": 8}
     with pytest.raises(ConfigError, match=r"hardware\.gpu='h100' is unknown"):
         measure_run(make_settings(table, {}), has_champion=False, with_cost=True)
+
+
+def test_the_time_is_not_measured_where_a_training_does_not_fit(tmp_path):
+    # Each of so many processes needs more for its libraries than its share of the main memory.
+    number = psutil.virtual_memory().total // 2**29
+    table = tiny_table(tmp_path) | {"processes": number}
+    table["ppo"] = table["ppo"] | {"batch_size": number, "total_episodes": number}
+    words = cost_lines(table)
+    assert "time: not computed. Without a GPU of known speed, this machine is timed" in words
+    assert "Memory per process in GiB" in words
+
+
+def test_a_measured_time_of_several_machines_says_what_it_leaves_out(tmp_path):
+    words = cost_lines(tiny_table(tmp_path) | {"processes": 1, "num_nodes": 2})
+    assert "full length, without what machines send each other, on this machine" in words

@@ -161,10 +161,10 @@ def _speeds_here(works: Sequence[Work], settings: Settings) -> SpeedOf:
     assert isinstance(ppo, PPOSize)
     sizes = {_precision_and_sharding(one.training.size): one.training.size for one in works}
     measured = {
-        way: measure_speed(
+        key: measure_speed(
             settings.policy, replace(ppo, autocast=size.autocast, sharding=size.sharding)
         )
-        for way, size in sizes.items()
+        for key, size in sizes.items()
     }
     return lambda size: measured[_precision_and_sharding(size)]
 
