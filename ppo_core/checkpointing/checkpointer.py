@@ -17,8 +17,9 @@ from ppo_core.checkpointing.files import (
     save_checkpoint,
 )
 from ppo_core.checkpointing.lease import Lease
+from ppo_core.data.atomic_files import require_creatable, unwritable
 from ppo_core.distributed.process_group import ProcessGroup
-from ppo_core.errors import ConfigError
+from ppo_core.errors import ConfigError, reason_of
 
 
 class Contents(Protocol):
@@ -95,6 +96,9 @@ class Checkpointer:
             self._peers.together(lambda: refuse_earlier_run(self._plan.folder))
         if self._plan.saves:
             self._lease = self._claim()
+        else:
+            # The policy will be saved there after the training.
+            require_creatable(self._plan.folder, "output_dir")
         checkpoint = None
         if resume is True:
             checkpoint = read_newest(self._plan.folder, self._peers, self._forms)
@@ -153,10 +157,7 @@ class Checkpointer:
                 lambda: Lease.claim(folder) if self._leads() else None
             )
         except OSError as error:
-            raise ConfigError(
-                f"output_dir='{folder}' cannot be created or written: {error}. Set output_dir to "
-                "another folder, because no checkpoint could be saved in this one."
-            ) from error
+            raise unwritable(folder, "output_dir", reason_of(error)) from error
         lease: Lease = claims[self._disk.leader]
         return lease
 

@@ -5,9 +5,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from uuid import uuid4
 
-from ppo_core.errors import TrainingError
+from ppo_core.errors import ConfigError, TrainingError, reason_of
 
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a full disk, a disk quota and a limit on the size of files."""
@@ -52,6 +53,44 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def require_writable(folder: Path, setting: str) -> None:
+    """Create a folder if it is missing, and write and remove a file in it; `setting` names it.
+
+    Call this before a training, so that its result cannot be lost for a folder.
+
+    Raises:
+        ConfigError: the folder cannot be created or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    # ValueError: the path contains a null character.
+    except (OSError, ValueError) as error:
+        raise unwritable(folder, setting, reason_of(error)) from error
+
+
+def require_creatable(folder: Path, setting: str) -> None:
+    """Raise if a folder could not be created or written later; create nothing.
+
+    Raises:
+        ConfigError: the folder, or the nearest folder above it that exists, cannot be written.
+    """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise unwritable(folder, setting, f"{str(nearest)!r} is a file")
+    if not os.access(nearest, os.W_OK):
+        raise unwritable(folder, setting, f"{str(nearest)!r} is read-only")
+
+
+def unwritable(folder: Path, setting: str, reason: str) -> ConfigError:
+    """Return the error of a folder, which `setting` names, that cannot be written."""
+    return ConfigError(
+        f"{setting}: nothing can be written into {str(folder)!r} ({reason}), so all results would "
+        "be lost. Choose a writable folder."
+    )
 
 
 @contextmanager

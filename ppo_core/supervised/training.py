@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_core.checkpointing.checkpointer import refuse_earlier_run
 from ppo_core.config.row_settings import Overlong, PromptFormat
 from ppo_core.config.sized_defaults import sized_defaults
+from ppo_core.data.atomic_files import require_writable
 from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.data.rows.reader import Rows, read_source
 from ppo_core.data.sources.source import source_of_rows
@@ -33,12 +34,7 @@ from ppo_core.supervised.lora import add_task_adapter, require_plain
 from ppo_core.supervised.next_token_loss import NextTokenLoss
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.supervised.supervised_config import RATE_FILE, SupervisedConfig
-from ppo_core.supervised.training_loop import (
-    TIMEOUT,
-    TrainingData,
-    TrainingLoop,
-    make_output_dir,
-)
+from ppo_core.supervised.training_loop import TIMEOUT, TrainingData, TrainingLoop
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -92,6 +88,7 @@ def train_sft(
         TrainingError: the loss is not finite, memory is full, or the checkpoint does not fit.
     """
     refuse_other_settings("demonstrations", config)
+    output, saved = _make_folders(output_dir, model_dir)
     refuse_adapter(model)
     tokenizer = load_tokenizer(model, prompt_format)
     rows = _rows(examples, "demonstrations", tokenizer)
@@ -105,15 +102,13 @@ def train_sft(
     _checkpoint_activations(policy, config)
     adapted = None if peft_config is None else add_task_adapter(policy, peft_config, "CAUSAL_LM")
     data = TrainingData(rows=encoded.table, digest=encoded.digest, collate=collate_examples)
-    output = Path(output_dir)
-    make_output_dir(output)
     engine = connect_processes(config)
     module = NextTokenLoss(adapted or policy)
     loop = TrainingLoop(
         module, data, config, "SFT", adapted=adapted, engine=engine, output_dir=output
     )
     metrics = loop.train(resume, anyway=resume_anyway)
-    _save(policy, adapted, tokenizer, engine, Path(model_dir or output))
+    _save(policy, adapted, tokenizer, engine, saved)
     return metrics
 
 
@@ -160,14 +155,13 @@ def train_reward_model(
         TrainingError: the loss is not finite, memory is full, or the checkpoint does not fit.
     """
     refuse_other_settings("pairs", config)
+    output, saved = _make_folders(output_dir, model_dir)
     refuse_adapter(model)
     tokenizer = load_tokenizer(model, prompt_format)
     rows = _rows(pairs, "pairs", tokenizer)
     limit = max_tokens(model, config)
     encoded = encode_rows("pairs", rows, tokenizer, config, limit=limit, overlong=overlong)
     make = partial(_make_ranker, model, tokenizer.pad_token_id, config, peft_config)
-    output = Path(output_dir)
-    make_output_dir(output)
     engine = connect_processes(config)
     data = TrainingData(rows=encoded.table, digest=encoded.digest, collate=collate_pairs)
     tried: dict[str, float] = {}
@@ -193,8 +187,17 @@ def train_reward_model(
         ranker, data, config, "reward model", adapted=adapted, engine=engine, output_dir=output
     )
     metrics = loop.train(resume, anyway=resume_anyway)
-    _save(ranker.classifier, adapted, tokenizer, engine, Path(model_dir or output))
+    _save(ranker.classifier, adapted, tokenizer, engine, saved)
     return metrics | tried
+
+
+def _make_folders(output_dir: str | Path, model_dir: str | Path | None) -> tuple[Path, Path]:
+    """Create the folders of the training and of the trained model."""
+    output = Path(output_dir)
+    saved = Path(model_dir or output)
+    require_writable(output, "output_dir")
+    require_writable(saved, "model_dir" if model_dir else "output_dir")
+    return output, saved
 
 
 def _start_and_adapter(model: str | Path, peft_config: "PeftConfig | None") -> dict[str, str]:

@@ -20,7 +20,7 @@ from ppo_core.checkpointing.training_state import TrainingState
 from ppo_core.data.progress_bar import progress
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
-from ppo_core.errors import ConfigError, NotFiniteError, RunInterruptedError
+from ppo_core.errors import NotFiniteError, RunInterruptedError
 from ppo_core.errors.out_of_memory import explained_out_of_memory
 from ppo_core.models.adapters import adapter_settings
 from ppo_core.ppo.random_state import seed_global_generators
@@ -303,18 +303,6 @@ class TrainingLoop:
 def identity_of(config: SupervisedConfig, data: TrainingData) -> dict[str, Any]:
     """Return the settings and the digest of the data, which a resumed training must share."""
     return config.settings_of_result() | {"rows": data.digest}
-
-
-def make_output_dir(folder: Path) -> None:
-    """Create the folder of a training.
-
-    Raises:
-        ConfigError: the folder cannot be created.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output_dir='{folder}' cannot be created: {error}.") from error
 
 
 def make_optimizer(module: nn.Module, config: SupervisedConfig) -> Optimizer:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.row_settings import PromptFormat, parse_columns
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
-from ppo_core.data.atomic_files import write_atomically
+from ppo_core.data.atomic_files import require_writable, write_atomically
 from ppo_core.data.prompts import context_length, encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.fitting import fit_prompts
@@ -45,6 +45,9 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
     """
     # Seed the global generators, because a reward function may use them.
     seed_global_generators(config.seed)
+    require_writable(Path(config.output_dir), "output_dir")
+    if script.policy_dir is not None:
+        require_writable(Path(script.policy_dir), "policy_dir")
     start = config.sft_model_path or model.model_name_or_path
     if start is None:
         raise ConfigError("There is no policy. Set --model_name_or_path to a folder or hub id.")
@@ -53,15 +56,19 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
     train_rows, eval_rows = load_prompts(config, script, tokenizer, context)
     with named_data(script.dataset_name):
         trainer = _make_trainer(config, script, model, start, tokenizer, train_rows, eval_rows)
-    resume = script.resume_from_checkpoint
-    trainer.train(
-        resume_from_checkpoint=True if resume == "latest" else resume,
-        resume_anyway=script.resume_anyway,
-    )
     if trainer.is_world_process_zero():
         record = json.dumps(trainer.self_check.as_record())
         write_atomically(Path(config.output_dir) / SELF_CHECK_FILE, record)
-    trainer.save_model(script.policy_dir)
+    resume = script.resume_from_checkpoint
+    try:
+        trainer.train(
+            resume_from_checkpoint=True if resume == "latest" else resume,
+            resume_anyway=script.resume_anyway,
+        )
+    finally:
+        # Also if an integration fails at the end, such as a tracking server that is down.
+        if trainer.is_done:
+            trainer.save_model(script.policy_dir)
 
 
 def _make_trainer(

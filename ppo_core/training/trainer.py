@@ -185,6 +185,8 @@ class PPOTrainer(ScriptNames):
         self._timer = PhaseTimer()
         self._sampler = self._make_sampler()
         self._interruption = Interruption()
+        self.is_done = False
+        """Whether `train` has made its last update."""
 
     def train(
         self,
@@ -214,6 +216,7 @@ class PPOTrainer(ScriptNames):
                     self._checkpoints.save()
                     self._checkpoints.finish()
                 raise
+        self.is_done = True
         self._checkpoints.finish()
         self._reporter.end()
         return history

@@ -1,6 +1,5 @@
 """Check the inputs of a run before anything is trained."""
 
-import os
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -19,12 +18,13 @@ from pipeline.preflight.model_types import check_model_types
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.storage.workspace import original_names
+from ppo_core.data.atomic_files import require_writable
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.reader import Rows
 from ppo_core.data.sources.source import named_data
 from ppo_core.distributed.strategy import choose_sharding
-from ppo_core.errors import ConfigError, DataError, ModelError, reason_of
+from ppo_core.errors import ConfigError, DataError, ModelError
 from ppo_core.models.files.model_folder import check_model_folder
 from ppo_core.models.loading import (
     check_policy_config,
@@ -82,25 +82,6 @@ def check_outputs(output_dir: str, summary_json: str) -> None:
         if Path(summary_json).is_fifo():
             raise ConfigError(f"summary_json={summary_json!r} is a pipe. Set it to a file.")
         require_writable(Path(summary_json).parent, "summary_json")
-
-
-def require_writable(folder: Path, name: str) -> None:
-    """Create a folder if it does not exist, and raise if it is not writable.
-
-    Raises:
-        ConfigError: the folder cannot be created or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    # ValueError: the path contains a null character.
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{name}: nothing can be written into {str(folder)!r} ({reason_of(error)}). "
-            "Choose a writable folder."
-        ) from error
 
 
 def _check_trainings(settings: Settings) -> None:

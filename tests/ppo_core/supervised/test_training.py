@@ -257,8 +257,12 @@ def test_a_setting_of_the_other_training_is_refused_by_name(base, tmp_path, trai
 
 def test_an_output_folder_that_cannot_be_created_is_refused_before_training(base, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"output_dir=.* cannot be created"):
-        train_sft(base, EXAMPLES, settings(), tmp_path / "file" / "sft")
+    folder, file = tmp_path / "out", tmp_path / "file" / "sft"
+    with pytest.raises(ConfigError, match="output_dir: nothing can be written into"):
+        train_sft(base, EXAMPLES, settings(), file)
+    with pytest.raises(ConfigError, match="model_dir: nothing can be written into"):
+        train_reward_model(base, PAIRS, settings(), folder, model_dir=file)
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ppo_core import ConfigError, ModelError, get_peft_config
 from ppo_core.config.argument_parser import field_docs, parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
-from ppo_core.training.cli import load_prompts, load_reward, load_start
+from ppo_core.training.cli import load_prompts, load_reward, load_start, train_ppo
 from tests.helpers.forked_python import Ended, run_python
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
@@ -422,6 +422,60 @@ def test_the_sharded_sentiment_command_runs_under_accelerate_launch(models, data
         ),
         "--response_length=6",
     )
+    assert changed(tmp_path / "out", models / "policy")
+
+
+SMALL = "--per_device_train_batch_size 4 --total_episodes 4 --response_length 6".split()
+
+
+def test_a_run_without_checkpoints_saves_its_policy_in_a_new_folder(models, data, tmp_path):
+    new = tmp_path / "not" / "yet"
+    flags = f"--dataset_name {data} --model_name_or_path {models / 'policy'} --output_dir {new}"
+    reward = f"--reward_model_path {models / 'reward'} --save_strategy no"
+    run(*SMALL, *flags.split(), *reward.split())
+    assert changed(new, models / "policy")
+    assert "backend" in json.loads((new / "self-check.json").read_text())
+
+
+@pytest.mark.parametrize("flag", ["--output_dir", "--policy_dir"])
+def test_a_file_in_the_place_of_a_folder_is_refused_before_anything_is_loaded(
+    flag, models, data, tmp_path
+):
+    (tmp_path / "file").touch()
+    flags = f"--dataset_name {data} --model_name_or_path {models / 'policy'} --save_strategy no"
+    ran = run(
+        *SMALL,
+        *flags.split(),
+        *("--output_dir", str(tmp_path / "out"), flag, str(tmp_path / "file")),
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert f"{flag[2:]}: nothing can be written into '{tmp_path / 'file'}'" in ran.stderr
+    assert "RANDOM" not in ran.stderr
+
+
+class LostServerError(RuntimeError):
+    pass
+
+
+def test_the_policy_is_saved_although_an_integration_fails_at_the_end(
+    models, data, tmp_path, monkeypatch
+):
+    def lost(*_):
+        raise LostServerError
+
+    monkeypatch.setattr("ppo_core.reporting.callbacks.Reporter.end", lost)
+    config = PPOConfig(
+        output_dir=str(tmp_path / "out"),
+        sft_model_path=str(models / "policy"),
+        reward_model_path=str(models / "reward"),
+        save_strategy="no",
+        per_device_train_batch_size=4,
+        total_episodes=4,
+        response_length=6,
+    )
+    with pytest.raises(LostServerError):
+        train_ppo(config, ScriptArguments(dataset_name=str(data)), ModelArguments())
     assert changed(tmp_path / "out", models / "policy")
 
 
