@@ -15,7 +15,7 @@ import ppo_core
 from pipeline.settings.command_line import (
     check_settings_file,
     explain_unknown_options,
-    name_resumed_run,
+    prepare_resume,
 )
 from pipeline.settings.environment import prepare_environment
 from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
@@ -114,7 +114,7 @@ def run_command(flow: type[FlowSpec]) -> None:
     try:
         keep_secrets_from_metaflow(sys.argv[1:])
         check_settings_file(sys.argv)
-        name_resumed_run(sys.argv, flow.__name__)
+        prepare_resume(sys.argv, flow.__name__)
     except PPOError as wrong:
         sys.exit(f"{RunStoppedError.headline}:\n{wrong}")
     explain_unknown_options(

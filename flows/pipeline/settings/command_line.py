@@ -8,10 +8,13 @@ from typing import Any
 
 from metaflow._vendor.click import Context, Option
 from metaflow._vendor.click.exceptions import NoSuchOption, UsageError
+from metaflow.plugins.datastores.local_storage import LocalStorage
+from metaflow.runtime import NativeRuntime
 from metaflow.util import get_latest_run_id
 
 from pipeline.settings.unknown_names import FILE_FORM, describe_unknown_option
 from ppo_core.config.text_files import read_text_file
+from ppo_core.data.atomic_files import write_atomically
 from ppo_core.errors import ConfigError
 
 
@@ -64,14 +67,17 @@ def refuse_scheduler(argv: Sequence[str], num_nodes: int) -> None:
         )
 
 
-def name_resumed_run(argv: Sequence[str], flow_name: str) -> None:
-    """Print the id of the run that `resume` continues if the command line does not give it.
+def prepare_resume(argv: Sequence[str], flow_name: str) -> None:
+    """Let a `resume` become the latest run; print the run that it continues if none is given.
 
     Raises:
         ConfigError: the working directory has no run.
     """
     options = {word.partition("=")[0] for word in argv}
-    if "resume" not in argv or options & {"run", "--origin-run-id", "--help"}:
+    if "resume" not in argv or options & {"run", "--help"}:
+        return
+    _record_resumed_runs(flow_name)
+    if "--origin-run-id" in options:
         return
     latest = get_latest_run_id(lambda *_, **__: None, flow_name)
     if latest is None:
@@ -80,6 +86,25 @@ def name_resumed_run(argv: Sequence[str], flow_name: str) -> None:
             "run was started, or give the run: resume --origin-run-id ID."
         )
     print(f"Resuming run {latest}. For another run: resume --origin-run-id ID.", flush=True)
+
+
+def _record_resumed_runs(flow_name: str) -> None:
+    """Record a resumed run as the latest run once it has the finished steps of its origin.
+
+    Metaflow records only what `run` starts. After a killed `resume`, the next one would start from
+    the first run, and repeat all steps that the killed one had finished. Metaflow has no hook at
+    this moment, so a method of its scheduler is replaced.
+    """
+    execute = NativeRuntime.execute
+
+    def recorded(runtime: Any) -> Any:
+        root = LocalStorage.get_datastore_root_from_config(lambda *_, **__: None)
+        folder = Path(root, flow_name)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "latest_run", str(runtime.run_id))
+        return execute(runtime)
+
+    NativeRuntime.execute = recorded
 
 
 def explain_unknown_options(options: Collection[str]) -> None:
