@@ -2,11 +2,13 @@
 
     python flows/deploy.py DEPLOYMENT.toml --check
     python flows/deploy.py DEPLOYMENT.toml --create
+    python flows/deploy.py DEPLOYMENT.toml --start
     python flows/deploy.py DEPLOYMENT.toml --status
     python flows/deploy.py DEPLOYMENT.toml --delete
 
-`--check` compiles both flows and applies nothing; `--status` changes nothing. `--delete` leaves
-runs, models and data alone. infra/deployments has an example for each scheduler.
+`--check` compiles both flows and applies nothing; `--status` changes nothing. `--start` starts
+Retrain now: after a run that failed, it continues with the models that were trained. `--delete`
+leaves runs, models and data alone. infra/deployments has an example for each scheduler.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from deployment.actions import (
     create_deployment,
     delete_deployment,
     show_deployment,
+    start_deployment,
 )
 from deployment.flow_commands import DeploymentFiles, read_deployment_file
 from pipeline.settings.environment import prepare_environment
@@ -49,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
     action("--check", check_deployment, "compile both flows and print what would be deployed")
     action("--create", create_deployment, "deploy both flows, or change what is deployed")
+    action("--start", start_deployment, "start Retrain now; trained models are reused")
     action("--status", show_deployment, "print what is deployed, the next start and the last run")
     action("--delete", delete_deployment, "delete both flows from the scheduler, and no data")
     return parser

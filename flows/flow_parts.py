@@ -18,6 +18,7 @@ from pipeline.settings.command_line import (
     prepare_resume,
 )
 from pipeline.settings.environment import prepare_environment
+from pipeline.settings.execution_parameters import quote_parameters
 from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
 from ppo_core.config.checks import refuse_secrets
 from ppo_core.errors import PPOError
@@ -117,7 +118,8 @@ def run_command(flow: type[FlowSpec]) -> None:
         prepare_resume(sys.argv, flow.__name__)
     except PPOError as wrong:
         sys.exit(f"{RunStoppedError.headline}:\n{wrong}")
-    explain_unknown_options(
-        [each.name for each in vars(flow).values() if isinstance(each, Parameter)]
-    )
+    parameters = [each.name for each in vars(flow).values() if isinstance(each, Parameter)]
+    explain_unknown_options(parameters)
+    if "create" in sys.argv and "run" not in sys.argv:
+        quote_parameters(parameters)
     flow()

@@ -174,6 +174,7 @@ class RLHF(FlowSpec):
         )
         self.next(self.evaluate_win_rate)
 
+    @retry(times=3, minutes_between_retries=0)
     @card(type="blank")
     @phase
     @step
@@ -191,6 +192,7 @@ class RLHF(FlowSpec):
         current.card.extend(stages.cards.evaluation_card(evaluation))
         self.next(self.register)
 
+    @retry(times=3, minutes_between_retries=0)
     @card(type="blank")
     @phase
     @step

@@ -7,6 +7,7 @@ from deployment.deployment import Deployment
 from deployment.flow_commands import FILES, DeploymentFiles, compile_flow, run_flow_command
 from deployment.overview import render_deployment, render_status
 from deployment.settings_check import check_settings
+from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
 
 if TYPE_CHECKING:
@@ -46,6 +47,24 @@ def create_deployment(files: DeploymentFiles) -> None:
         run_flow_command(files, flow, "create", *tags)
         scheduler.forbid_overlaps(flow)
         print(f"Deployed {scheduler.name_of(flow)}.", flush=True)
+
+
+def start_deployment(files: DeploymentFiles) -> None:
+    """Start the deployed flow Retrain now, which starts a training if one is due.
+
+    After a run that failed, the training reuses all models that were trained from these inputs.
+
+    Raises:
+        ConfigError: the flow is not deployed.
+        ProcessError: Metaflow or the scheduler refuses it.
+        StorageError: the scheduler does not answer.
+    """
+    scheduler = _scheduler_of(files.deployment)
+    name = scheduler.name_of("Retrain")
+    if scheduler.find("Retrain") is None:
+        raise ConfigError(f"{name} is not deployed. Deploy it first, with --create.")
+    run_flow_command(files, "Retrain", "trigger")
+    print(f"Started {name}. --status has its result.", flush=True)
 
 
 def delete_deployment(files: DeploymentFiles) -> None:

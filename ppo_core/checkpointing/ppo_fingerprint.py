@@ -1,6 +1,5 @@
 """The fingerprint of a PPO run."""
 
-import re
 from collections.abc import Iterable, Mapping
 
 from torch import nn
@@ -12,15 +11,6 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.models.value_head import ModelWithValueHead
 from ppo_core.ppo.schedule import Schedule
 
-AROUND = re.compile(
-    "output_dir|exp_name|run_name|report_to|disable_tqdm|dataset_num_proc|num_sample_generations|"
-    "local_rollout_forward_batch_size|per_device_eval_batch_size|(logging|eval|save|hub|warn)_.*|"
-    "push_to_hub|.*_model_path|max_skipped_steps|max_steps|async_save|vllm_(server|weights)_.*|"
-    # The number of processes and the sharding change results by rounding only.
-    "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout"
-)
-"""Pattern of settings that do not change a run's results, and may differ in a resumed run."""
-
 
 def ppo_fingerprint(
     config: PPOConfig,
@@ -29,8 +19,7 @@ def ppo_fingerprint(
     models: Mapping[str, Layout],
 ) -> Fingerprint:
     """Return the fingerprint of a run."""
-    settings = {k: v for k, v in vars(config).items() if not AROUND.fullmatch(k)}
-    settings |= vars(schedule) | {"prompts": prompts_digest}
+    settings = config.settings_of_result() | vars(schedule) | {"prompts": prompts_digest}
     return Fingerprint(settings=settings, models=dict(models))
 
 

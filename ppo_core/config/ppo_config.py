@@ -1,9 +1,10 @@
 """Settings of PPO, immutable and validated on construction."""
 
+import re
 from dataclasses import dataclass, fields
 from math import inf
 from types import NoneType
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ppo_core.config.checks import (
     is_finite,
@@ -16,6 +17,15 @@ from ppo_core.config.run_config import RunConfig
 from ppo_core.config.unsupported_settings import refusing_unsupported
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
+
+_NOT_OF_THE_RESULT = re.compile(
+    "output_dir|exp_name|run_name|report_to|disable_tqdm|dataset_num_proc|num_sample_generations|"
+    "local_rollout_forward_batch_size|per_device_eval_batch_size|(logging|eval|save|hub|warn)_.*|"
+    "push_to_hub|.*_model_path|max_skipped_steps|max_steps|async_save|vllm_(server|weights)_.*|"
+    # The number of processes and the sharding change results by rounding only.
+    "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout"
+)
+"""Pattern of the settings that do not change the result of an update."""
 
 
 @refusing_unsupported
@@ -263,6 +273,14 @@ class PPOConfig(RunConfig):
         _check_ranges(self)
         _check_choices(self)
         _check_combinations(self)
+
+    def settings_of_result(self) -> dict[str, Any]:
+        """Return the settings that change the result of an update by more than rounding.
+
+        The size of a batch and the number of updates also follow from the other settings.
+        """
+        given = vars(self).items()
+        return {name: value for name, value in given if not _NOT_OF_THE_RESULT.fullmatch(name)}
 
 
 def _check_types(config: PPOConfig) -> None:

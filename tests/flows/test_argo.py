@@ -1,8 +1,6 @@
 """The flow compiled for Argo Workflows, its start in a pod, and its trigger."""
 
 import json
-import os
-import pickle
 import re
 import subprocess
 import sys
@@ -12,17 +10,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.settings.command_line import refuse_changed_values
-from ppo_core.errors import ConfigError
 from tests.helpers.argo_templates import (
     as_argo_reads_it,
-    encoded,
-    filled,
     jobsets,
     validate_jobsets,
     validate_pods,
     without_nulls,
 )
+from tests.helpers.first_job import of_argo
 from tests.helpers.kubernetes_api import Cluster, kubernetes_api
 from tests.helpers.paths import ROOT
 from tests.helpers.scheduled_flow import deployment_variables, flow_command
@@ -118,7 +113,7 @@ def comparable(template: Any) -> str:
     token = template["metadata"]["annotations"]["metaflow/production_token"]
     text = json.dumps(template, sort_keys=True).replace(token, "TOKEN")
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+\+00:00", "TIME", text)
-    text = re.sub(r"set_parameters \w{10}|\. `pwd`/\w{10}", "FILE", text)
+    text = re.sub(r"execution_parameters argo \w{10}|\. `pwd`/\w{10}", "FILE", text)
     # The package has the times of its files' creation.
     return re.sub(r"\b(\w\w)/\1[0-9a-f]{38}|\b[0-9a-f]{40}\b", "PACKAGE", text)
 
@@ -138,48 +133,6 @@ def test_what_is_deployed_is_what_is_printed(
     assert comparable(stored) == comparable(printed)
 
 
-def parameters_in_the_run(
-    folder: Path, template: Any, triggered: Any, variables: Mapping[str, str]
-) -> dict[str, Any]:
-    """What the first pod's command stores of the parameters and the settings.
-
-    The command is the pod's own, up to the first step: it fetches the code package, and stores the
-    parameters. Then they are read with the packaged flow.
-    """
-    parameters = {
-        each["name"]: each["value"]
-        for source in (template, triggered)
-        for each in source["spec"]["arguments"]["parameters"]
-    }
-    (pod,) = (each for each in template["spec"]["templates"] if each["name"] == "start")
-    script = filled(pod["container"]["command"][-1], parameters)
-    until_step = re.compile(
-        r"&& echo argo-rlhf-1\S+ >> /tmp/mf-input-paths && (.+?) step start .*?\)"
-    )
-    dump = rf"&& \1 dump --file {folder}/stored argo-rlhf-1/_parameters/$METAFLOW_TASK_ID-params)"
-    script, count = until_step.subn(dump, script)
-    assert count == 1
-    environment = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "HOME": str(folder),
-        "METAFLOW_SKIP_INSTALL_DEPENDENCIES": "1",
-        **variables,
-        **{one["name"]: one["value"] for one in pod["container"]["env"] if "value" in one},
-    }
-    (folder / "pod").mkdir()
-    ran = subprocess.run(
-        ["bash", "-c", script],
-        cwd=folder / "pod",
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (folder / "stored").exists(), ran.stdout[-3000:] + ran.stderr[-3000:]
-    (stored,) = pickle.loads((folder / "stored").read_bytes()).values()
-    return stored
-
-
 def deployed_and_triggered(
     folder: Path, cluster: Cluster, variables: Mapping[str, str], *arguments: str
 ) -> dict[str, Any]:
@@ -193,7 +146,8 @@ def deployed_and_triggered(
         without_nulls(cluster.objects[path])
         for path in (f"{TEMPLATES}/rlhf", f"{WORKFLOWS}/rlhf-1")
     )
-    return parameters_in_the_run(folder, template, triggered, variables)
+    given = {each["name"]: each["value"] for each in triggered["spec"]["arguments"]["parameters"]}
+    return of_argo(template, given).store(folder, variables)
 
 
 def test_parameters_that_are_not_given_are_none_and_settings_arrive_as_they_are(
@@ -213,7 +167,7 @@ def test_parameters_that_are_not_given_are_none_and_settings_arrive_as_they_are(
 def test_triggered_parameters_arrive_as_they_are(
     cluster: Cluster, variables: dict[str, str], tmp_path: Path
 ):
-    value = "a b\\n 'c' \"d\" ; * ~ ! % {{workflow.name}} null"
+    value = f"a b\\n\n ; * ~ ! % null {AWKWARD}"
     stored = deployed_and_triggered(
         tmp_path,
         cluster,
@@ -226,77 +180,16 @@ def test_triggered_parameters_arrive_as_they_are(
     assert tuple(stored["overrides"]) == ("ppo.kl_coef=0.1", 'sft.dtype="x"')
 
 
-PASSED = ["a b", "a\\b", 'q"q', "it's", "a;b", "a!b", "null", "12", "*", "~", "", "a%b", "{{x}}"]
-"""Values that arrive as they are."""
-
-CHANGED = ["a$HOME", "$(id)", "${HOME}", "\\$HOME", "$$", "a`id`b", "é", "a\nb", "a\tb", "\x7f"]
-"""Values that do not."""
-
-
-def exported(folder: Path, value: str, scheduler: str) -> str:
-    """The value that the shell of a scheduled run has of a parameter."""
-    text = json.dumps({"policy": value})
-    module, arguments = {
-        "argo": ("argo.set_parameters", ["file", f"policy,t,{encoded(json.dumps(value))}"]),
-        "step-functions": ("aws.step_functions.set_batch_environment", ["parameters", "file"]),
-    }[scheduler]
-    export = [sys.executable, "-m", f"metaflow.plugins.{module}", *arguments]
-    environment = {**os.environ, "METAFLOW_PARAMETERS": text}
-    subprocess.run(export, cwd=folder, env=environment, check=True)
-    read = '. ./file && printf "%s" "$METAFLOW_INIT_POLICY"'
-    return subprocess.run(
-        ["bash", "-c", read], cwd=folder, stdout=subprocess.PIPE, check=True
-    ).stdout.decode()
-
-
-@pytest.mark.parametrize("scheduler", ["argo", "step-functions"])
-@pytest.mark.parametrize("value", [*PASSED, *CHANGED])
-def test_exactly_the_values_that_the_shell_changes_are_refused(
-    value: str, scheduler: str, tmp_path: Path
-):
-    arrives = exported(tmp_path, value, scheduler) == value
-    assert arrives is (value in PASSED)
-    if arrives:
-        refuse_changed_values({"policy": value})
-    else:
-        with pytest.raises(ConfigError, match=r"--policy .* would arrive changed"):
-            refuse_changed_values({"policy": value})
-
-
 @pytest.mark.parametrize("scheduler", ["argo-workflows", "step-functions"])
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("--policy", "models/$NAME"),
-            "--policy 'models/$NAME' has '$', which would arrive changed",
-        ),
-        (("--judge=a`id`",), "--judge 'a`id`' has '`'"),
-        (("--reward-model", "modèle"), "--reward-model 'modèle' has 'è'"),
-        (("--prompts", "a\nb"), r"--prompts 'a\nb' has '\n'"),
-        (("--set", "judge=$X"), "--set 'judge=$X' has '$'"),
-        (("--set", "ppo.x=1", "--set", "ppo.y=[1, 2]"), "--set 'ppo.y=[1, 2]' has a space"),
-    ],
-)
-def test_a_parameter_that_would_arrive_changed_is_refused(
-    scheduler: str,
-    arguments: tuple[str, ...],
-    message: str,
-    variables: dict[str, str],
-    tmp_path: Path,
+def test_a_setting_that_a_run_would_split_is_refused(
+    scheduler: str, variables: dict[str, str], tmp_path: Path
 ):
-    ended = flow_command(tmp_path, scheduler, "trigger", *arguments, variables=variables)
+    words = ("--set", "ppo.x=1", "--set", "ppo.y=[1, 2]")
+    ended = flow_command(tmp_path, scheduler, "trigger", *words, variables=variables)
     assert ended.returncode != 0
-    assert message in ended.stderr
+    assert "--set 'ppo.y=[1, 2]' has a space" in ended.stderr
     assert "in the settings file" in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def test_a_parameter_in_the_environment_is_refused_too(variables: dict[str, str], tmp_path: Path):
-    name = "METAFLOW_ARGO_WORKFLOWS_TRIGGER_POLICY"
-    ended = argo(tmp_path, {**variables, name: "$NAME"}, "trigger")
-    assert ended.returncode != 0
-    assert "--policy '$NAME' has '$'" in ended.stderr
 
 
 def test_no_parameter_is_required():

@@ -172,11 +172,18 @@ def test_the_life_of_a_deployment_to_argo(
     for shown in ("rlhf.prod.rlhf-1", "Failed, 2026-11-30T04:00:00Z", "the file has", " 03:00 CE"):
         assert shown in output
 
+    started = deploy(path, "--start", capsys)
+    assert started[:2] == (0, "Started rlhf.prod.retrain. --status has its result.\n"), started[2]
     assert deploy(path, "--delete", capsys)[:2] == (
         0,
         "Deleted rlhf.prod.retrain.\nDeleted rlhf.prod.rlhf.\n",
     )
-    assert [*cluster.objects] == [f"{RUNS}/rlhf.prod.rlhf-1"]
+    runs = [
+        cluster.objects[name]["spec"]["workflowTemplateRef"]["name"] for name in cluster.objects
+    ]
+    assert runs == ["rlhf.prod.rlhf", "rlhf.prod.retrain"]
+    code, _, messages = deploy(path, "--start", capsys)
+    assert code == 1 and "rlhf.prod.retrain is not deployed. Deploy it first" in messages
     assert deploy(path, "--delete", capsys)[:2] == (
         0,
         "rlhf.prod.retrain is not deployed.\nrlhf.prod.rlhf is not deployed.\n",

@@ -54,7 +54,7 @@ class Run:
         return [line["update"] for path in files for line in read_metrics(path)]
 
     def policy(self) -> bytes:
-        (path,) = self.folder.glob("outputs/runs/*/policy/model.safetensors")
+        (path,) = self.folder.glob("outputs/cache/policy-*/model.safetensors")
         return path.read_bytes()
 
     def weights(self) -> dict[str, Tensor]:
@@ -127,8 +127,8 @@ class Undisturbed:
 
     def again(self) -> Run:
         """The same from the PPO step on, as if it had not been there."""
-        for name in ("ppo", "policy"):
-            for written in self.run.folder.glob(f"outputs/runs/*/{name}"):
+        for name in ("runs/*/ppo", "cache/policy-*"):
+            for written in self.run.folder.glob(f"outputs/{name}"):
                 shutil.rmtree(written)
         return self._start("train_policy", "--origin-run-id", self.run.id())
 

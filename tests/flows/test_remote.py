@@ -131,7 +131,8 @@ def test_the_store_has_models_inputs_and_records(cloud: FlowInCloud, first: Exec
     for part in (
         *("metaflow/rlhf/inputs/policy-", "metaflow/rlhf/inputs/pairs.jsonl-"),
         *("metaflow/rlhf/cache/sft-", "metaflow/rlhf/cache/reward-model-"),
-        *(f"{run}policy-", f"{run}evaluation-", f"{run}reward-model.json-", f"{run}journal/"),
+        "metaflow/rlhf/cache/policy-",
+        *(f"{run}evaluation-", f"{run}reward-model.json-", f"{run}journal/"),
     ):
         assert any(key.startswith(part) for key in keys), part
     for name in ("journal.jsonl", "settings.toml", "samples.jsonl", "judgements.jsonl"):
@@ -153,7 +154,8 @@ def test_no_result_of_a_step_names_a_path(cloud: FlowInCloud, first: Execution):
 
 def test_a_second_run_reuses_what_was_trained(cloud: FlowInCloud, first: Execution):
     second = cloud.start()
-    for step, name in (("load_policy", "sft"), ("load_reward_model", "reward-model")):
+    made = {"load_policy": "sft", "load_reward_model": "reward-model", "train_policy": "policy"}
+    for step, name in made.items():
         assert f"{name}: made s3://" in log_of(first, step)
         assert f"{name}: reused s3://" in log_of(second, step)
     digests = [cloud.version(one).tags["model/policy"] for one in (first, second)]

@@ -1,7 +1,6 @@
 """What the command line of `flows/rlhf.py` does beyond Metaflow: hints, checks and refusals."""
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -148,34 +147,20 @@ def check_instead_of_run(context: Context, _option: Option, is_given: bool) -> b
     return is_given
 
 
-CHANGED_BY_SHELL = re.compile(r"[$`]|[^ -~]")
-"""Characters that a scheduled run would get changed.
-
-Metaflow writes each parameter as JSON between double quotes of the shell. So the shell replaces
-what follows a `$` and what stands between backticks, and all but printable ASCII characters stay
-escaped: an e with an accent arrives as `\\u00e9`. The settings file does not go through the shell.
-"""
-
-
 def send_to_scheduler(context: Context, option: Option, given: Sequence[str]) -> Sequence[str]:
-    """Make Metaflow's `trigger` refuse values that would arrive changed, and send those of `--set`.
+    """Make Metaflow's `trigger` send the values of `--set` as one text, split at its spaces.
 
-    This is the callback of `--set`. Metaflow has no hook for all parameters, so the function of the
-    command `trigger` is replaced, once they are read from the command line and the environment.
+    This is the callback of `--set`. Metaflow has no hook here, so the function of the command
+    `trigger` is replaced, once the values are read from the command line and the environment.
     """
     if context.info_name == "trigger":
         trigger = context.command.callback
-        flow = context.obj.flow
 
         def send(**values: Any) -> Any:
-            # A list would arrive as its text in JSON; the run splits a text at its spaces.
+            # A list would arrive as its text in JSON.
             values[option.name] = " ".join(given) or None
-            names = [
-                each.name for _, each in flow._get_parameters() if not each.IS_CONFIG_PARAMETER
-            ]
             try:
                 refuse_spaces(given)
-                refuse_changed_values({name: values[name.replace("-", "_")] for name in names})
             except ConfigError as error:
                 raise UsageError(str(error)) from error
             return trigger(**values)
@@ -195,20 +180,4 @@ def refuse_spaces(overrides: Sequence[str]) -> None:
             raise ConfigError(
                 f"--set {text!r:.200} has a space, at which a scheduled run would split it. Write "
                 "the setting in the settings file, and create the deployment again."
-            )
-
-
-def refuse_changed_values(parameters: Mapping[str, Any]) -> None:
-    """Raise if a scheduled run would get another text than the given one.
-
-    Raises:
-        ConfigError: a text has a `$`, a backtick, or a character that is not printable ASCII.
-    """
-    for name, value in parameters.items():
-        if isinstance(value, str) and (found := CHANGED_BY_SHELL.search(value)):
-            raise ConfigError(
-                f"--{name} {value!r:.200} has {found.group()!r}, which would arrive changed: the "
-                "shell of a scheduled run replaces $ and backticks by other text, and leaves all "
-                "but printable ASCII characters escaped. Write the value in the settings file, "
-                "which does not go through the shell, and create the deployment again."
             )

@@ -1,6 +1,5 @@
 """Provide the policy and the reward model for PPO: load or train each of them."""
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,15 +15,19 @@ from pipeline.launch.mirror import mirrored
 from pipeline.launch.supervised_training import train_supervised
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
+from pipeline.stages.made_once import is_made, make_or_reuse, move_files
 from pipeline.stages.tracked import track
 from pipeline.tracking.tracker import Tracker
-from ppo_core.data import folder_cache
+from ppo_core.data.folder_cache import digest_of_code
+from ppo_core.data.imported_modules import imported_modules
 from ppo_core.data.rows.reader import Rows
 from ppo_core.supervised.job import read_result
-from ppo_core.supervised.training_code import modules_of_training
 
 SFT, REWARD_MODEL, JUDGE = "sft", "reward-model", "judge"
 """Names of the trainings, which begin the names of their folders in the cache."""
+
+CODE = "ppo_core.supervised.training"
+"""Module whose code, and that of the modules it imports, decides the result of a training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class _Training:
             "model": model_digests.digest_of_model(self.model),
             "rows": self.rows.digest,
             "settings": self.section.settings_of_result(),
-            "code": folder_cache.digest_of_code(*modules_of_training()),
+            "code": digest_of_code(*imported_modules(CODE)),
         }
 
 
@@ -134,8 +137,7 @@ def _train_once(
     training: _Training, settings: Settings, run: FlowRun, here: Machines, tracker: Tracker
 ) -> tuple[PreparedModel, bool]:
     """Return the model NAME-DIGEST of the cache, and whether it was there; train it if not."""
-    name, job, workspace = training.name, _folder(run, training), run.workspace
-    inputs = training.decides_the_result(settings)
+    name, job = training.name, _folder(run, training)
 
     def log_curves(step: int, metrics: Mapping[str, float]) -> None:
         tracker.step.log_metrics(
@@ -145,38 +147,19 @@ def _train_once(
     def train(folder: Path) -> Mapping[str, float]:
         print(f"{name}: training on {len(training.rows):,} rows", flush=True)
         _train(training, settings, run, here, log_curves)
-        for file in _model_folder(job).iterdir():
-            file.rename(folder / file.name)
+        move_files(_model_folder(job), folder)
         return read_result(job)
 
-    if model := _published(folder_cache.folder_of(workspace.cache, name, inputs), run):
-        reused = True
-    else:
-        made = folder_cache.make_once(workspace.cache, name, inputs, train)
-        reused = made.reused
-        model = workspace.share(
-            PreparedModel(path=str(made.path), digest=made.digest, metrics=made.values)
-        )
+    made = make_or_reuse(run.workspace, name, training.decides_the_result(settings), train)
     # Its checkpoints, each larger than the model, have served their purpose.
     shutil.rmtree(job, ignore_errors=True)
-    print(f"{name}: {'reused' if reused else 'made'} {model.path}", flush=True)
-    return model, reused
-
-
-def _published(folder: Path, run: FlowRun) -> PreparedModel | None:
-    """Return the model that a run on another machine has made in this folder of the cache."""
-    address = run.workspace.find(folder)
-    if address is None:
-        return None
-    made = json.loads(run.workspace.read(address, folder_cache.MADE_FILE))
-    return PreparedModel(path=address, digest=made["digest"], metrics=made["values"])
+    model = PreparedModel(path=made.place, digest=made.digest, metrics=made.values)
+    return model, made.reused
 
 
 def _take_part(training: _Training, settings: Settings, run: FlowRun, here: Machines) -> None:
     """Run this machine's processes of a training, unless its model is in the cache."""
-    inputs = training.decides_the_result(settings)
-    folder = folder_cache.folder_of(run.workspace.cache, training.name, inputs)
-    if not (folder_cache.is_made(folder) or run.workspace.find(folder)):
+    if not is_made(run.workspace, training.name, training.decides_the_result(settings)):
         _train(training, settings, run, here, lambda step, metrics: None)
 
 

@@ -2,22 +2,33 @@
 
 import resource
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipeline.evaluation.results import Change, PreparedModel, TrainedPolicy, ValidatedReward
+from pipeline.inputs.data_sets import training_prompts
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.launch.commands import ONE_MACHINE, Machines
+from pipeline.launch.commands import ONE_MACHINE, Machines, gpus
 from pipeline.launch.job import ppo_config, write_job
-from pipeline.launch.launcher import train
+from pipeline.launch.launcher import OnMetrics, train
 from pipeline.launch.mirror import mirrored
 from pipeline.settings.settings import Settings
+from pipeline.stages.made_once import MadeModel, is_made, make_or_reuse, move_files
 from pipeline.stages.tracked import track
 from ppo_core.config.text_files import read_json_file
-from ppo_core.data.folder_cache import digest_of_folder
+from ppo_core.data.folder_cache import digest_of_code
+from ppo_core.data.imported_modules import imported_modules
 from ppo_core.errors import ProcessError
 from ppo_core.reporting.health import warnings_of
-from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, read_metrics
+from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, UPDATE, read_metrics
+
+POLICY = "policy"
+"""Name of the training, which begins the name of its folder in the cache."""
+
+CODE = "ppo_core.__main__"
+"""Module whose code, and that of the modules it imports, decides the result of the training."""
 
 
 def this_machine(parallel: Any, attempt: str) -> Machines:
@@ -43,6 +54,9 @@ def train_policy(
 ) -> TrainedPolicy:
     """Train the policy with PPO against the reward model, and track the training.
 
+    A policy that an earlier run has trained from the same inputs is reused, for example of a run
+    that failed in a later step. Its metrics are tracked again.
+
     Args:
         settings: settings of the run.
         sft: the initial policy, which is also the reference policy.
@@ -55,30 +69,38 @@ def train_policy(
         ProcessError: a process of the training failed.
     """
     with track(run, "train_policy") as tracker:
-        with mirrored(run.workspace, run.folder / "ppo", here):
-            job = _write_job(settings, sft, reward_model, validation, run)
-            train(
-                job,
-                processes=settings.processes,
-                machines=here,
-                stall_minutes=settings.stall_minutes,
-                on_metrics=lambda update, metrics: tracker.step.log_metrics(metrics, step=update),
-            )
-        updates = read_metrics(job.parent / METRICS_FILE)
+
+        def log_update(update: int, metrics: Mapping[str, float]) -> None:
+            tracker.step.log_metrics(metrics, step=update)
+
+        def train_in(folder: Path) -> dict[str, Any]:
+            job = _train(settings, sft, reward_model, validation, run, here, log_update)
+            policy = _policy_folder(run)
+            move_files(policy, folder)
+            policy.rmdir()
+            return {
+                "updates": read_metrics(job / METRICS_FILE),
+                "self_check": read_json_file(job / SELF_CHECK_FILE, ProcessError),
+                "peak_rss_bytes": _peak_rss_bytes(),
+            }
+
+        inputs = _decides_the_result(settings, sft, reward_model, validation, run)
+        made = make_or_reuse(run.workspace, POLICY, inputs, train_in)
+        updates = made.values["updates"]
+        if made.reused:
+            for metrics in updates:
+                log_update(metrics["update"], _without_number(metrics))
         warnings = warnings_of(ppo_config(settings), updates)
         if warnings:
             tracker.step.describe("Warnings", warnings)
-        self_check = read_json_file(job.parent / SELF_CHECK_FILE, ProcessError)
-        trained = _trained_policy(
-            str(run.folder / "policy"), updates, warnings, self_check, settings.ppo.num_ppo_epochs
-        )
+        tracker.step.set_tags({"reused": str(made.reused)})
+        trained = _trained_policy(made, warnings, settings.ppo.num_ppo_epochs)
         cost = {
             "episodes_per_second": trained.episodes_per_second,
             "peak_rss_bytes": trained.peak_rss_bytes,
         }
-        final = {name: value for name, value in updates[-1].items() if name != "update"}
-        tracker.parent.log_metrics(final | cost)
-        return run.workspace.share(trained)
+        tracker.parent.log_metrics(_without_number(updates[-1]) | cost)
+        return trained
 
 
 def help_to_train_policy(
@@ -90,13 +112,58 @@ def help_to_train_policy(
     here: Machines,
 ) -> None:
     """Take part in the training of `train_policy`, as a machine after the first."""
-    with mirrored(run.workspace, run.folder / "ppo", here):
+    inputs = _decides_the_result(settings, sft, reward_model, validation, run)
+    if not is_made(run.workspace, POLICY, inputs):
+        _train(settings, sft, reward_model, validation, run, here, lambda update, metrics: None)
+
+
+def _decides_the_result(
+    settings: Settings,
+    sft: PreparedModel,
+    reward_model: PreparedModel,
+    validation: ValidatedReward,
+    run: FlowRun,
+) -> dict[str, Any]:
+    """Return everything that the trained policy depends on."""
+    config = settings.ppo
+    processes = (settings.processes or gpus() or 1) * settings.num_nodes
+    per_process = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    return {
+        "policy": sft.digest,
+        "reward_model": reward_model.digest,
+        # Four digits, because they differ by rounding between machines.
+        "bias": f"{validation.bias:.4g}",
+        "gain": f"{validation.gain:.4g}",
+        "end_of_text": settings.reward_model_training.end_of_text,
+        "prompts": training_prompts(run.workspace.at_hand(settings)).digest,
+        "prompt_format": settings.prompt_format,
+        "settings": config.settings_of_result(),
+        "batch_size": config.batch_size or per_process * processes,
+        "lora": asdict(settings.lora),
+        "code": digest_of_code(*imported_modules(CODE)),
+    }
+
+
+def _train(
+    settings: Settings,
+    sft: PreparedModel,
+    reward_model: PreparedModel,
+    validation: ValidatedReward,
+    run: FlowRun,
+    here: Machines,
+    on_metrics: OnMetrics,
+) -> Path:
+    """Train in processes of this machine, or resume; return the folder of the training."""
+    folder = run.folder / "ppo"
+    with mirrored(run.workspace, folder, here):
         train(
             _write_job(settings, sft, reward_model, validation, run),
             processes=settings.processes,
             machines=here,
             stall_minutes=settings.stall_minutes,
+            on_metrics=on_metrics,
         )
+    return folder
 
 
 def _write_job(
@@ -114,34 +181,38 @@ def _write_job(
         reward_bias=validation.bias,
         reward_gain=validation.gain,
         folder=run.folder / "ppo",
-        policy_dir=run.folder / "policy",
+        policy_dir=_policy_folder(run),
     )
 
 
-def _trained_policy(
-    path: str,
-    updates: list[dict[str, Any]],
-    warnings: list[str],
-    self_check: dict[str, str | float],
-    epochs: int,
-) -> TrainedPolicy:
-    first, last = updates[0], updates[-1]
-    sampled = _tokens_sampled(updates)
+def _policy_folder(run: FlowRun) -> Path:
+    """Return the folder of the trained policy before it is in the cache."""
+    return run.folder / POLICY
+
+
+def _trained_policy(made: MadeModel, warnings: list[str], epochs: int) -> TrainedPolicy:
+    updates = made.values["updates"]
+    first, last = _without_number(updates[0]), _without_number(updates[-1])
+    # A run that reuses the policy pays for no tokens.
+    sampled = 0 if made.reused else _tokens_sampled(updates)
     return TrainedPolicy(
-        path=path,
-        digest=digest_of_folder(Path(path)),
+        path=made.place,
+        digest=made.digest,
         objective={
-            name: Change(first=first[name], last=last[name])
-            for name in first
-            if name in last and name != "update"
+            name: Change(first=first[name], last=last[name]) for name in first if name in last
         },
         warnings=warnings,
         episodes_per_second=last["eps"],
-        peak_rss_bytes=_peak_rss_bytes(),
+        peak_rss_bytes=made.values["peak_rss_bytes"],
         tokens_sampled=sampled,
         tokens_trained=sampled * epochs,
-        self_check=self_check,
+        self_check=made.values["self_check"],
     )
+
+
+def _without_number(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of an update without the number of the update."""
+    return {name: value for name, value in metrics.items() if name != UPDATE}
 
 
 def _tokens_sampled(updates: list[dict[str, Any]]) -> int:

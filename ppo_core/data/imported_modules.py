@@ -1,4 +1,4 @@
-"""List the modules of ppo_core whose code affects the result of supervised training."""
+"""List the modules of ppo_core whose code affects the result of a training."""
 
 import ast
 from collections.abc import Iterator
@@ -6,18 +6,17 @@ from pathlib import Path
 
 import ppo_core
 
-_ENTRY = "ppo_core.supervised.training"
 _PACKAGE = Path(ppo_core.__file__).parent
 
 
-def modules_of_training() -> tuple[str, ...]:
-    """Return the names of all ppo_core modules that supervised training imports, sorted.
+def imported_modules(entry: str) -> tuple[str, ...]:
+    """Return the names of all ppo_core modules that a module imports, and its own, sorted.
 
-    The names are read from the import statements in the sources, starting at
-    `ppo_core.supervised.training`. No module is imported, so torch is not needed.
+    The names are read from the import statements in the sources, starting at `entry`. No module is
+    imported, so torch is not needed.
     """
     found: set[str] = set()
-    waiting = [_ENTRY]
+    waiting = [entry]
     while waiting:
         name = waiting.pop()
         path = _path(name)

@@ -1,4 +1,4 @@
-"""The list of modules that decide what supervised training produces, and its digest."""
+"""The lists of modules that decide what the trainings produce, and their digests."""
 
 import os
 import shutil
@@ -6,10 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ppo_core.supervised.training_code import modules_of_training
+import pytest
+
+from ppo_core.data.imported_modules import imported_modules
 from tests.helpers.chat import make_chat_tokenizer
 from tests.helpers.paths import ROOT
+from tests.helpers.pipeline_inputs import write_ppo_inputs
 from tests.helpers.tiny import make_policy
+
+SUPERVISED, PPO = "ppo_core.supervised.training", "ppo_core.__main__"
 
 TRAIN_BOTH = """
 import sys
@@ -26,14 +31,21 @@ train_reward_model(base, pairs, config, folder + "/reward")
 print("loaded", *(name for name in sys.modules if name.partition(".")[0] == "ppo_core"))
 """
 
+TRAIN_PPO = """
+import sys
+from ppo_core.__main__ import main
+assert main(sys.argv[1:]) == 0
+print("loaded", *(name for name in sys.modules if name.partition(".")[0] == "ppo_core"))
+"""
+
 CHANGE_EACH = """
 import sys
 from pathlib import Path
 import ppo_core
 from ppo_core.data.folder_cache import digest_of_code
-from ppo_core.supervised.training_code import modules_of_training
+from ppo_core.data.imported_modules import imported_modules
 
-names = modules_of_training()
+names = imported_modules(sys.argv[1])
 before = digest_of_code(*names)
 for path in Path(ppo_core.__file__).parent.rglob("*.py"):
     source = path.read_bytes()
@@ -66,12 +78,28 @@ def test_the_list_has_every_module_that_training_both_models_loads(tmp_path: Pat
     words = printed_by(TRAIN_BOTH, tmp_path / "base", tmp_path)
     loaded = words[words.index("loaded") + 1 :]
     assert {"ppo_core.supervised.lora", "ppo_core.algorithm.masking"} < set(loaded)
-    assert set(loaded) <= set(modules_of_training())
+    assert set(loaded) <= set(imported_modules(SUPERVISED))
+    assert "ppo_core.ppo.update" not in imported_modules(SUPERVISED)
 
 
-def test_one_byte_of_each_listed_module_and_of_no_other_changes_the_digest(tmp_path: Path):
+def test_the_list_of_ppo_has_every_module_that_the_command_loads(tmp_path: Path):
+    flags = write_ppo_inputs(tmp_path) | {
+        "output_dir": tmp_path / "out",
+        "total_episodes": 8,
+        "batch_size": 8,
+        "response_length": 4,
+    }
+    words = printed_by(TRAIN_PPO, *(part for k, v in flags.items() for part in (f"--{k}", v)))
+    loaded = words[words.index("loaded") + 1 :]
+    assert {"ppo_core.ppo.update", "ppo_core.algorithm.advantages"} < set(loaded)
+    assert set(loaded) <= set(imported_modules(PPO))
+
+
+@pytest.mark.parametrize("entry", [SUPERVISED, PPO])
+def test_one_byte_of_each_listed_module_and_of_no_other_changes_the_digest(
+    entry: str, tmp_path: Path
+):
     shutil.copytree(ROOT / "ppo_core", tmp_path / "ppo_core")
-    *changing, torch_is_loaded = printed_by(CHANGE_EACH, source=tmp_path)
-    assert sorted(changing) == list(modules_of_training())
+    *changing, torch_is_loaded = printed_by(CHANGE_EACH, entry, source=tmp_path)
+    assert sorted(changing) == list(imported_modules(entry))
     assert torch_is_loaded == "False"
-    assert "ppo_core.ppo.update" not in changing

@@ -1,0 +1,132 @@
+"""Give the parameters of a scheduled execution to the first step, quoted for the shell.
+
+The first job of an execution writes its parameters into a file, which the job's shell then reads.
+Metaflow writes each value as JSON, so the shell would execute `$(...)` in a value, with the rights
+of the first step. This module writes the file instead:
+
+    python -m pipeline.settings.execution_parameters step-functions FILE NAME ...
+    python -m pipeline.settings.execution_parameters argo FILE NAME,IS_NONE,VALUE_IN_BASE64 ...
+"""
+
+import base64
+import json
+import os
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from ppo_core.errors import ConfigError
+
+MODULE = "pipeline.settings.execution_parameters"
+
+ARGO = re.compile(r"metaflow\.plugins\.argo\.set_parameters (\w+)")
+STEP_FUNCTIONS = re.compile(
+    r"metaflow\.plugins\.aws\.step_functions\.set_batch_environment parameters (\w+)"
+)
+"""Commands of Metaflow that write the file, whose name is the group."""
+
+
+def quote_parameters(names: Collection[str]) -> None:
+    """Let the commands that deploy a flow compile the command of this module.
+
+    Metaflow has no hook here, so the function that completes the commands of a job is replaced.
+
+    Args:
+        names: the parameters of the flow; an execution with another one is refused.
+    """
+    # Imported here: only a deployment needs the clients of the schedulers.
+    from metaflow.plugins.argo import argo_workflows
+    from metaflow.plugins.aws.batch import batch
+
+    capture_logs = argo_workflows.bash_capture_logs
+
+    def quoted(commands: str, *arguments: Any) -> str:
+        commands = ARGO.sub(rf"{MODULE} argo \1", commands)
+        listed = " ".join(names)
+        commands = STEP_FUNCTIONS.sub(rf"{MODULE} step-functions \1 {listed}", commands)
+        return str(capture_logs(commands, *arguments))
+
+    argo_workflows.bash_capture_logs = batch.bash_capture_logs = quoted
+
+
+def read_step_functions(names: Collection[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the parameters of an execution of Step Functions, over the defaults of the flow.
+
+    Raises:
+        ConfigError: the input is no JSON object, or has a parameter that the flow has not.
+    """
+    given = environment.get("METAFLOW_PARAMETERS", "{}")
+    try:
+        values = json.loads(given)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"The parameters of this execution, {given!r:.200}, are no JSON object. Start it with "
+            'an input such as {"Parameters": "{\\"policy\\": \\"my-model\\"}"}.'
+        )
+    known = {_variable(name) for name in names}
+    if unknown := [name for name in values if _variable(name) not in known]:
+        raise ConfigError(
+            f"The flow has no parameter {unknown[0]!r:.200}, so this execution would ignore its "
+            f"value. The parameters are {', '.join(sorted(names))}."
+        )
+    return {**json.loads(environment.get("METAFLOW_DEFAULT_PARAMETERS", "{}")), **values}
+
+
+def read_argo(words: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters of a workflow: each word is NAME,IS_NONE,VALUE, the value in base64.
+
+    A value that is no JSON is a text.
+    """
+    values = {}
+    for word in words:
+        name, _, value = word.split(",")
+        text = base64.b64decode(value).decode()
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    return values
+
+
+def exports(values: Mapping[str, Any]) -> str:
+    """Return lines by which a shell exports the values; a value of None is left out.
+
+    Raises:
+        ConfigError: a value has a null character, which no variable can hold.
+    """
+    lines = []
+    for name, value in values.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        if "\0" in text:
+            raise ConfigError(
+                f"The parameter {name!r:.200} has a null character, which the shell would drop. "
+                "Start the execution without it."
+            )
+        if value is not None:
+            lines.append(f"export METAFLOW_INIT_{_variable(name)}={quote(text)}\n")
+    return "".join(lines)
+
+
+def _variable(name: str) -> str:
+    return name.upper().replace("-", "_")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the file; return 0, or 1 after an error."""
+    scheduler, file, *words = argv
+    try:
+        read = read_argo(words) if scheduler == "argo" else read_step_functions(words, os.environ)
+        Path(file).write_text(exports(read), encoding="utf-8")
+    except ConfigError as error:
+        print(f"The run stopped:\n{error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

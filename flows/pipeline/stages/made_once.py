@@ -1,0 +1,64 @@
+"""Train a model once for equal inputs: later runs, also on other machines, reuse it."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.storage.workspace import Workspace
+from ppo_core.data import folder_cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeModel:
+    """A model in the cache of the workspace."""
+
+    place: str
+    """Path of the model's folder, or its address in S3."""
+
+    digest: str
+    """Digest of the model, as `model_digests.digest_of_model` returns it."""
+
+    values: dict[str, Any]
+    """Values that the training returned."""
+
+    reused: bool
+    """Whether an earlier training made it."""
+
+
+def make_or_reuse(
+    workspace: Workspace,
+    name: str,
+    inputs: Mapping[str, Any],
+    make: Callable[[Path], Mapping[str, Any]],
+) -> MadeModel:
+    """Return the model NAME-DIGEST of the cache; call `make` to fill its folder if it is missing.
+
+    Print which of the two was done. See `folder_cache.make_once` for the arguments.
+    """
+    if address := workspace.find(folder_cache.folder_of(workspace.cache, name, inputs)):
+        made = json.loads(workspace.read(address, folder_cache.MADE_FILE))
+        model = MadeModel(place=address, digest=made["digest"], values=made["values"], reused=True)
+    else:
+        cached = folder_cache.make_once(workspace.cache, name, inputs, make)
+        model = MadeModel(
+            place=workspace.publish(cached.path) if workspace.store else str(cached.path),
+            digest=cached.digest,
+            values=cached.values,
+            reused=cached.reused,
+        )
+    print(f"{name}: {'reused' if model.reused else 'made'} {model.place}", flush=True)
+    return model
+
+
+def is_made(workspace: Workspace, name: str, inputs: Mapping[str, Any]) -> bool:
+    """Return whether `make_or_reuse` would find the model."""
+    folder = folder_cache.folder_of(workspace.cache, name, inputs)
+    return folder_cache.is_made(folder) or workspace.find(folder) is not None
+
+
+def move_files(source: Path, target: Path) -> None:
+    """Move the files of a trained model into its folder of the cache, on the same disk."""
+    for file in source.iterdir():
+        file.rename(target / file.name)

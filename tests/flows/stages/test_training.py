@@ -1,0 +1,103 @@
+"""PPO of a run: made once for equal inputs, so a run that failed later does not pay again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.evaluation.results import PreparedModel, ValidatedReward
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.model_digests import digest_of_model
+from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.training_sections import LoraConfig
+from pipeline.stages.start import start_run
+from pipeline.stages.training import _decides_the_result, train_policy
+from ppo_core.data.folder_cache import digest_of
+from tests.helpers.pipeline_inputs import tiny_table, write_model
+
+VALIDATION = ValidatedReward(
+    fit=True, accepted_by_hand=False, reasons=[], bias=0.123456, gain=1.0, report_file=""
+)
+UPDATES = 3
+
+
+@pytest.fixture
+def settings(tmp_path: Path, mlflow_client) -> Settings:
+    return make_settings(tiny_table(tmp_path), {})
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> tuple[PreparedModel, PreparedModel]:
+    paths = write_model(tmp_path / "sft"), write_model(tmp_path / "reward", labels=1)
+    sft, reward = (
+        PreparedModel(path=each, digest=digest_of_model(each), metrics={}) for each in paths
+    )
+    return sft, reward
+
+
+def begin(settings: Settings, number: int) -> FlowRun:
+    return start_run(settings, settings, "RLHF", str(number), ["train_policy"])
+
+
+def curve(client, run: FlowRun) -> list[tuple[int, float]]:
+    history = client.get_metric_history(run.tracking["train_policy"], "objective/kl")
+    return [(point.step, point.value) for point in history]
+
+
+def test_a_later_run_reuses_the_policy_and_has_its_curve(settings, models, mlflow_client, capsys):
+    runs = [begin(settings, number) for number in (1, 2)]
+    first, second = (train_policy(settings, *models, VALIDATION, run) for run in runs)
+    assert second == replace(first, tokens_sampled=0, tokens_trained=0)
+    assert first.tokens_sampled > 0
+    said = capsys.readouterr().out
+    assert f"policy: made {first.path}" in said and f"policy: reused {first.path}" in said
+    assert len(curve(mlflow_client, runs[0])) == UPDATES
+    assert curve(mlflow_client, runs[0]) == curve(mlflow_client, runs[1])
+    tags = [mlflow_client.get_run(run.tracking["train_policy"]).data.tags for run in runs]
+    assert [each["reused"] for each in tags] == ["False", "True"]
+
+
+def test_whatever_decides_the_policy_trains_another_one(settings, models):
+    sft, reward_model = models
+    run = begin(settings, 1)
+
+    def key(
+        changed: Settings = settings,
+        validation: ValidatedReward = VALIDATION,
+        policy: PreparedModel = sft,
+        reward: PreparedModel = reward_model,
+    ) -> str:
+        return digest_of(_decides_the_result(changed, policy, reward, validation, run))
+
+    def with_ppo(**changes: object) -> Settings:
+        return replace(settings, ppo=replace(settings.ppo, **changes))
+
+    fewer = first_prompts(settings, lines=20)
+    others = [
+        key(with_ppo(kl_coef=0.5)),
+        key(with_ppo(total_episodes=8)),
+        key(with_ppo(batch_size=16)),
+        key(with_ppo(seed=7)),
+        key(replace(settings, prompt_format="text")),
+        key(replace(settings, prompts=fewer)),
+        key(replace(settings, lora=LoraConfig(r=2))),
+        key(validation=replace(VALIDATION, bias=0.2)),
+        key(validation=replace(VALIDATION, gain=2.0)),
+        key(policy=replace(sft, digest="other")),
+        key(reward=replace(reward_model, digest="other")),
+    ]
+    assert len({key(), *others}) == 1 + len(others)
+    # Rounding of the bias on another machine, and settings that change no update.
+    assert key(validation=replace(VALIDATION, bias=0.12345599)) == key()
+    assert key(with_ppo(warn_kl=3.0, save_steps=1, logging_steps=1)) == key()
+    assert key(replace(settings, processes=2)) == key()
+    # Without a size of the batch, it follows from the processes.
+    spread = with_ppo(batch_size=None)
+    assert key(replace(spread, processes=2)) != key(replace(spread, processes=1))
+
+
+def first_prompts(settings: Settings, lines: int) -> str:
+    """A file with the first prompts of the run."""
+    path = Path(settings.output_dir).parent / "fewer.jsonl"
+    path.write_text("".join(Path(settings.prompts).read_text().splitlines(keepends=True)[:lines]))
+    return str(path)
