@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,9 @@ def weeks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weeks]:
         settings = client.download_artifacts(
             summaries[1]["model"]["run_id"], "settings.toml", str(folder)
         )
+        # Otherwise the fourth week would reuse the policy of the second.
+        for trained in folder.glob("outputs/cache/policy-*"):
+            shutil.rmtree(trained)
         summaries.append(week(4, "--config", "settings", settings))
         yield Weeks(client, summaries, rollback, history, follower.seen)
 

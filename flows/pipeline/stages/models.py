@@ -19,9 +19,9 @@ from pipeline.stages.made_once import is_made, make_or_reuse, move_files
 from pipeline.stages.tracked import track
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.folder_cache import digest_of_code
-from ppo_core.data.imported_modules import imported_modules
 from ppo_core.data.rows.reader import Rows
 from ppo_core.supervised.job import read_result
+from ppo_core.supervised.training_code import modules_of_training
 
 SFT, REWARD_MODEL, JUDGE = "sft", "reward-model", "judge"
 """Names of the trainings, which begin the names of their folders in the cache."""
@@ -52,7 +52,7 @@ class _Training:
             "model": model_digests.digest_of_model(self.model),
             "rows": self.rows.digest,
             "settings": self.section.settings_of_result(),
-            "code": digest_of_code(*imported_modules(CODE)),
+            "code": digest_of_code(*modules_of_training(CODE)),
         }
 
 

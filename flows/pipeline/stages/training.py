@@ -19,10 +19,10 @@ from pipeline.stages.made_once import MadeModel, is_made, make_or_reuse, move_fi
 from pipeline.stages.tracked import track
 from ppo_core.config.text_files import read_json_file
 from ppo_core.data.folder_cache import digest_of_code
-from ppo_core.data.imported_modules import imported_modules
 from ppo_core.errors import ProcessError
 from ppo_core.reporting.health import warnings_of
 from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, UPDATE, read_metrics
+from ppo_core.supervised.training_code import modules_of_training
 
 POLICY = "policy"
 """Name of the training, which begins the name of its folder in the cache."""
@@ -140,7 +140,7 @@ def _decides_the_result(
         "settings": config.settings_of_result(),
         "batch_size": config.batch_size or per_process * processes,
         "lora": asdict(settings.lora),
-        "code": digest_of_code(*imported_modules(CODE)),
+        "code": digest_of_code(*modules_of_training(CODE)),
     }
 
 

@@ -9,11 +9,11 @@ import ppo_core
 _PACKAGE = Path(ppo_core.__file__).parent
 
 
-def imported_modules(entry: str) -> tuple[str, ...]:
-    """Return the names of all ppo_core modules that a module imports, and its own, sorted.
+def modules_of_training(entry: str) -> tuple[str, ...]:
+    """Return the names of all ppo_core modules that a training imports, and its own, sorted.
 
-    The names are read from the import statements in the sources, starting at `entry`. No module is
-    imported, so torch is not needed.
+    The names are read from the import statements in the sources, from the module `entry` on. No
+    module is imported, so torch is not needed.
     """
     found: set[str] = set()
     waiting = [entry]
