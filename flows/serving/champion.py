@@ -28,10 +28,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_core.config.placement import Precision, placement_for_reading
 from ppo_core.errors import ModelError, PPOError
+from ppo_core.errors.deadline import ANSWER_SECONDS, answer_within
 
 from .artifact_store import download, open_store, prepare_mlflow
 from .database import check_database
-from .deadline import ANSWER_SECONDS, answer_within
 from .manifest import MANIFEST, MANIFEST_TAG, check_folder, is_digest, refusal
 
 if TYPE_CHECKING:

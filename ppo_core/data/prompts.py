@@ -13,7 +13,7 @@ from ppo_core.data.segments import Segment, encode_sequence, encode_sequences, j
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.data.text_config import text_config
 from ppo_core.data.types import Rollout
-from ppo_core.errors import DataError
+from ppo_core.errors import DataError, library_errors
 
 Tokens = list[int]
 
@@ -250,8 +250,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
         return prompt
     if is_messages(prompt):
         return render_chat(tokenizer, prompt, answer_follows=True)
-    ids = _checked_ids(tokenizer, _plain(prompt))
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
+    return _decode(tokenizer, _checked_ids(tokenizer, _plain(prompt)))
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, prompt: Tokens, response: Tokens) -> str:
@@ -260,11 +259,17 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt: Tokens, response: 
     Some tokenizers drop a leading space when a response is decoded alone. Decoding the prompt and
     the response as one sequence keeps the space.
     """
-    prefix = str(tokenizer.decode(prompt, skip_special_tokens=True))
-    full = str(tokenizer.decode([*prompt, *response], skip_special_tokens=True))
+    prefix = _decode(tokenizer, prompt)
+    full = _decode(tokenizer, [*prompt, *response])
     if full.startswith(prefix):
         return full[len(prefix) :]
-    return str(tokenizer.decode(response, skip_special_tokens=True))
+    return _decode(tokenizer, response)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Tokens) -> str:
+    failure = f"The tokenizer of '{tokenizer.name_or_path}' cannot decode {len(ids)} tokens"
+    with library_errors(DataError, failure, "Use another tokenizer."):
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from ppo_core.data import chat_template
 from ppo_core.errors import ModelError
 from serving.champion import champion_version, load_champion
 from tests.helpers.mlflow_store import tracking_to, write_database
@@ -18,7 +19,10 @@ from tests.hostile.test_model_files import (
     Spoil,
     change,
     index,
+    write,
 )
+from tests.hostile.test_templates import BOMBS
+from tests.hostile.test_tokenizer_files import TOKENIZERS
 
 FURTHER_POLICIES: dict[str, Spoil] = {
     "an index to a neighbour": index("../components/other.safetensors"),
@@ -104,14 +108,22 @@ def test_a_champion_is_refused(case, client, tmp_path):
     refuses(client, tmp_path, "model", POLICIES[case])
 
 
-ALL_TOKENIZERS = {
-    name: spoil for name, (spoil, _) in TOKENIZER_CASES.items() if "link" not in name
-} | FURTHER_TOKENIZERS
+ALL_TOKENIZERS = (
+    {name: spoil for name, (spoil, _) in TOKENIZER_CASES.items() if "link" not in name}
+    | FURTHER_TOKENIZERS
+    | {name: write("tokenizer.json", content) for name, content in TOKENIZERS.items()}
+)
 
 
 @pytest.mark.parametrize("case", ALL_TOKENIZERS)
 def test_a_champion_s_tokenizer_is_refused(case, client, tmp_path):
     refuses(client, tmp_path, "components/tokenizer", ALL_TOKENIZERS[case])
+
+
+@pytest.mark.parametrize("case", ["a long text", "a centred text", "an indented text"])
+def test_a_champion_s_template_is_refused(case, client, tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 1)
+    refuses(client, tmp_path, "components/tokenizer", write("chat_template.jinja", BOMBS[case]))
 
 
 @pytest.mark.parametrize(
