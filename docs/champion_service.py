@@ -27,7 +27,7 @@ from starlette.background import BackgroundTask
 from transformers import TextIteratorStreamer
 
 from flows.champion import Champion, champion_version, load_champion
-from ppo_core.data.prompts import encode_prompt
+from ppo_core.data.prompts import check_prompt_sizes, encode_prompt
 from ppo_core.errors import DataError, ModelError
 
 log = logging.getLogger("champion_service")
@@ -89,9 +89,10 @@ def encode(champion: Champion, question: Question) -> torch.Tensor:
     if (question.prompt is None) == (question.messages is None):
         raise DataError("Give either a prompt or messages.")
     given = question.messages if question.prompt is None else question.prompt
-    ids = encode_prompt(champion.tokenizer, given)
     context = getattr(champion.model.config, "max_position_embeddings", sys.maxsize)
     longest = question.max_new_tokens or champion.model.generation_config.max_new_tokens
+    check_prompt_sizes([given], context=context, response_length=longest)
+    ids = encode_prompt(champion.tokenizer, given)
     if not 0 < len(ids) <= context - longest:
         raise DataError(
             f"A prompt of {len(ids)} tokens and an answer of up to {longest} do not fit: the "

@@ -15,8 +15,8 @@ from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
 from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 
 from ppo_core.errors import ModelError
+from ppo_core.errors.deadline import answer_within
 
-from .deadline import answer_within
 from .manifest import (
     MANIFEST,
     check_file,

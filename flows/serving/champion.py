@@ -6,8 +6,8 @@
     question = champion.tokenizer("Hello", return_tensors="pt").to(champion.model.device)
     champion.model.generate(**question)
 
-Apart from `ppo_core.errors` and `ppo_core.config.placement`, this package imports nothing from the
-rest of the project.
+Of this project, the package imports `ppo_core.errors` and `ppo_core.config.placement`. To load a
+model, it also imports `ppo_core.models.loading`, which checks and loads the models of the flow.
 """
 
 import logging
@@ -27,11 +27,11 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_core.config.placement import Precision, placement_for_reading
-from ppo_core.errors import ModelError
+from ppo_core.errors import ModelError, PPOError
+from ppo_core.errors.deadline import ANSWER_SECONDS, answer_within
 
 from .artifact_store import download, open_store, prepare_mlflow
 from .database import check_database
-from .deadline import ANSWER_SECONDS, answer_within
 from .manifest import MANIFEST, MANIFEST_TAG, check_folder, is_digest, refusal
 
 if TYPE_CHECKING:
@@ -99,7 +99,9 @@ def load_champion(
     timeout: float = ANSWER_SECONDS,
     precision: Precision | None = None,
 ) -> Champion:
-    """Download a version, verify all its files, and load it with transformers.
+    """Download a version, verify all its files, and load it as the flow loads a policy.
+
+    A registered version is not trusted more than a user's policy: it passes the same checks.
 
     Args:
         name: name of the registered model.
@@ -112,10 +114,10 @@ def load_champion(
             precision of the files.
 
     Raises:
-        ModelError: `fetch_champion` failed, or transformers cannot load the verified files.
+        ModelError: `fetch_champion` failed, or the verified files are refused or cannot be loaded.
     """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    # Imported here, because a service that only asks for the version needs no transformers.
+    from ppo_core.models.loading import load_policy, load_tokenizer
 
     fetched = fetch_champion(name, alias=alias, version=version, cache=cache, timeout=timeout)
     what = f"Version {fetched.version} of '{name}'"
@@ -124,28 +126,19 @@ def load_champion(
     if not ((model / "config.json").is_file() and tokenizer.is_dir()):
         raise refusal(what, "it has no model/config.json or no components/tokenizer")
     placement = placement_for_reading(precision or "auto")
+    dtype = "auto" if precision is None else placement.dtype
     try:
         return Champion(
             name,
             fetched.version,
-            AutoModelForCausalLM.from_pretrained(
-                model,
-                dtype="auto" if precision is None else placement.dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-            )
-            .eval()
-            .to(placement.device),
-            AutoTokenizer.from_pretrained(
-                tokenizer, trust_remote_code=False, local_files_only=True
-            ),
+            load_policy(model, dtype=dtype).to(placement.device),  # type: ignore[arg-type]
+            load_tokenizer(tokenizer),
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except PPOError as error:
         raise ModelError(
-            f"{what} is unchanged since it was registered, but transformers cannot load it: "
-            f"{error}. Point the alias at another version, or install the packages in the "
-            "version's requirements.txt."
+            f"{what} is unchanged since it was registered, but it cannot be loaded: {error} Point "
+            "the alias at another version, or install the packages in the version's "
+            "requirements.txt."
         ) from error
 
 
@@ -204,7 +197,8 @@ def _find_version(name: str, alias: str, version: str | int | None, timeout: flo
         check_database(uri, must_exist=True)
     try:
         return answer_within(timeout, ask)
-    except (MlflowException, SQLAlchemyError, OSError) as error:
+    # ImportError: the driver of the database is not installed.
+    except (MlflowException, SQLAlchemyError, OSError, ImportError) as error:
         registry = mlflow.get_registry_uri()
         code = error.error_code if isinstance(error, MlflowException) else ""
         if version is None and code == "INVALID_PARAMETER_VALUE":
@@ -221,7 +215,7 @@ def _find_version(name: str, alias: str, version: str | int | None, timeout: flo
             ) from None
         raise ModelError(
             f"The MLflow registry at {registry} gives no answer: {error}. Set MLFLOW_TRACKING_URI "
-            "to a running registry."
+            "to a running registry, or install the missing package."
         ) from None
 
 

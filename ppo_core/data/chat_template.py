@@ -1,19 +1,15 @@
 """Rendering and encoding of chat messages with the tokenizer's chat template."""
 
 import re
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from types import FrameType
 from typing import Any, TypeGuard
 
-from jinja2 import Environment
-from jinja2.exceptions import SecurityError
+from jinja2 import Environment, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.row_settings import PromptFormat
+from ppo_core.data.rows.template_process import MAX_BYTES, Rendered, TemplateProcess
 from ppo_core.data.segments import Segment, encode_sequence
 from ppo_core.errors import ConfigError, DataError
 
@@ -27,6 +23,8 @@ SIMPLE_CHAT_TEMPLATE = (
 
 MAX_RENDER_SECONDS = 10
 """Time limit for rendering one conversation; a template takes about a millisecond."""
+
+_PROCESS = TemplateProcess()
 
 Messages = Sequence[Mapping[str, str]]
 """Conversation: messages with the keys "role" and "content", oldest first."""
@@ -50,7 +48,7 @@ def set_prompt_format(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptF
 
     Raises:
         ConfigError: a chat is wanted, but the tokenizer has no template.
-        DataError: rendering the template takes longer than `MAX_RENDER_SECONDS`.
+        DataError: the template needs more than `MAX_RENDER_SECONDS`, or too much memory.
     """
     if prompt_format == "text":
         tokenizer.chat_template = None
@@ -103,10 +101,7 @@ def render_chat(
                 f"A message must have the text fields 'role' and 'content', but is "
                 f"{message!r:.120}. Fix or remove its row."
             )
-    text: str = _apply_template(
-        tokenizer, messages, add_generation_prompt=answer_follows, tokenize=False
-    )
-    return text
+    return _render(tokenizer, messages, answer_follows=answer_follows).text
 
 
 def has_generation_mask(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -122,32 +117,61 @@ def encode_with_mask(
     Raises:
         DataError: see `render_chat`.
     """
-    encoded = _apply_template(
-        tokenizer, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    return encoded["input_ids"], encoded["assistant_masks"]
+    text, spans = _render(tokenizer, messages, marks_answers=True)
+    encoded = tokenizer(text, add_special_tokens=False)
+    ids: list[int] = encoded["input_ids"]
+    mask = [0] * len(ids)
+    for begin, end in spans:
+        first, last = encoded.char_to_token(begin), encoded.char_to_token(end - 1)
+        if first is not None:
+            stop = len(ids) if last is None else last + 1
+            mask[first:stop] = [1] * (stop - first)
+    return ids, mask
 
 
-def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Any:
-    """Render a conversation in a sandbox and with a time limit."""
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    *,
+    answer_follows: bool = False,
+    marks_answers: bool = False,
+) -> Rendered:
+    """Render a conversation in a process with limits of memory and time."""
+    request = {
+        "conversations": [_without_none(messages)],
+        "chat_template": tokenizer.get_chat_template(),
+        "add_generation_prompt": answer_follows,
+        "return_assistant_tokens_mask": marks_answers,
+        **tokenizer.special_tokens_map,
+    }
+    template = f"The chat template of '{tokenizer.name_or_path}'"
     try:
-        with _time_limit(MAX_RENDER_SECONDS):
-            _refuse_powers(tokenizer.get_chat_template())
-            return tokenizer.apply_chat_template(list(map(dict, messages)), **options)
+        _refuse_powers(request["chat_template"])
+        return _PROCESS.render(request, MAX_RENDER_SECONDS)
     except TimeoutError as error:
         raise DataError(
-            f"The chat template of '{tokenizer.name_or_path}' needs more than "
-            f"{MAX_RENDER_SECONDS} s for a conversation of {len(messages)} messages, so it "
-            "probably never ends. Set another chat_template."
+            f"{template} needs more than {MAX_RENDER_SECONDS} s for a conversation of "
+            f"{len(messages)} messages, so it probably never ends. Set another chat_template."
         ) from error
-    # A template is code of its author, which can raise errors of any type.
-    except Exception as error:
+    except MemoryError as error:
+        raise DataError(
+            f"{template} needs too much memory for a conversation of {len(messages)} messages: "
+            f"{error or f'over {MAX_BYTES >> 30} GiB'}. Set another chat_template."
+        ) from error
+    # Besides the errors of the template, that of its syntax.
+    except (ValueError, TemplateSyntaxError) as error:
         roles = ", ".join(message["role"] for message in messages)
         raise RejectedChatError(
-            f"The chat template rejects messages with the roles {roles}: "
-            f"{str(error) or type(error).__name__}. Reorder the "
+            f"The chat template rejects messages with the roles {roles}: {error}. Reorder the "
             "messages of each row as the template requires, or set another chat_template."
         ) from error
+
+
+def _without_none(messages: Messages) -> list[dict[str, Any]]:
+    """Return messages without keys whose value is None, as `apply_chat_template` does."""
+    return [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
 
 
 def missing_end(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -191,29 +215,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, end: 
 
 @lru_cache
 def _refuse_powers(template: str) -> None:
-    """Raise for the operator `**`, because no time limit interrupts one large power."""
+    """Raise for the operator `**`, whose result can take all of the time limit of each row."""
     tokens = Environment(autoescape=False).lex(template)
     if any(kind == "operator" and value == "**" for _, kind, value in tokens):
-        raise SecurityError("the operator ** is not allowed")
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError inside the context after some seconds.
-
-    Only the main thread can be interrupted; other threads have no limit.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(signal_number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"More than {seconds} s")
-
-    earlier_handler = signal.signal(signal.SIGALRM, stop)
-    earlier_timer = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *earlier_timer)
-        signal.signal(signal.SIGALRM, earlier_handler)
+        raise ValueError("the operator ** is not allowed")

@@ -13,6 +13,7 @@ from ppo_core.data.prompts import (
     Prompt,
     Tokens,
     check_prompt_lengths,
+    check_prompt_sizes,
     context_length,
     encode_prompts,
     prompts_of,
@@ -62,10 +63,10 @@ def make_prompt_set(
         # A batch of one row needs little padding; `prompts_of` removes padding by the mask.
         dataset = [_collated(collator, dataset[number]) for number in range(len(dataset))]
     prompts = prompts_of(dataset)
+    context, response_length = context_length(model.config), config.response_length
+    check_prompt_sizes(prompts, context=context, response_length=response_length)
     tokens = encode_prompts(tokenizer, prompts, num_proc=config.dataset_num_proc)
-    check_prompt_lengths(
-        tokens, context=context_length(model.config), response_length=config.response_length
-    )
+    check_prompt_lengths(tokens, context=context, response_length=response_length)
     _check_known(tokens, text_config(model.config).vocab_size)
     return PromptSet(prompts, tokens)
 

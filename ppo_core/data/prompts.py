@@ -13,12 +13,21 @@ from ppo_core.data.segments import Segment, encode_sequence, encode_sequences, j
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.data.text_config import text_config
 from ppo_core.data.types import Rollout
-from ppo_core.errors import DataError
+from ppo_core.errors import DataError, library_errors
 
 Tokens = list[int]
 
 Prompt: TypeAlias = str | Messages | Sequence[int]
 """Text, chat messages, or token ids of the policy's tokenizer (as list, array or tensor)."""
+
+CHARACTERS_PER_TOKEN = 128
+"""No published tokenizer makes longer tokens, apart from spaces."""
+
+MIN_CHARACTERS = 100_000
+"""A text up to this size is encoded whatever the limit of its tokens is."""
+
+MAX_CHARACTERS = 16_000_000
+"""Maximum size of a text for a model whose context has no limit."""
 
 PROMPT_COLUMNS = ("input_ids", "prompt", "messages", "query")
 """Columns that may hold the prompt; the first column with a value is used."""
@@ -250,8 +259,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
         return prompt
     if is_messages(prompt):
         return render_chat(tokenizer, prompt, answer_follows=True)
-    ids = _checked_ids(tokenizer, _plain(prompt))
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
+    return _decode(tokenizer, _checked_ids(tokenizer, _plain(prompt)))
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, prompt: Tokens, response: Tokens) -> str:
@@ -260,11 +268,17 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt: Tokens, response: 
     Some tokenizers drop a leading space when a response is decoded alone. Decoding the prompt and
     the response as one sequence keeps the space.
     """
-    prefix = str(tokenizer.decode(prompt, skip_special_tokens=True))
-    full = str(tokenizer.decode([*prompt, *response], skip_special_tokens=True))
+    prefix = _decode(tokenizer, prompt)
+    full = _decode(tokenizer, [*prompt, *response])
     if full.startswith(prefix):
         return full[len(prefix) :]
-    return str(tokenizer.decode(response, skip_special_tokens=True))
+    return _decode(tokenizer, response)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Tokens) -> str:
+    failure = f"The tokenizer of '{tokenizer.name_or_path}' cannot decode {len(ids)} tokens"
+    with library_errors(DataError, failure, "Use another tokenizer."):
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
@@ -289,6 +303,38 @@ def context_length(config: Any) -> int | None:
     length = getattr(text_config(config), "max_position_embeddings", None)
     # XLNet has a length of -1.
     return None if length is None or length < 0 else int(length)
+
+
+def max_characters(limit: int | None) -> int:
+    """Return the size above which a text has more than `limit` tokens, so it is not encoded."""
+    return MAX_CHARACTERS if limit is None else max(MIN_CHARACTERS, CHARACTERS_PER_TOKEN * limit)
+
+
+def count_characters(content: object) -> int:
+    """Return the number of characters of a text or of messages; 0 for anything else."""
+    if isinstance(content, str):
+        return len(content)
+    if is_messages(content):
+        return sum(count_characters(message.get("content")) for message in content)
+    return 0
+
+
+def check_prompt_sizes(
+    prompts: Sequence[Prompt], *, context: int | None, response_length: int
+) -> None:
+    """Raise if a prompt is so large that it cannot fit, before it is encoded.
+
+    Raises:
+        DataError: see above; the message names the row.
+    """
+    most = max_characters(None if context is None else context - response_length)
+    for row, prompt in enumerate(prompts):
+        if (count := count_characters(prompt)) > most:
+            raise DataError(
+                f"The prompt in row {row} has {count} characters, and at most {most} are read: "
+                f"the context of {context} tokens minus response_length={response_length}, with "
+                f"{CHARACTERS_PER_TOKEN} characters a token. Shorten or remove this prompt."
+            )
 
 
 def check_prompt_lengths(

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from ppo_core.errors import DataError, library_errors
+
 
 class Segment(NamedTuple):
     """A part of a sequence: text that is not encoded yet, or token ids."""
@@ -79,5 +81,7 @@ def _encode(
     # Some tokenizers fail for an empty list.
     if not texts:
         return {}
-    ids = tokenizer(list(texts), add_special_tokens=with_start)["input_ids"]
+    failure = f"The tokenizer of '{tokenizer.name_or_path}' cannot encode a text"
+    with library_errors(DataError, failure, "Use another tokenizer."):
+        ids = tokenizer(list(texts), add_special_tokens=with_start)["input_ids"]
     return dict(zip(texts, ids, strict=True))

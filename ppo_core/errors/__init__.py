@@ -79,6 +79,12 @@ def library_errors(kind: type[PPOError], failure: str, next_move: str) -> Iterat
     # RecursionError for damaged input. These have no other base class.
     except Exception as error:
         raise kind(f"{failure}: {reason_of(error)}. {next_move}") from error
+    # A library in Rust, such as tokenizers, raises its panics as an error that is no Exception,
+    # of a class that cannot be imported.
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{failure}: {reason_of(error)}. {next_move}") from error
 
 
 @contextmanager

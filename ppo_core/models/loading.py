@@ -28,6 +28,11 @@ from ppo_core.models.files.model_folder import (
     check_model_folder,
     check_plain_files,
 )
+from ppo_core.models.files.tokenizer_checks import (
+    TOKENIZER,
+    check_tokenizer_file,
+    try_tokenizer,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,9 +64,15 @@ def load_tokenizer(
     check_plain_files(path)
     source, revision = split_revision(path)
     with reading("tokenizer", path):
+        file = cached_file(
+            source, TOKENIZER, revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+        if file is not None:
+            check_tokenizer_file(Path(file))
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=revision, trust_remote_code=False
         )
+        try_tokenizer(tokenizer, path)
     set_prompt_format(tokenizer, prompt_format)
     return tokenizer
 

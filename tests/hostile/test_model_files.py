@@ -421,21 +421,6 @@ def test_a_template_is_refused_in_time(name, monkeypatch):
         render_chat(tokenizer, [{"role": "user", "content": "w1"}], answer_follows=True)
 
 
-def test_the_limit_of_a_template_leaves_other_timers_alone():
-    import signal
-    import threading
-
-    rung = threading.Event()
-    earlier = signal.signal(signal.SIGALRM, lambda *_: rung.set())
-    kept = signal.setitimer(signal.ITIMER_REAL, 0.2)
-    try:
-        render_chat(make_chat_tokenizer(), [{"role": "user", "content": "w1"}], answer_follows=True)
-        assert rung.wait(5)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *kept)
-        signal.signal(signal.SIGALRM, earlier)
-
-
 # --- What is judged is what is served ----------------------------------------------
 
 

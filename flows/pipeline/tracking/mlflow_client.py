@@ -11,8 +11,8 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_core.errors import ConfigError, ModelError
+from ppo_core.errors.deadline import answer_within
 from serving.database import check_database
-from serving.deadline import answer_within
 
 EXPERIMENT = "rlhf"
 """Name of the MLflow experiment for the runs of the flow."""

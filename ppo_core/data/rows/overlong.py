@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.row_settings import Overlong
 from ppo_core.data.chat_template import Messages, is_messages
+from ppo_core.data.prompts import count_characters, max_characters
 from ppo_core.data.rows.dialogues import HUMAN, is_hh
 from ppo_core.data.rows.encoding import Encoded, Encoding, encode_batch, encode_row
 from ppo_core.data.rows.forms import Row
@@ -40,32 +41,50 @@ def fit_rows(
     Raises:
         DataError: a row is too long and `overlong` is "error".
     """
+    most = max_characters(limit)
 
-    def encode(row: Row) -> Encoded:
-        return encode_row(tokenizer, encoding, row)
+    def fits(row: Row) -> bool:
+        if _largest(row) > most:
+            return False
+        return limit is None or encoding.length(encode_row(tokenizer, encoding, row)) <= limit
 
-    def fit(row: Row, whole: Encoded) -> tuple[Row, Encoded]:
-        if limit is None or (length := encoding.length(whole)) <= limit:
+    allowed = f"{most} characters" if limit is None else f"{limit} tokens"
+
+    def fit(row: Row, whole: Encoded | None) -> tuple[Row, Encoded]:
+        if whole is not None and (limit is None or encoding.length(whole) <= limit):
             return row, whole
         if overlong == "error":
-            raise DataError(
-                f"Row {row[ROW]} has {length} tokens, and at most {limit} fit. {move} Or set "
-                "overlong to drop or truncate."
+            too_long = (
+                f"a text of {_largest(row)} characters, and at most {allowed} fit"
+                if whole is None
+                else f"{encoding.length(whole)} tokens, and at most {limit} fit"
             )
-        shorter = None
-        if overlong == "truncate":
-            shorter = _shortened(row, limit, lambda each: encoding.length(encode(each)) <= limit)
+            raise DataError(
+                f"Row {row[ROW]} has {too_long}. {move} Or set overlong to drop or truncate."
+            )
+        shorter = _shortened(row, limit, most, fits) if overlong == "truncate" else None
         if shorter is None:
-            raise RowError(f"with more than {limit} tokens", move)
-        return shorter, encode(shorter)
+            raise RowError(f"with more than {allowed}", move)
+        return shorter, encode_row(tokenizer, encoding, shorter)
 
-    wholes = encode_batch(tokenizer, encoding, rows)
-    for row, whole in zip(rows, wholes, strict=True):
+    # A text that is far too large would take the tokenizer much memory.
+    small = [row for row in rows if _largest(row) <= most]
+    encoded = encode_batch(tokenizer, encoding, small)
+    wholes = iter(encoded)
+    for row in rows:
+        whole = next(wholes) if _largest(row) <= most else None
         yield whole if isinstance(whole, RowError) else attempt(fit, row, whole)
 
 
-def _shortened(row: Row, limit: int, fits: Callable[[Row], bool]) -> Row | None:
+def _largest(row: Row) -> int:
+    """Return the number of characters of the largest text or conversation in a row."""
+    return max(map(count_characters, row.values()))
+
+
+def _shortened(row: Row, limit: int | None, most: int, fits: Callable[[Row], bool]) -> Row | None:
     """Return the row with the longest end of its prompt that fits, or None if no end fits.
+
+    A prompt has at most `limit` tokens and `most` characters.
 
     Of messages, the oldest turns are removed; a message of the system and the last message stay.
     A text of HH is cut at the start of a turn, any other text between two words.
@@ -79,8 +98,10 @@ def _shortened(row: Row, limit: int, fits: Callable[[Row], bool]) -> Row | None:
         return {**row, field: end}
 
     if isinstance(prompt, str):
-        start = re.escape(HUMAN) if is_hh(prompt) else r"\S+"
-        starts = [found.start() for found in re.finditer(start, prompt)]
+        start = re.escape(HUMAN) if is_hh(prompt) else r"(?<!\S)\S"
+        # The search begins one character earlier, which may be the space before a word.
+        first = max(0, len(prompt) - most - 1)
+        starts = [found.start() for found in re.compile(start).finditer(prompt, first)]
         return _first_that_fits(
             len(starts), lambda number: with_end(prompt[starts[number] :]), fits
         )
@@ -88,7 +109,7 @@ def _shortened(row: Row, limit: int, fits: Callable[[Row], bool]) -> Row | None:
         ends = _ends_of_messages(prompt)
         return _first_that_fits(len(ends), lambda number: with_end(ends[number]), fits)
     # Token ids, of which each is one token.
-    return with_end(prompt[-limit:]) if limit > 0 else None
+    return with_end(prompt[-limit:]) if limit is not None and limit > 0 else None
 
 
 def _ends_of_messages(prompt: Messages) -> list[Messages]:

@@ -24,6 +24,7 @@ from ppo_core.data.sources.hub_data import HubData, absolute_path, without_media
 from ppo_core.data.sources.json_rows import read_json_rows
 from ppo_core.data.sources.parquet_rows import read_parquet_rows
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE, RawRow
+from ppo_core.data.sources.saved_folders import check_saved_folder, is_saved_folder
 from ppo_core.errors import ConfigError, DataError, library_errors
 from ppo_core.errors.redaction import redact
 
@@ -134,7 +135,7 @@ def source_of_rows(rows: Any, name: str = "the rows") -> Source:
 
 
 def _open_local(path: Path, split: str) -> Source:
-    if path.is_dir() and any((path / name).exists() for name in _SAVED):
+    if is_saved_folder(path):
         return _open_saved(path, split)
     splits = files_by_split(path, SUFFIXES) if path.is_dir() else {"train": [path]}
     files = splits.get(_name_of(split))
@@ -168,15 +169,13 @@ def _reader_of(path: Path) -> Callable[[Path], Iterator[RawRow]]:
 
 # --- Data sets of the library `datasets` -------------------------------------------
 
-_SAVED = ("state.json", "dataset_dict.json")
-"""Files in a folder that `save_to_disk` wrote."""
-
 
 def _open_saved(path: Path, split: str) -> Source:
     if is_data_address(str(path)):
         raise DataError(f"`datasets` would take '{path}' for an address. Rename the folder.")
     move = "Save the data set again, or name its files."
     with library_errors(DataError, f"'{path}' cannot be read", move):
+        check_saved_folder(path)
         saved = datasets.load_from_disk(str(path))
         splits = dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
         name = _name_of(split)

@@ -1,0 +1,165 @@
+"""Render chat templates in a process of its own, with a limit of memory and of time.
+
+A template is code of its author. The sandbox of jinja2 limits neither its memory nor its time, and
+Python cannot interrupt one large operation, such as `'x' * 10**10`. So another process renders, and
+the operating system ends it at its limits. The process runs this file, which therefore imports
+nothing of the project; it ends when its parent has ended.
+"""
+
+import atexit
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MAX_BYTES = 1 << 30
+"""Memory that the process may take to render, in bytes."""
+
+MAX_GROWTH, MAX_OWN_CHARACTERS = 8, 1_000_000
+"""A rendered conversation may have so many times its own characters, and so many of the template.
+"""
+
+
+class Rendered(NamedTuple):
+    """A rendered conversation."""
+
+    text: str
+
+    spans: list[tuple[int, int]]
+    """First character of each part between `generation` and `endgeneration`, and the one after."""
+
+
+class TemplateProcess:
+    """The process that renders; it is started by the first conversation, and serves all threads."""
+
+    def __init__(self) -> None:
+        """Prepare; nothing is started."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self._end)
+
+    def render(self, request: Mapping[str, Any], seconds: float) -> Rendered:
+        """Return a rendered conversation.
+
+        Args:
+            request: arguments of transformers' `render_jinja_template`, for one conversation.
+            seconds: limit of time.
+
+        Raises:
+            TimeoutError: the template took longer.
+            MemoryError: the template took more memory, or its text is too long.
+            ValueError: the template raised an error, whose message this one has.
+        """
+        line = json.dumps({**request, "seconds": seconds}, default=_plain).encode() + b"\n"
+        with self._lock:
+            try:
+                reply = self._ask(line)
+            # Such as an interrupt: the next reply would be taken for that of another request.
+            except BaseException:
+                self._end()
+                raise
+        if "text" in reply:
+            return Rendered(reply["text"], [(begin, end) for begin, end in reply["spans"]])
+        raise (MemoryError if reply["is_full"] else ValueError)(reply["error"])
+
+    def _ask(self, line: bytes) -> dict[str, Any]:
+        try:
+            written = self._started().stdin
+            written.write(line)  # type: ignore[union-attr]
+            written.flush()  # type: ignore[union-attr]
+        except BrokenPipeError:  # the process was ended since the last request
+            self._end()
+            written = self._started().stdin
+            written.write(line)  # type: ignore[union-attr]
+            written.flush()  # type: ignore[union-attr]
+        process = self._started()
+        reply: bytes = process.stdout.readline()  # type: ignore[union-attr]
+        if reply:
+            return dict(json.loads(reply))
+        code = process.wait()
+        if code == -signal.SIGALRM:
+            raise TimeoutError
+        raise MemoryError(f"the process that renders it ended with the code {code}")
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        if self._process is None:
+            self._process = subprocess.Popen(
+                # -P: this folder must not be searched for modules.
+                [sys.executable, "-P", __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                # A signal for the group of this process, such as Ctrl-C, is not for that one.
+                start_new_session=True,
+            )
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _forget(self) -> None:
+        """Leave the process to the parent of a forked process."""
+        if self._process is not None:
+            self._process.returncode = 0  # otherwise its deletion would warn
+        self._process = None
+        self._lock = threading.Lock()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that is not of JSON as transformers shows it to a template."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.item() if hasattr(value, "item") else f"<{type(value).__name__}>"
+
+
+# --- In the process that renders ---------------------------------------------------
+
+
+def _serve() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _limit_memory()
+    # Its default action ends the process, also within one long operation.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request.pop("seconds"))
+        reply = _reply(render_jinja_template, request, len(line))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.buffer.write(reply + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _limit_memory() -> None:
+    if sys.platform == "linux":  # macOS does not heed the limit
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + MAX_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _reply(render: Any, request: dict[str, Any], length: int) -> bytes:
+    # A template is code of its author, which can raise errors of any type.
+    try:
+        texts, spans = render(**request)
+        most = MAX_GROWTH * length + MAX_OWN_CHARACTERS
+        if len(texts[0]) > most:
+            raise MemoryError(f"its text has {len(texts[0])} characters, and {most} are the most")
+        return json.dumps({"text": texts[0], "spans": spans[0] if spans else []}).encode()
+    except MemoryError as error:
+        words, is_full = str(error), True
+    except Exception as error:
+        words, is_full = str(error) or type(error).__name__, False
+    return json.dumps({"error": words[:1000], "is_full": is_full}).encode()
+
+
+if __name__ == "__main__":
+    _serve()

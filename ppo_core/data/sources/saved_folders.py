@@ -1,0 +1,81 @@
+"""Check a folder that `save_to_disk` wrote before `datasets` opens the files that it names."""
+
+from pathlib import Path
+from typing import Any
+
+from ppo_core.config.text_files import open_regular_file, parse_strict_json
+from ppo_core.errors import DataError
+
+STATE, SPLITS = "state.json", "dataset_dict.json"
+"""Files by which `datasets` knows such a folder."""
+
+
+def is_saved_folder(path: Path) -> bool:
+    """Return whether `save_to_disk` wrote a folder."""
+    return path.is_dir() and any((path / name).exists() for name in (STATE, SPLITS))
+
+
+def check_saved_folder(path: Path) -> None:
+    """Raise if a saved data set names, or links to, a file that is outside its folder.
+
+    `datasets` would read any file of this machine, and could train on it.
+
+    Raises:
+        DataError: a file is refused; the message names the file.
+        ValueError: a file is not of the form that `save_to_disk` writes.
+        OSError: a file cannot be read.
+    """
+    root = path.resolve()
+    folders = [path]
+    if (path / SPLITS).exists():
+        splits = _read(path / SPLITS, root).get("splits")
+        folders = [_inside(path, name, path / SPLITS, root) for name in _names(splits, "splits")]
+    for folder in folders:
+        for file in sorted(folder.iterdir()):
+            _require_inside(file, root)
+        state = _read(folder / STATE, root)
+        files = state.get("_data_files")
+        if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+            raise ValueError(f"{STATE} has no list of _data_files")
+        for name in _names([file.get("filename") for file in files], "_data_files"):
+            file = _inside(folder, name, folder / STATE, root)
+            if not file.is_file():
+                raise DataError(
+                    f"'{file}' is missing, or no regular file. Save the data set again."
+                )
+
+
+def _read(file: Path, root: Path) -> dict[str, Any]:
+    _require_inside(file, root)
+    with open_regular_file(file) as content:
+        document = parse_strict_json(content.read().decode())
+    if not isinstance(document, dict):
+        raise ValueError(f"{file.name} holds no JSON object")
+    return document
+
+
+def _names(names: object, key: str) -> list[str]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"its {key} are no list of names")
+    return names
+
+
+def _inside(folder: Path, name: str, named_by: Path, root: Path) -> Path:
+    """Return the path of a name; raise if `save_to_disk` cannot have written the name."""
+    # A backslash or a colon leads out on other systems, or makes the name an address.
+    if name in ("", ".", "..") or set("/\\:\0") & set(name):
+        raise DataError(
+            f"'{named_by}' is refused: it names {name!r:.200}, which is no file of its folder. "
+            "Nothing was read. Save the data set again with save_to_disk."
+        )
+    _require_inside(folder / name, root)
+    return folder / name
+
+
+def _require_inside(file: Path, root: Path) -> None:
+    target = file.resolve()
+    if not target.is_relative_to(root):
+        raise DataError(
+            f"'{file}' is refused: it is a link out of its folder, to '{target}'. Nothing was "
+            "read. Copy the file into the folder."
+        )
