@@ -24,7 +24,7 @@ def has_backbone_and_score(module: nn.Module) -> bool:
 
 
 def has_own_score(module: nn.Module) -> bool:
-    """Return whether a module has a backbone, and a `score` unlike that of transformers' classes."""
+    """Return whether a module has a backbone, and a `score` that is no linear layer."""
     return has_backbone_and_score(module) and not isinstance(module.score, nn.Linear)
 
 
