@@ -97,7 +97,7 @@ def make_models(
     policy = _make_policy(config, model)
     check_quantized_trainable(model)
     adapted = model if is_peft(model) else None
-    saved_dtype = policy.model.dtype
+    saved_dtype = _saved_dtype(given.policy, policy)
     critic = _make_critic(config, tokenizer, policy, adapted, value_head, given)
     _require_trainable(policy, critic)
     _train_in_fp32(model, critic)
@@ -119,6 +119,15 @@ def make_models(
         critic=engine.place(critic.eval()),
         rewards=given.rewards,
     )
+
+
+def _saved_dtype(given: nn.Module, policy: LanguageModel) -> torch.dtype:
+    """Return the precision in which the trained policy is saved; a model with a head keeps it."""
+    if not isinstance(given, ModelWithValueHead):
+        return policy.model.dtype
+    if given.saved_dtype is None:
+        given.saved_dtype = policy.model.dtype
+    return given.saved_dtype
 
 
 def trained_layouts(models: ModelBundle) -> dict[str, Layout]:
