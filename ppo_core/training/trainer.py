@@ -55,6 +55,7 @@ from ppo_core.training.model_setup import (
     make_models,
     require_equal_models,
     require_loaded,
+    share_random_scores,
     trained_layouts,
 )
 from ppo_core.training.precision import trains_in_bf16
@@ -151,6 +152,8 @@ class PPOTrainer(ScriptNames):
             equal_passes=self.engine.passes_meet(),
         )
         given = ScriptModels(model, ref_model, value_model, self.rewards, peft_config)
+        scorers = [scorer.model for scorer in self.rewards.models()]
+        share_random_scores([*scorers, value_model], self.engine)
         prints = given.fingerprints()
         require_equal_models(prints, self.engine)
         self._models = models = make_models(args, processing_class, given, self.engine)
