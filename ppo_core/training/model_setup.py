@@ -225,12 +225,13 @@ def share_random_scores(models: Iterable[object], engine: Engine) -> None:
     A language model that a script loads as a classifier gets a random score in each process.
     """
     for model in models if engine.num_processes > 1 else ():
-        if not isinstance(model, PreTrainedModel) or not hasattr(model, "score"):
+        score = getattr(model, "score", None)
+        if not isinstance(model, PreTrainedModel) or not isinstance(score, nn.Module):
             continue
         first, *others = engine.peers.exchange(fingerprint(model))
         different = {name for found in others for name in first if found.get(name) != first[name]}
         if different and all(name.startswith("score.") for name in different):
-            model.score.load_state_dict(engine.peers.of_main(model.score.state_dict()))
+            score.load_state_dict(engine.peers.of_main(score.state_dict()))
             if engine.is_main:
                 logger.warning(
                     "The score of a %s differed between the processes, as that of a model which "
