@@ -5,9 +5,48 @@ machines that launch a flow may not have torch.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:  # The same names, for mypy and editors.
+    from ppo_core.config.script_arguments import DatasetArguments as _ScriptArguments
+    from ppo_core.config.script_config import ScriptModelConfig as _ModelConfig
+    from ppo_core.config.script_config import ScriptPPOConfig as _PPOConfig
+    from ppo_core.data.chat_template import SIMPLE_CHAT_TEMPLATE as SIMPLE_CHAT_TEMPLATE
+    from ppo_core.errors import ConfigError as ConfigError
+    from ppo_core.errors import DataError as DataError
+    from ppo_core.errors import ModelError as ModelError
+    from ppo_core.errors import PPOError as PPOError
+    from ppo_core.errors import TrainingError as TrainingError
+    from ppo_core.models.actor_critic import Critic as Critic
+    from ppo_core.models.adapters import add_critic_adapter as add_critic_adapter
+    from ppo_core.models.adapters import get_peft_config as get_peft_config
+    from ppo_core.models.loading import load_policy as load_policy
+    from ppo_core.models.loading import load_reward_model as load_reward_model
+    from ppo_core.models.loading import load_tokenizer as load_tokenizer
+    from ppo_core.models.quantization import get_kbit_device_map as get_kbit_device_map
+    from ppo_core.models.quantization import get_quantization_config as get_quantization_config
+    from ppo_core.models.reference import create_reference_model as create_reference_model
+    from ppo_core.models.reward_adapter import load_reward_adapter as load_reward_adapter
+    from ppo_core.models.reward_model import RewardModel as RewardModel
+    from ppo_core.models.value_head import (
+        AutoModelForCausalLMWithValueHead as AutoModelForCausalLMWithValueHead,
+    )
+    from ppo_core.models.value_head import (
+        AutoModelForSeq2SeqLMWithValueHead as AutoModelForSeq2SeqLMWithValueHead,
+    )
+    from ppo_core.reporting.sample_table import Completions as Completions
+    from ppo_core.supervised.supervised_config import SupervisedConfig as SupervisedConfig
+    from ppo_core.supervised.training import train_reward_model as train_reward_model
+    from ppo_core.supervised.training import train_sft as train_sft
+    from ppo_core.training.evaluation import Answers as Answers
+    from ppo_core.training.evaluation import answer_prompts as answer_prompts
+    from ppo_core.training.trainer import PPOTrainer as PPOTrainer
+
+    PPOConfig = _PPOConfig
+    ModelConfig = _ModelConfig
+    ScriptArguments = _ScriptArguments
 
 # Name -> module of the package, and the name there if it is another.
 _HOMES = {
@@ -45,12 +84,14 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ppo_core' has no attribute {name!r}")
-    home, _, own_name = _HOMES[name].partition(":")
-    return getattr(import_module(f"ppo_core.{home}"), own_name or name)
+if not TYPE_CHECKING:  # With it, mypy would take any name for one of the package.
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name from its module on first use."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'ppo_core' has no attribute {name!r}")
+        home, _, own_name = _HOMES[name].partition(":")
+        return getattr(import_module(f"ppo_core.{home}"), own_name or name)
 
 
 def __dir__() -> list[str]:

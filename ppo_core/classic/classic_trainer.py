@@ -21,7 +21,6 @@ from ppo_core.classic.step_stats import Stats, numbers, texts_table
 from ppo_core.config.unsupported_settings import own_copy
 from ppo_core.data.prompt_set import Collator
 from ppo_core.distributed.engine import Engine
-from ppo_core.distributed.saving import cast_weights, name_dtype
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.value_head import ModelWithValueHead
@@ -112,7 +111,6 @@ class ClassicPPOTrainer:
         given = ScriptModels(self.model, ref_model, None, no_rewards)
         models = make_models(self._settings, self.tokenizer, given, self.engine)
         self.policy, self.reference, self.critic = models.policy, models.reference, models.critic
-        self._dtype = models.saved_dtype
         eos = self.tokenizer.eos_token_id
         return ClassicStep(self.config, models, self.engine, optimizer, eos_token_id=eos)
 
@@ -279,11 +277,7 @@ class ClassicPPOTrainer:
         """Write policy, value head, tokenizer and model card; call this in every process."""
         weights = self.engine.full_state_dict(self.model)
         if weights is not None:
-            if not self.model.is_peft_model:
-                weights = cast_weights(weights, self._dtype)
             self.model.save_pretrained(save_directory, state_dict=weights)
-            if not self.model.is_peft_model:
-                name_dtype(save_directory, self._dtype)
             self.tokenizer.save_pretrained(save_directory)
             self.create_model_card(save_directory)
 

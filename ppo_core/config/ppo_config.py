@@ -22,6 +22,8 @@ _NOT_OF_THE_RESULT = re.compile(
     "output_dir|exp_name|run_name|report_to|disable_tqdm|dataset_num_proc|num_sample_generations|"
     "local_rollout_forward_batch_size|per_device_eval_batch_size|(logging|eval|save|hub|warn)_.*|"
     "push_to_hub|.*_model_path|max_skipped_steps|max_steps|async_save|vllm_(server|weights)_.*|"
+    # It follows from batch_size and num_mini_batches.
+    "mini_batch_size|"
     # The number of processes and the sharding change results by rounding only.
     "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout"
 )
@@ -45,18 +47,24 @@ class PPOConfig(RunConfig):
     # --- Length of the run and sizes of batches ---
 
     total_episodes: int | None = None
-    """Responses sampled in the run, rounded up to a multiple of the batch size; None: the batch
-    size times `max_steps`, or one response per prompt in each of `num_train_epochs` passes."""
+    """Responses sampled in the run, rounded up to a multiple of the batch size; with `max_steps`,
+    the run has the smaller number of updates. None: the batch size times `max_steps`, or one
+    response per prompt in each of `num_train_epochs` passes."""
 
     batch_size: int | None = None
     """Responses sampled for one PPO update, over all processes; None:
-    per_device_train_batch_size x gradient_accumulation_steps x processes."""
+    per_device_train_batch_size x gradient_accumulation_steps x processes, which `batch_size` must
+    equal if gradient_accumulation_steps is above 1."""
 
     num_ppo_epochs: int = 4
     """Optimization epochs over each batch of responses."""
 
     num_mini_batches: int = 1
     """Minibatches per epoch, each one optimizer step; must divide the batch size."""
+
+    mini_batch_size: int | None = None
+    """Responses of one optimizer step over all processes, instead of `num_mini_batches`, as in TRL
+    0.12 to 0.16; must divide the batch size."""
 
     max_tokens_per_microbatch: int | None = None
     """Maximum tokens of prompts and responses, padding included, in one forward and backward pass
@@ -308,7 +316,9 @@ def _check_ranges(config: PPOConfig) -> None:
         "max_skipped_steps ddp_timeout"
     ).split():
         require_count(config, name)
-    for name in "total_episodes batch_size max_tokens_per_microbatch dataset_num_proc".split():
+    for name in (
+        "total_episodes batch_size mini_batch_size max_tokens_per_microbatch dataset_num_proc"
+    ).split():
         if getattr(config, name) is not None:
             require_count(config, name)
     if config.max_steps != -1:
@@ -372,22 +382,11 @@ def _literals(kind: object) -> tuple[str, ...]:
 
 
 def _check_combinations(config: PPOConfig) -> None:
-    if config.batch_size is not None and config.gradient_accumulation_steps != 1:
-        raise ConfigError(
-            f"batch_size={config.batch_size} and gradient_accumulation_steps="
-            f"{config.gradient_accumulation_steps} both set the size of a batch. Leave one of the "
-            "settings at its default."
-        )
     if config.batch_size is not None and (left := config.batch_size % config.num_mini_batches):
         raise ConfigError(
             f"num_mini_batches={config.num_mini_batches} does not divide "
             f"batch_size={config.batch_size}, so {left} responses would be dropped in every epoch. "
             "Set batch_size to a multiple of num_mini_batches."
-        )
-    if config.max_steps != -1 and config.total_episodes is not None:
-        raise ConfigError(
-            f"max_steps={config.max_steps} and total_episodes={config.total_episodes} both set the "
-            "length of the run. Leave one of the settings out."
         )
     if config.warmup_steps and config.warmup_ratio:
         raise ConfigError(

@@ -39,7 +39,7 @@ class RunConfig:
     """Passes over the prompts; used if neither `total_episodes` nor `max_steps` is set."""
 
     max_steps: int = -1
-    """PPO updates of the run, instead of `num_train_epochs`; -1: no such limit."""
+    """Maximum of PPO updates, instead of `num_train_epochs`; -1: no such limit."""
 
     learning_rate: float = 3e-6
     """Peak learning rate of the policy, and of the critic unless `critic_learning_rate` is set."""

@@ -19,7 +19,7 @@ class DatasetArguments:
     folder, or a hub id with an optional revision, as in `org/name@revision`; required."""
 
     dataset_config: str | None = None
-    """Configuration name, for a hub data set with several configurations."""
+    """Configuration name, for a hub data set, or a folder with a README.md, that has several."""
 
     dataset_train_split: str = "train"
     """Split to train on."""

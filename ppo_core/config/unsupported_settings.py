@@ -146,7 +146,6 @@ INSTEAD: Unsupported = {
     "num_total_batches": ((None,), "set total_episodes; updates are total_episodes / batch_size"),
     "micro_batch_size": ((None,), _SIZES),
     "local_batch_size": ((None,), _SIZES),
-    "mini_batch_size": ((None,), _SIZES),
     "local_mini_batch_size": ((None,), _SIZES),
     # settings of TRL's classic PPOConfig (see ppo_core.classic)
     "backward_batch_size": ((None,), _SIZES),
@@ -231,7 +230,7 @@ NO_EFFECT = frozenset(
     "ddp_find_unused_parameters eval_accumulation_steps eval_do_concat_batches "
     "gradient_checkpointing_kwargs group_by_length include_num_input_tokens_seen "
     "length_column_name log_level log_level_replica log_on_each_node logging_first_step "
-    "logging_nan_inf_filter save_safetensors skip_memory_metrics torch_compile "
+    "logging_nan_inf_filter save_only_model save_safetensors skip_memory_metrics torch_compile "
     "torch_compile_backend torch_compile_mode torch_empty_cache_steps train_sampling_strategy "
     "trackio_bucket_id trackio_space_id trackio_static_space_id project use_cache use_liger_kernel "
     "liger_kernel_config".split()

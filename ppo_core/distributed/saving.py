@@ -1,17 +1,15 @@
 """Save a policy as one model in transformers' format, also if it is sharded or has an adapter."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import CONFIG_NAME
 
 from ppo_core.distributed.engine import Engine
 from ppo_core.models.files.adapter_weights import merged_copy
+from ppo_core.models.files.saved_precision import cast_weights, name_dtype
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -47,22 +45,3 @@ def save_plain(
     assert weights is not None
     model.save_pretrained(folder, state_dict=cast_weights(weights, dtype or model.dtype))
     name_dtype(folder, dtype or model.dtype)
-
-
-def cast_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weights with those of floating point as `dtype`; tied weights stay tied."""
-    cast = {
-        id(tensor): tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for tensor in weights.values()
-    }
-    return {name: cast[id(tensor)] for name, tensor in weights.items()}
-
-
-def name_dtype(folder: str | Path, dtype: torch.dtype) -> None:
-    """Set the precision in a saved model's config.json, where transformers reads it."""
-    path = Path(folder) / CONFIG_NAME
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for part in (config, *config.values()):
-        if isinstance(part, dict) and "dtype" in part:
-            part["dtype"] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

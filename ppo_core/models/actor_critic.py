@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.data.types import TokenRows
 from ppo_core.errors import ModelError
-from ppo_core.models.adapters import check_adapter, plain_model, using_adapter
+from ppo_core.models.adapters import check_adapter, is_peft, plain_model, using_adapter
 from ppo_core.models.backbones import Backbone, DecoderBackbone
 from ppo_core.models.kernels.fused_linear_loss import TokenLoss
 from ppo_core.models.policy import LanguageModel, Predictions
@@ -19,7 +19,10 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.models.script_modules import (
     ModuleBackbone,
     has_backbone_and_score,
+    has_own_score,
     hidden_states,
+    is_pointwise,
+    token_scores,
     token_values,
 )
 
@@ -63,20 +66,42 @@ class Critic(nn.Module):
     def from_module(cls, model: nn.Module) -> "Critic":
         """Return the value model of a script as a critic, trained in place.
 
-        It is a `...ForSequenceClassification`, a module with a backbone and a `score` as TRL reads
-        it, or a module that returns one value for each token.
+        It is a `...ForSequenceClassification`, such a model with an adapter, a module with a
+        backbone and a `score` as TRL reads it, or a module that returns one value for each token.
 
         Raises:
             ModelError: see `from_classifier`.
         """
-        if isinstance(model, PreTrainedModel):
+        if is_peft(model):
+            return cls._from_adapted(model)
+        if isinstance(model, PreTrainedModel) and not has_own_score(model):
             return cls.from_classifier(model)
         if not has_backbone_and_score(model):
             return cls(ModuleBackbone(model, token_values), nn.Identity())
+        if not is_pointwise(model.score):
+            return cls(ModuleBackbone(model, token_scores), nn.Identity())
         own = getattr(model, str(model.base_model_prefix))
         is_known = isinstance(own, PreTrainedModel)
         backbone = DecoderBackbone(own) if is_known else ModuleBackbone(own, hidden_states)
         return cls(backbone, cast(nn.Module, model.score))
+
+    @classmethod
+    def _from_adapted(cls, model: "PeftModel") -> "Critic":
+        """Return a classifier with an adapter as a critic; what the adapter trains is trained.
+
+        Raises:
+            ModelError: the classifier has no score, or the method of the adapter is not supported.
+        """
+        classifier = plain_model(model)
+        score = getattr(classifier, "score", None)
+        if not isinstance(score, nn.Module):
+            raise ModelError(
+                f"The value model, a {type(classifier).__name__} with an adapter, has no `score` "
+                "for each token. Use a decoder-only ...ForSequenceClassification with "
+                "num_labels=1, or value_model=None."
+            )
+        within = partial(using_adapter, model, model.active_adapter)
+        return cls(DecoderBackbone(classifier.base_model, within), score)
 
     @classmethod
     def from_reward_model(cls, reward_model: RewardModel) -> "Critic":

@@ -23,12 +23,17 @@ def has_backbone_and_score(module: nn.Module) -> bool:
     return isinstance(prefix, str) and hasattr(module, prefix) and hasattr(module, "score")
 
 
+def has_own_score(module: nn.Module) -> bool:
+    """Return whether a module has a backbone, and a `score` that is no linear layer."""
+    return has_backbone_and_score(module) and not isinstance(module.score, nn.Linear)
+
+
 @torch.no_grad()
 def score_rows(module: nn.Module, ids: Tensor, lengths: Tensor) -> Tensor:
     """Return scores (B,) of right-padded token ids (B, S) of the given lengths (B,).
 
-    A module with a backbone and a score is read at the last token. Any other module returns the
-    scores (B,) or (B, 1) of `module(input_ids, attention_mask)`.
+    Of a module with a backbone and a score, the score of the last token counts. Any other module
+    returns the scores (B,) or (B, 1) of `module(input_ids, attention_mask)`.
 
     Raises:
         ModelError: the module returns another shape.
@@ -36,11 +41,8 @@ def score_rows(module: nn.Module, ids: Tensor, lengths: Tensor) -> Tensor:
     mask = length_mask(lengths, ids.shape[1])
     if has_backbone_and_score(module):
         rows = torch.arange(len(ids), device=ids.device)
-        model: Any = module
-        states = hidden_states(getattr(model, model.base_model_prefix), ids, mask)
-        scores: Tensor = model.score(states[rows, lengths - 1])
-    else:
-        scores = _tensor(_call(module, ids, mask))
+        return at_least_fp32(token_scores(module, ids, mask)[rows, lengths - 1, 0])
+    scores = _tensor(_call(module, ids, mask))
     if scores.shape not in ((len(ids),), (len(ids), 1)):
         raise ModelError(
             f"The reward model {type(module).__name__} returned scores of shape "
@@ -67,10 +69,34 @@ def token_values(module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     Raises:
         ModelError: the module returns another shape than (B, S) or (B, S, 1).
     """
-    values = _tensor(_call(module, ids, mask))
+    return _of_each_token(_tensor(_call(module, ids, mask)), module, "", ids)
+
+
+def token_scores(module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    """Return the scores (B, S, 1) of the hidden states of a module with a backbone and a score.
+
+    The score takes the states of all tokens, as in TRL, and may be a layer or a method.
+
+    Raises:
+        ModelError: the score returns another shape than (B, S) or (B, S, 1).
+    """
+    model: Any = module
+    states = hidden_states(getattr(model, model.base_model_prefix), ids, mask)
+    if isinstance(model.score, nn.Module):
+        states = states.to(next(model.score.parameters(), states).dtype)
+    return _of_each_token(model.score(states), module, ".score", ids)
+
+
+def is_pointwise(score: object) -> bool:
+    """Return whether a score surely reads each token's state alone."""
+    kinds = (nn.Linear, nn.Sequential, nn.LayerNorm, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh)
+    return isinstance(score, nn.Module) and all(type(one) in kinds for one in score.modules())
+
+
+def _of_each_token(values: Tensor, module: nn.Module, part: str, ids: Tensor) -> Tensor:
     if values.shape not in (ids.shape, (*ids.shape, 1)):
         raise ModelError(
-            f"The value model {type(module).__name__} returned values of shape "
+            f"The model {type(module).__name__}{part} returned values of shape "
             f"{tuple(values.shape)} for token ids {tuple(ids.shape)}. Return one value for each "
             "token, (B, S) or (B, S, 1)."
         )
@@ -101,9 +127,13 @@ def _call(module: nn.Module, ids: Tensor, mask: Tensor, **options: Any) -> Any:
     """Call a module with those of the inputs that it takes; without their names, by position."""
     inputs = {"input_ids": ids, "attention_mask": mask.long(), **options}
     taken = inspect.signature(module.forward).parameters
-    if not any(each.kind == inspect.Parameter.VAR_KEYWORD for each in taken.values()):
-        if "input_ids" not in taken:
-            return module(*[ids, mask.long()][: len(taken)])
+    takes_any = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    if not takes_any and "input_ids" not in taken:
+        return module(*[ids, mask.long()][: len(taken)])
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    named = {"position_ids": positions, "use_cache": False}
+    inputs |= {name: value for name, value in named.items() if name in taken}
+    if not takes_any:
         inputs = {name: value for name, value in inputs.items() if name in taken}
     return module(**inputs)
 

@@ -11,6 +11,7 @@ from transformers.utils.hub import PushToHubMixin
 from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import add_adapter, checkpoint_activations, is_peft, plain_model
+from ppo_core.models.files.saved_precision import cast_weights, name_dtype
 from ppo_core.models.files.value_head_files import PREFIX, SavedHead, load_with_head, save_head
 from ppo_core.models.reward_adapter import AdapterClassifier, load_adapter_classifier
 
@@ -74,6 +75,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         )
         _initialize(self.v_head, v_head_init_strategy, v_head_initializer_range)
         self._reward_adapter: AdapterClassifier | None = None
+        self.saved_dtype: torch.dtype | None = None
         self.register_state_dict_post_hook(_name_as_policy)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_name_as_wrapper)  # type: ignore[no-untyped-call]
 
@@ -95,7 +97,8 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         The first argument is a model, or the folder or hub id of a model or adapter. `peft_config`
         adds a new adapter; `is_trainable` applies to a loaded adapter. `reward_adapter` is the
         folder or hub id of an adapter for `compute_reward_score`. `dtype` (formerly
-        `torch_dtype`) defaults to fp32, because small updates are lost in half precision. Settings
+        `torch_dtype`) defaults to fp32, because small updates are lost in half precision; the model
+        is then saved in the precision of the files. Settings
         of the value head are passed to the constructor. All other arguments, such as
         quantization_config, device_map and revision, are passed to transformers.
 
@@ -109,10 +112,10 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         if dtype := dtype or torch_dtype:
             kwargs["dtype"] = dtype
         policy: Any = pretrained_model_name_or_path
-        head = None
+        head = written = None
         if isinstance(policy, str | Path):
             kwargs = {"dtype": torch.float32, **kwargs}
-            policy, head = load_with_head(
+            policy, head, written = load_with_head(
                 cls.transformers_parent_class, policy, kwargs, is_trainable=is_trainable
             )
         elif kwargs:
@@ -123,6 +126,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         if peft_config is not None:
             policy = add_adapter(policy, peft_config)
         model = cls(policy, **head_settings)
+        model.saved_dtype = None if dtype else written
         if head is not None:
             model._load_head(head)
         if reward_adapter is not None:
@@ -232,9 +236,10 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         """Save the policy as a plain checkpoint, and the value head in `value_head.safetensors`.
 
         transformers (or peft, for an adapter) loads the folder as the policy. `from_pretrained` of
-        this class also loads the value head. If this model's weights are sharded, pass its
-        unsharded `state_dict`. Other arguments, such as `max_shard_size`, are passed to the policy;
-        an adapter is always one file.
+        this class also loads the value head. The weights are written in the precision
+        `saved_dtype`, if it is not None: that before a training in fp32. If this model's weights
+        are sharded, pass its unsharded `state_dict`. Other arguments, such as `max_shard_size`, are
+        passed to the policy; an adapter is always one file.
 
         Raises:
             ConfigError: `safe_serialization=False` or `push_to_hub=True` is given.
@@ -249,6 +254,9 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
             raise ConfigError(
                 "push_to_hub=True would not upload the value head. Call push_to_hub() instead."
             )
+        dtype = None if self.is_peft_model else self.saved_dtype
+        if dtype is not None:
+            state_dict = cast_weights(state_dict or self.state_dict(), dtype)
         head = self.v_head.state_dict()
         if state_dict is not None:
             kwargs["state_dict"], head = _policy_and_head(state_dict)
@@ -259,6 +267,8 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         )
         if is_main_process:
             save_head(head, save_directory)
+            if dtype is not None:
+                name_dtype(save_directory, dtype)
 
     def _load_reward_adapter(self, path: str | Path, name: str) -> None:
         if not is_peft(self.pretrained_model):

@@ -16,9 +16,10 @@ from ppo_core.data.prompts import Prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ConfigError, ModelError, user_code_errors
 from ppo_core.models.adapters import is_peft
+from ppo_core.models.files.adapter_weights import merged_copy
 from ppo_core.models.reward_adapter import AdapterClassifier
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.models.script_modules import score_rows
+from ppo_core.models.script_modules import has_own_score, score_rows
 
 RewardFunction = Callable[[list[str], list[str]], Sequence[float]]
 """A function of prompts and responses as texts that returns one number for each response."""
@@ -199,8 +200,9 @@ def make_rewards(
 ) -> RewardMix:
     """Make the rewards of a run from one reward, a list of rewards, or a dict of rewards by name.
 
-    A reward is a `RewardModel`, a `...ForSequenceClassification` or another module that reads the
-    policy's tokens (`ppo_core.models.script_modules`), or a function of prompts and responses.
+    A reward is a `RewardModel`, a `...ForSequenceClassification` (of one with an adapter, a merged
+    copy is used) or another module that reads the policy's tokens
+    (`ppo_core.models.script_modules`), or a function of prompts and responses.
     `equal_passes` is needed if each pass waits for all processes, see `Engine.passes_meet`.
 
     Raises:
@@ -246,8 +248,10 @@ def _make_source(
     *,
     equal_passes: bool,
 ) -> RewardSource:
-    is_model = isinstance(reward, PreTrainedModel | AdapterClassifier) or is_peft(reward)
-    if isinstance(reward, nn.Module) and not is_model:
+    if is_peft(reward):
+        reward = merged_copy(reward)
+    is_model = isinstance(reward, PreTrainedModel | AdapterClassifier)
+    if isinstance(reward, nn.Module) and (not is_model or has_own_score(reward)):
         return ModuleReward(name, reward, batch_size)
     if isinstance(reward, nn.Module):
         if not hasattr(getattr(reward, "config", None), "num_labels") or not hasattr(

@@ -39,22 +39,51 @@ class Schedule:
         return self.num_updates * self.steps_per_update
 
 
+def batch_sizes(config: PPOConfig, num_processes: int) -> dict[str, int]:
+    """Return the settings batch_size, num_mini_batches and mini_batch_size as numbers that agree.
+
+    Raises:
+        ConfigError: two settings contradict each other, or a batch cannot be split evenly into
+            minibatches.
+    """
+    product = (
+        config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes
+    )
+    batch_size = config.batch_size or product
+    if config.gradient_accumulation_steps != 1 and batch_size != product:
+        raise ConfigError(
+            f"batch_size={batch_size} and gradient_accumulation_steps="
+            f"{config.gradient_accumulation_steps} both set the size of a batch, which would be "
+            f"{product} with per_device_train_batch_size={config.per_device_train_batch_size} and "
+            f"{num_processes} processes. Leave one of the settings at its default."
+        )
+    number = config.num_mini_batches
+    size = config.mini_batch_size or batch_size // number
+    if config.mini_batch_size is not None and number == 1 and batch_size % size == 0:
+        number = batch_size // size
+    if left := batch_size % number:
+        raise ConfigError(
+            f"A batch of {batch_size} responses cannot be split evenly into num_mini_batches="
+            f"{number}: {left} responses would be left over. Set batch_size to a multiple of "
+            "num_mini_batches."
+        )
+    if size * number != batch_size:
+        raise ConfigError(
+            f"A batch of {batch_size} responses cannot be split evenly into num_mini_batches="
+            f"{number} of mini_batch_size={size}. Set only one of them, to a divisor of batch_size."
+        )
+    return {"batch_size": batch_size, "num_mini_batches": number, "mini_batch_size": size}
+
+
 def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) -> Schedule:
     """Compute the sizes of a run from settings, prompts and processes.
 
     Raises:
-        ConfigError: a batch cannot be split evenly into minibatches, a batch is smaller than the
-            number of processes, or the critic's warmup takes all updates.
+        ConfigError: see `batch_sizes`; a batch is smaller than the number of processes, or the
+            critic's warmup takes all updates.
     """
-    batch_size = config.batch_size or (
-        config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes
-    )
-    if left := batch_size % config.num_mini_batches:
-        raise ConfigError(
-            f"A batch of {batch_size} responses cannot be split evenly into num_mini_batches="
-            f"{config.num_mini_batches}: {left} responses would be left over. Set batch_size to a "
-            "multiple of num_mini_batches."
-        )
+    sizes = batch_sizes(config, num_processes)
+    batch_size = sizes["batch_size"]
     if batch_size < num_processes:
         raise ConfigError(
             f"A batch of {batch_size} responses is smaller than the number of processes, "
@@ -64,7 +93,9 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
     # num_train_epochs may be fractional, but the number of episodes is an integer (TRL #1740,
     # #1743).
     episodes = config.total_episodes or ceil(config.num_train_epochs * num_prompts)
-    num_updates = ceil(episodes / batch_size) if config.max_steps == -1 else config.max_steps
+    num_updates = ceil(episodes / batch_size)
+    if config.max_steps != -1 and (config.total_episodes is None or config.max_steps < num_updates):
+        num_updates = config.max_steps
     if config.critic_warmup_updates >= num_updates:
         raise ConfigError(
             f"critic_warmup_updates={config.critic_warmup_updates} leaves no update for the policy "
@@ -74,7 +105,7 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
     return Schedule(
         batch_size=batch_size,
         num_updates=num_updates,
-        steps_per_update=config.num_ppo_epochs * config.num_mini_batches,
+        steps_per_update=config.num_ppo_epochs * sizes["num_mini_batches"],
     )
 
 

@@ -1,5 +1,7 @@
 """Policy, reference, critic and rewards of a run, made from the models that a script hands over."""
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -8,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_core.checkpointing.fingerprint import Layout, layout
+from ppo_core.checkpointing.fingerprint import Layout, fingerprint, layout
 from ppo_core.checkpointing.ppo_fingerprint import given_models
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
@@ -35,6 +37,9 @@ from ppo_core.ppo.reward_functions import RewardMix
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def make_models(
     policy = _make_policy(config, model)
     check_quantized_trainable(model)
     adapted = model if is_peft(model) else None
-    saved_dtype = policy.model.dtype
+    saved_dtype = _saved_dtype(given.policy, policy)
     critic = _make_critic(config, tokenizer, policy, adapted, value_head, given)
     _require_trainable(policy, critic)
     _train_in_fp32(model, critic)
@@ -121,6 +126,15 @@ def make_models(
     )
 
 
+def _saved_dtype(given: nn.Module, policy: LanguageModel) -> torch.dtype:
+    """Return the precision in which the trained policy is saved; a model with a head keeps it."""
+    if not isinstance(given, ModelWithValueHead):
+        return policy.model.dtype
+    if given.saved_dtype is None:
+        given.saved_dtype = policy.model.dtype
+    return given.saved_dtype
+
+
 def trained_layouts(models: ModelBundle) -> dict[str, Layout]:
     """Return the shapes of what is trained, and an adapter's settings, for the fingerprint.
 
@@ -140,11 +154,27 @@ def _prepared_policy(config: PPOConfig, given: ScriptModels) -> tuple[nn.Module,
     if isinstance(model, ModelWithValueHead):
         value_head, model = model.v_head.summary, model.pretrained_model
     if given.peft_config is not None:
+        model = _without_adapter(model)
         with torch.random.fork_rng():
             torch.manual_seed(config.seed)
             model = add_adapter(model, given.peft_config)
     _check_adapter_names(config, model, given.reference)
     return model, value_head
+
+
+def _without_adapter(model: nn.Module) -> nn.Module:
+    """Return a model to add an adapter to: of a PeftModel, a copy with its adapter merged."""
+    if not is_peft(model):
+        return model
+    merged = merged_copy(model)
+    # PEFT would name the base without the merged adapter in the files of the new one (TRL #4713).
+    merged.name_or_path = ""
+    logger.warning(
+        "The policy's adapter is merged into a copy of its base, and the adapter of peft_config is "
+        "added to that. save_model() writes the whole policy; the folder adapter/ in it fits no "
+        "other base. To train the adapter that the policy has, pass no peft_config."
+    )
+    return merged
 
 
 def _require_trainable(policy: LanguageModel, critic: Critic) -> None:
@@ -187,6 +217,28 @@ def require_loaded(model: object, **others: object) -> None:
                 f"{name}={one!r:.80} is no model. Hand over a loaded one: {name}="
                 "AutoModelForCausalLM.from_pretrained(...)."
             )
+
+
+def share_random_scores(models: Iterable[object], engine: Engine) -> None:
+    """Give all processes the scores of process 0, of classifiers that differ in the score alone.
+
+    A language model that a script loads as a classifier gets a random score in each process.
+    """
+    for model in models if engine.num_processes > 1 else ():
+        score = getattr(model, "score", None)
+        if not isinstance(model, PreTrainedModel) or not isinstance(score, nn.Module):
+            continue
+        first, *others = engine.peers.exchange(fingerprint(model))
+        different = {name for found in others for name in first if found.get(name) != first[name]}
+        if different and all(name.startswith("score.") for name in different):
+            score.load_state_dict(engine.peers.of_main(score.state_dict()))
+            if engine.is_main:
+                logger.warning(
+                    "The score of a %s differed between the processes, as that of a model which "
+                    "was trained without one: it is random. All processes now have the score of "
+                    "process 0. Train it as a reward model first.",
+                    type(model).__name__,
+                )
 
 
 def require_equal_models(prints: dict[str, Layout], engine: Engine) -> None:

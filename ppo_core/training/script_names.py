@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from functools import wraps
+from math import ceil
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -12,8 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
+from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError
+from ppo_core.ppo.schedule import Schedule
 from ppo_core.ppo.update import TrainState
 from ppo_core.reporting.callbacks import CallbackOrType, Reporter
 from ppo_core.reporting.metrics import Metrics
@@ -52,6 +55,31 @@ def with_older_names(
         function(*args, **given)
 
     return renamed
+
+
+def add_computed(args: PPOConfig, schedule: Schedule, engine: Engine) -> None:
+    """Add the attributes that TRL's trainer computes to the settings of a trainer, for scripts.
+
+    They are no settings: `dataclasses.replace` leaves them out, and nothing here reads them.
+    """
+    local = ceil(schedule.batch_size / engine.num_processes)
+    computed = {
+        "total_episodes": schedule.total_episodes,
+        "num_total_batches": schedule.num_updates,
+        "world_size": engine.num_processes,
+        "micro_batch_size": args.per_device_train_batch_size * engine.num_processes,
+        "local_batch_size": local,
+        "local_mini_batch_size": ceil(local / args.num_mini_batches),
+        "process_index": engine.accelerator.process_index,
+        "local_process_index": engine.accelerator.local_process_index,
+        "device": engine.device,
+        "n_gpu": int(engine.device.type == "cuda"),
+        "train_batch_size": args.per_device_train_batch_size,
+        "eval_batch_size": args.per_device_eval_batch_size,
+    }
+    for name, value in computed.items():
+        # The settings of a trainer refuse assignments.
+        object.__setattr__(args, name, value)
 
 
 class PolicyAndValue(nn.Module):

@@ -33,7 +33,7 @@ from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state
 from ppo_core.ppo.reward_functions import make_rewards
 from ppo_core.ppo.run_state import PendingUpdate, RunContext, RunState
 from ppo_core.ppo.sampling import PolicySampler, PromptBatch, draw_prompts
-from ppo_core.ppo.schedule import make_schedule
+from ppo_core.ppo.schedule import batch_sizes, make_schedule
 from ppo_core.ppo.scoring import score
 from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
 from ppo_core.reporting.callbacks import CallbackOrType, Reporter
@@ -55,11 +55,17 @@ from ppo_core.training.model_setup import (
     make_models,
     require_equal_models,
     require_loaded,
+    share_random_scores,
     trained_layouts,
 )
 from ppo_core.training.precision import trains_in_bf16
 from ppo_core.training.preflight import check_models
-from ppo_core.training.script_names import PolicyAndValue, ScriptNames, with_older_names
+from ppo_core.training.script_names import (
+    PolicyAndValue,
+    ScriptNames,
+    add_computed,
+    with_older_names,
+)
 from ppo_core.training.self_check import check_numbers
 
 LESS_MEMORY = (
@@ -134,9 +140,10 @@ class PPOTrainer(ScriptNames):
         require_loaded(model, ref_model=ref_model, value_model=value_model)
         # Resolve bf16 first, because the run's fingerprint includes this setting.
         in_bf16 = trains_in_bf16(args.bf16, model, use_cpu=args.use_cpu)
-        self.args = args = own_copy(args, bf16=in_bf16)
+        self.engine = make_engine(replace(args, bf16=in_bf16))
+        sizes = batch_sizes(args, self.engine.num_processes)
+        self.args = args = own_copy(args, bf16=in_bf16, **sizes)
         self.processing_class = processing_class
-        self.engine = make_engine(args)
         self.rewards = make_rewards(
             reward_model,
             processing_class,
@@ -145,6 +152,8 @@ class PPOTrainer(ScriptNames):
             equal_passes=self.engine.passes_meet(),
         )
         given = ScriptModels(model, ref_model, value_model, self.rewards, peft_config)
+        scorers = [scorer.model for scorer in self.rewards.models()]
+        share_random_scores([*scorers, value_model], self.engine)
         prints = given.fingerprints()
         require_equal_models(prints, self.engine)
         self._models = models = make_models(args, processing_class, given, self.engine)
@@ -182,6 +191,7 @@ class PPOTrainer(ScriptNames):
             timeout=args.ddp_timeout,
         )
         self._checkpoints = Checkpointer(contents, plan, FORMS)
+        add_computed(args, self.schedule, self.engine)
         self._timer = PhaseTimer()
         self._sampler = self._make_sampler()
         self._interruption = Interruption()

@@ -16,9 +16,11 @@ import torch
 import ppo_core
 import ppo_core.classic
 from deployment.deployment_file import read_deployment
+from pipeline.evaluation.win_rate import WinRate, describe
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.champions import promote_by_hand
 from pipeline.registry.versions import register_version
+from pipeline.reports.terminal import render_summary
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
@@ -78,7 +80,9 @@ pytestmark = pytest.mark.timeout(600)
 # --- Code and commands -------------------------------------------------------------
 
 
-def test_the_published_python_examples_run(tmp_path, monkeypatch):
+def test_the_published_python_examples_run_and_print_the_answer_alone(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     write_inputs(tmp_path)
@@ -92,9 +96,27 @@ def test_the_published_python_examples_run(tmp_path, monkeypatch):
     assert documented(metrics) == metrics
 
     register(tmp_path / "policy")
-    assert run_block(registered)["policy"].task == "text-generation"
+    capsys.readouterr()
+    prompt = run_block(registered)["prompt"]
+    assert capsys.readouterr().out == f"{answer(tmp_path / 'policy', prompt, 24)}\n"
     (loading,) = blocks(PRODUCTION, "python")
-    assert run_block(loading)["champion"].version == "1"
+    (prompt,) = re.findall(r'"(title.*)"', loading)
+    run_block(loading)
+    assert capsys.readouterr().out == f"1 {answer(tmp_path / 'policy', prompt, 8)}\n"
+
+
+def answer(policy: Path, prompt: str, length: int) -> str:
+    """The greedy answer of a policy."""
+    (text,) = ppo_core.answer_prompts(
+        ppo_core.load_policy(policy),
+        ppo_core.load_tokenizer(policy),
+        [prompt],
+        response_length=length,
+        temperature=0,
+        seed=0,
+    ).texts
+    assert text
+    return text
 
 
 def test_the_published_script_adds_pairs_against_repeated_text(tmp_path, monkeypatch):
@@ -170,6 +192,72 @@ def cheerfulness(policy: Path, prompts: Path) -> float:
     )
     scores = [analyzer.polarity_scores(text)["compound"] for text in answers.texts]
     return sum(scores) / len(scores)
+
+
+def test_the_summary_in_the_readme_is_printed_so():
+    def won(rate, low, high, same, ties):
+        rates = {"rate": rate, "low": low, "high": high, "length_controlled": same}
+        return {**rates, "n": 512, "ties": ties, "flip_rate": 0.0, "invalid": 0, "judge": "rule"}
+
+    times = "start 7 load_policy 21 load_reward_model 39 validate_reward_model 7 train_policy 52"
+    phases = f"{times} evaluate_win_rate 4 register 4".split()
+    metrics = {"scores": (-0.79, 2.237), "rlhf_reward": (-0.79, 1.93)}
+    metrics |= {"kl": (0.0, 2.046), "entropy": (3.202, 0.41)}
+    summary = {
+        "win_rate": {
+            "sft_vs_reference": won(0.356, 0.319, 0.395, 0.333, 91),
+            "ppo_vs_reference": won(0.764, 0.738, 0.788, 0.746, 192),
+            "ppo_vs_sft": won(0.864, 0.842, 0.884, 0.856, 119),
+        },
+        "reward_model": {
+            "accepted_by_hand": False,
+            "accuracy": {"accuracy": 0.889, "n": 1000, "low": 0.868, "high": 0.907},
+        },
+        "improvement": {"difference": 0.407, "low": 0.372, "high": 0.441},
+        "objective": {
+            f"objective/{name}": {"first": first, "last": last}
+            for name, (first, last) in metrics.items()
+        },
+        "kl": {"ppo": 1.99},
+        "distinct": {"ppo": 0.971},
+        "timings": {
+            "seconds": dict(zip(phases[::2], map(float, phases[1::2]), strict=True)),
+            "episodes_per_second": 183.0,
+            "peak_rss_bytes": 0.73 * 2**30,
+        },
+        "cost": {
+            "gpu_hours": 0.0,
+            "steps": {"train_policy": {"cpu_seconds": 216.0}},
+            "tokens": {"sampled": 56_867, "trained": 113_734},
+            "judges": {},
+            "price": 0.0,
+        },
+        "model": {"uri": "models:/rlhf-policy/1", "name": "rlhf-policy", "version": 1},
+        "promotion": {
+            "version": 1,
+            "champion": 1,
+            "reasons": [
+                "It wins 86.4% of 512 pairs against SFT, 95 % interval 84.2% .. 88.4%, judged by "
+                "rule.",
+                "It wins 76.4% of 512 pairs against the references, 95 % interval 73.8% .. 78.8%, "
+                "judged by rule.",
+            ],
+        },
+        **{"notes": [], "reasons": [], "warnings": []},
+    }
+    printed = [f"    {line}".rstrip() for line in render_summary(summary).splitlines()]
+    start = README.read_text().splitlines().index("    Win rates, judged by rule")
+    assert README.read_text().splitlines()[start : start + len(printed)] == printed
+
+
+def test_the_win_rate_on_the_pages_is_printed_so():
+    rate = WinRate(
+        **{"rate": 0.647, "low": 0.617, "high": 0.676, "n": 1000, "wins": 647, "losses": 353},
+        **{"ties": 0, "invalid": 0, "flip_rate": 0.0, "conclusive": True, "reasons": []},
+        judge="openai:my-judge, prompt 3fa91c02",
+    )
+    for page in (README, TRUSTING):
+        assert f"Model win rate: {describe(rate)}" in page.read_text()
 
 
 # --- Names -------------------------------------------------------------------------
@@ -355,7 +443,7 @@ def register(policy: Path) -> None:
             folder,
             VersionContents(
                 name="rlhf-policy",
-                decoding=Decoding(response_length=8, temperature=0.7),
+                decoding=Decoding(response_length=8, temperature=0),
                 example="w1 w2",
                 card="",
             ),

@@ -103,6 +103,8 @@ def _loading(record: Report) -> str:
     return (
         "```python\nimport mlflow\n\n"
         f"pipeline = mlflow.transformers.load_model({uri})\n```\n\n"
+        "`pipeline(prompt, return_full_text=False)` returns the answer alone; otherwise it begins "
+        "with the prompt. A chat model takes messages as its prompt.\n\n"
         "For a service, `load_champion` in `flows/champion.py` verifies every file and loads the "
         "model. "
         "By default the model decodes as in its evaluation:\n\n"

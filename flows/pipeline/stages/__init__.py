@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     )
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import the module of a stage on its first use."""
-    if not (Path(__file__).parent / f"{name}.py").exists():
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with large_imports():
-        return import_module(f"{__name__}.{name}")
+if not TYPE_CHECKING:  # With it, mypy would take any name for a module.
+
+    def __getattr__(name: str) -> ModuleType:
+        """Import the module of a stage on its first use."""
+        if not (Path(__file__).parent / f"{name}.py").exists():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        with large_imports():
+            return import_module(f"{__name__}.{name}")

@@ -1,11 +1,15 @@
 """Find the files of each split in a folder of data files."""
 
 import re
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any
+
+from huggingface_hub import metadata_load
 
 from ppo_core.data.sources.compression import GZIP, format_of
-from ppo_core.errors import DataError, library_errors
+from ppo_core.errors import ConfigError, DataError, library_errors
 
 SPLIT_WORDS = {
     "train": "train",
@@ -27,17 +31,38 @@ MOST_ENTRIES = 20_000
 _SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")
 
 
-def files_by_split(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[Path]]:
+def files_by_split(
+    folder: Path, suffixes: tuple[str, ...], config: str | None = None
+) -> dict[str, list[Path]]:
     """Return the files of each split of a folder, sorted by path.
 
     A file belongs to the split that its name or a folder's name has as a word, or to the split
     NAME if it is called NAME-00000-of-00001. If no name has such a word, all files are `train`.
-    Hidden files and folders are ignored.
+    Hidden files and folders are ignored. If the README.md of the folder names the files of each
+    split, as that of a data set on the hub does, these count.
+
+    Args:
+        folder: the folder.
+        suffixes: endings of data files.
+        config: name of a configuration in README.md; None takes the default one.
 
     Raises:
+        ConfigError: README.md has no such configuration, or several and no default.
         DataError: the folder cannot be read, has no data file or more than `MOST_ENTRIES` entries,
-            or a split has several formats.
+            a split has several formats, or README.md names files that are missing or outside.
     """
+    named_there = _splits_of_card(folder, config)
+    splits = _splits_of_names(folder, suffixes) if named_there is None else named_there
+    for split, paths in splits.items():
+        if len(formats := sorted({format_of(path) for path in paths})) > 1:
+            raise DataError(
+                f"The split '{split}' of '{folder}' has files of the formats "
+                f"{', '.join(formats)}. Name one of the files, or keep one format."
+            )
+    return splits
+
+
+def _splits_of_names(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[Path]]:
     move = "Name a folder that you may read."
     with library_errors(DataError, f"'{folder}' cannot be read", move):
         entries = sorted(islice(folder.rglob("*"), MOST_ENTRIES + 1))
@@ -62,13 +87,64 @@ def files_by_split(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[Pa
     splits: dict[str, list[Path]] = {}
     for path in named or files:
         splits.setdefault(_split_of(path) or "train", []).append(folder / path)
-    for split, paths in splits.items():
-        if len(formats := sorted({format_of(path) for path in paths})) > 1:
-            raise DataError(
-                f"The split '{split}' of '{folder}' has files of the formats "
-                f"{', '.join(formats)}. Name one of the files, or keep one format."
-            )
     return splits
+
+
+def _splits_of_card(folder: Path, config: str | None) -> dict[str, list[Path]] | None:
+    """Return the files that the README.md names for each split; None if it names none."""
+    card = folder / "README.md"
+    with library_errors(DataError, f"'{card}' cannot be read", "Correct or remove it."):
+        head = (metadata_load(card) if card.is_file() else None) or {}
+    named = {
+        str(one.get("config_name", "default")): one
+        for one in head.get("configs") or ()
+        if isinstance(one, Mapping) and one.get("data_files")
+    }
+    if config is not None and config not in named:
+        raise ConfigError(
+            f"'{folder}' is local and has no configuration '{config}'. "
+            + (f"Its README.md names {', '.join(named)}." if named else "Leave it out.")
+        )
+    if not named:
+        return None
+    default = [name for name, one in named.items() if one.get("default")] or ["default"]
+    chosen = config or (default[0] if default[0] in named else next(iter(named)))
+    if config is None and len(named) > 1 and chosen not in default:
+        raise ConfigError(
+            f"The README.md of '{folder}' has the configurations {', '.join(named)}, and no "
+            "default. Name one of them as dataset_config."
+        )
+    return {
+        split: [file for pattern in patterns for file in _files_of(folder, pattern)]
+        for split, patterns in _patterns_of(named[chosen]["data_files"]).items()
+    }
+
+
+def _patterns_of(data_files: Any) -> dict[str, list[str]]:
+    """Return the patterns of each split; without splits, all files are `train`."""
+    entries = data_files if isinstance(data_files, list) else [data_files]
+    patterns: dict[str, list[str]] = {}
+    for entry in entries:
+        given = entry if isinstance(entry, Mapping) else {"path": entry}
+        paths = given.get("path")
+        of_split = patterns.setdefault(str(given.get("split", "train")), [])
+        of_split += map(str, paths if isinstance(paths, list) else [paths])
+    return patterns
+
+
+def _files_of(folder: Path, pattern: str) -> list[Path]:
+    if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
+        raise DataError(
+            f"The README.md of '{folder}' names {pattern!r:.80}, which is not in the folder. Name "
+            "files below it."
+        )
+    with library_errors(DataError, f"{pattern!r:.80} in '{folder}' is no pattern", "Correct it."):
+        found = sorted(
+            path for path in islice(folder.glob(pattern), MOST_ENTRIES) if path.is_file()
+        )
+    if not found:
+        raise DataError(f"The README.md of '{folder}' names {pattern!r:.80}, and there is no file.")
+    return found
 
 
 def _split_of(path: Path) -> str | None:

@@ -80,11 +80,12 @@ def open_source(
             Without `split`, a folder and a hub id may be followed by `:SPLIT`, and a hub id by
             `@REVISION` and `:CONFIG/SPLIT`.
         split: name of a split, or a slice such as `train[:100]`; a file has only `train`.
-        config: configuration name, for a hub data set with several configurations.
+        config: configuration name, for a hub data set with several configurations, or for a folder
+            whose README.md has several.
         allow_urls: whether `name` may be an address.
 
     Raises:
-        ConfigError: `config` is given, but `name` is a local file or folder.
+        ConfigError: a local file or folder has no such configuration.
         DataError: the data set, configuration or split is missing or unreadable.
     """
     if is_data_address(name) and not os.path.lexists(name):
@@ -96,11 +97,7 @@ def open_source(
         config = in_name or config
     if not os.path.lexists(name):
         return _open_hub(_hub_data(given, name, split, config))
-    if config is not None:
-        raise ConfigError(
-            f"'{name}' is local and has no configuration '{config}'. Leave the configuration out."
-        )
-    return _open_local(Path(name), split or "train")
+    return _open_local(Path(name), split or "train", config)
 
 
 def find_hub_data(name: str) -> HubData | None:
@@ -134,10 +131,15 @@ def source_of_rows(rows: Any, name: str = "the rows") -> Source:
     return Source(name, digest.hexdigest(), lambda: iter(rows))
 
 
-def _open_local(path: Path, split: str) -> Source:
-    if is_saved_folder(path):
+def _open_local(path: Path, split: str, config: str | None) -> Source:
+    is_saved = is_saved_folder(path)
+    if config is not None and (is_saved or not path.is_dir()):
+        raise ConfigError(
+            f"'{path}' is local and has no configuration '{config}'. Leave the configuration out."
+        )
+    if is_saved:
         return _open_saved(path, split)
-    splits = files_by_split(path, SUFFIXES) if path.is_dir() else {"train": [path]}
+    splits = files_by_split(path, SUFFIXES, config) if path.is_dir() else {"train": [path]}
     files = splits.get(_name_of(split))
     if files is None:
         raise _no_split(path, split, list(splits))
@@ -197,7 +199,7 @@ def _open_address(address: str, split: str) -> Source:
         folder = TemporaryDirectory()
         file = download(address, Path(folder.name))
         with named_data(shown):
-            source = _open_local(file, split)
+            source = _open_local(file, split, None)
         return replace(
             source,
             name=shown,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from ppo_core.models.files.model_folder import (
     pickled,
     read_object,
 )
+from ppo_core.models.files.saved_precision import half_precision
 from ppo_core.models.loading import load_model, reading
 from ppo_core.models.quantization import bitsandbytes_config
 
@@ -51,10 +53,11 @@ class SavedHead(NamedTuple):
 
 def load_with_head(
     auto_class: Any, path: str | Path, arguments: Mapping[str, Any], *, is_trainable: bool
-) -> tuple[nn.Module, SavedHead | None]:
-    """Return the policy of a folder or hub id, and its value head, or None if none was saved.
+) -> tuple[nn.Module, SavedHead | None, torch.dtype | None]:
+    """Return the policy of a folder or hub id, its value head, and its half precision in the files.
 
-    The policy is a PeftModel if the path has an adapter. `arguments` are those of transformers'
+    The head is None if none was saved, and the precision None if it is not a half precision. The
+    policy is a PeftModel if the path has an adapter. `arguments` are those of transformers'
     `from_pretrained`, and additionally `load_in_4bit` and `load_in_8bit`.
 
     Raises:
@@ -65,12 +68,14 @@ def load_with_head(
     arguments = _with_quantization(arguments)
     hub = {name: arguments[name] for name in _HUB_ARGUMENTS if name in arguments}
     with reading("model", path):
+        written = None
         if (config := _find(path, "config.json", **hub)) is not None:
-            check_config_keys(read_object(config), path)
+            check_config_keys(content := read_object(config), path)
+            written = half_precision(content)
         head = read_head(path, **hub)
         if _find(path, ADAPTER_CONFIG, **hub) is not None:
-            return _load_adapter(auto_class, path, arguments, hub, is_trainable), head
-        return load_model(auto_class, path, arguments, unused=[PREFIX]), head
+            return _load_adapter(auto_class, path, arguments, hub, is_trainable), head, None
+        return load_model(auto_class, path, arguments, unused=[PREFIX]), head, written
 
 
 def save_head(tensors: Mapping[str, Tensor], folder: str | Path) -> None:

@@ -102,6 +102,7 @@ def test_the_card_says_what_the_version_is_not_for_and_how_to_load_it():
     for limit in LIMITS:
         assert limit in page.text
     assert 'mlflow.transformers.load_model("models:/rlhf-policy/7")' in page.text
+    assert "pipeline(prompt, return_full_text=False) returns the answer alone" in page.text
 
 
 def test_the_decision_stands_with_every_reason_once_it_is_made():

@@ -290,6 +290,19 @@ def test_a_chat_model_answers_messages(chat_artifact: Path):
     assert reply["choices"][0]["finish_reason"] == "length"
 
 
+def test_a_pipeline_returns_the_answer_alone_only_if_it_is_asked_to(
+    artifact: Path, chat_artifact: Path
+):
+    for folder, prompt in ((artifact, PROMPTS[0]), (chat_artifact, say("w1 w2"))):
+        pipeline = mlflow.transformers.load_model(str(folder))
+        ((alone,), (whole,)) = pipeline(prompt, return_full_text=False), pipeline(prompt)
+        if folder == artifact:
+            assert whole["generated_text"] == prompt + alone["generated_text"]
+        else:
+            assert alone["generated_text"] == "VERDICT: A B"
+            assert whole["generated_text"][:-1] == prompt
+
+
 def test_a_chat_model_reads_the_tokens_that_it_was_trained_on(tmp_path: Path):
     tokenizer = make_chat_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "w0"})

@@ -7,8 +7,14 @@ import numpy as np
 import peft
 import pytest
 import torch
+from safetensors import safe_open
 from torch.testing import assert_close
-from transformers import FSMTConfig, FSMTForConditionalGeneration, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    GenerationConfig,
+)
 
 from ppo_core.classic import (
     AutoModelForCausalLMWithValueHead,
@@ -76,6 +82,29 @@ def test_a_policy_in_half_precision_is_saved_in_it(tmp_path, dtype):
     assert loaded.pretrained_model.dtype == dtype
     for name, value in loaded.pretrained_model.state_dict().items():
         assert_close(value, weights(trainer)[name].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("by", ["trainer", "model"])
+def test_a_checkpoint_in_half_precision_stays_so(tmp_path, dtype, is_trained, by):
+    make_model("gpt2").to(dtype).save_pretrained(tmp_path)
+    for _ in range(2):
+        model = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
+        trainer = make_trainer(changed(learning_rate=0.1), model=model, ref_model=None)
+        if is_trained:
+            step(trainer)
+        (trainer if by == "trainer" else model).save_pretrained(tmp_path)
+        with safe_open(tmp_path / "model.safetensors", "pt") as file:
+            assert {file.get_tensor(name).dtype for name in file.keys()} == {dtype}  # noqa: SIM118
+        assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == dtype
+
+
+def test_a_checkpoint_in_half_precision_that_is_loaded_in_fp32_is_saved_in_fp32(tmp_path):
+    make_model("gpt2").to(torch.bfloat16).save_pretrained(tmp_path)
+    load = AutoModelForCausalLMWithValueHead.from_pretrained
+    load(tmp_path, dtype=torch.float32).save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.float32
 
 
 # --- Adapters ---

@@ -239,6 +239,28 @@ def test_a_script_for_the_trainer_of_trl_1_12_runs_after_its_import_line_is_chan
     assert AutoTokenizer.from_pretrained(output).pad_token == "[PAD]"
 
 
+def test_such_a_script_in_two_processes_may_have_a_language_model_as_reward(tmp_path):
+    # Each process draws the scores of reward and value model, which the checkpoint lacks. The
+    # processes of a launcher start with random seeds, and those of this test with equal ones.
+    sft, output = save_policy(tmp_path / "sft", "gpt_neox"), tmp_path / "ppo"
+    seeded = "import os, torch; torch.manual_seed(int(os.environ['RANK']))\n"
+    script = re.sub(r"from trl\S* import", "from ppo_core import", TRAINER_SCRIPT)
+    (tmp_path / "script.py").write_text(seeded + script)
+    done = run_python(
+        "script.py",
+        *("--dataset_name", save_prompts(tmp_path / "prompts")),
+        *("--model_name_or_path", sft, "--sft_model_path", sft),
+        *("--reward_model_path", sft, "--output_dir", output),
+        *"--num_ppo_epochs 1 --total_episodes 8 --per_device_train_batch_size 4".split(),
+        *"--response_length 4 --num_sample_generations 0".split(),
+        folder=tmp_path,
+        processes=2,
+    )
+    assert done.codes == [0, 0], done.stderr[-3000:]
+    assert done.stderr.count("The score of a GPTNeoXForSequenceClassification differed") == 2
+    assert moved(AutoModelForCausalLM.from_pretrained(output), sft)
+
+
 def test_a_script_without_model_paths_loads_the_default_models_of_trl():
     parsed = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(["--total_episodes", "8"])
     assert {parsed[0].sft_model_path, parsed[0].reward_model_path} == {"EleutherAI/pythia-160m"}

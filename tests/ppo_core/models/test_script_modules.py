@@ -3,10 +3,12 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from transformers import LlamaConfig, PreTrainedModel
 
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
@@ -93,13 +95,98 @@ class ScoresTokens(nn.Module):
         return self.words(ids)[..., 0].cumsum(1)
 
 
+class ScoresStates(WithBackbone):
+    """A score of all states at once, which depends on earlier tokens: a method, or a layer."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        torch.manual_seed(9)
+        self.body, self.head = make_policy(seed=5).model, nn.Linear(32, 1)
+
+    def score(self, states):
+        batch, tokens, _ = states.shape
+        assert tokens > 1
+        return self.head(states.cumsum(1)).reshape(batch, tokens, 1)
+
+    def token_scores(self, ids):
+        return self.head(self.body(ids).last_hidden_state.cumsum(1))[..., 0]
+
+
+class Summed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(9)
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, states):
+        return self.head(states.cumsum(1))[:, :, 0]
+
+
+class WithScoreModule(WithBackbone):
+    """The score is a module of the script that needs all states."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.body, self.score = make_policy(seed=5).model, Summed()
+
+    def token_scores(self, ids):
+        return self.score(self.body(ids).last_hidden_state)
+
+
+class Transformed(PreTrainedModel):
+    """A script's own class of transformers, whose `score` is a method; it has no `forward`."""
+
+    config_class = LlamaConfig
+    _supports_sdpa = True
+    base_model_prefix = "body"
+
+    def __init__(self):
+        source = make_policy(seed=5)
+        super().__init__(source.config)
+        torch.manual_seed(9)
+        self.body, self.head = source.model, nn.Linear(32, 1)
+
+    score, token_scores = ScoresStates.score, ScoresStates.token_scores
+
+
+class Decoded(nn.Module):
+    """The backbone keeps the tokens, and the score is computed from them: a function as a model."""
+
+    base_model_prefix = "body"
+
+    class Body(nn.Module):
+        def forward(self, input_ids, attention_mask, position_ids, use_cache, **options):
+            assert not use_cache
+            self.ids, self.lengths = input_ids, attention_mask.sum(1)
+            assert position_ids.equal(torch.arange(input_ids.shape[1]).expand_as(input_ids))
+            states = torch.zeros(*input_ids.shape, 1)
+            return SimpleNamespace(hidden_states=(states,))
+
+    def __init__(self):
+        super().__init__()
+        self.body = self.Body()
+
+    def score(self, states):
+        return self.body.ids.cumsum(1).float()[..., None] + states
+
+    def token_scores(self, ids):
+        return ids.cumsum(1).float()
+
+
 REWARDS = {
+    "score as a method": ScoresStates,
+    "score as a module of the script": WithScoreModule,
+    "class of transformers": Transformed,
+    "function as a model": Decoded,
     "backbone": WithBackbone,
     "own backbone": WithWords,
     "(B,)": ScoresRows,
     "(B, 1)": lambda: ScoresRows(width=1),
 }
 CRITICS = {
+    "score as a method": ScoresStates,
+    "score as a module of the script": WithScoreModule,
+    "class of transformers": Transformed,
     "backbone": WithBackbone,
     "own backbone": WithWords,
     "(B, S)": ScoresTokens,
@@ -151,6 +238,55 @@ def test_a_module_values_each_token_and_is_trained(form: str):
     # The last norm of the backbone and so on all move; a shift of all words' scores may be 0.
     assert unmoved == []
     assert trainer.value_model is critic
+
+
+def adapted_classifier(family: str, **settings):
+    """A classifier with an adapter, as scripts make value and reward models."""
+    classifier = make_classifier(family)
+    torch.manual_seed(4)
+    # PEFT's default for a B of zeros would hide an adapter that is not used.
+    config = peft.LoraConfig(r=2, task_type="SEQ_CLS", init_lora_weights=False, **settings)
+    return peft.get_peft_model(classifier, config)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("llama", {}), ("gpt_neox", {}), ("llama", {"target_modules": "all-linear"})],
+)
+def test_a_value_model_may_have_an_adapter(family: str, settings, tmp_path):
+    critic = adapted_classifier(family, **settings)
+    saving = {"output_dir": str(tmp_path), "save_strategy": "steps"}
+    config = replace(ONE_UPDATE, gradient_checkpointing=True, **saving)
+    trainer = make_trainer(config, value_model=critic)
+    rollout, scores = scored(trainer)
+    for row, (ids, start) in enumerate(rows_of(rollout)):
+        states = critic.get_base_model().base_model(ids[None]).last_hidden_state
+        expected = critic.get_base_model().score(states)[0, start - 1 : -1, 0].detach()
+        assert_close(scores.values[row, : len(expected)], expected, rtol=0, atol=1e-5)
+    before = {name: value.clone() for name, value in critic.named_parameters()}
+    assert trainer.train()[0]["loss/value_avg"] > 0
+    moved = {name for name, value in critic.named_parameters() if not value.equal(before[name])}
+    assert moved == {name for name, value in critic.named_parameters() if value.requires_grad}
+    assert moved and all("lora_" in name or "score" in name for name in moved)
+    again = adapted_classifier(family, **settings)
+    assert make_trainer(config, value_model=again).train(resume_from_checkpoint=True) == []
+    for name, value in again.named_parameters():
+        assert value.equal(dict(critic.named_parameters())[name])
+
+
+def test_a_reward_model_with_an_adapter_scores_as_its_merged_copy():
+    adapted = adapted_classifier("llama")
+    merged = adapted_classifier("llama").merge_and_unload()
+    trainers = [make_trainer(ONE_UPDATE, reward_model=one) for one in (adapted, merged)]
+    found, expected = [scored(trainer)[1].scores for trainer in trainers]
+    assert_close(found, expected, rtol=0, atol=1e-5)
+    assert trainers[0].reward_model is adapted
+
+
+def test_a_value_model_with_an_adapter_and_no_score_for_each_token_is_refused():
+    adapted = peft.get_peft_model(make_policy(), peft.LoraConfig(r=2, task_type="CAUSAL_LM"))
+    with pytest.raises(ModelError, match="has no `score` for each token"):
+        make_trainer(ONE_UPDATE, value_model=adapted)
 
 
 def test_a_run_with_modules_resumes(tmp_path):

@@ -205,14 +205,14 @@ def test_a_language_model_is_no_reward():
         scores_of(make_policy())
 
 
-def test_an_adapter_on_a_reward_model_is_to_be_merged_first():
+def test_an_adapter_on_a_reward_model_is_merged_into_a_copy_or_to_be_merged_first():
     # Its head is wrapped, so it would be read at another place than the last token.
     config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])
     adapted = peft.get_peft_model(make_classifier(), config)
     with pytest.raises(ModelError, match="merge_and_unload"):
-        scores_of(adapted)
-    scores, _, _ = scores_of(adapted.merge_and_unload())
-    assert_close(scores, scores_of(make_classifier())[0])
+        RewardModel(adapted, make_tokenizer())
+    assert_close(scores_of(adapted)[0], scores_of(make_classifier())[0])
+    assert isinstance(adapted, peft.PeftModel)
 
 
 def make_chat_reward(template: str | None) -> RewardModel:

@@ -136,7 +136,6 @@ def test_what_happens_anyway_is_accepted_as_a_flag():
         ("--total_episodes 1.5", "argument --total_episodes.*: invalid int value: '1.5'"),
         ("--fp16 true", "fp16=True is not supported"),
         ("--max_steps=0", "max_steps=0 must be a whole number, at least 1"),
-        ("--max_steps=9 --total_episodes=8", "max_steps=9 and total_episodes=8 both set"),
         ("--lora_task_type SEQ_CLS", "lora_task_type='SEQ_CLS' is not supported"),
         ("--trust_remote_code True", "code from a model's repository is never run"),
         ("--learning_rat 3e-6", "no setting --learning_rat, .* Did you mean --learning_rate"),

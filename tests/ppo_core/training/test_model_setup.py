@@ -2,10 +2,11 @@
 
 import copy
 import dataclasses
+import json
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -57,6 +58,26 @@ def score_some(reward: RewardModel) -> Tensor:
 
 
 # --- Policy and reference ---
+
+
+def test_the_adapter_of_a_policy_is_merged_before_another_is_added(tmp_path, caplog):
+    adapted = add_adapter(make_policy(), lora())
+    spread(adapted, "default", seed=3)
+    before = values_of(adapted)
+    merged = copy.deepcopy(adapted).merge_and_unload()
+    trainer = make_trainer(model=adapted, ref_model=None, peft_config=lora())
+    assert "adapter is merged into a copy of its base" in caplog.text
+    assert abs(trainer.train()[0]["objective/kl"]) < 1e-4
+    assert not moved(adapted, before)
+    trainer.save_model(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.tensor([[5, 6, 7]])
+    assert not saved(ids).logits.equal(merged(ids).logits)
+    # The adapter names no base, since its base is nowhere.
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert not config["base_model_name_or_path"]
+    again = PeftModel.from_pretrained(merged, tmp_path / "adapter")
+    assert_close(again(ids).logits, saved(ids).logits, rtol=0, atol=1e-5)
 
 
 def test_without_a_reference_the_policy_as_it_starts_is_copied_and_does_not_move():

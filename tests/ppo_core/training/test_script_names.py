@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from transformers import TrainerCallback
 
-from ppo_core import ConfigError, PPOTrainer
+from ppo_core import ConfigError, PPOConfig, PPOTrainer
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.training.test_trainer import CONFIG, PROMPTS, make_trainer
 
@@ -92,6 +92,62 @@ def test_a_run_of_max_steps_has_that_many_updates():
     trainer = make_trainer(config)
     assert (trainer.schedule.num_updates, trainer.state.max_steps) == (3, 3)
     assert trainer.schedule.total_episodes == 3 * 16
+
+
+@pytest.mark.parametrize(
+    ("given", "updates", "sizes"),
+    [
+        # batch_size, mini_batch_size, num_mini_batches
+        ({"batch_size": 8, "mini_batch_size": 2}, 5, (8, 2, 4)),
+        ({"batch_size": 8, "mini_batch_size": 8}, 5, (8, 8, 1)),
+        ({"batch_size": 8, "mini_batch_size": 4, "num_mini_batches": 2}, 5, (8, 4, 2)),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, 5, (8, 8, 1)),
+        (
+            {
+                "batch_size": 8,
+                **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+            },
+            5,
+            (8, 8, 1),
+        ),
+        ({"batch_size": 8, "max_steps": 3}, 3, (8, 8, 1)),
+        ({"batch_size": 8, "max_steps": 9}, 5, (8, 8, 1)),
+        ({"batch_size": 8, "save_only_model": True}, 5, (8, 8, 1)),
+    ],
+)
+def test_a_script_reads_the_sizes_that_trl_computes(given, updates, sizes):
+    trainer = make_trainer(PPOConfig(total_episodes=37, response_length=4, **given))
+    args = trainer.args
+    assert (args.batch_size, args.mini_batch_size, args.num_mini_batches) == sizes
+    assert trainer.schedule.steps_per_update == 4 * sizes[2]
+    assert (args.num_total_batches, args.total_episodes) == (updates, 8 * updates)
+    assert (args.world_size, args.local_batch_size, args.local_mini_batch_size) == (1, 8, sizes[1])
+    assert args.micro_batch_size == args.train_batch_size == args.per_device_train_batch_size
+    assert (args.process_index, args.n_gpu, args.device.type) == (0, 0, "cpu")
+    # The settings of the trainer make another trainer.
+    assert make_trainer(replace(args, seed=2)).schedule == trainer.schedule
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"batch_size": 8, "mini_batch_size": 3}, "of mini_batch_size=3"),
+        ({"batch_size": 8, "mini_batch_size": 2, "num_mini_batches": 2}, "of mini_batch_size=2"),
+        ({"batch_size": 9, "gradient_accumulation_steps": 2}, "both set the size of a batch"),
+        ({"mini_batch_size": 0}, "mini_batch_size=0 must be a whole number"),
+        ({"world_size": 2}, "world_size=2 is not supported"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused(given, words: str):
+    with pytest.raises(ConfigError, match=words):
+        make_trainer(PPOConfig(response_length=4, **given))
+
+
+@pytest.mark.parametrize("name", ["world_size", "num_total_batches", "batch_size", "device"])
+def test_what_trl_computes_cannot_be_assigned(name: str):
+    trainer = make_trainer(ONE_UPDATE)
+    with pytest.raises(ConfigError, match=f"{name}=2 is set after the trainer was made"):
+        setattr(trainer.args, name, 2)
 
 
 def test_arguments_have_their_older_names_too():

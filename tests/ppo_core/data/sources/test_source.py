@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, load_dataset
 
 from ppo_core.data.sources.source import open_source
 from ppo_core.errors import ConfigError, DataError
@@ -67,6 +67,84 @@ def test_a_folder_of_files_has_the_splits_that_they_are_named_after(tmp_path):
     (folder / "test.jsonl").write_text('{"prompt": "w9"}\n')
     assert load(folder) == ROWS
     assert load(folder, "test") == [{"prompt": "w9"}]
+
+
+CARDS = {
+    "splits": (
+        "configs: [{config_name: default, data_files: [{split: train, path: a.jsonl}, "
+        "{split: held_out, path: [b/*.jsonl]}]}]",
+        {"train": ["a"], "held_out": ["b1", "b2"]},
+    ),
+    "one pattern": ("configs: [{config_name: any, data_files: 'b/*'}]", {"train": ["b1", "b2"]}),
+    "several patterns": (
+        "configs: [{config_name: any, data_files: [a.jsonl, b/2.jsonl]}]",
+        {"train": ["a", "b2"]},
+    ),
+    "a default configuration": (
+        "configs: [{config_name: x, data_files: a.jsonl}, "
+        "{config_name: y, default: true, data_files: b/1.jsonl}]",
+        {"train": ["b1"]},
+    ),
+    "the configuration `default`": (
+        "configs: [{config_name: x, data_files: a.jsonl}, "
+        "{config_name: default, data_files: b/1.jsonl}]",
+        {"train": ["b1"]},
+    ),
+    "a slice": (
+        "configs: [{config_name: default, data_files: [{split: dev, path: 'b/*'}]}]",
+        {"dev[:1]": ["b1"]},
+    ),
+    "no splits": ("license: mit", {"train": ["a", "b1", "b2"]}),
+    "no front": ("", {"train": ["a", "b1", "b2"]}),
+}
+"""The head of a README.md, and the rows of each split that it names."""
+
+
+def write_card(folder, head):
+    for name, text in (("a", "a"), ("b/1", "b1"), ("b/2", "b2")):
+        path = folder / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"prompt": text}) + "\n")
+    (folder / "README.md").write_text(f"---\n{head}\n---\n# Data\n" if head else "# Data\n")
+
+
+@pytest.mark.parametrize("form", CARDS)
+def test_the_card_of_a_folder_names_its_splits(tmp_path, form):
+    head, splits = CARDS[form]
+    write_card(tmp_path, head)
+    for split, expected in splits.items():
+        assert [row["prompt"] for row in load(tmp_path, split)] == expected
+        theirs = load_dataset(str(tmp_path), split=split, cache_dir=str(tmp_path / "c"))
+        assert list(theirs["prompt"]) == expected
+
+
+def test_the_card_of_a_folder_has_configurations(tmp_path):
+    write_card(
+        tmp_path,
+        "configs: [{config_name: x, data_files: a.jsonl}, {config_name: y, data_files: 'b/*'}]",
+    )
+    assert [row["prompt"] for row in load(tmp_path, config="y")] == ["b1", "b2"]
+    with pytest.raises(ConfigError, match="has the configurations x, y, and no default"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match=r"no configuration 'z'\. Its README.md names x, y"):
+        load(tmp_path, config="z")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("../a.jsonl", "is not in the folder"),
+        ("/etc/hostname", "is not in the folder"),
+        ("c/*.jsonl", "and there is no file"),
+        ("[a.jsonl, 5]", "and there is no file"),
+        ("'**a/**'", "is no pattern|there is no file"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_card_that_names_other_files_is_refused(tmp_path, path, words):
+    write_card(tmp_path, f"configs: [{{config_name: x, data_files: {path}}}]")
+    with pytest.raises(DataError, match=words):
+        load(tmp_path)
 
 
 def test_the_root_folder_is_refused_before_all_of_it_is_listed():
