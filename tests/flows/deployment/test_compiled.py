@@ -270,7 +270,7 @@ def test_batch_gives_each_step_its_machine_and_role(
         "MEMORY": str(24 * 1024),
         "GPU": "1",
     }
-    assert training["JobQueue"].endswith("rlhf-gpu-spot")
+    assert training["JobQueue"].endswith("rlhf-l4-spot")
     assert training["Timeout"] == {"AttemptDurationSeconds": 1440 * 60}
     assert training["RetryStrategy"]["Attempts"] == 5
     job = job_of(machines, states["train_policy"])
