@@ -8,7 +8,8 @@
 
 `--check` compiles both flows and applies nothing; `--status` changes nothing. `--start` starts
 Retrain now: after a run that failed, it continues with the models that were trained. `--delete`
-leaves runs, models and data alone. infra/deployments has an example for each scheduler.
+leaves runs, models and data alone. What somebody else has deployed is changed with `--authorize
+TOKEN`. infra/deployments has an example for each scheduler.
 """
 
 import argparse
@@ -30,9 +31,12 @@ from ppo_core.errors import PPOError
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 0, or 1 after an error."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.authorize and arguments.act in (show_deployment, start_deployment):
+        parser.error("--authorize has no effect with --status and --start: remove it.")
     try:
-        arguments.act(read_deployment_file(arguments.file))
+        arguments.act(read_deployment_file(arguments.file, arguments.authorize))
     except PPOError as error:
         print(f"deploy: {error}", file=sys.stderr)
         return 1
@@ -55,6 +59,12 @@ def _parser() -> argparse.ArgumentParser:
     action("--start", start_deployment, "start Retrain now; trained models are reused")
     action("--status", show_deployment, "print what is deployed, the next start and the last run")
     action("--delete", delete_deployment, "delete both flows from the scheduler, and no data")
+    parser.add_argument(
+        "--authorize",
+        metavar="TOKEN",
+        default="",
+        help="the token of a deployment that somebody else made, which --status prints",
+    )
     return parser
 
 

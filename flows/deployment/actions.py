@@ -4,7 +4,14 @@ from typing import TYPE_CHECKING
 
 from deployment.deployed import tags_of
 from deployment.deployment import Deployment
-from deployment.flow_commands import FILES, DeploymentFiles, compile_flow, run_flow_command
+from deployment.flow_commands import (
+    FILES,
+    DeploymentFiles,
+    compile_flow,
+    create_flow,
+    delete_flow,
+    start_flow,
+)
 from deployment.overview import render_deployment, render_status
 from deployment.settings_check import check_settings
 from ppo_core.errors import ConfigError
@@ -19,15 +26,20 @@ def check_deployment(files: DeploymentFiles) -> None:
     """Compile both flows for the scheduler, and print what would be deployed.
 
     Raises:
-        ConfigError: a setting is wrong, or a secret would be stored in clear.
+        ConfigError: a setting is wrong, a training does not fit its machine or its time limit, or
+            a secret would be stored in clear.
         ProcessError: Metaflow refuses a flow.
     """
+    # Imported here, because it imports torch.
+    from deployment.size_check import check_sizes
+
     settings = check_settings(files)
+    sizes = check_sizes(files)
     # Before the flows are compiled, because it finds times that never come.
     overview = render_deployment(files.deployment, tags_of(files), settings.num_nodes)
     for flow in FILES:
         compile_flow(files, flow)
-    print(overview, end="", flush=True)
+    print(overview, "".join(f"{line}\n" for line in sizes), sep="", end="", flush=True)
 
 
 def create_deployment(files: DeploymentFiles) -> None:
@@ -44,7 +56,7 @@ def create_deployment(files: DeploymentFiles) -> None:
     scheduler = _scheduler_of(files.deployment)
     tags = [word for name, value in tags_of(files).items() for word in ("--tag", f"{name}:{value}")]
     for flow in FILES:
-        run_flow_command(files, flow, "create", *tags)
+        create_flow(files, flow, *tags)
         scheduler.forbid_overlaps(flow)
         print(f"Deployed {scheduler.name_of(flow)}.", flush=True)
 
@@ -63,7 +75,7 @@ def start_deployment(files: DeploymentFiles) -> None:
     name = scheduler.name_of("Retrain")
     if scheduler.find("Retrain") is None:
         raise ConfigError(f"{name} is not deployed. Deploy it first, with --create.")
-    run_flow_command(files, "Retrain", "trigger")
+    start_flow(files, "Retrain")
     print(f"Started {name}. --status has its result.", flush=True)
 
 
@@ -79,7 +91,7 @@ def delete_deployment(files: DeploymentFiles) -> None:
         if scheduler.find(flow) is None:
             print(f"{scheduler.name_of(flow)} is not deployed.", flush=True)
         else:
-            run_flow_command(files, flow, "delete")
+            delete_flow(files, flow)
             print(f"Deleted {scheduler.name_of(flow)}.", flush=True)
 
 

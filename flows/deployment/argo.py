@@ -70,6 +70,7 @@ class ArgoDeployment:
             name=f"{self.namespace}/{name}",
             deployed_at=notes.get("metaflow/deployment_timestamp", ""),
             tags=dict(tag.split(":", 1) for tag in tags),
+            token=notes.get("metaflow/production_token", ""),
             cron="" if cron.get("suspend") else "".join(cron.get("schedules") or []),
             timezone=cron.get("timezone") or "",
             last_run=last_run,

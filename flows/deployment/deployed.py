@@ -27,6 +27,9 @@ class DeployedFlow:
     tags: dict[str, str] = field(default_factory=dict)
     """What `tags_of` returned at the deployment."""
 
+    token: str = ""
+    """Metaflow's production token, by which others may change the deployment."""
+
     cron: str = ""
     """Times at which the scheduler starts it; empty for none."""
 

@@ -84,6 +84,11 @@ class Deployment:
     """Image of all steps without an image of their own. Name it by its digest, so that what was
     checked is what runs."""
 
+    timeout_hours: float = 168.0
+    """Time limit of a run of a flow in hours, with the time in queues, after which the scheduler
+    stops it; 0 for none. Without one, a job that never starts holds a run of Step Functions for a
+    year, and every schedule finds its lease taken."""
+
     schedule: Schedule = field(default_factory=Schedule)
     """When the flow Retrain starts."""
 
@@ -100,7 +105,9 @@ class Deployment:
     """What the steps of the flow RLHF get; names missing here are those of `defaults`."""
 
     def __post_init__(self) -> None:
-        """Raise if a name is none, or too long."""
+        """Raise if a name is none, or too long, or a time limit out of range."""
+        require_finite(self)
+        require(self, "timeout_hours", self.timeout_hours >= 0, "at least 0")
         for name in ("project", "branch"):
             is_name = re.fullmatch(r"[a-z0-9_]*", getattr(self, name)) is not None
             require(self, name, is_name, "small letters, digits and underscores")

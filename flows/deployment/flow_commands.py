@@ -24,6 +24,9 @@ COMMANDS = {"argo": "argo-workflows", "step-functions": "step-functions"}
 SCHEDULES = "METAFLOW_ARGO_WORKFLOWS_USE_SCHEDULES"
 """Variable by which Metaflow writes times in the only form that Argo 4 reads."""
 
+ANOTHERS = "Try again with the correct production token."
+"""Message by which Metaflow refuses to change what another user has deployed."""
+
 MAX_LINES = 12
 """Last lines of the messages of a command that failed, which its error shows."""
 
@@ -34,6 +37,8 @@ class DeploymentFiles:
 
     path: Path
     deployment: Deployment
+    authorize: str = ""
+    """Metaflow's production token of a deployment that somebody else made; empty without one."""
 
     @property
     def settings(self) -> Path:
@@ -41,7 +46,7 @@ class DeploymentFiles:
         return self.path.parent / self.deployment.settings
 
 
-def read_deployment_file(path: Path) -> DeploymentFiles:
+def read_deployment_file(path: Path, authorize: str = "") -> DeploymentFiles:
     """Return the deployment that a file says.
 
     Raises:
@@ -50,7 +55,36 @@ def read_deployment_file(path: Path) -> DeploymentFiles:
     tables = read_toml_file(path, ConfigError)
     if not tables:
         raise ConfigError(f"'{path}' is empty. infra/deployments has an example of each scheduler.")
-    return DeploymentFiles(path, read_deployment(tables))
+    return DeploymentFiles(path, read_deployment(tables), authorize)
+
+
+def create_flow(files: DeploymentFiles, flow: str, *words: str) -> str:
+    """Deploy a flow, or compile it only, and return what Metaflow prints.
+
+    Raises:
+        ProcessError: Metaflow refuses the flow.
+    """
+    limit = round(3600 * files.deployment.timeout_hours)
+    limits = ["--workflow-timeout", str(limit)] if limit else []
+    return run_flow_command(files, flow, "create", *limits, *_authorization(files), *words)
+
+
+def delete_flow(files: DeploymentFiles, flow: str) -> None:
+    """Delete a flow from the scheduler.
+
+    Raises:
+        ProcessError: the scheduler refuses it.
+    """
+    run_flow_command(files, flow, "delete", *_authorization(files))
+
+
+def start_flow(files: DeploymentFiles, flow: str) -> None:
+    """Start a deployed flow.
+
+    Raises:
+        ProcessError: the scheduler refuses it.
+    """
+    run_flow_command(files, flow, "trigger")
 
 
 def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
@@ -62,7 +96,7 @@ def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
         ConfigError: what the scheduler would store holds a secret in clear.
         ProcessError: Metaflow refuses the flow.
     """
-    text = run_flow_command(files, flow, "create", "--only-json")
+    text = create_flow(files, flow, "--only-json")
     compiled: dict[str, Any] = json.loads(text)
     # The command masks secrets in what it prints.
     if places := sorted(set(_places_of_mask(compiled, flow))):
@@ -93,11 +127,20 @@ def run_flow_command(files: DeploymentFiles, flow: str, *words: str) -> str:
     )
     if ran.returncode:
         messages = mask_secrets(ran.stderr).strip().splitlines()[-MAX_LINES:]
+        if ANOTHERS in ran.stderr:
+            messages.append(
+                f"Somebody else has deployed this flow. `python flows/deploy.py {files.path} "
+                "--status` prints its token: repeat your command with --authorize TOKEN."
+            )
         raise ProcessError(
             f"`python flows/{' '.join(command)}` failed. Correct what it says:\n"
             + "\n".join(messages)
         )
     return ran.stdout
+
+
+def _authorization(files: DeploymentFiles) -> list[str]:
+    return ["--authorize", files.authorize] if files.authorize else []
 
 
 def _variables(deployment: Deployment) -> dict[str, str]:

@@ -14,7 +14,7 @@ from deployment.resources import StepResources
 
 WIDTH = 118
 
-FACTS = ("name", "deployed", "settings", "code", "next start", "last run", "result")
+FACTS = ("name", "deployed", "token", "settings", "code", "next start", "last run", "result")
 """What `--status` says about a flow."""
 
 SHORT_DIGEST = 12
@@ -64,7 +64,7 @@ def _facts(flow: DeployedFlow | None, tags: Mapping[str, str]) -> list[str]:
         return ["not deployed", *[""] * (len(FACTS) - 1)]
     start = f"{next_run(flow.cron, flow.timezone):%Y-%m-%d %H:%M %Z}" if flow.cron else "none"
     settings = _same(flow.tags, tags, SETTINGS)
-    known = [flow.name, flow.deployed_at[:19], settings, _code(flow.tags), start]
+    known = [flow.name, flow.deployed_at[:19], flow.token, settings, _code(flow.tags), start]
     return [*known, flow.last_run or "none", flow.result]
 
 

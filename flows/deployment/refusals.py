@@ -43,6 +43,7 @@ def refuse_unsupported(deployment: Deployment) -> None:
     if deployment.scheduler == "step-functions":
         _refuse_argo_only(deployment)
     _check_cron(deployment)
+    _check_time_limits(deployment)
     for place, resources in _places(deployment):
         _check_step(deployment, place, resources)
 
@@ -70,6 +71,19 @@ def _refuse_argo_only(deployment: Deployment) -> None:
             f"namespace={deployment.namespace!r} is not possible with step-functions, which has "
             "no namespaces. Remove it; branch tells deployments apart."
         )
+
+
+def _check_time_limits(deployment: Deployment) -> None:
+    """Raise if a run would be stopped while an attempt of one of its steps may go on."""
+    minutes = 60 * deployment.timeout_hours
+    for place, resources in _places(deployment):
+        if minutes and resources.timeout_minutes > minutes:
+            raise ConfigError(
+                f"timeout_hours={deployment.timeout_hours:g} stops a run after {minutes:g} "
+                f"minutes, and {place}.timeout_minutes={resources.timeout_minutes} lets an attempt "
+                "go on. Raise timeout_hours above the sum of the steps, their retries and their "
+                "waiting."
+            )
 
 
 def _check_cron(deployment: Deployment) -> None:

@@ -14,6 +14,9 @@ from ppo_core.errors import StorageError, library_errors
 TAG = re.compile(r"--tag (\w+):([\w.-]+)")
 """A tag among the words of a job's command."""
 
+TOKEN = re.compile(r'"metaflow\.production_token": *"([^"]+)"')
+"""Metaflow's production token in the definition of a state machine."""
+
 NEXT_MOVE = (
     "Check that your credentials and region are those of the deployment, and that you may read "
     "state machines, their executions, and rules of EventBridge."
@@ -60,6 +63,7 @@ class StepFunctionsDeployment:
             name=name,
             deployed_at=str(machine.get("updateDate") or machine["creationDate"]),
             tags=dict(TAG.findall(machine["definition"])),
+            token=token[1] if (token := TOKEN.search(machine["definition"])) else "",
             cron=cron,
             last_run=last["name"] if last else "",
             result=f"{last['status']}, {last.get('stopDate') or last['startDate']}" if last else "",

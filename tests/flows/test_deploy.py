@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -139,6 +140,27 @@ def variable_of_argo(cluster: Cluster, name: str) -> str:
     return next(one["value"] for one in pod["container"]["env"] if one["name"] == name)
 
 
+def refuse_somebody_else(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that another user changes a deployment with its token only, which `--status` prints."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("METAFLOW_USER", "somebody-else")
+        environment.setenv("METAFLOW_TOKEN_HOME", str(path.parent / "tokens"))
+        for action in ("--create", "--delete"):
+            code, _, messages = deploy(path, action, capsys)
+            assert code == 1
+            assert "--status` prints its token: repeat your command with --authorize" in messages
+        token = re.search(r"mfprj-\w+-0-\w+", deploy(path, "--status", capsys)[1])
+        assert token is not None
+        assert main([str(path), "--create", "--authorize", f"{token[0]}x"]) == 1
+        assert main([str(path), "--create", "--authorize", token[0]]) == 0
+
+
+def test_authorize_has_no_effect_on_the_status(tmp_path: Path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "argo.toml"), "--status", "--authorize", "x"])
+    assert "--authorize has no effect with --status" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_life_of_a_deployment_to_argo(
     schedulers: tuple[StateMachines, Cluster], tmp_path: Path, capsys
@@ -162,6 +184,8 @@ def test_the_life_of_a_deployment_to_argo(
     assert run["spec"]["workflowTemplateRef"] == {"name": "rlhf.prod.rlhf"}
     lease = {"name": "lease", "value": '"Retrain/7"'}
     assert run["spec"]["arguments"]["parameters"] == [lease]
+
+    refuse_somebody_else(path, capsys)
 
     # Argo writes the state of a run.
     run["status"] = {"phase": "Failed", "finishedAt": "2026-11-30T04:00:00Z"}
@@ -215,6 +239,8 @@ def test_the_life_of_a_deployment_to_step_functions(
     for arn in arns.values():
         definition = states.describe_state_machine(stateMachineArn=arn)["definition"]
         assert CANARY not in definition + output + messages
+
+    refuse_somebody_else(path, capsys)
 
     started = start_training({"SFN_STATE_MACHINE": "rlhf.prod.Retrain"})
     (execution,) = states.list_executions(stateMachineArn=arns["rlhf.prod.RLHF"])["executions"]

@@ -66,7 +66,9 @@ def test_readme_has_the_memory_that_is_computed_for_a_preset(name: str, tmp_path
     assert gpus is not None
     assert int(gpus[1] or 1) == settings.processes
     # A tenth of the memory is left for CUDA, and for blocks that are not full.
-    assert total < 0.9 * int(gpus[2])
+    # Of 24 GB, CUDA reports 22 GiB.
+    reported = 22.0 if gpus[2] == "24" else int(gpus[2]) * 0.99
+    assert total < 0.9 * reported
     method = "LoRA" if settings.lora.r else "all parameters"
     if settings.ppo.sharding:
         method += f", {settings.ppo.sharding}"

@@ -51,7 +51,7 @@ def both_schedulers(folder: Path) -> Iterator[tuple[StateMachines, Cluster]]:
         batch = machines.client("batch")
         made = batch.describe_compute_environments()["computeEnvironments"][0]
         order = [{"order": 1, "computeEnvironment": made["computeEnvironmentArn"]}]
-        for queue in ("rlhf-cpu", "rlhf-gpu", "rlhf-gpu-spot"):
+        for queue in ("rlhf-cpu", "rlhf-l4", "rlhf-l4-spot"):
             batch.create_job_queue(
                 jobQueueName=queue, state="ENABLED", priority=1, computeEnvironmentOrder=order
             )

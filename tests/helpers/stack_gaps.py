@@ -7,6 +7,7 @@ managed policies of a role.
 import json
 from typing import Any
 
+from moto.batch.models import ComputeEnvironment
 from moto.cloudformation.models import Stack
 from moto.core.common_models import CloudFormationModel
 from moto.iam.models import Role, iam_backends
@@ -133,6 +134,9 @@ def _create_role_with_policies(
 _delete_role = Role.delete_from_cloudformation_json
 
 
+_create_environment_with_role = ComputeEnvironment.create_from_cloudformation_json
+
+
 def _delete_role_with_policies(name: str, resource: Any, account: str, region: str) -> None:
     backend = iam_backends[account]["aws"]
     for policy in backend.list_attached_role_policies(name)[0]:
@@ -140,8 +144,21 @@ def _delete_role_with_policies(name: str, resource: Any, account: str, region: s
     _delete_role(name, resource, account, region)
 
 
+def _create_environment(name: str, resource: Any, account: str, region: str, **more: Any) -> Any:
+    """Create a compute environment, by default with Batch's own role, which moto does not make."""
+    own = "AWSServiceRoleForBatch"
+    iam = iam_backends[account]["aws"]
+    made = next((role for role in iam.get_roles() if role.name == own), None)
+    role = made or iam.create_role(own, "{}", "/aws-service-role/", None, "", [], None)
+    properties = {"ServiceRole": role.arn, **resource["Properties"]}
+    return _create_environment_with_role(
+        name, {**resource, "Properties": properties}, account, region, **more
+    )
+
+
 def bridge_gaps() -> None:
     """Give moto's CloudFormation what it lacks, for the rest of this process."""
+    ComputeEnvironment.create_from_cloudformation_json = _create_environment
     Stack.get_cfn_attribute = _output
     Role.create_from_cloudformation_json = _create_role_with_policies
     Role.delete_from_cloudformation_json = _delete_role_with_policies

@@ -37,10 +37,25 @@ def resources(kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{path.stem}.{name}", resource.get("Properties", {})
 
 
-def parameters() -> dict[str, str]:
+YOURS = {
+    "Domain": "rlhf.example.com",
+    "Certificate": f"arn:aws:acm:{REGION}:{ACCOUNT}:certificate/01234567-89ab-cdef",
+    "Operator": f"arn:aws:iam::{ACCOUNT}:role/people",
+    "Deployer": f"arn:aws:iam::{ACCOUNT}:role/people",
+    "AlarmEmail": "people@example.com",
+}
+"""Values that parameters.json leaves to its reader."""
+
+
+def given_parameters() -> dict[str, str]:
     """Return the values in parameters.json."""
     pairs = json.loads((FOLDER / "parameters.json").read_text())
     return dict(pair.split("=", 1) for pair in pairs)
+
+
+def parameters() -> dict[str, str]:
+    """Return the values in parameters.json, and examples of those that it leaves open."""
+    return given_parameters() | YOURS
 
 
 @dataclass(frozen=True)

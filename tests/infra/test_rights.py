@@ -18,6 +18,7 @@ ROLES = {
     "consumer": "ConsumerRole",
     "machines": "StepFunctionsRole",
     "schedule": "EventBridgeRole",
+    "deploy": "DeployRole",
 }
 """Output of the stack with each role."""
 
@@ -25,6 +26,9 @@ STEPS = {"train", "judge", "register"}
 """Roles of the steps of the flow RLHF."""
 
 FLOWS = STEPS | {"retrain"}
+
+READERS = FLOWS | {"deploy"}
+"""Roles with the policy that reads the bucket."""
 
 RUN = "mlflow/workspaces/default/1/0123456789abcdef0123456789abcdef/artifacts/samples.json"
 MODEL = "mlflow/workspaces/default/1/models/m-0123456789abcdef/artifacts/model/model.safetensors"
@@ -51,27 +55,47 @@ def cases(deployed: Cloud) -> dict[str, tuple[Request, set[str]]]:
     def states(action: str, name: str) -> Request:
         return Request(f"states:{action}", f"{machines}:{name}")
 
+    def execution(action: str, name: str) -> Request:
+        place = f"arn:aws:states:{REGION}:{ACCOUNT}:execution:{name}:1"
+        return Request(f"states:{action}", place)
+
+    def rule(action: str, name: str) -> Request:
+        return Request(f"events:{action}", f"arn:aws:events:{REGION}:{ACCOUNT}:rule/{name}")
+
+    def passing(role: str, service: str) -> Request:
+        receiver = {"iam:PassedToService": f"{service}.amazonaws.com"}
+        return Request("iam:PassRole", outputs[role], receiver)
+
     return {
-        "read inputs": (s3("GetObject", "inputs/pairs.jsonl"), FLOWS),
+        "read inputs": (s3("GetObject", "inputs/pairs.jsonl"), READERS),
         "change inputs": (s3("PutObject", "inputs/pairs.jsonl"), nobody),
         "delete inputs": (s3("DeleteObject", "inputs/pairs.jsonl"), nobody),
-        "read the store": (s3("GetObject", "metaflow/rlhf/cache/sft/x"), FLOWS),
+        "read the store": (s3("GetObject", "metaflow/rlhf/cache/sft/x"), READERS),
         "write results": (s3("PutObject", "metaflow/rlhf/runs/RLHF/1/x"), STEPS),
         "delete old checkpoints": (s3("DeleteObject", "metaflow/rlhf/runs/RLHF/1/x"), STEPS),
         "take or renew the lease": (s3("PutObject", "metaflow/rlhf/leases/m.json"), FLOWS),
-        "read artifacts of steps": (s3("GetObject", "metaflow/RLHF/data/ab/abc"), FLOWS),
-        "write artifacts of RLHF": (s3("PutObject", "metaflow/RLHF/data/ab/abc"), STEPS),
+        "read artifacts of steps": (s3("GetObject", "metaflow/RLHF/data/ab/abc"), READERS),
+        "write artifacts of RLHF": (
+            s3("PutObject", "metaflow/RLHF/data/ab/abc"),
+            STEPS | {"deploy"},
+        ),
         "write cards of RLHF": (s3("PutObject", "metaflow/mf.cards/RLHF/x"), STEPS),
-        "write artifacts of Retrain": (s3("PutObject", "metaflow/Retrain/data/a"), {"retrain"}),
-        "read a run's artifacts": (s3("GetObject", RUN), FLOWS),
+        "write artifacts of Retrain": (
+            s3("PutObject", "metaflow/Retrain/data/a"),
+            {"retrain", "deploy"},
+        ),
+        "read a run's artifacts": (s3("GetObject", RUN), READERS),
         "write a run's artifacts": (s3("PutObject", RUN), STEPS),
         "delete a run's artifacts": (s3("DeleteObject", RUN), nobody),
-        "read the files of a version": (s3("GetObject", MODEL), FLOWS | {"consumer"}),
+        "read the files of a version": (s3("GetObject", MODEL), READERS | {"consumer"}),
         "write the files of a version": (s3("PutObject", MODEL), {"register"}),
         "delete the files of a version": (s3("DeleteObject", MODEL), nobody),
         "delete for ever": (s3("DeleteObjectVersion", "metaflow/rlhf/runs/x"), nobody),
-        "list versions": (listing("mlflow/workspaces/default/1/models/m-1/"), FLOWS | {"consumer"}),
-        "list the store": (listing("metaflow/rlhf/"), FLOWS),
+        "list versions": (
+            listing("mlflow/workspaces/default/1/models/m-1/"),
+            READERS | {"consumer"},
+        ),
+        "list the store": (listing("metaflow/rlhf/"), READERS),
         "open the bucket": (Request("s3:PutBucketPolicy", bucket), nobody),
         "write without TLS": (
             s3("PutObject", "metaflow/rlhf/x", **{"aws:SecureTransport": "false"}),
@@ -89,16 +113,59 @@ def cases(deployed: Cloud) -> dict[str, tuple[Request, set[str]]]:
         "log runs in MLflow": (secret("MlflowTrain"), {"retrain", "train", "judge"}),
         "write MLflow's registry": (secret("MlflowRegister"), {"register"}),
         "read MLflow's registry": (secret("MlflowConsumer"), {"consumer"}),
-        "start the training": (states("StartExecution", training), {"retrain"}),
-        "look at the training": (states("DescribeStateMachine", training), {"retrain"}),
-        "start Retrain": (states("StartExecution", retrain), {"schedule"}),
+        "start the training": (states("StartExecution", training), {"retrain", "deploy"}),
+        "look at the training": (states("DescribeStateMachine", training), {"retrain", "deploy"}),
+        "start Retrain": (states("StartExecution", retrain), {"schedule", "deploy"}),
         "start anything else": (states("StartExecution", "other"), nobody),
-        "change a state machine": (states("UpdateStateMachine", training), nobody),
-        "list state machines": (Request("states:ListStateMachines", "*"), {"retrain"}),
+        "make a state machine": (states("CreateStateMachine", retrain), {"deploy"}),
+        "change a state machine": (states("UpdateStateMachine", training), {"deploy"}),
+        "delete a state machine": (states("DeleteStateMachine", retrain), {"deploy"}),
+        "change another state machine": (states("UpdateStateMachine", "other"), nobody),
+        "stop a run": (execution("StopExecution", training), {"deploy"}),
+        "stop another run": (execution("StopExecution", "other"), nobody),
+        "change the schedule": (rule("PutRule", retrain), {"deploy"}),
+        "delete the schedule": (rule("DeleteRule", retrain), {"deploy"}),
+        "change another schedule": (rule("PutTargets", "other"), nobody),
+        "list state machines": (Request("states:ListStateMachines", "*"), {"retrain", "deploy"}),
         "publish alarms": (Request("sns:Publish", outputs["AlarmTopic"]), STEPS),
-        "submit jobs": (Request("batch:SubmitJob", outputs["GpuSpotQueue"]), {"machines"}),
-        "look at jobs": (Request("batch:DescribeJobs", "*"), {"machines"}),
-        "change jobs": (Request("batch:RegisterJobDefinition", "*"), nobody),
+        "submit jobs": (Request("batch:SubmitJob", outputs["L4SpotQueue"]), {"machines"}),
+        "look at jobs": (Request("batch:DescribeJobs", "*"), {"machines", "deploy"}),
+        "look at queues": (Request("batch:DescribeJobQueues", "*"), {"deploy"}),
+        "change jobs": (
+            Request(
+                "batch:RegisterJobDefinition",
+                f"arn:aws:batch:{REGION}:{ACCOUNT}:job-definition/metaflow_x",
+            ),
+            {"deploy"},
+        ),
+        "change queues": (Request("batch:UpdateJobQueue", outputs["L4Queue"]), nobody),
+        "give a job its role": (passing("TrainRole", "ecs-tasks"), {"deploy"}),
+        "give a machine of its own a role": (passing("TrainRole", "ec2"), nobody),
+        "give a job the role of who deploys": (passing("DeployRole", "ecs-tasks"), nobody),
+        "give a service the role of a consumer": (passing("ConsumerRole", "ecs-tasks"), nobody),
+        "give both flows their role": (passing("StepFunctionsRole", "states"), {"deploy"}),
+        "give the schedule its role": (passing("EventBridgeRole", "events"), {"deploy"}),
+        "read the outputs of the stack": (
+            Request(
+                "cloudformation:DescribeStacks",
+                f"arn:aws:cloudformation:{REGION}:{ACCOUNT}:stack/{STACK}/1",
+            ),
+            {"deploy"},
+        ),
+        "change the stack": (
+            Request(
+                "cloudformation:UpdateStack",
+                f"arn:aws:cloudformation:{REGION}:{ACCOUNT}:stack/{STACK}/1",
+            ),
+            nobody,
+        ),
+        "read the logs of jobs": (
+            Request(
+                "logs:GetLogEvents",
+                f"arn:aws:logs:{REGION}:{ACCOUNT}:log-group:/aws/batch/job:log-stream:x",
+            ),
+            {"deploy"},
+        ),
         "start machines": (
             Request("ec2:RunInstances", f"arn:aws:ec2:{REGION}:{ACCOUNT}:instance/*"),
             nobody,
@@ -150,8 +217,9 @@ def test_not_even_an_administrator_writes_the_files_of_a_version(
 @pytest.mark.parametrize(
     ("service", "roles"),
     [
-        ("s3", {"retrain", "train", "judge", "register", "consumer"}),
-        ("secretsmanager", {"retrain", "train", "judge", "register", "consumer"}),
+        ("s3", {"retrain", "train", "judge", "register", "consumer", "deploy"}),
+        # The policy that reads lets who deploys decrypt secrets, but read none.
+        ("secretsmanager", {"retrain", "train", "judge", "register", "consumer", "deploy"}),
         ("sns", {"train", "judge", "register"}),
         ("rds", set()),
     ],

@@ -32,6 +32,9 @@ def test_a_deployment_finds_what_it_needs_in_the_outputs(deployed: Cloud):
     deployed.client("s3").head_bucket(Bucket=outputs["Bucket"])
     deployed.client("sns").get_topic_attributes(TopicArn=outputs["AlarmTopic"])
     assert machines_of(deployed, outputs["CpuQueue"])["instanceTypes"] == ["m7i"]
+    for gpu, machines in {"L4": ["g6.2xlarge", "g6.4xlarge"], "A100": ["p4d.24xlarge"]}.items():
+        for queue in (f"{gpu}Queue", f"{gpu}SpotQueue"):
+            assert machines_of(deployed, outputs[queue])["instanceTypes"] == machines
 
 
 def test_both_servers_are_behind_the_balancer(deployed: Cloud):
@@ -59,12 +62,13 @@ def test_a_changed_parameter_arrives_where_it_belongs(deployed: Cloud):
     (certificate,) = deployed.client("acm").list_certificates()["CertificateSummaryList"]
     changed = parameters() | {
         "Certificate": certificate["CertificateArn"],
-        "GpuInstanceTypes": "g6",
+        "L4Machines": "g6.xlarge",
         "RetrainMachine": "rlhf.test.Retrain",
     }
     deployed.update(STACK, changed)
     after = deployed.outputs(STACK)
-    assert machines_of(deployed, after["GpuSpotQueue"])["instanceTypes"] == ["g6"]
+    assert machines_of(deployed, after["L4SpotQueue"])["instanceTypes"] == ["g6.xlarge"]
+    assert machines_of(deployed, after["H100Queue"])["instanceTypes"] == ["p5.48xlarge"]
     assert machines_of(deployed, after["CpuQueue"])["instanceTypes"] == ["m7i"]
     role = after["EventBridgeRole"].rpartition("/")[2]
     policy = deployed.client("iam").get_role_policy(RoleName=role, PolicyName="start-retrain")

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from tests.helpers.paths import ROOT
-from tests.helpers.stacks import FOLDER, TEMPLATES, parameters, resources, template
+from tests.helpers.stacks import (
+    FOLDER,
+    TEMPLATES,
+    YOURS,
+    given_parameters,
+    parameters,
+    resources,
+    template,
+)
 
 REASONS = {
     "key.Key PoliciesOfThisAccount": "a key policy applies to its own key alone",
@@ -19,6 +27,8 @@ REASONS = {
     "key.Key Alarms": "a key policy applies to its own key alone",
     "roles.RetrainRole states:ListStateMachines": "AWS knows no resource for this action",
     "roles.StepFunctionsRole batch:DescribeJobs": "AWS knows no resource for this action",
+    "roles.DeployRole states:ListStateMachines": "AWS knows no resource for this action",
+    "roles.DeployRole batch:Describe*, ListJobs": "AWS knows no resource for these actions",
 }
 """Why a statement may name all resources, by the resource and its Sid or action."""
 
@@ -118,13 +128,18 @@ def test_the_bucket_refuses_requests_without_tls():
 
 def test_the_bucket_forgets_old_versions_unfinished_uploads_and_runs():
     rules = one("AWS::S3::Bucket")["LifecycleConfiguration"]["Rules"]
-    assert [rule["Status"] for rule in rules] == ["Enabled"] * 3
-    old, unfinished, runs = rules
+    assert [rule["Status"] for rule in rules] == ["Enabled"] * 4
+    old, unfinished, runs, unread = rules
     assert old["NoncurrentVersionExpiration"]["NoncurrentDays"] == 90
     assert unfinished["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"] == 7
     assert runs["Prefix"] == "metaflow/rlhf/runs/"
     # Whatever is not below runs/ stays: inputs, caches, and the artifacts of MLflow.
     assert [rule["Id"] for rule in rules if "ExpirationInDays" in rule] == [runs["Id"]]
+    # It moves objects of the whole bucket, and they stay readable at once.
+    assert unread["Transitions"] == [
+        {"StorageClass": "INTELLIGENT_TIERING", "TransitionInDays": 30}
+    ]
+    assert "Prefix" not in unread
 
 
 def test_images_are_scanned_and_their_tags_never_move():
@@ -133,6 +148,11 @@ def test_images_are_scanned_and_their_tags_never_move():
     for _, repository in found:
         assert repository["ImageTagMutability"] == "IMMUTABLE"
         assert repository["ImageScanningConfiguration"] == {"ScanOnPush": True}
+        # A deployed image has a tag: only images without one expire.
+        policy = json.loads(repository["LifecyclePolicy"]["LifecyclePolicyText"])
+        (rule,) = policy["rules"]
+        assert rule["selection"]["tagStatus"] == "untagged"
+        assert rule["action"] == {"type": "expire"}
 
 
 def test_nothing_lets_in_anybody_from_outside():
@@ -203,12 +223,145 @@ def test_disks_of_machines_are_encrypted():
         assert machines["MinvCpus"] == 0
 
 
+def test_machines_take_new_images_and_a_job_that_runs_may_end():
+    for name, environment in resources("AWS::Batch::ComputeEnvironment"):
+        # In place, which Batch does with its own role only.
+        assert environment["ReplaceComputeEnvironment"] is False, name
+        assert "ServiceRole" not in environment
+        assert environment["ComputeResources"]["UpdateToLatestImageVersion"] is True
+        policy = environment["UpdatePolicy"]
+        assert policy["TerminateJobsOnUpdate"] is False
+        assert policy["JobExecutionTimeoutMinutes"] == 2880
+
+
+def test_a_queue_has_one_type_of_gpu_and_machines_with_few_of_them():
+    families = {"L4": "g6", "A10g": "g5", "L40s": "g6e", "A100": "p4d", "H100": "p5"}
+    root, queues = template("root")["Resources"], set()
+    for name, stack in root.items():
+        if stack["Properties"]["TemplateURL"] == "gpu.yaml":
+            machines = parameters()[f"{name}Machines"].split(",")
+            assert {one.partition(".")[0] for one in machines} == {families[name]}
+            # A family would have machines of eight GPUs, which Batch takes for a step with one.
+            assert all("." in one for one in machines)
+            queues |= {f"{name}Queue", f"{name}SpotQueue"}
+            assert stack["Properties"]["Parameters"]["InstanceTypes"] == {
+                "Fn::Join": [",", {"Ref": f"{name}Machines"}]
+            }
+    assert {f"{name}{kind}Queue" for name in families for kind in ("", "Spot")} == queues
+    assert queues < set(template("root")["Outputs"])
+    for name, environment in resources("AWS::Batch::ComputeEnvironment"):
+        if name.startswith("gpu."):
+            assert environment["ComputeResources"]["InstanceTypes"] == {"Ref": "InstanceTypes"}
+
+
+def test_a_job_that_never_starts_is_cancelled_and_a_blocked_queue_is_told():
+    queues = list(resources("AWS::Batch::JobQueue"))
+    assert len(queues) == 3
+    for name, queue in queues:
+        actions = queue["JobStateTimeLimitActions"]
+        assert {(one["State"], one["Action"]) for one in actions} == {("RUNNABLE", "CANCEL")}
+        limits = {one["Reason"]: one["MaxTimeSeconds"] for one in actions}
+        assert limits == {
+            "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE": 600,
+            "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT": 600,
+            "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY": 43_200,
+        }, name
+    rule = template("alarms")["Resources"]["QueueBlocked"]["Properties"]
+    assert rule["EventPattern"] == {
+        "source": ["aws.batch"],
+        "detail-type": ["Batch Job Queue Blocked"],
+    }
+    assert [target["Arn"] for target in rule["Targets"]] == [{"Ref": "Topic"}]
+    allowed = json.dumps(one("AWS::SNS::TopicPolicy"))
+    assert '["RunFailed", "Arn"]' in allowed
+    assert '["QueueBlocked", "Arn"]' in allowed
+
+
+@pytest.mark.parametrize("name", YOURS)
+def test_what_only_its_reader_knows_is_required_with_words(name: str):
+    """CloudFormation refuses an empty value before it makes anything, with these words."""
+    parameter = template("root")["Parameters"][name]
+    assert given_parameters()[name] == ""
+    assert not re.fullmatch(parameter["AllowedPattern"], "")
+    assert re.fullmatch(parameter["AllowedPattern"], YOURS[name])
+    assert parameter["ConstraintDescription"].startswith("must be ")
+    assert len(parameter["Description"].split()) > 5
+
+
+WRONG = {
+    "Domain": ["localhost", "https://rlhf.example.com", "RLHF.example.com", "-"],
+    "Certificate": ["arn:aws:iam::123456789012:server-certificate/x", "*.rlhf.example.com"],
+    "Operator": ["people", "arn:aws:iam::1234:role/people", "arn:aws:iam::123456789012:root"],
+    "Deployer": ["*", "arn:aws:sts::123456789012:assumed-role/people/me"],
+    "AlarmEmail": ["people", "people@example", "a b@example.com"],
+    "CopyVault": ["elsewhere", "arn:aws:s3:::bucket"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, one) for name in WRONG for one in WRONG[name]])
+def test_a_wrong_value_is_refused_before_anything_is_made(name: str, value: str):
+    assert not re.fullmatch(template("root")["Parameters"][name]["AllowedPattern"], value)
+
+
+def test_what_costs_money_has_the_name_of_the_project():
+    """Tags of the stack reach all other resources, but no machines of Batch and no tasks."""
+    for name, environment in resources("AWS::Batch::ComputeEnvironment"):
+        assert environment["ComputeResources"]["Tags"] == {"Project": {"Ref": "Project"}}, name
+    for name, service in resources("AWS::ECS::Service"):
+        assert service["PropagateTags"] == "SERVICE", name
+    assert "--tags Project=" in (FOLDER / "README.md").read_text()
+
+
+def test_logs_are_deleted_after_a_year():
+    groups = list(resources("AWS::Logs::LogGroup"))
+    assert len(groups) == 3
+    assert all(group["RetentionInDays"] == 365 for _, group in groups)
+
+
+def test_a_backup_of_databases_and_bucket_is_copied_elsewhere():
+    plan = one("AWS::Backup::BackupPlan")["BackupPlan"]
+    (rule,) = plan["BackupPlanRule"]
+    assert rule["ScheduleExpression"] == "cron(0 4 * * ? *)"
+    ((condition, copy, otherwise),) = (each["Fn::If"] for each in rule["CopyActions"])
+    assert condition == "HasCopies"
+    assert copy["DestinationBackupVaultArn"] == {"Ref": "CopyVault"}
+    assert otherwise == {"Ref": "AWS::NoValue"}
+    selections = template("backup")["Resources"]
+    (tag,) = selections["Databases"]["Properties"]["BackupSelection"]["ListOfTags"]
+    (mark,) = one("AWS::RDS::DBInstance")["Tags"]
+    assert (tag["ConditionKey"], tag["ConditionValue"]) == (mark["Key"], mark["Value"])
+    (bucket,) = selections["Files"]["Properties"]["BackupSelection"]["Resources"]
+    assert bucket["Fn::Sub"].endswith(":s3:::${Bucket}")
+    assert one("AWS::Backup::BackupVault")["EncryptionKeyArn"] == {"Ref": "Key"}
+    assert template("backup")["Resources"]["Vault"]["DeletionPolicy"] == "Retain"
+
+
+def test_only_steps_reach_file_systems_and_a_vllm_server():
+    groups = dict(resources("AWS::EC2::SecurityGroup"))
+    jobs = {"Ref": "JobSecurityGroup"}
+    (to_server,) = groups["network.VllmSecurityGroup"]["SecurityGroupIngress"]
+    assert (to_server["FromPort"], to_server["SourceSecurityGroupId"]) == (8000, jobs)
+    mounts = groups["network.FileSystemSecurityGroup"]["SecurityGroupIngress"]
+    assert {rule["FromPort"] for rule in mounts} == {2049}
+    assert [rule["SourceSecurityGroupId"] for rule in mounts] == [
+        jobs,
+        {"Ref": "VllmSecurityGroup"},
+    ]
+    ways = {rule["FromPort"] for rule in groups["network.JobSecurityGroup"]["SecurityGroupEgress"]}
+    assert ways == {443, 8443, 2049, 8000}
+
+
 def test_databases_are_encrypted_private_and_kept():
     database = one("AWS::RDS::DBInstance")
     assert database["StorageEncrypted"] is True
     assert database["PubliclyAccessible"] is False
     assert database["DeletionProtection"] is True
     assert database["BackupRetentionPeriod"] == 30
+    # AWS upgrades the minor version; a number here would ask for the way back.
+    assert database["AutoMinorVersionUpgrade"] is True
+    assert re.fullmatch(r"\d+", database["EngineVersion"])
+    family = one("AWS::RDS::DBParameterGroup")["Family"]
+    assert family == f"postgres{database['EngineVersion']}"
     assert template("database")["Resources"]["Database"]["DeletionPolicy"] == "Snapshot"
     assert one("AWS::RDS::DBParameterGroup")["Parameters"]["rds.force_ssl"] == "1"
 
@@ -239,7 +392,11 @@ def test_every_statement_on_all_resources_has_a_reason():
             for each in statements(resource.get("Properties")):
                 named = each.get("Resource")
                 if each["Effect"] == "Allow" and "*" in ([named] if str(named) == named else []):
-                    found.add(f"{path.stem}.{name} {each.get('Sid', each['Action'])}")
+                    what = each.get("Sid", each["Action"])
+                    if isinstance(what, list):
+                        assert all(re.match("batch:(Describe|List)", action) for action in what)
+                        what = "batch:Describe*, ListJobs"
+                    found.add(f"{path.stem}.{name} {what}")
                 assert not (isinstance(named, list) and "*" in named)
     assert found == set(REASONS)
 
@@ -253,15 +410,37 @@ def test_no_statement_of_a_role_allows_all_actions_of_a_service():
             assert not [action for action in actions if "*" in action], name
 
 
-def test_only_services_and_the_operator_become_a_role():
+def test_only_services_and_people_by_their_duty_become_a_role():
+    people = {}
     for name, role in resources("AWS::IAM::Role"):
         for each in statements(role["AssumeRolePolicyDocument"]):
             (kind,) = each["Principal"]
             if kind != "Service":
-                assert (name, each["Principal"]) == (
-                    "roles.RegisterRole",
-                    {"AWS": {"Ref": "Operator"}},
-                )
+                people[name] = each["Principal"]
+    assert people == {
+        "roles.RegisterRole": {"AWS": {"Ref": "Operator"}},
+        "roles.DeployRole": {"AWS": {"Ref": "Deployer"}},
+    }
+
+
+@pytest.mark.parametrize("duty", ["retrain", "train", "judge", "register", "consumer"])
+def test_a_pod_of_eks_becomes_the_role_of_its_account_only(duty: str):
+    role = template("roles")["Resources"][f"{duty.title()}Role"]["Properties"]
+    (pods,) = [
+        each
+        for each in statements(role["AssumeRolePolicyDocument"])
+        if each["Principal"] == {"Service": "pods.eks.amazonaws.com"}
+    ]
+    assert pods["Action"] == ["sts:AssumeRole", "sts:TagSession"]
+    assert pods["Condition"] == {
+        "StringEquals": {
+            "aws:SourceAccount": {"Ref": "AWS::AccountId"},
+            "aws:RequestTag/kubernetes-namespace": "rlhf",
+            "aws:RequestTag/kubernetes-service-account": f"rlhf-{duty}",
+        }
+    }
+    accounts = (ROOT / "infra" / "kubernetes" / "service-accounts.yaml").read_text()
+    assert f"  name: rlhf-{duty}\n" in accounts
 
 
 def test_a_machine_joins_its_cluster_and_nothing_else():
@@ -298,7 +477,7 @@ def test_a_skipped_check_of_checkov_has_a_reason():
 
 
 def test_the_folder_can_be_overseen():
-    assert len(list(FOLDER.iterdir())) <= 14
+    assert len(list(FOLDER.iterdir())) <= 16
 
 
 def test_mounted_folders_are_volumes_of_the_image():

@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 
 import pytest
 
+from tests.helpers.paths import ROOT
 from tests.helpers.policies import FOLDER as TOOLS
 from tests.helpers.stacks import FOLDER, UPLOADS, cloud, parameters
 
@@ -39,33 +42,31 @@ def test_the_documented_commands_create_and_update_the_stack(tmp_path):
         made.client("s3").create_bucket(Bucket=UPLOADS)
         values = parameters() | {"Certificate": made.certificate("rlhf.example.com")}
 
-        def aws(*words: str) -> None:
-            ran = subprocess.run(
-                [TOOLS / "bin" / "aws", "cloudformation", *words],
-                cwd=FOLDER,
-                env={**os.environ, **made.variables},
-                capture_output=True,
-                text=True,
-            )
-            assert ran.returncode == 0, ran.stdout + ran.stderr
-
         def deploy() -> str:
-            """Return the address of MLflow, an output of a nested stack.
+            """Run the commands of the README; return the address of MLflow, of a nested stack.
 
             moto forgets the outputs of a stack that was made by a change set.
             """
             file = tmp_path / "parameters.json"
             file.write_text(json.dumps([f"{key}={value}" for key, value in values.items()]))
-            packaged = str(tmp_path / "packaged.yaml")
-            aws(
-                *("package", "--template-file", "root.yaml", "--s3-bucket", UPLOADS),
-                *("--output-template-file", packaged),
-            )
-            aws(
-                *("deploy", "--template-file", packaged, "--stack-name", "rlhf"),
-                *("--capabilities", "CAPABILITY_NAMED_IAM"),
-                *("--parameter-overrides", f"file://{file}"),
-            )
+            joined = re.sub(r"\\\n\s*", " ", (FOLDER / "README.md").read_text())
+            documented = re.findall(r"^aws (cloudformation (?:package|deploy) .+)$", joined, re.M)
+            assert len(documented) == 2
+            for line in documented:
+                for word, own in {
+                    "templates-$ACCOUNT-$AWS_REGION": UPLOADS,
+                    "file://infra/aws/parameters.json": f"file://{file}",
+                    "packaged.yaml": str(tmp_path / "packaged.yaml"),
+                }.items():
+                    line = line.replace(word, own)
+                ran = subprocess.run(
+                    [TOOLS / "bin" / "aws", *shlex.split(line)],
+                    cwd=ROOT,
+                    env={**os.environ, **made.variables},
+                    capture_output=True,
+                    text=True,
+                )
+                assert ran.returncode == 0, ran.stdout + ran.stderr
             stacks = made.client("cloudformation").describe_stacks()["Stacks"]
             (tracking,) = [one for one in stacks if one["StackName"].startswith("rlhf-Tracking-")]
             return next(

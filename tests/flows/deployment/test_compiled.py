@@ -112,6 +112,23 @@ def test_argo_and_kubernetes_know_every_key(
         validate_jobsets(one)
 
 
+def test_a_run_has_a_time_limit_by_which_a_job_that_never_starts_is_noticed(
+    template: Any, retrain_template: Any, tmp_path: Path
+):
+    for one in (template, retrain_template):
+        assert one["spec"]["activeDeadlineSeconds"] == 7 * 24 * 3600
+    files = write_deployment(tmp_path, "step-functions", {"timeout_hours": 30.5})
+    assert compile_flow(files, "Retrain")["TimeoutSeconds"] == 109_800
+
+
+def test_an_execution_gets_its_parameters_as_a_text_of_json(states: Any):
+    """Start one by hand with the input {"Parameters": "{}"}, as docs/runbook.md says."""
+    (start,) = (one for name, one in states.items() if name == "start")
+    variables = start["Parameters"]["ContainerOverrides"]["Environment"]
+    (given,) = (one for one in variables if one["Name"] == "METAFLOW_PARAMETERS")
+    assert given["Value.$"] == "$.Parameters"
+
+
 def test_argo_gives_a_training_its_machine(template: Any):
     pod = pod_of(template, "train_policy")
     resources = pod["container"]["resources"]
@@ -253,7 +270,7 @@ def test_batch_gives_each_step_its_machine_and_role(
         "MEMORY": str(24 * 1024),
         "GPU": "1",
     }
-    assert training["JobQueue"].endswith("rlhf-gpu-spot")
+    assert training["JobQueue"].endswith("rlhf-l4-spot")
     assert training["Timeout"] == {"AttemptDurationSeconds": 1440 * 60}
     assert training["RetryStrategy"]["Attempts"] == 5
     job = job_of(machines, states["train_policy"])

@@ -125,6 +125,18 @@ WRONG = [
         "scheduler='airflow': Input should be '', 'argo' or 'step-functions'.",
     ),
     ("defaults.cpu", "2", "defaults.cpu='2': Input should be a valid number."),
+    ("timeout_hours", -1.0, "timeout_hours=-1.0 must be at least 0."),
+    ("timeout_hours", float("nan"), "timeout_hours=nan must be a finite number."),
+    (
+        "timeout_hours",
+        12.0,
+        "stops a run after 720 minutes, and steps.train_policy.timeout_minutes=1440",
+    ),
+    (
+        "retrain.timeout_minutes",
+        20_000,
+        "timeout_hours=168 stops a run after 10080 minutes, and retrain.timeout_minutes=20000",
+    ),
     ("defaults.gpu", 0.5, "defaults.gpu=0.5: Input should be a valid integer."),
     ("defaults.cpu", 0, "[defaults] cpu=0 must be above 0."),
     ("defaults.memory_gib", -1, "[defaults] memory_gib=-1 must be above 0."),

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.launch.gpu_table import read_gpus
 from pipeline.preflight.sizes.measured_speed import Line, MeasuredSpeed
-from pipeline.preflight.sizes.memory_table import choices, recommended
+from pipeline.preflight.sizes.memory_table import choices, memory_of, recommended
 from pipeline.preflight.sizes.run_size import describe_run, measure_run
 from pipeline.preflight.sizes.run_time import (
     LINK_SHARE,
@@ -68,6 +68,31 @@ def test_another_method_is_recommended_if_none_fits_and_nothing_if_that_does_not
     assert recommended(sft, H100.usable // 2, on_gpus=True) is None
 
 
+def test_a_critic_on_the_policys_backbone_is_recommended_before_another_method():
+    """The size of Qwen2.5-0.5B on a GPU of 24 GB, in small: only the critic is too much."""
+    ppo = trainings(LLAMA["1B"][0])[2]
+    one = replace(ppo.size, processes=1, sharding="none")
+    shared = replace(ppo, size=one)
+    alone = replace(ppo, size=replace(one, critic=one.policy))
+    needed = memory_of(shared.size).total
+    assert needed < memory_of(alone.size).total
+    chosen = recommended(alone, needed, on_gpus=True)
+    assert chosen is not None
+    assert (chosen.lora, chosen.bf16, chosen.shares_critic) == (False, True, True)
+    assert chosen.memory.total == needed
+    assert chosen.as_settings() == "[ppo]\nbf16 = true\nshared_critic = true"
+    # Where the critic of its own fits, it stays.
+    roomy = recommended(alone, memory_of(alone.size).total, on_gpus=True)
+    assert roomy is not None
+    assert not roomy.shares_critic
+    # A run that has none is recommended none.
+    assert not recommended(shared, needed, on_gpus=True).shares_critic
+    # LoRA with a shared critic comes before nothing at all.
+    tiny = recommended(alone, needed // 3, on_gpus=True)
+    assert tiny is not None
+    assert tiny.lora
+
+
 def test_what_is_set_is_one_of_the_choices():
     for training in trainings(LLAMA["1B"][0]):
         (found,) = [each for each in choices(training, on_gpus=True) if each.is_set]
@@ -91,7 +116,8 @@ def test_the_time_of_ppo_on_a_gpu_by_hand():
     operations, bandwidth = PEAK_SHARE * 989e12, PEAK_SHARE * 3350e9
     layers, head = 6_979_584_000, 525_336_576
     read = 2 * (layers * 8 * 512 + head * 8) / operations
-    drawn = 512 * 2 * (layers + head) / bandwidth
+    # Decoding launches the kernels of 32 layers for each token; reading the weights is faster.
+    drawn = 512 * 32 / (49.94 * 24)
     policy = 2 * (layers * 8192 + head * 4096) / operations
     reward = 2 * layers * 8192 / operations
     adam = 4 * 4 * 7 * (8_030_261_248 + 4_096) / 8 / bandwidth
@@ -114,8 +140,34 @@ def test_the_time_of_ppo_on_a_gpu_by_hand():
     # A server samples, and the policy reads the sequences.
     elsewhere = seconds_of(ppo, samples_here=False)
     assert elsewhere == pytest.approx(expected + 10 * (policy - read - drawn))
+    # A GPU of twice the speed launches kernels no faster.
     faster = replace(H100, bf16=2 * 989e12, bandwidth=2 * 3350e9, link=2 * 450e9)
-    assert seconds_of(ppo, replace(speed, gpu=faster)) < 0.6 * seconds
+    halved = (seconds - 10 * drawn) / 2 + 10 * drawn
+    assert seconds_of(ppo, replace(speed, gpu=faster)) == pytest.approx(halved)
+
+
+def test_decoding_is_bound_by_launches_or_by_the_memory_by_hand():
+    def milliseconds(name: str, parameters: int, layers: int, *, autocast: bool = True) -> float:
+        gpu = read_gpus(HardwareConfig())[name]
+        speed = TableSpeed(gpu=gpu, autocast=autocast, processes=1, machines=1, sharding="none")
+        # Without embeddings all parameters are multiplied.
+        model = replace(
+            LLAMA["1B"][0], layers=layers, parameters=parameters, outside_layers=0, width=0
+        )
+        return 1000 * speed.decoding(model)
+
+    # Published: 1000 / 49.94 = 20.0 ms a token for 24 layers, on an A100.
+    for gpu in ("a100-80gb", "h100-80gb", "l4-24gb"):
+        assert milliseconds(gpu, 494_000_000, 24) == pytest.approx(20.02, abs=0.01)
+    # Half the layers launch half as many kernels.
+    assert milliseconds("h100-80gb", 494_000_000, 12) == pytest.approx(10.01, abs=0.01)
+    # 7.6 billion weights: 15.2 GB at 0.4 x 300 GB/s; in fp32 twice as many bytes.
+    assert milliseconds("l4-24gb", 7_600_000_000, 28) == pytest.approx(126.7, abs=0.1)
+    assert milliseconds("l4-24gb", 7_600_000_000, 28, autocast=False) == pytest.approx(
+        253.3, abs=0.1
+    )
+    # On an H100 the same are 11.3 ms to read, and 28 layers take 23.4 ms to launch.
+    assert milliseconds("h100-80gb", 7_600_000_000, 28) == pytest.approx(23.36, abs=0.01)
 
 
 def test_the_measured_speed_counts_frozen_weights_and_recomputed_layers_by_hand():
@@ -152,6 +204,9 @@ def test_a_laptop_checks_for_a_cluster(tmp_path):
     assert "on 8 x h100-80gb; price: about 0.00 US dollars at 6.88 per GPU and hour" in words
     assert "main memory: about " in words
     assert "cheapest of the table: 1 x " in words
+    # Two layers, at 0.83 ms each.
+    assert "\nassumed: 1.7 ms for a token of each of " in words
+    assert "at least 0.83 ms for each layer, because Python launches its kernels" in words
     cheaper = table | {
         "hardware": {"gpu": "h100-80gb", "gpus": {"h100-80gb": {"price_per_hour": 2.5}}}
     }

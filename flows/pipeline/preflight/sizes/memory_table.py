@@ -47,6 +47,8 @@ class Choice:
     lora: bool
     bf16: bool
     sharding: Sharding
+    shares_critic: bool = False
+    """Whether the critic becomes a value head on the policy's backbone."""
 
     @property
     def size(self) -> TrainingSize:
@@ -59,7 +61,9 @@ class Choice:
         )
         keeps_base = size.on_cpu and bool(self.training.size.adapter)
         if isinstance(size, PPOSize) and not keeps_base:
-            return replace(size, base_bytes=BF16 if self.lora and self.bf16 else FP32)
+            size = replace(size, base_bytes=BF16 if self.lora and self.bf16 else FP32)
+        if isinstance(size, PPOSize) and self.shares_critic:
+            return replace(size, critic=None)
         return size
 
     @property
@@ -77,6 +81,8 @@ class Choice:
         lines = [f"[{self.training.section}]", f"bf16 = {str(self.bf16).lower()}"]
         if self.size.processes > 1:
             lines.insert(1, f'sharding = "{self.sharding}"')
+        if self.shares_critic:
+            lines.append("shared_critic = true")
         if not self.lora:
             return "\n".join(lines)
         rank = [] if self.training.size.adapter else [f"r = {RANK}"]
@@ -109,15 +115,21 @@ def choices(training: Training, *, on_gpus: bool) -> Iterator[Choice]:
 
 
 def recommended(training: Training, usable: int, *, on_gpus: bool) -> Choice | None:
-    """Return the fastest way that fits; other methods only if no way fits with that of the run.
+    """Return the fastest way that fits.
+
+    A critic on the policy's backbone is recommended only if no way fits with a critic of its own,
+    and another method (all parameters or LoRA) only if no way fits with the method of the run.
 
     Args:
         training: the training.
         usable: bytes that a process may take.
         on_gpus: whether each process has a GPU.
     """
-    fitting = [c for c in choices(training, on_gpus=on_gpus) if c.memory.total <= usable]
-    fitting.sort(key=lambda choice: choice.lora != bool(training.size.adapter))
+    ways = list(choices(training, on_gpus=on_gpus))
+    if isinstance(training.size, PPOSize) and training.size.critic is not None:
+        ways += [replace(way, shares_critic=True) for way in ways]
+    fitting = [way for way in ways if way.memory.total <= usable]
+    fitting.sort(key=lambda way: way.lora != bool(training.size.adapter))
     return fitting[0] if fitting else None
 
 

@@ -16,6 +16,7 @@ from pipeline.preflight.sizes.memory_table import (
     render_table,
 )
 from pipeline.preflight.sizes.run_time import (
+    LAUNCHES,
     Speed,
     TableSpeed,
     describe_seconds,
@@ -103,6 +104,7 @@ def _recommendations(trainings: Sequence[Training], usable: int, *, on_gpus: boo
 def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None, usable: int) -> str:
     """Return the time of the trainings as they are set, and their price if it is known."""
     size = works[-1].training.size
+    assert isinstance(size, PPOSize)
     missing = missing_speeds(gpu, size.processes, size.machines) if gpu else []
     if gpu and settings.hardware.gpu and missing:
         return f"time: not computed, because [hardware.gpus.{gpu.name}] lacks {', '.join(missing)}."
@@ -131,10 +133,22 @@ def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None, 
     if gpu is None:
         return f"{text}, on this machine"
     text += f", on {size.processes} x {gpu.name}"
+    assumed = "" if missing or settings.ppo.use_vllm else _assumed_decoding(size, speed_of(size))
     if gpu.price is None:
-        return f"{text}; no price, because [hardware.gpus.{gpu.name}] has none"
+        return f"{text}; no price, because [hardware.gpus.{gpu.name}] has none{assumed}"
     price = total / 3600 * size.processes * gpu.price
-    return f"{text}; price: about {price:,.2f} US dollars at {gpu.price:g} per GPU and hour"
+    rate = f"{gpu.price:g} per GPU and hour"
+    return f"{text}; price: about {price:,.2f} US dollars at {rate}{assumed}"
+
+
+def _assumed_decoding(size: PPOSize, speed: Speed) -> str:
+    """Return the line that says how long a token of all responses of a batch is assumed to take."""
+    return (
+        f"\nassumed: {1000 * speed.decoding(size.policy):.1f} ms for a token of each of "
+        f"{size.sampled_rows} responses sampled together, which is at least "
+        f"{1000 * LAUNCHES:.2f} ms for each layer, because Python launches its kernels. A larger "
+        "local_rollout_forward_batch_size takes less time and more memory."
+    )
 
 
 def _speeds_of(gpu: Gpu) -> SpeedOf:
@@ -216,9 +230,9 @@ def _on_gpus(work: Work, number: int) -> Work:
 
 
 def _fastest(work: Work, gpu: Gpu) -> tuple[Choice, float] | None:
-    """Return the fastest way to train on such GPUs by the run's method, and its seconds."""
+    """Return the fastest way on such GPUs by the run's method and critic, and its seconds."""
     training = work.training
     way = recommended(training, gpu.usable, on_gpus=True)
-    if way is None or way.lora != bool(training.size.adapter):
+    if way is None or way.shares_critic or way.lora != bool(training.size.adapter):
         return None
     return way, work.seconds(way.size, _speeds_of(gpu)(way.size))

@@ -1,0 +1,269 @@
+"""Compare memory and time of the trainings with the machines and time limits of a deployment.
+
+The data are not read: every prompt is assumed to have `PROMPT_TOKENS` tokens, and every response
+its full length. `flows/rlhf.py run --check` reads them and computes the same for their lengths.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from deployment.deployment import Deployment
+from deployment.flow_commands import DeploymentFiles
+from deployment.resources import StepResources
+from pipeline.launch.gpu_table import Gpu, find_gpu, read_gpus
+from pipeline.preflight.sizes.memory_table import (
+    RANK,
+    Training,
+    TrainingSize,
+    memory_of,
+    recommended,
+)
+from pipeline.preflight.sizes.run_time import TableSpeed, missing_speeds, ppo_seconds
+from pipeline.preflight.sizes.training_sizes import (
+    Processes,
+    adapter_parameters,
+    ppo_size,
+    reward_size,
+    sft_size,
+)
+from pipeline.settings.settings import Settings, make_settings
+from pipeline.storage.workspace import MODELS, REGISTRY, Workspace
+from ppo_core.config.text_files import read_toml_file
+from ppo_core.errors import ConfigError, ModelError, PPOError
+from ppo_core.models.loading import count_parameters
+from ppo_core.ppo.schedule import Schedule, make_schedule
+from ppo_core.training.memory.ppo_memory import PPOSize, host_memory
+
+PROMPT_TOKENS = 1024
+"""Tokens of each prompt that are assumed, as in the table of presets in README."""
+
+DEFAULT_MINUTES = 5 * 24 * 60
+"""Metaflow's time limit of an attempt where a step has none."""
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTraining:
+    """A training, and the step that runs it."""
+
+    step: str
+    resources: StepResources
+    gpu: Gpu
+    training: Training
+
+    @property
+    def place(self) -> str:
+        """Name of the step's table in the deployment file."""
+        return f"steps.{self.step}"
+
+
+def check_sizes(files: DeploymentFiles) -> list[str]:
+    """Return what the trainings need of their machines and time limits, in lines of text.
+
+    Raises:
+        ConfigError: a training needs more than its machine has, or more time than its limit.
+    """
+    deployment = files.deployment
+    lines: list[str] = []
+    with TemporaryDirectory() as folder:
+        try:
+            settings = _read_with_models(files.settings, Path(folder))
+        # Whoever deploys need not be able to read the models.
+        except PPOError as error:
+            return [
+                "sizes: not compared with the machines, because a model could not be read: "
+                f"{error} `flows/rlhf.py --config settings FILE run --check` computes them where "
+                "it can be."
+            ]
+        planned = list(_planned(deployment, settings, lines))
+    for one in planned:
+        lines += _check_processes(one, settings)
+        lines += _check_memory(one)
+        if isinstance(one.training.size, PPOSize):
+            lines += _check_main_memory(one, one.training.size)
+            lines += _check_time(one, one.training.size, deployment, settings)
+    return lines
+
+
+def _read_with_models(path: Path, folder: Path) -> Settings:
+    """Return the settings, with configurations and tokenizers of the models on this machine.
+
+    Raises:
+        PPOError: a model cannot be read here.
+    """
+    table, workspace = read_toml_file(path, ConfigError), Workspace(str(folder))
+    for name in MODELS:
+        place = str(table.get(name) or "")
+        if place.startswith(REGISTRY):
+            raise ModelError(f"{name}={place!r} is a version of a registry, which is not asked.")
+        if place:
+            table[name] = workspace.fetch(place, weights=False)
+    return make_settings(table, {}, parameters=count_parameters(table["policy"]))
+
+
+def _planned(
+    deployment: Deployment, settings: Settings, lines: list[str]
+) -> Iterator[PlannedTraining]:
+    """Yield the trainings whose steps have GPUs of a known type; say of others why not."""
+    trainings = {
+        "load_policy": ("SFT", "sft", settings.sft.lora.r),
+        "load_reward_model": (
+            "reward model",
+            "reward_model_training",
+            settings.reward_model_training.lora.r,
+        ),
+        "train_policy": ("PPO", "ppo", settings.lora.r),
+    }
+    if not settings.sft_data:
+        del trainings["load_policy"]
+    if settings.reward_model:
+        del trainings["load_reward_model"]
+    for step, (name, section, rank) in trainings.items():
+        resources = deployment.resources_of(step)
+        if not resources.gpu:
+            continue
+        gpu = _gpu_of(resources, settings)
+        if gpu is None:
+            lines.append(
+                f"sizes: {name} is not compared with steps.{step}, whose type of GPU is not known. "
+                "Name it in the settings file: [hardware] gpu."
+            )
+            continue
+        number = (settings.processes or resources.gpu) * settings.num_nodes
+        processes = Processes(number=number, machines=settings.num_nodes, on_gpus=True)
+        size = _size_of(name, settings, processes)
+        if size is None:
+            lines.append(f"sizes: {name} is not compared with steps.{step}, because it offloads.")
+            continue
+        adapter = size.adapter or adapter_parameters(settings, rank or RANK)
+        training = Training(name=name, section=section, size=size, adapter=adapter)
+        yield PlannedTraining(step=step, resources=resources, gpu=gpu, training=training)
+
+
+def _size_of(name: str, settings: Settings, processes: Processes) -> TrainingSize | None:
+    """Return the size of a training by its name."""
+    if name == "SFT":
+        return sft_size(settings, longest=settings.sft.max_length, processes=processes)
+    if name == "reward model":
+        longest = settings.reward_model_training.max_length
+        return reward_size(settings, longest=longest, processes=processes)
+    schedule = _schedule(settings, processes.number)
+    return ppo_size(settings, schedule, longest_prompt=PROMPT_TOKENS, processes=processes)
+
+
+def _schedule(settings: Settings, processes: int) -> Schedule:
+    """Return the batches of PPO; the number of prompts, which is not read, decides epochs only."""
+    return make_schedule(settings.ppo, num_prompts=1, num_processes=processes)
+
+
+def _gpu_of(resources: StepResources, settings: Settings) -> Gpu | None:
+    """Return the GPU of a step: of its type, else the one that the settings name."""
+    table = read_gpus(settings.hardware).values()
+    if resources.gpu_type:
+        # The label of a node is the name that CUDA gives, without spaces.
+        return next(
+            (gpu for gpu in table if gpu.device.replace(" ", "-") == resources.gpu_type), None
+        )
+    return find_gpu(settings.hardware) if settings.hardware.gpu else None
+
+
+def _check_processes(planned: PlannedTraining, settings: Settings) -> list[str]:
+    wanted, given = settings.processes or planned.resources.gpu, planned.resources.gpu
+    if wanted > given:
+        raise ConfigError(
+            f"processes={wanted} in the settings, and {planned.place}.gpu={given}: each process of "
+            f"a training needs a GPU of its own, so {planned.training.name} would end at once. Set "
+            "both to the same number."
+        )
+    if wanted < given:
+        return [
+            f"warning: {planned.place}.gpu={given} and processes={wanted}: the other GPUs are paid "
+            "for and idle. Set both to the same number."
+        ]
+    return []
+
+
+def _check_memory(planned: PlannedTraining) -> list[str]:
+    training, gpu = planned.training, planned.gpu
+    needed = memory_of(training.size).total
+    needs = (
+        f"{planned.place}: {training.name} needs about {needed / GIB:.1f} GiB per GPU, and "
+        f"{gpu.name} has {gpu.memory / GIB:.1f}, of which {gpu.usable / GIB:.1f} are usable"
+    )
+    if needed <= gpu.usable:
+        return [f"{needs}."]
+    choice = recommended(training, gpu.usable, on_gpus=True)
+    instead = (
+        f"These settings fit:\n{choice.as_settings()}"
+        if choice
+        else "No precision or sharding fits: use more or larger GPUs, or smaller batches."
+    )
+    if needed > gpu.memory:
+        raise ConfigError(f"{needs}: it would end without memory. {instead}")
+    return [f"warning: {needs}. {instead}"]
+
+
+def _check_main_memory(planned: PlannedTraining, size: PPOSize) -> list[str]:
+    needed, given = host_memory(size) / GIB, planned.resources.memory_gib
+    if needed > given:
+        raise ConfigError(
+            f"{planned.place}.memory_gib={given:g}, and PPO needs about {needed:.0f} GiB of main "
+            "memory per machine, whose processes read all models before they are on the GPUs: the "
+            f"step would be killed. Set it to at least {ceil(needed)}."
+        )
+    return []
+
+
+def _check_time(
+    planned: PlannedTraining, size: PPOSize, deployment: Deployment, settings: Settings
+) -> list[str]:
+    gpu, resources = planned.gpu, planned.resources
+    if missing := missing_speeds(gpu, size.processes, size.machines):
+        return [
+            f"time: not compared, because [hardware.gpus.{gpu.name}] lacks {', '.join(missing)}."
+        ]
+    if settings.ppo.total_episodes is None and settings.ppo.max_steps == -1:
+        return ["time: not compared: num_train_epochs is set, and the prompts are not read here."]
+    hours = _hours(planned, size, settings)
+    limit = (resources.timeout_minutes or DEFAULT_MINUTES) / 60
+    takes = (
+        f"PPO takes roughly {hours:.1f} h on {size.processes} x {gpu.name}, with prompts of "
+        f"{PROMPT_TOKENS:,} tokens and responses of full length"
+    )
+    if hours > limit:
+        raise ConfigError(
+            f"{planned.place}.timeout_minutes={resources.timeout_minutes} stops an attempt after "
+            f"{limit:.1f} h, and {takes}. Set it to at least {ceil(1.2 * hours * 60)}, or use "
+            "faster GPUs, a larger local_rollout_forward_batch_size, or fewer episodes."
+        )
+    lines = [f"{planned.place}: {takes}; an attempt is stopped after {limit:.1f} h."]
+    budget, used = deployment.alarms.gpu_hours, hours * size.processes
+    if budget and used > budget:
+        lines.append(
+            f"warning: alarms.gpu_hours={budget:g}, and PPO alone takes about {used:.1f} GPU "
+            "hours: each run would raise the alarm."
+        )
+    return lines
+
+
+def _hours(planned: PlannedTraining, size: PPOSize, settings: Settings) -> float:
+    speed = TableSpeed(
+        gpu=planned.gpu,
+        autocast=size.autocast,
+        processes=size.processes,
+        machines=size.machines,
+        sharding=size.sharding,
+    )
+    seconds = ppo_seconds(
+        size,
+        _schedule(settings, size.processes),
+        speed,
+        epochs=settings.ppo.num_ppo_epochs,
+        mean_prompt=PROMPT_TOKENS,
+        samples_here=not settings.ppo.use_vllm,
+    )
+    return seconds / 3600
