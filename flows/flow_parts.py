@@ -12,13 +12,13 @@ from metaflow.exception import MetaflowException
 from metaflow.packaging_sys import ContentType
 
 import ppo_core
+from pipeline.launch.execution_parameters import quote_parameters
 from pipeline.settings.command_line import (
     check_settings_file,
     explain_unknown_options,
     prepare_resume,
 )
 from pipeline.settings.environment import prepare_environment
-from pipeline.settings.execution_parameters import quote_parameters
 from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
 from ppo_core.config.checks import refuse_secrets
 from ppo_core.errors import PPOError

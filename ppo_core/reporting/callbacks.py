@@ -254,6 +254,16 @@ class Reporter:
         self.control = call(self.args, self.state, self.control, **details)
 
 
+def check_integrations(report_to: str | Sequence[str] | None) -> None:
+    """Raise if an integration of transformers is unknown, or its package is not installed.
+
+    Raises:
+        ConfigError: there is such an integration.
+    """
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    _integrations([name for name in names if name != "none"])
+
+
 def _integrations(report_to: list[str]) -> list[TrainerCallback]:
     try:
         kinds = get_reporting_integration_callbacks(report_to)

@@ -27,7 +27,7 @@ def check_models(
         DataError: a prompt is too long for a model, or a reward model has no chat template.
     """
     _check_policy(models)
-    _check_stop_token(models, config)
+    require_stop_token(_config(models.policy.model), config.stop_token_id)
     # A pad token that was added to the tokenizer has no embedding, and is never sampled.
     known = min(len(tokenizer), _vocabulary(models.policy.model))
     longest = max(map(len, prompts.tokens)) + config.response_length
@@ -56,11 +56,16 @@ def _check_policy(models: ModelBundle) -> None:
             ) from error
 
 
-def _check_stop_token(models: ModelBundle, config: PPOConfig) -> None:
-    size = _vocabulary(models.policy.model)
-    if config.stop_token_id is not None and not 0 <= config.stop_token_id < size:
+def require_stop_token(config: Any, stop_token_id: int | None) -> None:
+    """Raise unless `stop_token_id` is None or a token of the policy with this configuration.
+
+    Raises:
+        ModelError: it is not in the vocabulary.
+    """
+    size = text_config(config).vocab_size
+    if stop_token_id is not None and not 0 <= stop_token_id < size:
         raise ModelError(
-            f"stop_token_id={config.stop_token_id} is not one of the policy's {size} token ids, "
+            f"stop_token_id={stop_token_id} is not one of the policy's {size} token ids, "
             "so no response would ever end. Set stop_token_id to one of these ids."
         )
 

@@ -46,7 +46,9 @@ def journey(tmp_path_factory) -> Journey:
     table["reward_model_training"] |= {"num_epochs": 15, "learning_rate": 1e-2}
     (folder / "tiny.toml").write_text(as_toml(table))
     (folder / "judge.py").write_text(
-        "def judge(prompts, pairs):\n    return ['maybe'] * len(pairs)"
+        # The first step asks it about one pair, in both orders.
+        "def judge(prompts, pairs):\n"
+        "    return ['first' if len(pairs) == 2 else 'maybe'] * len(pairs)"
     )
     refused = run_flow(folder, *RUN, "none.json")
     run_id = re.search(r"\[(\d+)/validate_reward_model/\d+ ", refused.log)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.settings.execution_parameters import exports, read_argo, read_step_functions
+from pipeline.launch.execution_parameters import exports, read_argo, read_step_functions
 from ppo_core.errors import ConfigError
 from tests.helpers.argo_templates import encoded, without_nulls
 from tests.helpers.first_job import FirstJob, as_argo_sends, of_argo, of_step_functions

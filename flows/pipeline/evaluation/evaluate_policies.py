@@ -18,11 +18,10 @@ from pipeline.evaluation.text_statistics import mean_words, repeated_share
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.judges.budget import Budget, Spent
-from pipeline.judges.spec import make_judge
+from pipeline.judges.spec import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.launch.answers import answer_in_run
 from pipeline.settings.settings import Settings
-from pipeline.storage.workspace import workspace_of
 from ppo_core.models.loading import is_same_architecture
 from ppo_core.rollout.sampler import server_of
 from ppo_core.training.answers import AnswerJob
@@ -99,18 +98,9 @@ def _judge(
 
     if champion is not None:
         texts = {**texts, "champion": _answer_as_champion(settings, champion, prompts, folder)}
-    workspace = workspace_of(settings)
-    replies = workspace.cache / "replies"
     budget = Budget(settings.judging.max_calls, settings.judging.max_tokens)
-    judge = make_judge(
-        f"reward-model:{trained_judge.path}" if trained_judge else settings.judge,
-        config=settings.judging,
-        cache_folder=replies,
-        shared_cache=workspace.address(replies) if workspace.store else None,
-        end_of_text=settings.reward_model_training.end_of_text,
-        precision=settings.precision,
-        budget=budget,
-    )
+    spec = f"reward-model:{trained_judge.path}" if trained_judge else settings.judge
+    judge = make_judge_of_run(settings, spec, budget)
     evaluation = evaluate(
         judge,
         prompts,

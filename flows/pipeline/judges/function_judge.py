@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ class FunctionJudge:
         self.name = name
         self.version = version
         self._function = function
+        self._described = f"The judge {name} ({_place_of(function)})"
 
     def __call__(
         self, prompts: Sequence[JudgedPrompt], pairs: Sequence[tuple[str, str]]
@@ -46,12 +48,12 @@ class FunctionJudge:
                 every pair.
         """
         # Reading the verdicts also runs the function if it is a generator.
-        with user_code_errors(DataError, f"The judge {self.name}"):
+        with user_code_errors(DataError, self._described):
             verdicts = self._verdicts(list(map(shown_prompt, prompts)), list(pairs))
         if len(verdicts) != len(pairs):
             number = f"more than {len(pairs)}" if len(verdicts) > len(pairs) else len(verdicts)
             raise DataError(
-                f"The judge {self.name} gave {number} verdicts for {len(pairs)} pairs. "
+                f"{self._described} gave {number} verdicts for {len(pairs)} pairs. "
                 "Return one verdict for each pair, in the order of the pairs."
             )
         return verdicts
@@ -63,7 +65,7 @@ class FunctionJudge:
             given = self._function(prompts, pairs)
             if not isinstance(given, Iterable):
                 raise DataError(
-                    f"The judge {self.name} returned {given!r:.80}. Return a list with one verdict "
+                    f"{self._described} returned {given!r:.80}. Return a list with one verdict "
                     "for every pair."
                 )
             # One more than expected, because a generator may never end.
@@ -77,13 +79,13 @@ class FunctionJudge:
         winner = fields.get("winner")
         if not isinstance(winner, str) or winner not in WINNERS:
             raise DataError(
-                f"The judge {self.name} gave {item!r:.80} for pair {number}; a verdict is one of "
+                f"{self._described} gave {item!r:.80} for pair {number}; a verdict is one of "
                 f"{', '.join(WINNERS)}, or holds one of them as its winner."
             )
         probability = fields.get("probability")
         if not (probability is None or _is_probability(probability)):
             raise DataError(
-                f"The judge {self.name} gave the probability {probability!r:.80} for pair "
+                f"{self._described} gave the probability {probability!r:.80} for pair "
                 f"{number}. Return the probability that the first answer is better, a number from "
                 "0 to 1, or None."
             )
@@ -115,7 +117,36 @@ def load_function_judge(place: str) -> FunctionJudge:
         raise ConfigError(
             f"{where} has no function '{function_name}'. Write one that takes prompts and pairs."
         )
+    _require_two_arguments(function)
     return FunctionJudge(original_names(f"python:{place}"), function, _version_of(module))
+
+
+def _require_two_arguments(function: JudgeFunction) -> None:
+    """Raise unless a function can be called with the prompts and the pairs.
+
+    Raises:
+        ConfigError: it takes other arguments.
+    """
+    try:
+        signature = inspect.signature(function)
+    # A function of C may have no signature; the first call will tell.
+    except ValueError:
+        return
+    try:
+        signature.bind([], [])
+    except TypeError as error:
+        raise ConfigError(
+            f"the function in {_place_of(function)} is called with two lists, the prompts and the "
+            f"pairs of answers, but takes {signature}: {error}. Write it as "
+            "judge(prompts, pairs)."
+        ) from error
+
+
+def _place_of(function: JudgeFunction) -> str:
+    """Return the file and the line of a function."""
+    plain = inspect.unwrap(function)
+    code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else type(plain).__name__
 
 
 def _fields_of(item: Any) -> Mapping[str, Any]:

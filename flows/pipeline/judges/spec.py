@@ -16,7 +16,9 @@ from pipeline.judges.judge_names import (
 from pipeline.judges.reply_cache import ReplyCache
 from pipeline.judges.verdict import Judge
 from pipeline.settings.judge_config import JudgingConfig
+from pipeline.settings.settings import Settings
 from pipeline.storage.addresses import S3Address
+from pipeline.storage.workspace import workspace_of
 from ppo_core.config.placement import Precision
 from ppo_core.errors import PPOError
 from ppo_core.models.loading import check_reward_config, load_tokenizer
@@ -57,6 +59,26 @@ def make_judge(
         with _named_in_errors(part):
             judges.append(_make_one(part, config, budget, replies, end_of_text, precision))
     return judges[0] if len(judges) == 1 else Ensemble(judges)
+
+
+def make_judge_of_run(settings: Settings, spec: str, budget: Budget | None = None) -> Judge:
+    """Return a judge that keeps its replies where all runs of the workspace find them.
+
+    Raises:
+        ConfigError: see `make_judge`.
+        ModelError: see `make_judge`.
+    """
+    workspace = workspace_of(settings)
+    replies = workspace.cache / "replies"
+    return make_judge(
+        spec,
+        config=settings.judging,
+        cache_folder=replies,
+        shared_cache=workspace.address(replies) if workspace.store else None,
+        end_of_text=settings.reward_model_training.end_of_text,
+        precision=settings.precision,
+        budget=budget,
+    )
 
 
 def check_judge(spec: str, reward_model: str, config: JudgingConfig) -> None:

@@ -14,6 +14,7 @@ from pipeline.inputs.repeated_prompts import describe_repeats
 from pipeline.judges.judge_names import read_judges
 from pipeline.judges.spec import check_judge
 from pipeline.launch.commands import gpus
+from pipeline.preflight.judge_trial import try_judges
 from pipeline.preflight.model_types import check_model_types
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
@@ -25,6 +26,7 @@ from ppo_core.data.rows.reader import Rows
 from ppo_core.data.sources.source import named_data
 from ppo_core.distributed.strategy import choose_sharding
 from ppo_core.errors import ConfigError, DataError, ModelError
+from ppo_core.models.files.finite_weights import require_finite_weights
 from ppo_core.models.files.model_folder import check_model_folder
 from ppo_core.models.loading import (
     check_policy_config,
@@ -33,10 +35,12 @@ from ppo_core.models.loading import (
     load_config,
     load_tokenizer,
 )
+from ppo_core.reporting.callbacks import check_integrations
 from ppo_core.rollout.sampler import stop_token
 from ppo_core.supervised.examples.encoded_rows import TrainingKind
 from ppo_core.supervised.learning_rate import refuse_sharded_search
 from ppo_core.supervised.training import refuse_other_settings
+from ppo_core.training.preflight import require_stop_token
 
 QUARANTINE = "quarantine"
 """Folder of the workspace for rows that were left out."""
@@ -52,6 +56,7 @@ def check_inputs(settings: Settings) -> None:
     """
     check_outputs(settings.output_dir, settings.summary_json)
     _check_trainings(settings)
+    check_integrations(settings.ppo.report_to)
     _check_models(settings)
     labels = data_sets.labels_of_run(settings)
     _check_prompts(settings)
@@ -67,6 +72,7 @@ def check_inputs(settings: Settings) -> None:
                 _require_template(settings, load_tokenizer(part.source), part.source)
         # The judge is checked last, because a request to a server may cost money.
         check_judge(settings.judge, settings.reward_model, settings.judging)
+        try_judges(settings)
 
 
 def check_outputs(output_dir: str, summary_json: str) -> None:
@@ -119,6 +125,7 @@ def _check_models(settings: Settings) -> None:
     check_model_types(settings)
     for path in filter(None, (settings.policy, settings.reward_model)):
         check_model_folder(path)
+        require_finite_weights(path)
         check_vocabulary(load_config(path), load_tokenizer(path), path)
     check_policy_config(settings.policy)
     path = settings.reward_model or settings.policy
@@ -146,6 +153,7 @@ def _check_prompts(settings: Settings) -> None:
     """Raise if prompts cannot be used, or if some rows of the evaluation have no reference."""
     tokenizer = data_sets.policy_tokenizer(settings)
     stop_token(tokenizer, settings.ppo.stop_token, settings.ppo.stop_token_id)
+    require_stop_token(load_config(settings.policy), settings.ppo.stop_token_id)
     with named_data("prompts"):
         rows = data_sets.training_prompts(settings)
         _report(rows, "prompts", settings)

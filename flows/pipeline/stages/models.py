@@ -20,6 +20,7 @@ from pipeline.stages.tracked import track
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.rows.reader import Rows
+from ppo_core.models.files.finite_weights import require_finite_weights
 from ppo_core.supervised.job import read_result
 from ppo_core.supervised.training_code import modules_of_training
 
@@ -203,7 +204,11 @@ def _train_and_log(
 
 
 def _given_model(place: str, run: FlowRun) -> PreparedModel:
-    digest = model_digests.digest_of_model(run.workspace.fetch(place))
+    folder = run.workspace.fetch(place)
+    if folder != place:
+        # The first step had no weights of a model in S3 to check.
+        require_finite_weights(folder)
+    digest = model_digests.digest_of_model(folder)
     return PreparedModel(path=place, digest=digest, metrics={})
 
 

@@ -8,6 +8,7 @@ folders. The files of a hub id are checked by the hub's client; their configurat
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+_ROTARY_BASE = re.compile("rope_theta|rope.*base|rotary.*base")
+"""Pattern of the keys whose value is the base of rotary positions."""
 
 QUANTIZATION_METHODS = frozenset({"bitsandbytes"})
 """Methods of a configuration's quantization_config that transformers runs without downloading code.
@@ -104,16 +108,23 @@ def pickled(path: str | Path, name: str) -> ModelError:
 
 
 def check_config_keys(config: Mapping[str, Any], path: str | Path) -> None:
-    """Raise if a model's configuration makes transformers download and run code.
+    """Raise if a model's configuration runs code that is downloaded, or has a meaningless number.
 
     Args:
         config: content of config.json.
         path: folder or hub id of the model, for the message.
 
     Raises:
-        ModelError: a key names a kernel on the hub, or a quantization method that needs one.
+        ModelError: a key names a kernel on the hub, or a quantization method that needs one; or a
+            number is NaN, a base of rotary positions is not above 0, or an epsilon is below 0.
     """
     for key, value in _entries(config):
+        if isinstance(value, int | float) and (allowed := _unmet(key, value)):
+            raise _refused(
+                Path(path) / "config.json",
+                f"its key {key!r} is {value}, but must be {allowed}; with it, the numbers of the "
+                "model mean nothing",
+            )
         if key.endswith("attn_implementation") or key.endswith("experts_implementation"):
             names = value.values() if isinstance(value, Mapping) else [value]
             if any("/" in str(name) for name in names):
@@ -129,6 +140,17 @@ def check_config_keys(config: Mapping[str, Any], path: str | Path) -> None:
                     f"its weights are quantized with {method!r:.80}, whose code would be "
                     "downloaded; weights that are not quantized are needed",
                 )
+
+
+def _unmet(key: str, number: float) -> str:
+    """Return what a number of a configuration must be; empty if it is that."""
+    if number != number:
+        return "a number"
+    if _ROTARY_BASE.search(key) and not 0 < number < float("inf"):
+        return "above 0 and finite"
+    if key.endswith(("eps", "epsilon")) and not 0 <= number < 1:
+        return "at least 0 and below 1"
+    return ""
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -1,0 +1,101 @@
+"""Ask the judges of a run about one pair before anything is trained."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.inputs import data_sets
+from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
+from pipeline.judges.judge_names import JudgePart, has_access_to_judge, read_judges
+from pipeline.judges.spec import make_judge_of_run
+from pipeline.judges.verdict import Judge, swapped
+from pipeline.launch.stall_watch import watched_step
+from pipeline.settings.settings import Settings
+from ppo_core.config.placement import free_memory, placement_for_reading
+from ppo_core.errors import JudgeError
+from ppo_core.models.loading import count_parameters
+
+MOST_PAIRS = 3
+"""Number of pairs after which a judge that gave no verdict is refused."""
+
+BESIDE_WEIGHTS = 0.25
+"""Memory of a model that judges beside its weights, as a fraction of the weights."""
+
+
+def try_judges(settings: Settings) -> None:
+    """Ask each judge about a held-out pair in both orders, and print what it says.
+
+    A judge that gives no verdict is asked about the next pair, up to `MOST_PAIRS`. Replies of
+    servers are kept, so a later run with the same pairs does not pay for them. A model that does
+    not fit this machine, and a server whose key only the judging step has, are not asked.
+
+    Raises:
+        ConfigError: a judge cannot be called with prompts and pairs.
+        DataError: a function raises an error, or returns no verdicts.
+        JudgeError: a judge gives no verdict, or its server does not answer.
+        ModelError: the model cannot judge.
+    """
+    pairs = [pair for pair in label_pairs(data_sets.test_pairs(settings)) if not pair.tie]
+    watch = watched_step(
+        "start",
+        Path(settings.output_dir),
+        stall_minutes=settings.stall_minutes,
+        step_minutes=settings.step_minutes,
+    )
+    with watch:
+        for part in read_judges(settings.judge):
+            reason = _why_not_here(part, settings)
+            said = f"not asked yet, because {reason}" if reason else _ask(part, settings, pairs)
+            print(f"judge={part.spec}: {said}", flush=True)
+
+
+def _ask(part: JudgePart, settings: Settings, pairs: Sequence[LabelledPair]) -> str:
+    return ask_judge(make_judge_of_run(settings, part.spec), pairs)
+
+
+def ask_judge(judge: Judge, pairs: Sequence[LabelledPair]) -> str:
+    """Ask a judge about one pair in both orders; return what it says in words.
+
+    Raises:
+        JudgeError: it gives no verdict on the first `MOST_PAIRS` pairs.
+    """
+    reason = ""
+    for pair in pairs[:MOST_PAIRS]:
+        answers = pair.chosen, pair.rejected
+        first, second = judge([pair.prompt, pair.prompt], [answers, answers[::-1]])
+        given = [one.winner for one in (first, swapped(second)) if one.winner != "invalid"]
+        if given:
+            return _in_words(given)
+        reason = first.reason or second.reason
+    raise JudgeError(
+        f"The judge {judge.name} gave no verdict on {min(len(pairs), MOST_PAIRS)} held-out pairs "
+        f"in either order{_as_clause(reason)}, so the win rate would be unknown. Choose a judge "
+        "that can compare answers to your prompts."
+    )
+
+
+def _in_words(given: Sequence[str]) -> str:
+    if len(given) == 1:
+        return "gave a verdict on a held-out pair in one of both orders"
+    if given[0] != given[1]:
+        return "followed the order of the answers in a held-out pair"
+    words = {"first": "the answer that people prefer", "second": "the other answer"}
+    return f"preferred {words.get(given[0], 'neither answer')} in a held-out pair, in both orders"
+
+
+def _as_clause(reason: str) -> str:
+    return f" ({reason.rstrip('.'):.200})" if reason else ""
+
+
+def _why_not_here(part: JudgePart, settings: Settings) -> str:
+    """Return why a judge cannot be asked on this machine; empty if it can."""
+    if part.kind == "openai" and not has_access_to_judge():
+        return "only the judging step has its key"
+    if part.kind not in ("reward-model", "transformers"):
+        return ""
+    scores = part.kind == "reward-model"
+    placement = placement_for_reading("fp32" if scores else settings.precision)
+    needed = placement.dtype.itemsize * count_parameters(part.source, scores=scores)
+    needed = round(needed * (1 + BESIDE_WEIGHTS))
+    if needed <= (free := free_memory(placement.device)):
+        return ""
+    return f"it needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free"
