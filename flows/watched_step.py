@@ -54,11 +54,22 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
         if settings and run and ends_run(error):
             told = alarms_of(earlier)
             alarms.alarm_budget(told.topic, told.gpu_hours, settings, run)
+        message = str(error) if step_name == "start" else with_next_move(error)
         if is_permanent(error) and attempts > 1:
-            print(f"{RunStoppedError.headline}:\n{error}", file=sys.stderr, flush=True)
+            print(f"{RunStoppedError.headline}:\n{message}", file=sys.stderr, flush=True)
             sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
-        raise RunStoppedError(str(error)) from error
+        raise RunStoppedError(message) from error
     flow.seconds = {**getattr(flow, "seconds", {}), step_name: time.perf_counter() - started}
+
+
+def with_next_move(error: PPOError) -> str:
+    """Return the message of an error with the command that continues the run after its steps."""
+    command = "`python flows/rlhf.py resume`"
+    if runs_remotely():
+        command = "`python flows/deploy.py DEPLOYMENT.toml --start`"
+    if "resume" in str(error):
+        return str(error)
+    return f"{error}\nThe results of the finished steps are kept: {command} continues with them."
 
 
 def run_id() -> str:
