@@ -21,6 +21,7 @@ from ppo_core.config.text_files import parse_json
 from ppo_core.data.atomic_files import write_atomically
 from ppo_core.data.json_form import check_form, is_count, is_text
 from ppo_core.errors import TrainingError
+from ppo_core.errors.control_characters import escape_controls
 
 LEASE = "lease.json"
 """Name of the file that records the last claim to the folder."""
@@ -102,7 +103,9 @@ class Lease:
 
     def __str__(self) -> str:
         """Return the description of the claim in error messages."""
-        return f"process {self.pid} on {self.host} (token {self.token}, since {self.started})"
+        return escape_controls(
+            f"process {self.pid} on {self.host} (token {self.token}, since {self.started})"
+        )
 
     def _write(self) -> None:
         entries = asdict(self)

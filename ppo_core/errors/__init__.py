@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ppo_core.errors.control_characters import escape_controls
 from ppo_core.errors.redaction import redact
 
 MAX_REASON_CHARACTERS = 300
@@ -22,11 +23,16 @@ _NOT_THE_USERS = (
 
 
 class PPOError(Exception):
-    """Base of the exceptions of this project, whose messages hold no password, key or token."""
+    """Base of the exceptions of this project.
+
+    Their messages hold no password, key or token, and no control character but line break and tab.
+    """
 
     def __init__(self, *args: object) -> None:
         """Take the message, which may quote addresses and the messages of libraries."""
-        super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(
+            *(escape_controls(redact(arg)) if isinstance(arg, str) else arg for arg in args)
+        )
 
 
 class ConfigError(PPOError, ValueError):

@@ -1,4 +1,7 @@
-"""Redact what a process writes to stdout and stderr, log records and tracebacks included."""
+"""Redact what a process writes to stdout and stderr, log records and tracebacks included.
+
+Control characters are escaped there as well.
+"""
 
 import atexit
 import logging
@@ -9,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO, cast
 
+from ppo_core.errors.control_characters import escape_bytes, escape_output
 from ppo_core.errors.redaction import known_secrets, mask_secrets, redact
 
 MAX_LINE_CHARACTERS = 10_000
@@ -39,7 +43,7 @@ def install_redaction() -> None:
 
 
 class RedactedStream:
-    """A text stream that redacts text and writes it to another stream.
+    """A text stream that redacts and escapes text, and writes it to another stream.
 
     Text is written at once. Only the last characters of a line are held until the next write or
     `flush` if they may begin a secret. So a secret that is split between two writes is found, and
@@ -67,8 +71,10 @@ class RedactedStream:
         """Write `text` without its secrets; return its length."""
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        kept = len(text)
+        text = escape_output(text, is_terminal=self._is_terminal())
         with self._lock:
-            text, kept = self._held + text, len(text)
+            text = self._held + text
             cut = _end_of_finished(text)
             self._held = text[cut:]
             if cut:
@@ -96,6 +102,9 @@ class RedactedStream:
                 self._stream.write(_redact_lines(self._held))
                 self._held = ""
 
+    def _is_terminal(self) -> bool:
+        return not self._stream.closed and self._stream.isatty()
+
     def _renew_lock(self) -> None:
         # Reentrant, because a signal handler may write during a write.
         self._lock = threading.RLock()
@@ -115,7 +124,9 @@ class _RedactedBuffer:
         self._text._stream.flush()
         # Latin-1 maps every byte to one character and back.
         clean = _redact_lines(bytes(data).decode("latin-1"))
-        self._text._stream.buffer.write(clean.encode("latin-1"))
+        is_terminal = self._text._is_terminal()
+        clean_bytes = escape_bytes(clean.encode("latin-1"), is_terminal=is_terminal)
+        self._text._stream.buffer.write(clean_bytes)
         return len(data)
 
 

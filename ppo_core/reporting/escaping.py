@@ -1,7 +1,8 @@
 """Show texts of models and data sets as they are: on a terminal, and in Markdown."""
 
 import re
-import unicodedata
+
+from ppo_core.errors.control_characters import remove_controls
 
 _MARKUP = str.maketrans(
     {c: f"\\{c}" for c in "*_[]"} | {c: f"&#{ord(c)};" for c in "\\`<>&|~$@"} | {"\n": "<br>"}
@@ -19,7 +20,7 @@ _NOT_PLAIN = re.compile(r"[^\w ,./-]|(?<=www)\.|(?<![^\W_])_|_(?![^\W_])", re.IG
 
 def printable(text: str) -> str:
     """Return the text without control characters, some of which move a terminal's cursor."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+    return remove_controls(text)
 
 
 def as_markdown(text: str) -> str:

@@ -10,6 +10,7 @@ from metaflow.exception import MetaflowExceptionWrapper
 
 from pipeline.settings.overrides import read_overrides
 from ppo_core.config.checks import refuse_secrets
+from ppo_core.errors.control_characters import escape_controls
 from ppo_core.errors.redaction import redact
 
 PARAMETER_VARIABLE = "METAFLOW_RUN_"
@@ -41,10 +42,13 @@ def keep_secrets_from_metaflow(argv: Sequence[str]) -> None:
 
 
 def redacted_exception(error: BaseException) -> Any:
-    """Return the exception that is being handled as Metaflow stores it, without secrets."""
+    """Return the exception that is being handled as Metaflow stores and shows it.
+
+    It has neither secrets nor control characters.
+    """
     stored = MetaflowExceptionWrapper(error)
-    stored.exception = redact(stored.exception)
-    stored.stacktrace = stored.stacktrace and redact(stored.stacktrace)
+    stored.exception = escape_controls(redact(stored.exception))
+    stored.stacktrace = stored.stacktrace and escape_controls(redact(stored.stacktrace))
     return stored
 
 

@@ -13,6 +13,7 @@ from pipeline.storage.s3_client import is_missing, is_refused_write
 from ppo_core.config.checks import check_type
 from ppo_core.config.text_files import parse_strict_json
 from ppo_core.errors import ConfigError, StorageError
+from ppo_core.errors.control_characters import escape_controls
 
 LIMIT = timedelta(hours=24)
 """Time after which a lease that was not renewed may be taken over. Longer than a step waits for its
@@ -45,7 +46,8 @@ class Holder:
     def __str__(self) -> str:
         """Return the owner, the run that trains, and both times, for messages."""
         run = f" for {self.run}" if self.run else ""
-        return f"{self.owner}{run}, since {self.taken}, renewed {self.renewed}"
+        words = f"{self.owner}{run}, since {self.taken}, renewed {self.renewed}"
+        return escape_controls(words)
 
     def is_over(self) -> bool:
         """Return whether another run may take the lease: it was released, or not renewed."""

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.data.rows.reader import Rows
 from ppo_core.data.rows.row_error import list_reasons
 from ppo_core.errors import ConfigError
+from ppo_core.errors.control_characters import escape_controls
 
 MAX_SHOWN = 500
 """Maximum number of characters of a row that is shown."""
@@ -19,7 +20,7 @@ def describe_reading(rows: Rows) -> str:
         for field, column in rows.reading.items()
     )
     left_out = f"; left out: {list_reasons(rows.left_out)}" if rows.left_out else ""
-    return f"{rows.source}: {len(rows)} rows, reading {columns}{left_out}"
+    return escape_controls(f"{rows.source}: {len(rows)} rows, reading {columns}{left_out}")
 
 
 def describe_first(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -1,0 +1,53 @@
+"""Show control characters as escapes, so that no text of a file or a server acts on a terminal.
+
+Terminals move the cursor, delete lines, set the title and even answer to such characters, and
+characters of text direction show a text in another order than it has.
+"""
+
+import re
+
+# Except the line break and the tab. The last two ranges are the characters that change the
+# direction of text, and halves of characters, which no stream can write.
+_CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+_ANYWHERE = re.compile(_CONTROL)
+# Progress bars begin with a carriage return, and old files end lines with one.
+_RETURN = r"\A\r+|\r+(?=\n|\Z)"
+_IN_FILES = re.compile(f"({_RETURN})|{_CONTROL}")
+_ON_TERMINALS = re.compile(rf"({_RETURN}|\x1b\[[0-9;]{{0,20}}m)|{_CONTROL}")
+# What progress bars write to find their line; no text stands beside it.
+_MOVE = re.compile(r"(?:\x1b\[\d{0,3}[AK]|\x1b\[\?25[hl]|[\r\n ])*")
+
+
+def escape_controls(text: str) -> str:
+    """Return a text whose control characters are written as in Python, but for line break and tab.
+
+    Use it for texts of others within a message.
+    """
+    return _ANYWHERE.sub(_escape, text)
+
+
+def remove_controls(text: str) -> str:
+    """Return a text without its control characters, but for line break and tab."""
+    return _ANYWHERE.sub("", text)
+
+
+def escape_output(text: str, *, is_terminal: bool) -> str:
+    """Return output without control characters, except those of our tables and progress bars.
+
+    On a terminal, colors stay, and what moves to the line of a progress bar.
+    """
+    if not _ANYWHERE.search(text) or (is_terminal and _MOVE.fullmatch(text)):
+        return text
+    kept = _ON_TERMINALS if is_terminal else _IN_FILES
+    return kept.sub(lambda found: found[1] or _escape(found), text)
+
+
+def escape_bytes(data: bytes, *, is_terminal: bool) -> bytes:
+    """Return output in UTF-8 as `escape_output` does; other bytes stay as they are."""
+    parts = re.split(r"([\udc80-\udcff]+)", data.decode("utf-8", "surrogateescape"))
+    parts[::2] = [escape_output(part, is_terminal=is_terminal) for part in parts[::2]]
+    return "".join(parts).encode("utf-8", "surrogateescape")
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode("ascii")
