@@ -96,6 +96,8 @@ def _read_with_models(path: Path, folder: Path) -> Settings:
         PPOError: a model cannot be read here.
     """
     table, workspace = read_toml_file(path, ConfigError), Workspace(str(folder))
+    if not table.get("policy"):
+        raise ModelError("the settings name no policy.")
     for name in MODELS:
         place = str(table.get(name) or "")
         if place.startswith(REGISTRY):
@@ -200,7 +202,8 @@ def _check_memory(planned: PlannedTraining) -> list[str]:
     instead = (
         f"These settings fit:\n{choice.as_settings()}"
         if choice
-        else "No precision or sharding fits: use more or larger GPUs, or smaller batches."
+        else "No precision or sharding fits: use gradient_checkpointing, smaller batches, or more "
+        "or larger GPUs."
     )
     if needed > gpu.memory:
         raise ConfigError(f"{needs}: it would end without memory. {instead}")

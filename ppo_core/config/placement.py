@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 _CONTAINER = Path("/sys/fs/cgroup")
 """Folder that describes the control group of this process in a container."""
 
+SMALLEST_WIDTH = 192
+"""Smallest hidden size at which bfloat16 is faster than fp32 on a CPU."""
+
 Precision: TypeAlias = Literal["auto", "fp32", "bf16"]
 """Precision of a model that is only read: "auto" is bfloat16 on a GPU that computes in it, and
 float32 elsewhere."""
@@ -23,6 +26,18 @@ class Placement:
 
     device: "torch.device"
     dtype: "torch.dtype"
+
+
+def is_fast_in_bf16(width: int, *, use_cpu: bool) -> bool:
+    """Return whether bfloat16 autocast is fast on this machine for models of a hidden size."""
+    # Imported here, because settings name a `Precision` where torch is not needed.
+    import torch
+
+    if torch.cuda.is_available() and not use_cpu:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    can = torch.cpu.get_capabilities()
+    has_units = can.get("avx512_bf16", False) or can.get("amx_bf16", False)
+    return has_units and width >= SMALLEST_WIDTH
 
 
 def placement_for_reading(precision: Precision = "fp32") -> Placement:

@@ -75,8 +75,9 @@ class SupervisedConfig:
     """Weight of an additional loss, the squared sum of the two scores of a pair. The loss pulls
     the mean score of a reward model towards 0 (arXiv:2312.09244)."""
 
-    bf16: bool = False
-    """Train with bfloat16 autocast and fp32 weights."""
+    bf16: bool | None = None
+    """Train with bfloat16 autocast and fp32 weights. None: where PPO does, on a GPU that computes
+    in it, and on a CPU with units for it if the model has a hidden size of 192 or more."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass; this saves memory and takes about a third more

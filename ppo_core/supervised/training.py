@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.checkpointing.checkpointer import refuse_earlier_run
+from ppo_core.config.placement import is_fast_in_bf16
 from ppo_core.config.row_settings import Overlong, PromptFormat
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.data.atomic_files import require_writable
 from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.data.rows.reader import Rows, read_source
 from ppo_core.data.sources.source import source_of_rows
+from ppo_core.data.text_config import text_config
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import ConfigError
 from ppo_core.models.adapters import adapter_settings, recompute_activations
 from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.files.model_folder import refuse_adapter
-from ppo_core.models.loading import count_parameters, load_policy, load_tokenizer
+from ppo_core.models.loading import count_parameters, load_config, load_policy, load_tokenizer
 from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows, max_tokens
 from ppo_core.supervised.examples.reward_pairs import collate_pairs
@@ -93,6 +95,7 @@ def train_sft(
     tokenizer = load_tokenizer(model, prompt_format)
     rows = _rows(examples, "demonstrations", tokenizer)
     limit = max_tokens(model, config)
+    config = _with_precision(config, model)
     encoded = encode_rows("demonstrations", rows, tokenizer, config, limit=limit, overlong=overlong)
     seed_global_generators(config.seed)
     policy = _load_start(model)
@@ -160,6 +163,7 @@ def train_reward_model(
     tokenizer = load_tokenizer(model, prompt_format)
     rows = _rows(pairs, "pairs", tokenizer)
     limit = max_tokens(model, config)
+    config = _with_precision(config, model)
     encoded = encode_rows("pairs", rows, tokenizer, config, limit=limit, overlong=overlong)
     make = partial(_make_ranker, model, tokenizer.pad_token_id, config, peft_config)
     engine = connect_processes(config)
@@ -200,6 +204,14 @@ def _make_folders(output_dir: str | Path, model_dir: str | Path | None) -> tuple
     return output, saved
 
 
+def _with_precision(config: SupervisedConfig, model: str | Path) -> SupervisedConfig:
+    """Return the settings with `bf16` chosen for this machine and model if it is None."""
+    if config.bf16 is not None:
+        return config
+    width = getattr(text_config(load_config(model)), "hidden_size", 0)
+    return replace(config, bf16=is_fast_in_bf16(width, use_cpu=False))
+
+
 def _start_and_adapter(model: str | Path, peft_config: "PeftConfig | None") -> dict[str, str]:
     """Return the model to train, and its adapter, as texts that JSON has."""
     adapter = {} if peft_config is None else adapter_settings(peft_config)
@@ -237,7 +249,7 @@ def connect_processes(config: SupervisedConfig) -> Engine:
         ConfigError: settings of the sharding contradict each other or the launcher's.
     """
     return Engine(
-        bf16=config.bf16, sharding=config.sharding, offload=config.offload, timeout=TIMEOUT
+        bf16=bool(config.bf16), sharding=config.sharding, offload=config.offload, timeout=TIMEOUT
     )
 
 

@@ -3,10 +3,8 @@
 import torch
 from torch import nn
 
+from ppo_core.config.placement import is_fast_in_bf16
 from ppo_core.data.text_config import text_config
-
-SMALLEST_WIDTH = 192
-"""Smallest hidden size at which bfloat16 is faster than fp32 on a CPU."""
 
 
 def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bool:
@@ -19,15 +17,6 @@ def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bo
     if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
         return False
     return is_fast_in_bf16(_width(model), use_cpu=use_cpu)
-
-
-def is_fast_in_bf16(width: int, *, use_cpu: bool) -> bool:
-    """Return whether bfloat16 autocast is fast on this machine for models of a hidden size."""
-    if torch.cuda.is_available() and not use_cpu:
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    can = torch.cpu.get_capabilities()
-    has_units = can.get("avx512_bf16", False) or can.get("amx_bf16", False)
-    return has_units and width >= SMALLEST_WIDTH
 
 
 def _width(model: nn.Module) -> int:

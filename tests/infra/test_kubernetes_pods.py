@@ -74,6 +74,7 @@ TARGETS: dict[str, tuple[Peer, int, str]] = {
     "mlflow": (Pod("mlflow", {"app.kubernetes.io/name": "mlflow"}), 5000, "TCP"),
     "metadata": (Pod("metaflow", {"app.kubernetes.io/name": "metaflow-service"}), 8080, "TCP"),
     "judge": (Outside("162.159.140.245"), 443, "TCP"),
+    "roles of EKS": (Outside("169.254.170.23"), 80, "TCP"),
     # What no pod reaches.
     "internet": (Outside("162.159.140.245"), 80, "TCP"),
     "node": (Outside("169.254.169.254"), 80, "TCP"),
@@ -85,17 +86,17 @@ TARGETS: dict[str, tuple[Peer, int, str]] = {
     "others' dns": (Pod("others", {"k8s-app": "kube-dns"}), 53, "UDP"),
 }
 
-STEP = {"dns", "s3", "kubernetes", "mlflow", "metadata"}
+STEP = {"dns", "s3", "kubernetes", "mlflow", "metadata", "roles of EKS"}
 
 REACHED = {
     "rlhf-retrain": STEP,
     "rlhf-train": STEP,
     "rlhf-judge": STEP | {"judge"},
     "rlhf-register": STEP,
-    "rlhf-consumer": {"dns", "s3", "mlflow"},
+    "rlhf-consumer": {"dns", "s3", "mlflow", "roles of EKS"},
     "machine": STEP - {"kubernetes"},
-    "creator of a JobSet": STEP - {"mlflow"},
-    "error hook": STEP - {"mlflow"},
+    "creator of a JobSet": STEP - {"mlflow", "roles of EKS"},
+    "error hook": STEP - {"mlflow", "roles of EKS"},
     "any": {"dns", "s3"},
 }
 """All targets that a pod reaches."""

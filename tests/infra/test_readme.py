@@ -160,6 +160,34 @@ def test_the_quotas_are_those_of_the_machines():
         assert spot in README.read_text()
 
 
+def test_what_outlives_the_stack_and_what_protects_it_are_named():
+    kept = {
+        resource["Type"]
+        for path in FOLDER.glob("*.yaml")
+        for resource in template(path.stem)["Resources"].values()
+        if resource.get("DeletionPolicy", "Delete") != "Delete"
+    }
+    assert kept == {
+        "AWS::Backup::BackupVault",
+        "AWS::ECR::Repository",
+        "AWS::KMS::Key",
+        "AWS::RDS::DBInstance",
+        "AWS::S3::Bucket",
+    }
+    rows = " ".join(row[0] for row in table("what", "how it goes"))
+    for word in ("vault", "repositories", "key", "snapshots of both databases", "bucket"):
+        assert word in rows
+    protected = [one["DeletionProtection"] for _, one in resources("AWS::RDS::DBInstance")]
+    assert protected == [True]
+    text = README.read_text()
+    assert "--no-deletion-protection" in text
+    ((_, balancer),) = resources("AWS::ElasticLoadBalancingV2::LoadBalancer")
+    assert {"Key": "deletion_protection.enabled", "Value": "true"} in balancer[
+        "LoadBalancerAttributes"
+    ]
+    assert "Key=deletion_protection.enabled,Value=false" in text
+
+
 def test_the_standing_cost_is_that_of_what_the_templates_make():
     rows = table("what", "resource", "number", "unit price", "a month")
     *rows, total = rows

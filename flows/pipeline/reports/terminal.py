@@ -47,6 +47,18 @@ def decision_in_words(version: int, champion: int | None) -> str:
     return f"refused, and version {champion} stays champion"
 
 
+def reward_model_in_words(report: Mapping[str, Any]) -> str:
+    """Return the verdict on a reward model and its accuracy."""
+    accuracy = report["accuracy"]
+    verdict = "fit" if report["fit"] else "refused"
+    if report["accepted_by_hand"]:
+        verdict = "accepted by hand"
+    return (
+        f"{verdict}, right in {accuracy['accuracy']:.1%} of {accuracy['n']} held-out pairs, "
+        f"95 % interval {as_interval(accuracy)}"
+    )
+
+
 def _win_rates(win_rates: Mapping[str, Mapping[str, Any]]) -> Table:
     judge = win_rates["ppo_vs_sft"]["judge"]
     table = Table("", title=f"Win rates, judged by {judge}", title_justify="left")
@@ -69,7 +81,7 @@ def _win_rates(win_rates: Mapping[str, Mapping[str, Any]]) -> Table:
 def _the_rest(summary: Mapping[str, Any]) -> Table:
     table = Table(show_header=False)
     timings, kl = summary["timings"], summary["kl"]["ppo"]
-    table.add_row("Reward model", _reward_model(summary["reward_model"]))
+    table.add_row("Reward model", reward_model_in_words(summary["reward_model"]))
     if summary["improvement"]:
         table.add_row("PPO gained on SFT", _improvement(summary["improvement"]))
     for name in SHOWN_METRICS:
@@ -119,15 +131,6 @@ def _promotion(model: Mapping[str, Any], promotion: Mapping[str, Any]) -> Table:
         chosen = f"{quote(model['name'])} {model['version']}"
         table.add_row("To overrule", f"python flows/registry.py promote {chosen} --reason TEXT")
     return table
-
-
-def _reward_model(report: Mapping[str, Any]) -> str:
-    accuracy = report["accuracy"]
-    verdict = "accepted by hand" if report["accepted_by_hand"] else "fit"
-    return (
-        f"{verdict}, right in {accuracy['accuracy']:.1%} of {accuracy['n']} held-out pairs, "
-        f"95 % interval {as_interval(accuracy)}"
-    )
 
 
 def _improvement(difference: Mapping[str, Any]) -> str:

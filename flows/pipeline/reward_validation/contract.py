@@ -15,13 +15,13 @@ from pipeline.reward_validation.padding import (
     score_right_padded,
     score_together,
 )
+from pipeline.reward_validation.scores import TextScorer
 from pipeline.reward_validation.vocabulary import (
     Vocabulary,
     measure_vocabulary,
     vocabulary_reasons,
 )
 from ppo_core.data.rows.dialogues import shown_prompt
-from ppo_core.models.reward_model import RewardModel
 
 NUM_PAIRS = 16
 """Number of pairs whose texts are scored alone, in a batch, and with padding."""
@@ -59,17 +59,19 @@ class Contract:
 
 
 def check_contract(
-    model: RewardModel, pairs: Sequence[LabelledPair], *, tolerance: float
+    scorer: TextScorer, pairs: Sequence[LabelledPair], *, tolerance: float
 ) -> Contract:
     """Score real and unusual texts in every way that training or serving may score them.
 
     Args:
-        model: the reward model.
+        scorer: scores texts with the reward model. Comparisons of one text use the model itself, in
+            fp32.
         pairs: at least one held-out pair; all scores must be finite. The end-of-sequence check uses
             up to 500 pairs, and all other checks use the first `NUM_PAIRS`.
         tolerance: maximum difference between two scores of the same text, as a fraction of the
             standard deviation of the real texts' scores.
     """
+    model = scorer.model
     real = [(pair.prompt, text) for pair in pairs[:NUM_PAIRS] for text in _texts(pair)]
     rows = [model.encode(*texts) for texts in real]
     odd = odd_rows(model, pairs[0].prompt, pairs[0].chosen)
@@ -85,7 +87,7 @@ def check_contract(
     right_padded = Difference.between(together, score_right_padded(model, mixed), deviation)
     left_padded = None if left is None else Difference.between(alone, left, deviation)
     differences = {"batch": batch, "right_filler": right_padded, "left_filler": left_padded}
-    ends = compare_ends(model, pairs)
+    ends = compare_ends(scorer, pairs)
     vocabulary = measure_vocabulary(
         model, [part for prompt, text in real for part in (shown_prompt(prompt), text)]
     )

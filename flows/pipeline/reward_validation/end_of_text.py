@@ -8,7 +8,7 @@ from statsmodels.stats.weightstats import DescrStatsW
 
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.rates import hits
-from pipeline.reward_validation.scores import encoded_scores
+from pipeline.reward_validation.scores import TextScorer
 from ppo_core.data.prompts import context_length
 from ppo_core.models.reward_model import RewardModel
 
@@ -46,12 +46,13 @@ class EndOfText:
     """Number of pairs."""
 
 
-def compare_ends(model: RewardModel, pairs: Sequence[LabelledPair]) -> EndOfText | None:
+def compare_ends(scorer: TextScorer, pairs: Sequence[LabelledPair]) -> EndOfText | None:
     """Score the first pairs that are not ties with and without the end-of-sequence token.
 
     Return None if the tokenizer has no such token, or if fewer than two pairs are usable. A pair is
     usable if none of its token rows, with or without the token, is empty or exceeds the context.
     """
+    model = scorer.model
     if model.tokenizer.eos_token_id is None:
         return None
     other = RewardModel(
@@ -66,7 +67,7 @@ def compare_ends(model: RewardModel, pairs: Sequence[LabelledPair]) -> EndOfText
     rows = [four for four in encoded if _readable(model, four)]
     if len(rows) < 2:
         return None
-    scores = encoded_scores(model, [row for four in rows for row in four])
+    scores = scorer.scores([row for four in rows for row in four])
     (chosen, rejected), (other_chosen, other_rejected) = scores.reshape(-1, 2, 2).transpose(1, 2, 0)
     right, other_right = hits(chosen - rejected), hits(other_chosen - other_rejected)
     low, high = DescrStatsW(other_right - right).tconfint_mean()

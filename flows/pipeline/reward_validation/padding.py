@@ -9,7 +9,6 @@ import torch
 
 from pipeline.reward_validation.odd_texts import longest_row
 from pipeline.reward_validation.rates import Array
-from pipeline.reward_validation.scores import encoded_scores
 from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.data.batching import pad_rows
 from ppo_core.models.reward_model import RewardModel
@@ -38,12 +37,17 @@ class Difference:
 
 def score_alone(model: RewardModel, rows: Sequence[list[int]]) -> Array:
     """Return the scores (N,) of token rows, each in its own batch."""
-    return encoded_scores(model, rows, 1)
+    return _scores(model, rows, 1)
 
 
 def score_together(model: RewardModel, rows: Sequence[list[int]]) -> Array:
     """Return the scores (N,) of token rows in one batch."""
-    return encoded_scores(model, rows, len(rows))
+    return _scores(model, rows, len(rows))
+
+
+def _scores(model: RewardModel, rows: Sequence[list[int]], batch_size: int) -> Array:
+    scores: Array = model.score_encoded(rows, batch_size).double().numpy()
+    return scores
 
 
 def score_right_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array:

@@ -27,11 +27,10 @@ from random import Random
 import numpy as np
 
 from pipeline.reward_validation.rates import Array, hits, measure_rate
-from pipeline.reward_validation.scores import encoded_scores
+from pipeline.reward_validation.scores import TextScorer
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length
 from ppo_core.errors import ModelError
-from ppo_core.models.reward_model import RewardModel
 
 OPENING = 3
 """Number of words that are repeated; references with at most this many words are left out."""
@@ -104,7 +103,7 @@ class Probes:
 
 
 def run_probes(
-    model: RewardModel,
+    scorer: TextScorer,
     prompts: Sequence[str | Messages],
     references: Sequence[str],
     *,
@@ -114,7 +113,7 @@ def run_probes(
     """Score changed versions of the references, and compare them with their rivals.
 
     Args:
-        model: the reward model.
+        scorer: scores texts with the reward model.
         prompts: N prompts.
         references: N good answers, one for each prompt.
         seed: seed of the random word orders.
@@ -123,7 +122,7 @@ def run_probes(
     Raises:
         ModelError: a score is not finite.
     """
-    rng = Random(seed)
+    rng, model = Random(seed), scorer.model
     changed = [
         (prompt, _versions(reference, rng))
         for prompt, reference in zip(prompts, references, strict=True)
@@ -135,7 +134,7 @@ def run_probes(
     ]
     context = context_length(model.model.config) or np.inf
     usable = [rows for rows in encoded if max(map(len, rows.values())) <= context]
-    probes = _compare(model, usable) if usable else {}
+    probes = _compare(scorer, usable) if usable else {}
     return Probes(
         probes=probes,
         left_out=len(references) - len(usable),
@@ -172,8 +171,8 @@ def _words(text: str) -> tuple[list[str], str]:
     return words, " "
 
 
-def _compare(model: RewardModel, encoded: Sequence[dict[str, list[int]]]) -> dict[str, Probe]:
-    scores = {name: _scores(model, [rows[name] for rows in encoded], name) for name in encoded[0]}
+def _compare(scorer: TextScorer, encoded: Sequence[dict[str, list[int]]]) -> dict[str, Probe]:
+    scores = {name: _scores(scorer, [rows[name] for rows in encoded], name) for name in encoded[0]}
     probes = {}
     for name, (versions, rivals) in CONTESTS.items():
         worst = np.min([scores[version] for version in versions], axis=0)
@@ -190,8 +189,8 @@ def _compare(model: RewardModel, encoded: Sequence[dict[str, list[int]]]) -> dic
     return probes
 
 
-def _scores(model: RewardModel, rows: Sequence[list[int]], version: str) -> Array:
-    scores = encoded_scores(model, rows)
+def _scores(scorer: TextScorer, rows: Sequence[list[int]], version: str) -> Array:
+    scores = scorer.scores(rows)
     broken = np.flatnonzero(~np.isfinite(scores))
     if broken.size:
         raise ModelError(

@@ -1,38 +1,64 @@
-"""Score token rows and pairs, and raise for scores that are not finite."""
+"""Score token rows and pairs once each, and raise for scores that are not finite."""
 
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.vocabulary import known_tokens
+from ppo_core.data.chat_template import Messages
+from ppo_core.data.progress_bar import SECONDS_BETWEEN_LINES, progress
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
 
-BATCH_SIZE = 64
-"""Number of texts per batch."""
+BATCH_SIZE = 16
+"""Number of texts per batch: few, so that a long validation often says how far it is."""
 
 
-def encoded_scores(
-    model: RewardModel, rows: Sequence[list[int]], batch_size: int = BATCH_SIZE
-) -> Array:
-    """Return the scores (N,) of N token rows."""
-    scores: Array = model.score_encoded(rows, batch_size).double().numpy()
-    return scores
+class TextScorer:
+    """Scores texts with a reward model, each text once, in the precision in which PPO scores."""
+
+    def __init__(self, model: RewardModel, *, bf16: bool = False) -> None:
+        """Take the reward model; with `bf16` it computes in bfloat16 by autocast."""
+        self.model = model
+        self._bf16 = bf16
+        self._known: dict[tuple[int, ...], float] = {}
+
+    def scores(self, rows: Sequence[list[int]]) -> Array:
+        """Return the scores (N,) of N token rows."""
+        # Of several equal rows, the first; longest first, so that a lack of memory shows early.
+        new = sorted(
+            {tuple(row) for row in rows} - self._known.keys(), key=lambda row: (-len(row), row)
+        )
+        with progress(len(new), "scoring", "text", delay=SECONDS_BETWEEN_LINES) as bar:
+            for start in range(0, len(new), BATCH_SIZE):
+                batch = new[start : start + BATCH_SIZE]
+                with torch.autocast(self.model.model.device.type, torch.bfloat16, self._bf16):
+                    found = self.model.score_encoded([list(row) for row in batch], BATCH_SIZE)
+                self._known.update(zip(batch, found.double().tolist(), strict=True))
+                bar.update(len(batch))
+        return np.array([self._known[tuple(row)] for row in rows])
+
+    def score_texts(self, prompts: Sequence[str | Messages], responses: Sequence[str]) -> Array:
+        """Return the scores (N,) of one response to each of N prompts."""
+        pairs = zip(prompts, responses, strict=True)
+        return self.scores([self.model.encode(*texts) for texts in pairs])
 
 
-def score_pairs(model: RewardModel, pairs: Sequence[LabelledPair]) -> tuple[Array, Array]:
+def score_pairs(scorer: TextScorer, pairs: Sequence[LabelledPair]) -> tuple[Array, Array]:
     """Return the scores (N,) of the chosen and (N,) of the rejected responses.
 
     Raises:
         ModelError: the model has no embedding of a token, or a score is not finite.
     """
+    model = scorer.model
     rows = [
         model.encode(pair.prompt, text) for pair in pairs for text in (pair.chosen, pair.rejected)
     ]
     _require_known_tokens(model, rows)
-    chosen, rejected = encoded_scores(model, rows).reshape(-1, 2).T
+    chosen, rejected = scorer.scores(rows).reshape(-1, 2).T
     broken = np.flatnonzero(~(np.isfinite(chosen) & np.isfinite(rejected)))
     if broken.size:
         first = broken[0]

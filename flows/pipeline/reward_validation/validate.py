@@ -15,12 +15,11 @@ from pipeline.reward_validation.lengths import measure_lengths
 from pipeline.reward_validation.probes import run_probes
 from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.samples import duplicates, measure_samples
-from pipeline.reward_validation.scores import require_finite, score_pairs
+from pipeline.reward_validation.scores import TextScorer, require_finite, score_pairs
 from pipeline.settings.gate_configs import RewardGateConfig
 from pipeline.storage.workspace import original_names
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.rows.reader import Rows
-from ppo_core.models.reward_model import RewardModel
 
 
 class Draw(Protocol):
@@ -42,7 +41,7 @@ MAX_PROBED = 256
 
 
 def validate(
-    model: RewardModel,
+    scorer: TextScorer,
     pairs: Rows,
     prompts: Rows,
     draw: Draw,
@@ -54,7 +53,7 @@ def validate(
     """Return the report on a reward model, serializable as JSON; its key `fit` is the verdict.
 
     Args:
-        model: the reward model, without bias and gain.
+        scorer: scores texts with the reward model, without bias and gain.
         pairs: held-out preferences.
         prompts: rows of PPO's prompts. The probes change their references. If there are no
             references, the probes change the chosen responses of `pairs`.
@@ -68,12 +67,12 @@ def validate(
         DataError: the model cannot read a text.
     """
     labelled = label_pairs(pairs)
-    chosen, rejected = score_pairs(model, labelled)
+    chosen, rejected = score_pairs(scorer, labelled)
     decided = np.array([not pair.tie for pair in labelled])
     asked = prompts.column("prompt", limits.num_prompts)
     samples = draw(asked, samples_per_prompt=limits.samples_per_prompt)
-    sample_scores = _score_samples(model, asked, samples)
-    references = _score_references(model, prompts, max(MAX_REFERENCES, limits.num_prompts))
+    sample_scores = _score_samples(scorer, asked, samples)
+    references = _score_references(scorer, prompts, max(MAX_REFERENCES, limits.num_prompts))
 
     accuracy = measure_accuracy(chosen, rejected, labelled)
     calibration = calibrate((chosen - rejected)[decided])
@@ -81,9 +80,9 @@ def validate(
     sampled = measure_samples(
         sample_scores, None if references is None else references[: limits.num_prompts], seed=seed
     )
-    contract = check_contract(model, labelled, tolerance=limits.tolerance)
+    contract = check_contract(scorer, labelled, tolerance=limits.tolerance)
     probes = run_probes(
-        model, *_good_answers(prompts, labelled), seed=seed, limit=limits.max_degenerate_preferred
+        scorer, *_good_answers(prompts, labelled), seed=seed, limit=limits.max_degenerate_preferred
     )
     reasons = [
         *reasons_against(accuracy, calibration, lengths, sampled, limits, training),
@@ -105,7 +104,7 @@ def validate(
     }
 
 
-def _score_references(model: RewardModel, prompts: Rows, limit: int) -> Array | None:
+def _score_references(scorer: TextScorer, prompts: Rows, limit: int) -> Array | None:
     """Return the scores of the first `limit` references; None without references.
 
     Raises:
@@ -115,7 +114,7 @@ def _score_references(model: RewardModel, prompts: Rows, limit: int) -> Array | 
         print(f"{original_names(prompts.source)} has no column reference: the bias is 0.")
         return None
     texts, references = prompts.column("prompt", limit), prompts.column("reference", limit)
-    scores: Array = model.score_texts(texts, references).double().numpy()
+    scores = scorer.score_texts(texts, references)
     require_finite(scores, "references")
     return scores
 
@@ -131,9 +130,9 @@ def _good_answers(
 
 
 def _score_samples(
-    model: RewardModel, prompts: Sequence[str | Messages], samples: Sequence[Sequence[str]]
+    scorer: TextScorer, prompts: Sequence[str | Messages], samples: Sequence[Sequence[str]]
 ) -> Array:
     """Return the scores (M, K) of K samples for each of M prompts."""
     repeated = [prompt for prompt, group in zip(prompts, samples, strict=True) for _ in group]
-    scores = model.score_texts(repeated, [text for group in samples for text in group])
-    return scores.double().numpy().reshape(len(samples), -1)
+    scores = scorer.score_texts(repeated, [text for group in samples for text in group])
+    return scores.reshape(len(samples), -1)

@@ -19,17 +19,19 @@ from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.launch.answers import answer_in_run
 from pipeline.reports.log_reports import log_reward_report
+from pipeline.reports.terminal import reward_model_in_words
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.samples import draw_samples
-from pipeline.reward_validation.scores import score_pairs
+from pipeline.reward_validation.scores import TextScorer, score_pairs
 from pipeline.reward_validation.validate import validate
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
 from pipeline.storage.addresses import is_in_s3
-from ppo_core.config.placement import placement_for_reading
+from ppo_core.config.placement import is_fast_in_bf16, placement_for_reading
 from ppo_core.data.chat_template import Messages
+from ppo_core.data.text_config import text_config
 from ppo_core.errors import ModelError
-from ppo_core.models.loading import load_reward_model
+from ppo_core.models.loading import load_config, load_reward_model
 from ppo_core.rollout.sampler import server_of
 from ppo_core.training.answers import AnswerJob
 
@@ -53,6 +55,7 @@ def validate_reward_model(
         reward_model, judge_model = at_hand(reward_model), at_hand(judge_model)
         report = examine_reward_model(settings, sft, reward_model, run.folder)
         report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
+        print(f"reward model: {reward_model_in_words(report)}", flush=True)
         file = run.folder / REWARD_REPORT_FILE
         write_report(file, report)
         log_reward_report(tracker, report)
@@ -110,7 +113,7 @@ def examine_reward_model(
         placement=placement_for_reading(),
     )
     return validate(
-        model,
+        TextScorer(model, bf16=_scores_in_bf16(settings)),
         data_sets.test_pairs(settings),
         data_sets.training_prompts(settings),
         partial(draw_samples, partial(_sample_texts, settings, sft.path, folder)),
@@ -118,6 +121,15 @@ def examine_reward_model(
         training=reward_model.metrics,
         seed=settings.seed,
     )
+
+
+def _scores_in_bf16(settings: Settings) -> bool:
+    """Return whether PPO scores in bfloat16 on this machine."""
+    if settings.ppo.bf16 is not None:
+        return settings.ppo.bf16
+    width = getattr(text_config(load_config(settings.policy)), "hidden_size", 0)
+    in_fp32 = settings.lora.dtype == "float32"
+    return in_fp32 and is_fast_in_bf16(width, use_cpu=settings.ppo.use_cpu)
 
 
 def _sample_texts(
@@ -150,7 +162,8 @@ def _measure_judge(settings: Settings, judge: PreparedModel) -> TrainedJudge:
         placement=placement_for_reading(),
     )
     pairs = label_pairs(data_sets.judge_test_pairs(settings))
-    found = measure_accuracy(*score_pairs(model, pairs), pairs)
+    # As `RewardModelJudge` scores.
+    found = measure_accuracy(*score_pairs(TextScorer(model), pairs), pairs)
     measured = TrainedJudge(
         path=judge.path, accuracy=found.accuracy, low=found.low, high=found.high, n=found.n
     )

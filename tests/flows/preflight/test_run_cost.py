@@ -170,6 +170,32 @@ def test_decoding_is_bound_by_launches_or_by_the_memory_by_hand():
     assert milliseconds("h100-80gb", 7_600_000_000, 28) == pytest.approx(23.36, abs=0.01)
 
 
+def test_no_pass_is_shorter_than_its_launches_by_hand():
+    """A small model on an H100: what the GPU computes is less than what Python launches."""
+    one = replace(trainings(LLAMA["1B"][0])[2].size, processes=1, sharding="none")
+    small = replace(LLAMA["1B"][0], layers=10, parameters=1_000_000, outside_layers=0, width=8)
+    size = replace(
+        one,
+        policy=small,
+        reward=small,
+        critic=small,
+        recomputes=True,
+        prompt_tokens=8,
+        response_tokens=8,
+        sampled_rows=16,
+        trained_tokens=32,
+    )
+    schedule = Schedule(batch_size=64, num_updates=5, steps_per_update=4)
+    speed = TableSpeed(gpu=H100, autocast=True, processes=1, machines=1, sharding="none")
+    seconds = ppo_seconds(size, schedule, speed, epochs=3, mean_prompt=8, samples_here=True)
+    # 10 layers of 1 / (49.94 x 24) s. 4 batches of 16 rows: reading prompts, 8 tokens, and scoring
+    # by three models. 3 epochs of 32 passes of 2 rows, each forward, recomputed and backward, of
+    # policy and critic.
+    launched = 10 / (49.94 * 24)
+    expected = 5 * launched * (4 + 4 * 8 + 3 * 4 + 3 * 32 * 3 * 2)
+    assert seconds == pytest.approx(expected, rel=1e-3)
+
+
 def test_the_measured_speed_counts_frozen_weights_and_recomputed_layers_by_hand():
     model = LLAMA["1B"][0]
     speed = MeasuredSpeed(
@@ -268,7 +294,7 @@ def test_the_precision_of_the_check_is_that_of_the_training(tmp_path, monkeypatc
 
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": True})
     assert not computes_in_bf16(here)
-    monkeypatch.setattr("ppo_core.training.precision.SMALLEST_WIDTH", 8)
+    monkeypatch.setattr("ppo_core.config.placement.SMALLEST_WIDTH", 8)
     assert computes_in_bf16(here)
     assert not computes_in_bf16(here, ppo=table["ppo"] | {"bf16": False})
     monkeypatch.setattr("torch.cpu.get_capabilities", dict)

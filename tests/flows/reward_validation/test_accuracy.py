@@ -9,7 +9,7 @@ import torch
 from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
 from pipeline.reward_validation.accuracy import ANCHORS, Accuracy, measure_accuracy
 from pipeline.reward_validation.rates import hits, measure_rate
-from pipeline.reward_validation.scores import score_pairs
+from pipeline.reward_validation.scores import TextScorer, score_pairs
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.loading import load_reward_model
@@ -36,7 +36,7 @@ def measure(margins: list[float], pairs: list[LabelledPair]) -> Accuracy:
 
 def test_pairs_are_scored_with_their_prompt_the_chosen_ones_first(reward_model: RewardModel):
     pairs = [pair("w1 w2", "w3"), LabelledPair(prompt="", chosen="w4", rejected="w5")]
-    chosen, rejected = score_pairs(reward_model, pairs)
+    chosen, rejected = score_pairs(TextScorer(reward_model), pairs)
     one = [reward_model.score_texts(["w9"], [text]).item() for text in ("w1 w2", "w3")]
     other = [reward_model.score_texts([""], [text]).item() for text in ("w4", "w5")]
     assert chosen == pytest.approx([one[0], other[0]], abs=1e-6)
@@ -54,16 +54,16 @@ def test_scores_that_are_not_finite_are_refused_with_their_pair(
         reward_model.model.get_input_embeddings().weight[7 + 3] = value
     bad = pair("w7", "w2") if side == "chosen" else pair("w2", "w7")
     with pytest.raises(ModelError, match=r"1 of 2 held-out .* not finite.* pair 1, .*'w7'"):
-        score_pairs(reward_model, [pair("w1", "w2"), bad])
+        score_pairs(TextScorer(reward_model), [pair("w1", "w2"), bad])
 
 
 def test_tokens_that_the_model_lacks_are_refused_before_they_are_looked_up(
     reward_model: RewardModel,
 ):
     reward_model.tokenizer.add_tokens(["new"])
-    score_pairs(reward_model, [pair("w1", "w2")])
+    score_pairs(TextScorer(reward_model), [pair("w1", "w2")])
     with pytest.raises(ModelError, match=r"gives id 61 in .* only for ids below 61"):
-        score_pairs(reward_model, [pair("w1", "w2"), pair("w1 new", "w2")])
+        score_pairs(TextScorer(reward_model), [pair("w1", "w2"), pair("w1 new", "w2")])
 
 
 def test_equal_scores_are_half_a_hit_in_accuracy():

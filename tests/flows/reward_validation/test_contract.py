@@ -13,6 +13,7 @@ from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.contract import Contract, check_contract
 from pipeline.reward_validation.odd_texts import LONGEST, odd_rows
 from pipeline.reward_validation.padding import score_left_padded
+from pipeline.reward_validation.scores import TextScorer
 from ppo_core.models.reward_model import RewardModel
 from tests.helpers.tiny import CONFIGS, EOS, PAD, UNK, VOCABULARY, make_classifier, make_tokenizer
 from tests.helpers.word_models import word_reward
@@ -30,7 +31,7 @@ def tiny_reward(family: str = "llama", **options: bool) -> RewardModel:
 
 
 def check(model: RewardModel, pairs: Sequence[LabelledPair] = PAIRS) -> Contract:
-    return check_contract(model, pairs, tolerance=1e-3)
+    return check_contract(TextScorer(model), pairs, tolerance=1e-3)
 
 
 def random_classifier(config: object) -> RewardModel:
@@ -159,9 +160,9 @@ def test_a_difference_is_held_against_the_deviation():
     model = tiny_reward()
     largest = check(model).batch.share
     assert 0 < largest < 1e-4
-    strict = check_contract(model, PAIRS, tolerance=largest / 2)
+    strict = check_contract(TextScorer(model), PAIRS, tolerance=largest / 2)
     assert any("alone and in a batch" in reason for reason in strict.reasons)
-    assert check_contract(model, PAIRS, tolerance=largest * 100).reasons == []
+    assert check_contract(TextScorer(model), PAIRS, tolerance=largest * 100).reasons == []
 
 
 def test_equal_scores_have_no_share_and_no_difference():

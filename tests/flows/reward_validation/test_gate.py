@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipeline.reward_validation.samples import draw_samples
+from pipeline.reward_validation.scores import TextScorer
 from pipeline.reward_validation.validate import validate
 from pipeline.settings.gate_configs import RewardGateConfig
 from ppo_core.data.rows.reader import read_rows
@@ -69,7 +70,13 @@ def report_on(
 
     draw = partial(draw_samples, answer)
     return validate(
-        model, pairs, prompts, draw, RewardGateConfig(**limits), training=training or {}, seed=1
+        TextScorer(model),
+        pairs,
+        prompts,
+        draw,
+        RewardGateConfig(**limits),
+        training=training or {},
+        seed=1,
     )
 
 
@@ -156,7 +163,7 @@ def report_on_words(
         return [[f"w{n} w2" for n in range(samples_per_prompt)] for _ in asked]
 
     return validate(
-        model or RewardModel(make_classifier(), make_tokenizer()),
+        TextScorer(model or RewardModel(make_classifier(), make_tokenizer())),
         rows_of("pairs", pairs),
         rows_of("prompts", prompts),
         draw,

@@ -9,6 +9,7 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
 from pipeline.reward_validation.probes import GATING, Probes, run_probes
+from pipeline.reward_validation.scores import TextScorer
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
 from tests.helpers.tiny import make_classifier, make_tokenizer
@@ -20,7 +21,9 @@ RISING = [f"w{i} w{i + 1} w{i + 2} w{i + 3}" for i in range(30)]
 def probe(
     model: RewardModel, references: list[str] = RISING, *, prompt: str = "w9", limit: float = 0.6
 ) -> Probes:
-    return run_probes(model, [prompt] * len(references), references, seed=1, limit=limit)
+    return run_probes(
+        TextScorer(model), [prompt] * len(references), references, seed=1, limit=limit
+    )
 
 
 def random_references(count: int) -> list[str]:
@@ -86,7 +89,7 @@ def test_a_model_that_cannot_tell_prefers_degenerate_text_in_a_third_of_the_case
 
 def test_shuffles_depend_on_the_seed_alone():
     model = word_reward("falls")
-    arguments = (model, ["w9"] * 30, RISING)
+    arguments = (TextScorer(model), ["w9"] * 30, RISING)
     assert run_probes(*arguments, seed=1, limit=0.6) == run_probes(*arguments, seed=1, limit=0.6)
     other = run_probes(*arguments, seed=2, limit=0.6)
     assert other.probes["shuffled words"] != probe(model).probes["shuffled words"]
@@ -150,8 +153,8 @@ def test_nothing_is_said_where_every_reference_is_left_out():
 def test_the_prompt_is_part_of_what_is_scored():
     model = RewardModel(make_classifier(), make_tokenizer())
     references = random_references(50)
-    one = run_probes(model, ["w9"] * 50, references, seed=1, limit=0.6)
-    other = run_probes(model, ["w8 w7"] * 50, references, seed=1, limit=0.6)
+    one = run_probes(TextScorer(model), ["w9"] * 50, references, seed=1, limit=0.6)
+    other = run_probes(TextScorer(model), ["w8 w7"] * 50, references, seed=1, limit=0.6)
     assert one.probes != other.probes
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ppo_core.config import placement
 from ppo_core.models.policy import LanguageModel
-from ppo_core.training import precision
 from ppo_core.training.precision import trains_in_bf16
 from tests.helpers.tiny import make_policy
 
@@ -36,7 +36,7 @@ def test_bfloat16_is_taken_where_the_machine_has_it_and_the_policy_is_wide(
 
 def test_weights_of_another_precision_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    monkeypatch.setattr(precision, "SMALLEST_WIDTH", 8)
+    monkeypatch.setattr(placement, "SMALLEST_WIDTH", 8)
     assert trains_in_bf16(None, make_policy(), use_cpu=True)
     assert not trains_in_bf16(None, make_policy().double(), use_cpu=True)
 

@@ -78,7 +78,7 @@ def ppo_exchange_seconds(
     critic = [ParameterCount.of(size.critic)] if size.critic else []
     module = [policy, *critic]
     learning = [ParameterCount(size.adapter) if size.adapter else policy, *critic]
-    passes = ceil(step_rows / _rows_of_a_pass(size))
+    passes = ceil(step_rows / rows_of_a_pass(size))
     seconds = steps * _step_exchange_seconds(size, speed, module, learning, passes)
     if size.shards_weights:
         batches = ceil(batch_rows / size.sampled_rows)
@@ -158,6 +158,6 @@ def _gathering_seconds(
     )
 
 
-def _rows_of_a_pass(size: PPOSize) -> int:
+def rows_of_a_pass(size: PPOSize) -> int:
     """Return how many of the longest responses a process trains on in a pass."""
     return max(size.trained_tokens // (size.prompt_tokens + size.response_tokens), 1)

@@ -121,6 +121,10 @@ class MeasuredSpeed:
         """Return seconds in which each sequence of a batch grows by one token."""
         return self.drawing.outside + self.drawing.layer * self._layers(model)
 
+    def launching(self, model: ModelSize) -> float:
+        """Return 0: the passes that were measured have launched their kernels."""
+        return 0.0
+
     def optimizer(self, parameters: float) -> float:
         """Return seconds of an optimizer step on so many parameters."""
         return self.adam * parameters

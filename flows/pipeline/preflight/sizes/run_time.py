@@ -13,6 +13,7 @@ from pipeline.preflight.sizes.exchange_time import (
     ExchangeSpeed,
     ParameterCount,
     ppo_exchange_seconds,
+    rows_of_a_pass,
     supervised_exchange_seconds,
 )
 from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding
@@ -34,7 +35,8 @@ transformers (https://qwen.readthedocs.io/en/v2.0/benchmark/speed_benchmark.html
 
 LAUNCHES = 1 / PUBLISHED_RATE / PUBLISHED_LAYERS
 """Seconds in which Python launches the kernels of a layer for one token, 0.83 ms: a lower limit of
-decoding without captured graphs, which a faster GPU does not shorten."""
+decoding without captured graphs, which a faster GPU does not shorten. Each other pass forward, and
+each pass backward, is assumed to have the same limit."""
 
 OPTIMIZER_NUMBERS = 7
 """Numbers in fp32 that AdamW reads or writes per parameter: weight and two moments are read and
@@ -68,6 +70,9 @@ class Speed(ExchangeSpeed, Protocol):
 
     def decoding(self, model: ModelSize) -> float:
         """Return seconds in which each sequence of a batch grows by one token."""
+
+    def launching(self, model: ModelSize) -> float:
+        """Return seconds below which no pass of a model comes, however few tokens it has."""
 
     def optimizer(self, parameters: float) -> float:
         """Return seconds of an optimizer step on so many parameters."""
@@ -111,7 +116,11 @@ class TableSpeed:
         size = BF16 if self.autocast else FP32
         assert self.gpu.bandwidth is not None
         read = size * model.multiplied / (PEAK_SHARE * self.gpu.bandwidth)
-        return max(read, LAUNCHES * model.layers)
+        return max(read, self.launching(model))
+
+    def launching(self, model: ModelSize) -> float:
+        """Return seconds below which no pass of a model comes, however few tokens it has."""
+        return LAUNCHES * model.layers
 
     def optimizer(self, parameters: float) -> float:
         """Return seconds of an optimizer step on so many parameters."""
@@ -174,16 +183,22 @@ def ppo_seconds(
     answered = rows * size.response_tokens
     tokens = rows * mean_prompt + answered
     batches = ceil(ceil(rows) / size.sampled_rows)
-    sampling = speed.forward(policy, tokens, answered)
+
+    def forward(model: ModelSize, tokens: float, logit_tokens: float) -> float:
+        return max(speed.forward(model, tokens, logit_tokens), batches * speed.launching(model))
+
+    sampling = forward(policy, tokens, answered)
     if samples_here:
-        sampling = speed.forward(policy, rows * mean_prompt, rows)
+        sampling = forward(policy, rows * mean_prompt, rows)
         sampling += batches * size.response_tokens * speed.decoding(policy)
-    scoring = speed.forward(policy, tokens, answered) + speed.forward(size.reward, tokens, 0)
+    scoring = forward(policy, tokens, answered) + forward(size.reward, tokens, 0)
     backward = Backward(recomputes=size.recomputes, is_frozen=bool(size.adapter))
-    training = speed.training(policy, tokens, answered, backward)
+    passes = ceil(ceil(rows) / rows_of_a_pass(size))
+    training = _training(speed, policy, tokens, answered, backward, passes)
     if critic is not None:
-        scoring += speed.forward(critic, tokens, 0)
-        training += speed.training(critic, tokens, 0, replace(backward, is_frozen=False))
+        scoring += forward(critic, tokens, 0)
+        own = replace(backward, is_frozen=False)
+        training += _training(speed, critic, tokens, 0, own, passes)
     shards = 1 if size.sharding in ("none", "ddp") else size.processes
     steps = schedule.steps_per_update * speed.optimizer(size.trained / shards)
     exchange = ppo_exchange_seconds(
@@ -207,9 +222,25 @@ def supervised_seconds(
     own = tokens / size.processes
     shards = 1 if size.sharding in ("none", "ddp") else size.processes
     backward = Backward(recomputes=size.recomputes, is_frozen=bool(size.adapter))
-    training = speed.training(size.model, own, own if size.writes else 0, backward)
+    logit_tokens = own if size.writes else 0
+    number = optimizer_steps * passes
+    training = _training(speed, size.model, own, logit_tokens, backward, number)
     exchange = supervised_exchange_seconds(size, speed, passes=passes, steps=optimizer_steps)
     return training + exchange + optimizer_steps * speed.optimizer(size.trained / shards)
+
+
+def _training(
+    speed: Speed,
+    model: ModelSize,
+    tokens: float,
+    logit_tokens: float,
+    backward: Backward,
+    passes: int,
+) -> float:
+    """Return seconds in which passes forward and backward read so many tokens in all."""
+    ways = 3 if backward.recomputes else 2
+    seconds = speed.training(model, tokens, logit_tokens, backward)
+    return max(seconds, ways * passes * speed.launching(model))
 
 
 def describe_seconds(seconds: float) -> str:

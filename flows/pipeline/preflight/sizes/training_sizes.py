@@ -7,6 +7,7 @@ from pipeline.inputs import data_sets
 from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
+from ppo_core.config.placement import is_fast_in_bf16
 from ppo_core.config.script_arguments import ALL_LINEAR
 from ppo_core.distributed.strategy import Sharding
 from ppo_core.models.loading import empty_model
@@ -16,7 +17,6 @@ from ppo_core.training.memory.model_size import count_adapter_parameters, model_
 from ppo_core.training.memory.ppo_memory import PPOSize
 from ppo_core.training.memory.sizes import BF16, FP32, ModelSize
 from ppo_core.training.memory.supervised_memory import SupervisedSize
-from ppo_core.training.precision import is_fast_in_bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,12 @@ def ppo_size(
         machines=processes.machines,
         gathers=ppo.ds3_gather_for_generation,
         averages=bool(ppo.ema_decay),
-        autocast=_autocast(settings, model_size(policy).width, processes),
+        autocast=_computes_in_bf16(
+            False if half and ppo.bf16 is None else ppo.bf16,
+            settings,
+            model_size(policy).width,
+            processes,
+        ),
         recomputes=ppo.gradient_checkpointing,
         prompt_tokens=longest_prompt,
         response_tokens=ppo.response_length,
@@ -137,26 +142,28 @@ def _supervised_size(
         sharding=_kind(section.sharding, processes),
         processes=processes.number,
         machines=processes.machines,
-        autocast=section.bf16,
+        autocast=_computes_in_bf16(section.bf16, settings, model_size(model).width, processes),
         recomputes=section.gradient_checkpointing,
         tokens=rows * longest * (1 if writes else 2),
         on_cpu=not processes.on_gpus,
     )
 
 
-def _autocast(settings: Settings, width: int, processes: Processes) -> bool:
-    """Return whether the passes of PPO compute in bfloat16, as `trains_in_bf16` decides.
+def _computes_in_bf16(
+    asked: bool | None,
+    settings: Settings,
+    width: int,
+    processes: Processes,
+) -> bool:
+    """Return whether the passes of a training compute in bfloat16 by autocast.
 
-    The GPUs of another machine do.
+    The GPUs of another machine do if the settings leave it open.
     """
-    ppo = settings.ppo
-    if ppo.bf16 is not None:
-        return ppo.bf16
-    if settings.lora.dtype == "bfloat16":
-        return False
+    if asked is not None:
+        return asked
     if processes.on_gpus and (settings.hardware.gpu or not gpus()):
         return True
-    return is_fast_in_bf16(width, use_cpu=ppo.use_cpu or not processes.on_gpus)
+    return is_fast_in_bf16(width, use_cpu=not processes.on_gpus)
 
 
 def _kind(sharding: Sharding | None, processes: Processes) -> Sharding:
