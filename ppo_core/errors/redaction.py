@@ -5,10 +5,13 @@ A secret is
 - the value of an environment variable whose name says so, for example OPENAI_API_KEY;
 - a password or token within the value of any environment variable, for example the password in
   MLFLOW_TRACKING_URI, also where it appears without the address;
-- a text in the form of a well-known token, for example hf_...;
-- the user, the password and the query of any URL.
+- a text in the form of a well-known token, for example hf_..., or of a private key;
+- what follows `Authorization:`, `Bearer` or `Basic`;
+- the user, the password and the query of any URL, and the password in `user:password@host`.
 """
 
+import base64
+import binascii
 import html
 import json
 import os
@@ -25,15 +28,39 @@ MIN_SECRET_CHARACTERS = 8
 
 _NAME_OF_SECRET = re.compile(
     r"(?:KEY|KEY_?ID|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PASS|_PWD|CREDENTIALS?|SIGNATURE|\bSIG"
-    r"|CONNECTION_STRING)[_-]?\d*$",
+    r"|CONNECTION_STRING|AUTHORIZATION|BEARER|_PW)[_-]?\d*$",
     re.IGNORECASE,
 )
 _USER_OF_URL = re.compile(r"://(?:[^/?#\s]*@)?([^?\s]*)(?:\?\S*)?")
 _PASSWORD_OF_URL = re.compile(r"://[^/?#\s:@]*:([^/?#\s]+)@")
 # Database drivers accept a slash in a password; digits before a slash are a port.
-_ODD_PASSWORD_OF_URL = re.compile(r"://[^/?#\s:@]*:(?!\d*(?:[/?#]|$))((?:(?!://)\S)+)@")
+_ODD_PASSWORD_OF_URL = re.compile(
+    r"://[^/?#\s:@]*:(?!\d+(?:[/?#]|$)|$|//)((?:(?!://)\S)+)@(?=[\w.\[-])"
+)
+# At a database, no path holds an `@`, so digits before a slash may begin a password.
+_PASSWORD_OF_DATABASE = re.compile(
+    r"\b(?:postgres|mysql|mariadb|mssql|oracle|redis|mongodb|amqp|clickhouse|snowflake)[\w+]*:"
+    r"//[^/?#\s:@]*:((?:(?!://)\S)+)@(?=[\w.\[-])"
+)
+# `user:password@host` without `//`. A password with a slash needs a port or a database after the
+# host: `localhost:5000/image@tag` has none. The length limits the time of long lines.
+_PASSWORD_WITHOUT_SCHEME = re.compile(
+    r"(?<![\w:/@.+%-])"
+    r"(?!(?:mailto|e?-?mail|sips?|xmpp|acct|to|from|cc|author|contact|pkg|urn"
+    r"|python|openai|transformers|reward-model):)"
+    r"[A-Za-z_][\w.%+-]{0,63}:(?!//)"
+    r"((?=[^\s/]{2,128}@[\w.-]+(?![\w/.-]*@))[^\s/]{2,128}|\S{2,128}(?=@[\w.-]+(?:/|:\d)))"
+    r"@(?!sha\d+:)(?=[A-Za-z0-9\[])",
+    re.IGNORECASE,
+)
 _TOKEN_OF_WEB_URL = re.compile(r"\bhttps?://([^/?#\s:@]+)@")
-_IN_URLS = (_PASSWORD_OF_URL, _ODD_PASSWORD_OF_URL, _TOKEN_OF_WEB_URL)
+_IN_URLS = (
+    _PASSWORD_OF_URL,
+    _ODD_PASSWORD_OF_URL,
+    _PASSWORD_OF_DATABASE,
+    _TOKEN_OF_WEB_URL,
+    _PASSWORD_WITHOUT_SCHEME,
+)
 _PAIR = re.compile(r"([\w.-]+)=([^&;\s#\"']+)")
 _QUERY = re.compile(r"://[^?\s]*\?(\S+)")
 _TOKEN = re.compile(
@@ -44,14 +71,34 @@ _TOKEN = re.compile(
     r"|(?:(?<![\w-])|(?<=%[0-9A-Fa-f]{2}))"
     r"(?:sk-(?=[\w-]*\d)[\w-]{12,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*))"
 )
+_SCHEMES = "bearer|basic|token|apikey|digest|negotiate"
 _AUTHORIZATION = re.compile(
-    r"(authorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic)\s+)?)[^\s'\",]{8,}", re.IGNORECASE
+    r"((?:authorization|x-api-key|x-auth-token|private-token)['\"]?\s*[:=]\s*['\"]?)"
+    rf"(?:(?:{_SCHEMES})\s+)?([^\s'\",]{{8,}})"
+    rf"|((?:authorization)['\"]?\s*[:=]\s*['\"]?(?:{_SCHEMES})\s+)([^\s'\",]+)",
+    re.IGNORECASE,
+)
+_BEARER = re.compile(r"\bBearer\s+(?=[\w.~+/-]{0,200}\d)([\w.~+/-]{12,}=*)", re.IGNORECASE)
+_BASIC = re.compile(r"\bBasic\s+([A-Za-z0-9+/]{4,2000}={0,2})", re.IGNORECASE)
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----"
+    r".*?(?:-----END [A-Z0-9 ]*-----|\Z)"
+    # The same in base64: `-----BEGIN `, but neither a certificate nor a public key.
+    r"|LS0tLS1CRUdJTiB(?!DRVJU|QVUJM)[A-Za-z0-9+/=]{20,}",
+    re.DOTALL,
 )
 
 
 def redact(text: object) -> str:
     """Return `text` without secrets, and without user, password and query in every URL."""
-    return _USER_OF_URL.sub(r"://\1", mask_secrets(str(text)))
+    masked = _PASSWORD_WITHOUT_SCHEME.sub(_masked_group, mask_secrets(str(text)))
+    for has in (_PASSWORD_OF_DATABASE, _ODD_PASSWORD_OF_URL):
+        masked = has.sub(_without_user, masked)
+    return _USER_OF_URL.sub(r"://\1", masked)
+
+
+def _without_user(found: re.Match[str]) -> str:
+    return found[0].partition("://")[0] + "://"
 
 
 def mask_secrets(text: str) -> str:
@@ -61,7 +108,33 @@ def mask_secrets(text: str) -> str:
     """
     for secret in known_secrets():
         text = text.replace(secret, MASK)
-    return _AUTHORIZATION.sub(rf"\1{MASK}", _TOKEN.sub(MASK, text))
+    if "PRIVATE KEY-----" in text or "LS0tLS1CRUdJTiB" in text or "PRIVATE KEY BLOCK" in text:
+        text = _PRIVATE_KEY.sub(MASK, text)
+    text = _AUTHORIZATION.sub(_masked_value, _TOKEN.sub(MASK, text))
+    return _BASIC.sub(_masked_basic, _BEARER.sub(_masked_group, text))
+
+
+def _masked_value(found: re.Match[str]) -> str:
+    """Return the name of a header with its value masked; words in a sentence are no value."""
+    value = found[2] or found[4]
+    return found[0][: -len(value)] + MASK
+
+
+def _masked_group(found: re.Match[str]) -> str:
+    begin, end = (place - found.start() for place in found.span(1))
+    return found[0][:begin] + MASK + found[0][end:]
+
+
+def _masked_basic(found: re.Match[str]) -> str:
+    return _masked_group(found) if _is_basic(found[1]) else found[0]
+
+
+def _is_basic(value: str) -> bool:
+    """Return whether a text is `user:password` in base64, and not a word."""
+    try:
+        return b":" in base64.b64decode(value, validate=True)
+    except binascii.Error:
+        return False
 
 
 def names_secret(name: str) -> bool:
@@ -78,7 +151,18 @@ def describe_secret(text: str) -> str | None:
         return "an address with a user or password"
     if any(_secrets_in_pairs(query) for query in _QUERY.findall(text)):
         return "an address with a token"
+    if _PRIVATE_KEY.search(text):
+        return "a private key"
+    if _BEARER.search(text) or any(map(_is_basic, _BASIC.findall(text))):
+        return "an authorization"
+    if any(_is_value(found) for found in _AUTHORIZATION.finditer(text)):
+        return "an authorization"
     return "a token" if _TOKEN.search(text) else None
+
+
+def _is_value(found: re.Match[str]) -> bool:
+    """Return whether a match of _AUTHORIZATION holds more than a word of a sentence."""
+    return found[4] is not None or any(character.isdigit() for character in found[2])
 
 
 def known_secrets() -> Mapping[str, str]:
@@ -102,8 +186,15 @@ def _secrets_in(name: str, value: str) -> Iterator[str]:
     """Yield the secrets in one environment variable; a key of several lines has one per line."""
     if names_secret(name):
         yield from (line.strip() for line in value.splitlines() if "-----" not in line)
-    for pattern in _IN_URLS:
+    for key in _PRIVATE_KEY.findall(value):
+        yield from (line.strip() for line in key.splitlines() if "-----" not in line)
+    for pattern in (*_IN_URLS, _BEARER):
         yield from pattern.findall(value)
+    yield from filter(_is_basic, _BASIC.findall(value))
+    headers = filter(_is_value, _AUTHORIZATION.finditer(value))
+    yield from (found[2] or found[4] for found in headers)
+    # The user may stand between a driver and the password: `mysql+pymysql:user:password@host`.
+    yield from (found.partition(":")[2] for found in _PASSWORD_WITHOUT_SCHEME.findall(value))
     yield from _secrets_in_pairs(value)
 
 
