@@ -191,7 +191,7 @@ class PPOTrainer(ScriptNames):
             timeout=args.ddp_timeout,
         )
         self._checkpoints = Checkpointer(contents, plan, FORMS)
-        add_computed(args, self.schedule, self.engine)
+        add_computed(args, self._reporter.args, self.schedule, self.engine)
         self._timer = PhaseTimer()
         self._sampler = self._make_sampler()
         self._interruption = Interruption()

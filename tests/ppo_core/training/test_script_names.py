@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 from transformers import TrainerCallback
 
@@ -141,6 +142,56 @@ def test_a_script_reads_the_sizes_that_trl_computes(given, updates, sizes):
 def test_sizes_that_contradict_each_other_are_refused(given, words: str):
     with pytest.raises(ConfigError, match=words):
         make_trainer(PPOConfig(response_length=4, **given))
+
+
+class Endless(torch.utils.data.Dataset):
+    """A data set of torch with a length, and a row for every number."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        return {"input_ids": torch.tensor([4, 5 + row % 8])}
+
+
+def test_a_data_set_of_torch_has_as_many_prompts_as_its_length():
+    trainer = make_trainer(ONE_UPDATE, prompts=Endless())
+    assert len(trainer.train_dataset) == 8
+    assert trainer._train_set.tokens == [[4, 5 + row] for row in range(8)]
+
+
+class ReadsSizes(TrainerCallback):
+    """Reads in each event what scripts for TRL read."""
+
+    def __init__(self):
+        self.read = []
+
+    def on_step_end(self, args, state, control, **others):
+        names = "num_total_batches world_size batch_size local_batch_size mini_batch_size"
+        self.read.append([getattr(args, name) for name in names.split()] + [state.episode])
+
+
+def test_a_callback_reads_the_sizes_and_the_episode():
+    callback = ReadsSizes()
+    trainer = make_trainer(replace(ONE_UPDATE, total_episodes=16), callbacks=[callback])
+    trainer.train()
+    assert callback.read == [[2, 1, 8, 8, 4, 8], [2, 1, 8, 8, 4, 16]]
+    assert trainer.state.episode == 16
+    assert (trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled) == (False, False)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine_with_restarts", "polynomial"])
+def test_a_schedule_of_transformers_is_taken_by_its_name(name: str):
+    trainer = make_trainer(replace(ONE_UPDATE, lr_scheduler_type=name))
+    assert trainer.train()[0]["lr"] > 0
+
+
+def test_a_script_logs_its_settings():
+    config = PPOConfig(hub_token="hf_secret", reward_weights=[1.0, 2.0], seed=3)
+    assert config.to_dict()["seed"] == json.loads(config.to_json_string())["seed"] == 3
+    assert config.to_sanitized_dict()["reward_weights"] == "[1.0, 2.0]"
+    for told in (config.to_dict(), config.to_sanitized_dict(), config.to_json_string()):
+        assert "hub_token" not in told
 
 
 @pytest.mark.parametrize("name", ["world_size", "num_total_batches", "batch_size", "device"])
