@@ -224,3 +224,51 @@ def test_a_setting_that_is_changed_too_late_is_refused():
     trainer = make_trainer(replace(CONFIG))
     with pytest.raises(ConfigError, match="kl_coef=1 is set after the trainer was made"):
         trainer.args.kl_coef = 1
+
+
+def late_learning_rate(config):
+    config.learning_rate = 1e-4
+
+
+def late_folder(config):
+    config.output_dir = "another"
+
+
+def late_weights(config):
+    config.reward_weights.append(1.0)
+
+
+def late_report(config):
+    config.report_to = []
+
+
+def late_steps(config):
+    setattr(config, "max_steps", 3)  # noqa: B010 - as a loop over names does
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (late_learning_rate, "learning_rate=0.0001"),
+        (late_folder, "output_dir='another'"),
+        (late_weights, r"reward_weights=\[2.0, 1.0\]"),
+        (late_report, r"report_to=\[\]"),
+        (late_steps, "max_steps=3"),
+    ],
+)
+def test_a_change_of_the_scripts_own_settings_is_refused_before_the_training(change, name: str):
+    config = replace(ONE_UPDATE, reward_weights=[2.0])
+    trainer = make_trainer(config)
+    change(config)
+    with pytest.raises(ConfigError, match=f"{name} is set after the trainer was made"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_settings_may_change_between_two_trainers():
+    config = replace(ONE_UPDATE)
+    make_trainer(config).train()
+    config.learning_rate = 1e-4
+    trainer = make_trainer(config)
+    trainer.train()
+    assert trainer.args.learning_rate == 1e-4
