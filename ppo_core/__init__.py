@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # The same names, for mypy and editors.
     from ppo_core.supervised.training import train_sft as train_sft
     from ppo_core.training.evaluation import Answers as Answers
     from ppo_core.training.evaluation import answer_prompts as answer_prompts
+    from ppo_core.training.script_parser import TrlParser as TrlParser
     from ppo_core.training.trainer import PPOTrainer as PPOTrainer
 
     PPOConfig = _PPOConfig
@@ -54,6 +55,7 @@ _HOMES = {
     "PPOTrainer": "training.trainer",
     "ScriptArguments": "config.script_arguments:DatasetArguments",
     "ModelConfig": "config.script_config:ScriptModelConfig",
+    "TrlParser": "training.script_parser",
     "SIMPLE_CHAT_TEMPLATE": "data.chat_template",
     "get_peft_config": "models.adapters",
     "get_quantization_config": "models.quantization",

@@ -45,7 +45,13 @@ class RunConfig:
     """Peak learning rate of the policy, and of the critic unless `critic_learning_rate` is set."""
 
     lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "constant",
+        "constant_with_warmup",
+        "polynomial",
+        "inverse_sqrt",
     ] = "linear"
     """Schedule of the learning rate over the optimizer steps of the run."""
 

@@ -1,6 +1,8 @@
 """Settings for scripts that load data and models by themselves, as TRL's do."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import LoraArguments, ModelArguments
@@ -23,6 +25,19 @@ class ScriptPPOConfig(PPOConfig):
 
     reward_model_path: str | None = TRL_MODEL
     """Folder or hub id of the reward model; read by scripts."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings without the hub token, as a script logs them."""
+        return {name: value for name, value in asdict(self).items() if name != "hub_token"}
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Return the same with texts for lists, as trackers take them."""
+        plain = (bool, int, float, str)
+        return {k: v if isinstance(v, plain) else str(v) for k, v in self.to_dict().items()}
+
+    def to_json_string(self) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -304,11 +304,7 @@ def refusing_unsupported(
 
     def assign(self: Settings, name: str, value: object) -> None:
         if id(self) in _SEALED:
-            raise ConfigError(
-                f"{name}={value!r:.80} is set after the trainer was made, where it has no effect. "
-                "Set it before, or make another trainer with dataclasses.replace(config, "
-                f"{name}=...)."
-            )
+            raise _set_too_late(name, value)
         if id(self) in _COPIED:
             logger.warning(
                 "%s=%.80r has no effect on the trainer that was made before, only on trainers that "
@@ -322,6 +318,24 @@ def refusing_unsupported(
     settings.__init__ = init  # type: ignore[method-assign, assignment]
     settings.__setattr__ = assign  # type: ignore[method-assign, assignment]
     return settings
+
+
+def _set_too_late(name: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"{name}={value!r:.80} is set after the trainer was made, where it has no effect. Set it "
+        f"before, or make another trainer with dataclasses.replace(config, {name}=...)."
+    )
+
+
+def refuse_late_changes(settings: "DataclassInstance", before: Mapping[str, Any]) -> None:
+    """Raise if settings differ from those of which a trainer was made, also within a list.
+
+    Raises:
+        ConfigError: a setting was changed.
+    """
+    for name, value in asdict(settings).items():
+        if value != before[name]:
+            raise _set_too_late(name, value)
 
 
 _COPIED: set[int] = set()

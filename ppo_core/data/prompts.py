@@ -55,9 +55,13 @@ def prompts_of(dataset: Iterable[Any]) -> list[Prompt]:
             f"The prompts are a single text, {dataset!r:.80}, not a data set. Load the data set "
             "first, or put the text into a list."
         )
+    rows: Iterable[Any] = dataset
+    if not hasattr(dataset, "__iter__"):
+        # A data set of torch has a length, and may return a row for every number.
+        rows = (dataset[row] for row in range(len(dataset)))  # type: ignore[arg-type, index]
     return [
         _prompt_of_row(item, row) if isinstance(item, Mapping) else item
-        for row, item in enumerate(dataset)
+        for row, item in enumerate(rows)
     ]
 
 

@@ -1,6 +1,7 @@
 """The critic, and policy and critic as one trainable module."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -12,7 +13,7 @@ from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.data.types import TokenRows
 from ppo_core.errors import ModelError
 from ppo_core.models.adapters import check_adapter, is_peft, plain_model, using_adapter
-from ppo_core.models.backbones import Backbone, DecoderBackbone
+from ppo_core.models.backbones import Backbone, DecoderBackbone, Within
 from ppo_core.models.kernels.fused_linear_loss import TokenLoss
 from ppo_core.models.policy import LanguageModel, Predictions
 from ppo_core.models.reward_model import RewardModel
@@ -25,6 +26,7 @@ from ppo_core.models.script_modules import (
     token_scores,
     token_values,
 )
+from ppo_core.models.value_head import ModelWithValueHead
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -66,14 +68,18 @@ class Critic(nn.Module):
     def from_module(cls, model: nn.Module) -> "Critic":
         """Return the value model of a script as a critic, trained in place.
 
-        It is a `...ForSequenceClassification`, such a model with an adapter, a module with a
-        backbone and a `score` as TRL reads it, or a module that returns one value for each token.
+        It is a `...ForSequenceClassification`, such a model with an adapter, a model with a value
+        head, a module with a backbone and a `score` as TRL reads it, or a module that returns one
+        value for each token.
 
         Raises:
             ModelError: see `from_classifier`.
         """
         if is_peft(model):
             return cls._from_adapted(model)
+        if isinstance(model, ModelWithValueHead):
+            own = model.pretrained_model
+            return cls(DecoderBackbone.of_model(plain_model(own), _own_adapter(own)), model.v_head)
         if isinstance(model, PreTrainedModel) and not has_own_score(model):
             return cls.from_classifier(model)
         if not has_backbone_and_score(model):
@@ -100,8 +106,7 @@ class Critic(nn.Module):
                 "for each token. Use a decoder-only ...ForSequenceClassification with "
                 "num_labels=1, or value_model=None."
             )
-        within = partial(using_adapter, model, model.active_adapter)
-        return cls(DecoderBackbone(classifier.base_model, within), score)
+        return cls(DecoderBackbone(classifier.base_model, _own_adapter(model)), score)
 
     @classmethod
     def from_reward_model(cls, reward_model: RewardModel) -> "Critic":
@@ -155,6 +160,11 @@ class Critic(nn.Module):
         values: Tensor = self.head(states.to(weight.dtype))
         # FSDP2 registers hooks on a module's output, which must not be a view.
         return at_least_fp32(values[:, 0]).clone()
+
+
+def _own_adapter(model: nn.Module) -> Within:
+    """Return the context in which a model's forward passes use its active adapter, if any."""
+    return partial(using_adapter, model, model.active_adapter) if is_peft(model) else nullcontext
 
 
 def _zero_head(backbone: Backbone) -> nn.Linear:

@@ -113,6 +113,7 @@ class Reporter:
             is_world_process_zero=is_main,
         )
         self.state.compute_steps(self.args, num_updates)
+        self.state.episode = 0  # type: ignore[attr-defined] # as in TRL
         # A run without checkpoints must not create output_dir.
         kept = is_main and config.save_strategy != "no"
         self._metrics_file = MetricsFile(Path(config.output_dir)) if kept else None
@@ -162,6 +163,7 @@ class Reporter:
         `epoch` is the number of passes over the prompts, including a fraction.
         """
         self.state.global_step += 1
+        self.state.episode = int(metrics.get("episode", 0))  # type: ignore[attr-defined]
         if self._metrics_file is not None:
             self._metrics_file.append(self.state.global_step, metrics)
         if epoch is not None:

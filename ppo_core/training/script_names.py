@@ -10,7 +10,13 @@ from typing import Any, ParamSpec
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from transformers import (
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import CallbackHandler
 
 from ppo_core.config.ppo_config import PPOConfig
@@ -57,10 +63,13 @@ def with_older_names(
     return renamed
 
 
-def add_computed(args: PPOConfig, schedule: Schedule, engine: Engine) -> None:
+def add_computed(
+    args: PPOConfig, of_callbacks: TrainingArguments, schedule: Schedule, engine: Engine
+) -> None:
     """Add the attributes that TRL's trainer computes to the settings of a trainer, for scripts.
 
     They are no settings: `dataclasses.replace` leaves them out, and nothing here reads them.
+    `of_callbacks` are the settings that callbacks get, which have some of them as properties.
     """
     local = ceil(schedule.batch_size / engine.num_processes)
     computed = {
@@ -80,6 +89,8 @@ def add_computed(args: PPOConfig, schedule: Schedule, engine: Engine) -> None:
     for name, value in computed.items():
         # The settings of a trainer refuse assignments.
         object.__setattr__(args, name, value)
+        if not isinstance(getattr(type(of_callbacks), name, None), property):
+            setattr(of_callbacks, name, value)
 
 
 class PolicyAndValue(nn.Module):
@@ -172,6 +183,16 @@ class ScriptNames:
     def callback_handler(self) -> CallbackHandler:
         """Transformers' list of callbacks."""
         return self._reporter.handler
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether DeepSpeed shards the models."""
+        return self.engine.is_deepspeed
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """False: a script that sets FSDP's form of saved weights need not, as they are whole."""
+        return False
 
     def is_world_process_zero(self) -> bool:
         """Return whether this is the process that writes files and logs."""

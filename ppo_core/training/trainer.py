@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ppo_core.checkpointing.contents import CheckpointContents
 from ppo_core.checkpointing.ppo_fingerprint import ppo_fingerprint
 from ppo_core.checkpointing.state_form import FORMS
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.config.unsupported_settings import own_copy
+from ppo_core.config.unsupported_settings import own_copy, refuse_late_changes
 from ppo_core.data.progress_bar import progress
 from ppo_core.data.prompt_set import Collator, PromptSet, make_prompt_set
 from ppo_core.data.types import Rollout, Scores
@@ -138,6 +138,7 @@ class PPOTrainer(ScriptNames):
     ) -> None:
         """Check models, prompts and settings, and set up the run."""
         require_loaded(model, ref_model=ref_model, value_model=value_model)
+        self._given_args, self._args_before = args, asdict(args)
         # Resolve bf16 first, because the run's fingerprint includes this setting.
         in_bf16 = trains_in_bf16(args.bf16, model, use_cpu=args.use_cpu)
         self.engine = make_engine(replace(args, bf16=in_bf16))
@@ -191,7 +192,7 @@ class PPOTrainer(ScriptNames):
             timeout=args.ddp_timeout,
         )
         self._checkpoints = Checkpointer(contents, plan, FORMS)
-        add_computed(args, self.schedule, self.engine)
+        add_computed(args, self._reporter.args, self.schedule, self.engine)
         self._timer = PhaseTimer()
         self._sampler = self._make_sampler()
         self._interruption = Interruption()
@@ -215,7 +216,9 @@ class PPOTrainer(ScriptNames):
                 save_strategy is "no".
             TrainingError: too many consecutive steps were skipped, the run cannot resume from the
                 checkpoint, or memory is full.
+            ConfigError: the settings were changed after the trainer was made.
         """
+        refuse_late_changes(self._given_args, self._args_before)
         self._checkpoints.start(resume_from_checkpoint, anyway=resume_anyway)
         self._reporter.begin()
         with self._interruption, explained_out_of_memory(LESS_MEMORY):

@@ -80,9 +80,7 @@ pytestmark = pytest.mark.timeout(600)
 # --- Code and commands -------------------------------------------------------------
 
 
-def test_the_published_python_examples_run_and_print_the_answer_alone(
-    tmp_path, monkeypatch, capsys
-):
+def test_the_published_python_examples_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     write_inputs(tmp_path)

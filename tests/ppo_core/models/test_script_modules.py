@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
+from ppo_core.models.value_head import AutoModelForCausalLMWithValueHead
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer
 
@@ -183,7 +184,26 @@ REWARDS = {
     "(B,)": ScoresRows,
     "(B, 1)": lambda: ScoresRows(width=1),
 }
+
+
+class WithHead(AutoModelForCausalLMWithValueHead):
+    """A model with a value head as value model; its LM head is not used."""
+
+    def __init__(self):
+        torch.manual_seed(9)
+        super().__init__(make_policy(seed=5), summary_dropout_prob=0.0)
+        self.pretrained_model.lm_head.requires_grad_(False)
+
+    def token_scores(self, ids):
+        return self(ids)[2]
+
+    def named_parameters(self, *names, **options):
+        named = super().named_parameters(*names, **options)
+        return ((name, value) for name, value in named if "lm_head" not in name)
+
+
 CRITICS = {
+    "value head": WithHead,
     "score as a method": ScoresStates,
     "score as a module of the script": WithScoreModule,
     "class of transformers": Transformed,

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 from transformers import TrainerCallback
 
@@ -143,6 +144,56 @@ def test_sizes_that_contradict_each_other_are_refused(given, words: str):
         make_trainer(PPOConfig(response_length=4, **given))
 
 
+class Endless(torch.utils.data.Dataset):
+    """A data set of torch with a length, and a row for every number."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        return {"input_ids": torch.tensor([4, 5 + row % 8])}
+
+
+def test_a_data_set_of_torch_has_as_many_prompts_as_its_length():
+    trainer = make_trainer(ONE_UPDATE, prompts=Endless())
+    assert len(trainer.train_dataset) == 8
+    assert trainer._train_set.tokens == [[4, 5 + row] for row in range(8)]
+
+
+class ReadsSizes(TrainerCallback):
+    """Reads in each event what scripts for TRL read."""
+
+    def __init__(self):
+        self.read = []
+
+    def on_step_end(self, args, state, control, **others):
+        names = "num_total_batches world_size batch_size local_batch_size mini_batch_size"
+        self.read.append([getattr(args, name) for name in names.split()] + [state.episode])
+
+
+def test_a_callback_reads_the_sizes_and_the_episode():
+    callback = ReadsSizes()
+    trainer = make_trainer(replace(ONE_UPDATE, total_episodes=16), callbacks=[callback])
+    trainer.train()
+    assert callback.read == [[2, 1, 8, 8, 4, 8], [2, 1, 8, 8, 4, 16]]
+    assert trainer.state.episode == 16
+    assert (trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled) == (False, False)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine_with_restarts", "polynomial"])
+def test_a_schedule_of_transformers_is_taken_by_its_name(name: str):
+    trainer = make_trainer(replace(ONE_UPDATE, lr_scheduler_type=name))
+    assert trainer.train()[0]["lr"] > 0
+
+
+def test_a_script_logs_its_settings():
+    config = PPOConfig(hub_token="hf_secret", reward_weights=[1.0, 2.0], seed=3)
+    assert config.to_dict()["seed"] == json.loads(config.to_json_string())["seed"] == 3
+    assert config.to_sanitized_dict()["reward_weights"] == "[1.0, 2.0]"
+    for told in (config.to_dict(), config.to_sanitized_dict(), config.to_json_string()):
+        assert "hub_token" not in told
+
+
 @pytest.mark.parametrize("name", ["world_size", "num_total_batches", "batch_size", "device"])
 def test_what_trl_computes_cannot_be_assigned(name: str):
     trainer = make_trainer(ONE_UPDATE)
@@ -173,3 +224,51 @@ def test_a_setting_that_is_changed_too_late_is_refused():
     trainer = make_trainer(replace(CONFIG))
     with pytest.raises(ConfigError, match="kl_coef=1 is set after the trainer was made"):
         trainer.args.kl_coef = 1
+
+
+def late_learning_rate(config):
+    config.learning_rate = 1e-4
+
+
+def late_folder(config):
+    config.output_dir = "another"
+
+
+def late_weights(config):
+    config.reward_weights.append(1.0)
+
+
+def late_report(config):
+    config.report_to = []
+
+
+def late_steps(config):
+    setattr(config, "max_steps", 3)  # noqa: B010 - as a loop over names does
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (late_learning_rate, "learning_rate=0.0001"),
+        (late_folder, "output_dir='another'"),
+        (late_weights, r"reward_weights=\[2.0, 1.0\]"),
+        (late_report, r"report_to=\[\]"),
+        (late_steps, "max_steps=3"),
+    ],
+)
+def test_a_change_of_the_scripts_own_settings_is_refused_before_the_training(change, name: str):
+    config = replace(ONE_UPDATE, reward_weights=[2.0])
+    trainer = make_trainer(config)
+    change(config)
+    with pytest.raises(ConfigError, match=f"{name} is set after the trainer was made"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_settings_may_change_between_two_trainers():
+    config = replace(ONE_UPDATE)
+    make_trainer(config).train()
+    config.learning_rate = 1e-4
+    trainer = make_trainer(config)
+    trainer.train()
+    assert trainer.args.learning_rate == 1e-4

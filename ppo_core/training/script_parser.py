@@ -1,0 +1,66 @@
+"""TRL's parser of a script's settings."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+from ppo_core.config.text_files import read_text_file
+from ppo_core.config.unsupported_settings import INSTEAD, NO_EFFECT, refuse_unsupported
+from ppo_core.errors import ConfigError
+
+CONFIG = "--config"
+
+
+class TrlParser(HfArgumentParser):
+    """Reads dataclasses of settings from flags, and from the YAML file that `--config` names."""
+
+    def parse_args_and_config(
+        self,
+        args: Sequence[str] | None = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+    ) -> tuple[Any, ...]:
+        """Return one object of each dataclass; flags override the values of the file.
+
+        The table `env` of the file sets environment variables. With `return_remaining_strings`, the
+        last entry has the flags and names that no dataclass has.
+
+        Raises:
+            ConfigError: the file cannot be read, or a name in it is unknown or not supported.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        values: dict[str, Any] = {}
+        if CONFIG in words:
+            place = words.index(CONFIG)
+            values = _read_yaml(words[place + 1] if words[place + 1 :] else "")
+            del words[place : place + 2]
+        os.environ |= {name: str(value) for name, value in (values.pop("env", None) or {}).items()}
+        known = {action.dest: action for action in self._actions}
+        for name in known.keys() & values.keys():
+            known[name].default, known[name].required = values[name], False
+        unknown = {name: value for name, value in values.items() if name not in known}
+        if fail_with_unknown_args and not return_remaining_strings:
+            refuse_unsupported(unknown, known, INSTEAD, no_effect=NO_EFFECT)
+        parsed: tuple[Any, ...] = self.parse_args_into_dataclasses(
+            words, return_remaining_strings=return_remaining_strings
+        )
+        if return_remaining_strings:
+            *settings, remaining = parsed
+            return (*settings, [*unknown, *remaining])
+        return parsed
+
+
+def _read_yaml(file: str) -> dict[str, Any]:
+    text = read_text_file(Path(file), ConfigError)
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{file!r} is no YAML: {error}. Correct the file.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file!r} has no table of settings. Write lines such as `seed: 1`.")
+    return {str(name): value for name, value in values.items()}
