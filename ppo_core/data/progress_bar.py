@@ -3,14 +3,19 @@
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, TypeVar
 
 from tqdm import tqdm
 
+Item = TypeVar("Item")
+
 SECONDS_BETWEEN_LINES = 5.0
+
+LONGEST_SILENCE = 10.0
+"""Seconds after which a bar that did not move names the phase that goes on inside its step."""
 
 PROGRESS_FILE = "progress.txt"
 """Name of the file in the folder of a program's job."""
@@ -57,6 +62,43 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
+def each_pass(items: Sequence[Item], phase: str) -> Iterator[Item]:
+    """Yield the items, and tell the listeners that a phase moves with each of them.
+
+    For the passes inside a step, which have no bar of their own.
+    """
+    for item in items:
+        tell_moved(phase)
+        yield item
+    for listener in _listeners:
+        listener.ended(phase)
+
+
+def tell_moved(phase: str) -> None:
+    """Tell the listeners that a phase began or advanced."""
+    for listener in _listeners:
+        listener.moved(phase)
+
+
+class PhaseLines:
+    """Listener that shows a silent bar again, with the phase inside its step."""
+
+    def __init__(self, bar: tqdm, name: str) -> None:
+        """Take a bar, and its description without a phase."""
+        self._bar, self._name = bar, name
+
+    def moved(self, phase: str) -> None:
+        """Show the bar with the phase."""
+        if phase != self._name and time.time() - self._bar.last_print_t > LONGEST_SILENCE:
+            self._bar.set_description_str(f"{self._name}, {phase}", refresh=False)
+            self._bar.last_print_t = time.time()
+            self._bar.refresh()
+            self._bar.set_description_str(self._name, refresh=False)
+
+    def ended(self, phase: str) -> None:
+        """Show nothing: the next phase begins."""
+
+
 class ProgressFile:
     """Listener of progress bars that writes the name of the current phase, at most once a second.
 
@@ -83,20 +125,16 @@ class _Bar(tqdm):  # type: ignore[misc]
     def __init__(self, *, desc: str, **options: Any) -> None:
         self._phase = desc
         super().__init__(desc=desc, **options)
-        self._tell_moved()
+        tell_moved(desc)
 
     def update(self, n: float = 1) -> None:
-        self._tell_moved()
+        tell_moved(self._phase)
         super().update(n)
 
     def close(self) -> None:
         for listener in _listeners:
             listener.ended(self._phase)
         super().close()
-
-    def _tell_moved(self) -> None:
-        for listener in _listeners:
-            listener.moved(self._phase)
 
 
 def progress(

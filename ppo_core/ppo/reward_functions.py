@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.data.batching import scoring_batches, token_batches
 from ppo_core.data.chat_template import is_messages
+from ppo_core.data.progress_bar import each_pass
 from ppo_core.data.prompts import Prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ConfigError, ModelError, user_code_errors
@@ -77,7 +78,8 @@ def score_tokens(
     The stop token is removed. With `end_of_text`, the reward model's eos token is appended.
     """
     scores = torch.empty(len(rollout), device=rollout.logprobs.device)
-    for batch in scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes):
+    batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)
+    for batch in each_pass(batches, "scoring"):
         ids = rollout.token_rows(batch).ids
         lengths = rollout.row_lengths[batch] - rollout.has_stop[batch].long()
         if reward_model.end_of_text:

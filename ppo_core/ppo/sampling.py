@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.progress_bar import tell_moved
 from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import Prompt, Tokens
 from ppo_core.data.types import Rollout
@@ -97,6 +98,7 @@ class PolicySampler:
                 callbacks=SamplingCallbacks(
                     any_active=self.engine.any if self.engine.passes_meet() else None,
                     before_batch=pause,
+                    on_finished=lambda number: tell_moved("sampling"),
                 ),
             )
 

@@ -9,6 +9,7 @@ from ppo_core.algorithm.logits import tempered
 from ppo_core.algorithm.top_k_top_p import truncated
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import scoring_batches
+from ppo_core.data.progress_bar import each_pass
 from ppo_core.data.prompts import Prompt
 from ppo_core.data.types import Rollout, Scores
 from ppo_core.distributed.engine import Engine
@@ -61,7 +62,8 @@ def response_logprobs(
     `equal_passes` is needed if each pass waits for all processes, see `Engine.passes_meet`.
     """
     logprobs = torch.zeros_like(rollout.logprobs)
-    for batch in scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes):
+    batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)
+    for batch in each_pass(batches, "scoring"):
         counted, _ = model(rollout.token_rows(batch), rollout.temperature)
         logprobs[batch] = _scattered(counted, rollout.response_mask[batch])
     return logprobs
@@ -83,7 +85,8 @@ def truncated_logprobs(
     `response_logprobs`.
     """
     logprobs = torch.zeros_like(rollout.logprobs)
-    for batch in scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes):
+    batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)
+    for batch in each_pass(batches, "scoring"):
         rows = rollout.token_rows(batch)
         logits = tempered(model.logits(model.backbone.states(rows)), rollout.temperature)
         kept = truncated(logits, top_k=top_k, top_p=top_p)
@@ -105,7 +108,8 @@ def critic_values(
     For `equal_passes` see `response_logprobs`.
     """
     values = torch.zeros_like(rollout.logprobs)
-    for batch in scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes):
+    batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)
+    for batch in each_pass(batches, "scoring"):
         counted = critic(rollout.token_rows(batch))
         values[batch] = _scattered(counted, rollout.response_mask[batch])
     return values
@@ -125,7 +129,8 @@ def exact_kl(
     For `equal_passes` see `response_logprobs`.
     """
     divergences = torch.zeros_like(rollout.logprobs)
-    for batch in scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes):
+    batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)
+    for batch in each_pass(batches, "scoring"):
         rows = rollout.token_rows(batch)
         states = policy.backbone.states(rows)
         counted = policy.full_kl(states, reference, rows, rollout.temperature)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ppo_core.algorithm.losses import aggregation_weights
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import token_batches
+from ppo_core.data.progress_bar import each_pass
 from ppo_core.data.types import Experience, TokenRows, TokenSums, map_tensors
 from ppo_core.distributed.engine import Engine
 from ppo_core.models.actor_critic import ActorCritic
@@ -175,7 +176,7 @@ def update_policy(
             minibatch = minibatches[progress.steps_done].to(state.engine.device)
             sums = torch.zeros(len(SUMS), dtype=torch.float64, device=state.engine.device)
             _add_pretraining_gradients(update, num_texts=len(minibatch))
-            for microbatch in _own_microbatches(update, minibatch):
+            for microbatch in each_pass(_own_microbatches(update, minibatch), "updating"):
                 sums += _add_gradients(update, microbatch)
             totals = _optimizer_step(state, sums, config)
             progress.add_step(totals)

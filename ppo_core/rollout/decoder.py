@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ppo_core.data.batching import token_batches
+from ppo_core.data.progress_bar import each_pass
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.text_config import text_config
 from ppo_core.models.backbones import DecoderBackbone
@@ -108,7 +109,7 @@ class Decoder:
         self._cache.add(lengths)
         states = [
             self._backend.prefill([prompts[n] for n in batch.tolist()], (first + batch).to(device))
-            for batch in batches
+            for batch in each_pass(batches, "reading prompts")
         ]
         return torch.cat(states)[torch.cat(batches).argsort().to(device)]
 

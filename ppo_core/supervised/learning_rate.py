@@ -158,7 +158,7 @@ def _loss_after(
     ranker: PairRanker, trained: Dataset, judged: Dataset, config: SupervisedConfig, engine: Engine
 ) -> float:
     """Train a ranker; return its loss on other pairs, which is infinite if it diverges."""
-    data = TrainingData(rows=trained, digest="", collate=collate_pairs)
+    data = TrainingData(rows=trained, digest="", collate=collate_pairs, texts_per_row=2)
     name = f"learning rate {config.learning_rate:.1e}"
     loop = TrainingLoop(ranker, data, config, name, engine=engine, output_dir=None)
     try:

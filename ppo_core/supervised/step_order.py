@@ -37,6 +37,16 @@ class StepOrder:
         """Number of optimizer steps of the training."""
         return self.epochs * self.steps_per_epoch
 
+    @property
+    def rows(self) -> int:
+        """Number of rows of all steps."""
+        return self.epochs * len(self.lengths)
+
+    def rows_of_steps(self, steps: int) -> int:
+        """Return the number of rows of the first steps."""
+        epochs, further = divmod(steps, self.steps_per_epoch)
+        return epochs * len(self.lengths) + further * self.rows_per_step
+
     def epoch(self, number: int) -> list[list[int]]:
         """Return the rows of each step of an epoch (counted from 0), longest first in a step.
 

@@ -104,7 +104,9 @@ def train_sft(
         config = replace(config, learning_rate=sized.sft_learning_rate)
     _checkpoint_activations(policy, config)
     adapted = None if peft_config is None else add_task_adapter(policy, peft_config, "CAUSAL_LM")
-    data = TrainingData(rows=encoded.table, digest=encoded.digest, collate=collate_examples)
+    data = TrainingData(
+        rows=encoded.table, digest=encoded.digest, collate=collate_examples, texts_per_row=1
+    )
     engine = connect_processes(config)
     module = NextTokenLoss(adapted or policy)
     loop = TrainingLoop(
@@ -167,7 +169,9 @@ def train_reward_model(
     encoded = encode_rows("pairs", rows, tokenizer, config, limit=limit, overlong=overlong)
     make = partial(_make_ranker, model, tokenizer.pad_token_id, config, peft_config)
     engine = connect_processes(config)
-    data = TrainingData(rows=encoded.table, digest=encoded.digest, collate=collate_pairs)
+    data = TrainingData(
+        rows=encoded.table, digest=encoded.digest, collate=collate_pairs, texts_per_row=2
+    )
     tried: dict[str, float] = {}
     if config.learning_rate in (None, "auto"):
         sized = sized_defaults(count_parameters(model, scores=True), lora=peft_config is not None)

@@ -11,12 +11,14 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tqdm import tqdm
 from transformers import get_scheduler
 
 from ppo_core.checkpointing.checkpointer import Checkpointer, SavePlan
 from ppo_core.checkpointing.fingerprint import Fingerprint, fingerprint
 from ppo_core.checkpointing.state_form import SUPERVISED_FORMS
 from ppo_core.checkpointing.training_state import TrainingState
+from ppo_core.data.batching import token_batches
 from ppo_core.data.progress_bar import progress
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
@@ -51,6 +53,11 @@ LESS_MEMORY = (
 )
 """What to do after a training that ran out of memory."""
 
+TOKENS_ON_CPU = 2048
+"""Maximum number of tokens of a pass on a CPU, where larger passes need memory and are no faster.
+
+A single longer row is a pass of its own."""
+
 Batch = dict[str, Tensor]
 
 
@@ -79,6 +86,9 @@ class TrainingData:
 
     collate: Callable[[Any], Batch]
     """Function that makes a batch from encoded rows."""
+
+    texts_per_row: int
+    """Number of texts in a row: 1, or 2 for a pair."""
 
 
 class TrainingLoop:
@@ -192,19 +202,21 @@ class TrainingLoop:
     def _run_steps(self) -> None:
         order, done = self._order, self._progress.steps
         hidden = not self._engine.is_main
-        with progress(order.steps, self._description, "step", hidden=hidden) as bar:
-            bar.update(done)
+        with progress(order.rows, self._description, "row", hidden=hidden) as bar:
+            bar.update(order.rows_of_steps(done))
             for epoch in range(done // order.steps_per_epoch, order.epochs):
                 steps = order.epoch(epoch)
                 for rows in steps[self._progress.steps - epoch * order.steps_per_epoch :]:
                     self._stop_if_interrupted()
-                    loss = self._step(rows)
+                    loss = self._step(rows, bar)
                     self._save_if_due()
                     bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-                    bar.update(1)
 
-    def _step(self, rows: list[int]) -> float:
-        """Take one optimizer step on rows of the data, count it, and return its mean loss."""
+    def _step(self, rows: list[int], bar: tqdm) -> float:
+        """Take one optimizer step on rows of the data, count it, and return its mean loss.
+
+        The bar advances with each pass.
+        """
         batches = self._own_batches(rows)
         engine, module = self._engine, self._module
         own_units = sum((self._objective.units(batch) for batch in batches), torch.zeros(()))
@@ -215,6 +227,8 @@ class TrainingLoop:
                 loss, metrics = module(**batch)
                 engine.backward(loss / float(units))
             sums += torch.cat([loss.detach().view(1), metrics]).double().cpu()
+            done, before = (len(rows) * n // len(batches) for n in (number + 1, number))
+            bar.update(done - before)
         norm = float(engine.step(module, self._optimizer, MAX_GRAD_NORM))
         sums = engine.sum(sums)
         self._scheduler.step()
@@ -228,12 +242,27 @@ class TrainingLoop:
         own = [n * self._engine.num_processes + first < len(rows) for n in range(len(share))]
         encoded = self._data.rows.__getitems__([rows[number] for number in share])
         batches = []
-        for start in range(0, len(share), self._config.batch_size):
-            part = slice(start, start + self._config.batch_size)
-            batch = self._data.collate(encoded[part])
-            batch["weights"] = torch.tensor(own[part]).float()
+        for part in self._parts([row["length"] for row in encoded]):
+            batch = self._data.collate([encoded[number] for number in part])
+            batch["weights"] = torch.tensor([own[number] for number in part]).float()
             batches.append({name: t.to(self._engine.device) for name, t in batch.items()})
         return batches
+
+    def _parts(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of the rows of each pass, from the lengths of this process's rows.
+
+        Several processes make equally many passes. One process on a CPU makes passes of at most
+        `TOKENS_ON_CPU` tokens.
+        """
+        size, engine = self._config.batch_size, self._engine
+        if engine.device.type != "cpu" or engine.num_processes > 1:
+            return [
+                list(range(start, min(start + size, len(lengths))))
+                for start in range(0, len(lengths), size)
+            ]
+        tokens = torch.tensor(lengths) * self._data.texts_per_row
+        most = max(TOKENS_ON_CPU, int(tokens.max()))
+        return [part.tolist() for part in token_batches(tokens, size, max_tokens=most)]
 
     def _count_step(self, sums: list[float], norm: float) -> float:
         """Count a step with its sums of losses, metrics and units; write a line if it is due.

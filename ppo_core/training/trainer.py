@@ -17,7 +17,7 @@ from ppo_core.checkpointing.ppo_fingerprint import ppo_fingerprint
 from ppo_core.checkpointing.state_form import FORMS
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.unsupported_settings import own_copy, refuse_late_changes
-from ppo_core.data.progress_bar import progress
+from ppo_core.data.progress_bar import PhaseLines, listening, progress
 from ppo_core.data.prompt_set import Collator, PromptSet, make_prompt_set
 from ppo_core.data.types import Rollout, Scores
 from ppo_core.distributed.interruption import Interruption
@@ -582,4 +582,5 @@ class PPOTrainer(ScriptNames):
         hidden = self.args.disable_tqdm or not self.engine.is_main
         with progress(total, "ppo", "episode", hidden=hidden) as bar:
             bar.update(self._run.episodes)
-            yield bar
+            with listening(PhaseLines(bar, "ppo")):
+                yield bar

@@ -13,6 +13,7 @@ from ppo_core.distributed.strategy import Sharding
 from ppo_core.models.loading import empty_model
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.schedule import Schedule
+from ppo_core.supervised.training_loop import TOKENS_ON_CPU
 from ppo_core.training.memory.model_size import count_adapter_parameters, model_size
 from ppo_core.training.memory.ppo_memory import PPOSize
 from ppo_core.training.memory.sizes import BF16, FP32, ModelSize
@@ -135,6 +136,10 @@ def _supervised_size(
     model = empty_model(settings.policy, scores=not writes)
     rank, modules = section.lora.r, section.lora.target_modules
     rows = min(section.batch_size, ceil(section.rows_per_step / processes.number))
+    texts = 1 if writes else 2
+    tokens = rows * longest * texts
+    if not processes.on_gpus and processes.number == 1:
+        tokens = min(tokens, max(TOKENS_ON_CPU, longest * texts))
     return SupervisedSize(
         model=model_size(model),
         writes=writes,
@@ -144,7 +149,7 @@ def _supervised_size(
         machines=processes.machines,
         autocast=_computes_in_bf16(section.bf16, settings, model_size(model).width, processes),
         recomputes=section.gradient_checkpointing,
-        tokens=rows * longest * (1 if writes else 2),
+        tokens=tokens,
         on_cpu=not processes.on_gpus,
     )
 
