@@ -22,6 +22,7 @@ from ppo_core.data.atomic_files import write_atomically
 from ppo_core.data.json_form import check_form, is_count, is_text
 from ppo_core.errors import TrainingError
 from ppo_core.errors.control_characters import escape_controls
+from ppo_core.errors.wrong_clock import describe_future
 
 LEASE = "lease.json"
 """Name of the file that records the last claim to the folder."""
@@ -104,7 +105,8 @@ class Lease:
     def __str__(self) -> str:
         """Return the description of the claim in error messages."""
         return escape_controls(
-            f"process {self.pid} on {self.host} (token {self.token}, since {self.started})"
+            f"process {self.pid} on {self.host} (token {self.token}, since {self.started}"
+            f"{describe_future(self.started)})"
         )
 
     def _write(self) -> None:

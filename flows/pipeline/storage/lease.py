@@ -2,18 +2,20 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from botocore.exceptions import ClientError
 
 from pipeline.storage.addresses import S3Address
-from pipeline.storage.objects import read_object, write_object
+from pipeline.storage.objects import TimedObject, read_timed_object, write_object
 from pipeline.storage.s3_client import is_missing, is_refused_write
 from ppo_core.config.checks import check_type
 from ppo_core.config.text_files import parse_strict_json
 from ppo_core.errors import ConfigError, StorageError
 from ppo_core.errors.control_characters import escape_controls
+from ppo_core.errors.wrong_clock import TOLERANCE, describe_duration, describe_future
 
 LIMIT = timedelta(hours=24)
 """Time after which a lease that was not renewed may be taken over. Longer than a step waits for its
@@ -41,17 +43,38 @@ class Holder:
     """Time at which the owner took the lease, ISO 8601 in UTC."""
 
     renewed: str
-    """Time of the last renewal, ISO 8601 in UTC."""
+    """Time of the last renewal, ISO 8601 in UTC, by the clock of the store."""
+
+    seen: TimedObject | None = field(default=None, compare=False)
+    """The object from which the holder was read; its times are those of the store."""
 
     def __str__(self) -> str:
-        """Return the owner, the run that trains, and both times, for messages."""
+        """Return the owner, the run that trains, and both times, for messages.
+
+        The message says so if a time lies in the future, and when the lease ends nevertheless.
+        """
         run = f" for {self.run}" if self.run else ""
-        words = f"{self.owner}{run}, since {self.taken}, renewed {self.renewed}"
-        return escape_controls(words)
+        now = self.seen.now if self.seen else None
+        future = describe_future(self.renewed, now)
+        if future and self.seen:
+            end = (self.seen.written + LIMIT).isoformat(timespec="minutes")
+            future += f"; if nobody renews it, the lease ends at {end}"
+        return escape_controls(
+            f"{self.owner}{run}, since {self.taken}{describe_future(self.taken, now)}, renewed "
+            f"{self.renewed}{future}"
+        )
 
     def is_over(self) -> bool:
-        """Return whether another run may take the lease: it was released, or not renewed."""
-        return not self.owner or datetime.now(UTC) - datetime.fromisoformat(self.renewed) > LIMIT
+        """Return whether another run may take the lease: it was released, or not renewed.
+
+        A renewal in the future was written by a wrong clock. Then the time counts at which the
+        store got the lease.
+        """
+        now = self.seen.now if self.seen else datetime.now(UTC)
+        renewed = datetime.fromisoformat(self.renewed)
+        if self.seen and renewed > now + TOLERANCE:
+            renewed = self.seen.written
+        return not self.owner or now - renewed > LIMIT
 
 
 @dataclass(frozen=True)
@@ -59,6 +82,7 @@ class Lease:
     """The lease of one registered model for one owner.
 
     Each change is one conditional write, so of two runs that change the lease at once, one fails.
+    All times are by the clock of the store, because the clocks of two machines may differ.
     """
 
     store: str
@@ -79,9 +103,12 @@ class Lease:
             ConfigError: S3 refuses the access, or the object is no lease.
             StorageError: S3 does not answer.
         """
+        now = read_timed_object(self._address).now
+        self._say_wrong_clock(now)
+        begun = Holder(owner=self.owner, run="", taken=_text(now), renewed=_text(now))
         found = self._read()
         if found is None:
-            return self._write(self._begun(), IfNoneMatch="*")
+            return self._write(begun, IfNoneMatch="*")
         holder, version = found
         if holder.owner == self.owner:
             return None
@@ -89,7 +116,7 @@ class Lease:
             return holder
         if holder.owner:
             print(f"The lease of '{self.name}' is taken over from {holder}.", flush=True)
-        return self._write(self._begun(), IfMatch=version)
+        return self._write(begun, IfMatch=version)
 
     def renew(self, run: str) -> None:
         """Renew the lease for a run of the flow RLHF. The first run that renews is its only user.
@@ -102,7 +129,8 @@ class Lease:
         if found is None or not self._has(found[0], run):
             raise self._lost(found and found[0])
         holder, version = found
-        renewed = dataclasses.replace(holder, run=run, renewed=_now())
+        now = holder.seen.now if holder.seen else datetime.now(UTC)
+        renewed = dataclasses.replace(holder, run=run, renewed=_text(now))
         other = self._write(renewed, IfMatch=version)
         # Of several machines of one run, another one may have renewed at the same time.
         if other is not None and not self._has(other, run):
@@ -130,21 +158,29 @@ class Lease:
     def _has(self, holder: Holder, run: str) -> bool:
         return holder.owner == self.owner and holder.run in ("", run)
 
-    def _begun(self) -> Holder:
-        return Holder(owner=self.owner, run="", taken=_now(), renewed=_now())
+    def _say_wrong_clock(self, now: datetime) -> None:
+        ahead = datetime.now(UTC) - now
+        if abs(ahead) > TOLERANCE:
+            side = "ahead of" if ahead > timedelta(0) else "behind"
+            print(
+                f"The clock of this machine is {describe_duration(ahead)} {side} the store's, so "
+                f"the lease of '{self.name}' has the store's time. Set the clock.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _read(self) -> tuple[Holder, str] | None:
         """Return the holder of the lease and the version of the object; None if there is none."""
-        found = read_object(self._address)
-        return found and (self._decoded(found[0]), found[1])
+        found = read_timed_object(self._address)
+        return None if found.content is None else (self._decoded(found), found.version)
 
-    def _decoded(self, content: bytes) -> Holder:
+    def _decoded(self, found: TimedObject) -> Holder:
         try:
-            fields = parse_strict_json(content.decode())
+            fields = parse_strict_json((found.content or b"").decode())
             check_type(dict[str, str], fields, "lease")
-            holder = Holder(**fields)
+            holder = Holder(**fields, seen=found)
             holder.is_over()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise ConfigError(
                 f"'{self._address}' is no lease ({error}). Look who wrote it, and remove it if no "
                 "run trains."
@@ -153,7 +189,8 @@ class Lease:
 
     def _write(self, holder: Holder, **condition: str) -> Holder | None:
         """Write the lease. Return None on success; otherwise the other holder, who was faster."""
-        content = json.dumps(dataclasses.asdict(holder)).encode()
+        fields = {name: getattr(holder, name) for name in ("owner", "run", "taken", "renewed")}
+        content = json.dumps(fields).encode()
         try:
             write_object(self._address, content, **condition)
         except ClientError as error:
@@ -175,5 +212,5 @@ class Lease:
         )
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def _text(time: datetime) -> str:
+    return time.isoformat(timespec="seconds")

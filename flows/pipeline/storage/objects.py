@@ -2,9 +2,11 @@
 
 import base64
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from botocore.exceptions import ClientError
 
@@ -25,6 +27,44 @@ def read_object(address: S3Address) -> tuple[bytes, str] | None:
         if is_missing(error):
             return None
         raise
+
+
+class TimedObject(NamedTuple):
+    """An object with times by the clock of S3, which all machines share."""
+
+    content: bytes | None
+    """None if there is no object."""
+
+    version: str
+
+    written: datetime
+    """Time at which the object was written."""
+
+    now: datetime
+    """Time of the reply."""
+
+
+def read_timed_object(address: S3Address) -> TimedObject:
+    """Return the bytes of a small object, if there is one, and the time by the clock of S3."""
+
+    def read() -> TimedObject:
+        reply = s3_client().get_object(Bucket=address.bucket, Key=address.key)
+        content = reply["Body"].read()
+        return TimedObject(content, reply["ETag"], reply["LastModified"], _time_of(reply))
+
+    try:
+        return repeated(address, read)
+    except ClientError as error:
+        if is_missing(error):
+            now = _time_of(error.response)
+            return TimedObject(None, "", now, now)
+        raise
+
+
+def _time_of(reply: Mapping[str, Any]) -> datetime:
+    """Return the time at which S3 sent a reply, or of this machine if the reply does not say it."""
+    date = reply["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
+    return parsedate_to_datetime(date).astimezone(UTC) if date else datetime.now(UTC)
 
 
 def write_object(address: S3Address, content: bytes, **condition: str) -> str:

@@ -70,17 +70,15 @@ class TemplateProcess:
         raise (MemoryError if reply["is_full"] else ValueError)(reply["error"])
 
     def _ask(self, line: bytes) -> dict[str, Any]:
+        process = self._started()
         try:
-            written = self._started().stdin
-            written.write(line)  # type: ignore[union-attr]
-            written.flush()  # type: ignore[union-attr]
+            _send(process, line)
         except BrokenPipeError:  # the process was ended since the last request
             self._end()
-            written = self._started().stdin
-            written.write(line)  # type: ignore[union-attr]
-            written.flush()  # type: ignore[union-attr]
-        process = self._started()
-        reply: bytes = process.stdout.readline()  # type: ignore[union-attr]
+            process = self._started()
+            _send(process, line)
+        assert process.stdout is not None
+        reply = process.stdout.readline()
         if reply:
             return dict(json.loads(reply))
         code = process.wait()
@@ -112,6 +110,12 @@ class TemplateProcess:
             self._process.returncode = 0  # otherwise its deletion would warn
         self._process = None
         self._lock = threading.Lock()
+
+
+def _send(process: "subprocess.Popen[bytes]", line: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line)
+    process.stdin.flush()
 
 
 def _plain(value: Any) -> Any:
