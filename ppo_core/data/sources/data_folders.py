@@ -96,8 +96,8 @@ def _splits_of_card(folder: Path, config: str | None) -> dict[str, list[Path]] |
     with library_errors(DataError, f"'{card}' cannot be read", "Correct or remove it."):
         head = (metadata_load(card) if card.is_file() else None) or {}
     named = {
-        str(one.get("config_name", "default")): one
-        for one in head.get("configs") or ()
+        _text(one.get("config_name", "default"), folder): one
+        for one in _list(head.get("configs"))
         if isinstance(one, Mapping) and one.get("data_files")
     }
     if config is not None and config not in named:
@@ -116,20 +116,32 @@ def _splits_of_card(folder: Path, config: str | None) -> dict[str, list[Path]] |
         )
     return {
         split: [file for pattern in patterns for file in _files_of(folder, pattern)]
-        for split, patterns in _patterns_of(named[chosen]["data_files"]).items()
+        for split, patterns in _patterns_of(named[chosen]["data_files"], folder).items()
     }
 
 
-def _patterns_of(data_files: Any) -> dict[str, list[str]]:
+def _patterns_of(data_files: Any, folder: Path) -> dict[str, list[str]]:
     """Return the patterns of each split; without splits, all files are `train`."""
-    entries = data_files if isinstance(data_files, list) else [data_files]
     patterns: dict[str, list[str]] = {}
-    for entry in entries:
+    for entry in _list(data_files):
         given = entry if isinstance(entry, Mapping) else {"path": entry}
-        paths = given.get("path")
-        of_split = patterns.setdefault(str(given.get("split", "train")), [])
-        of_split += map(str, paths if isinstance(paths, list) else [paths])
+        of_split = patterns.setdefault(_text(given.get("split", "train"), folder), [])
+        of_split += [_text(path, folder) for path in _list(given.get("path"))]
     return patterns
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _text(value: Any, folder: Path) -> str:
+    # Not made a text here: a nested value of YAML may be larger than any memory.
+    if not isinstance(value, str):
+        raise DataError(
+            f"The README.md of '{folder}' has a {type(value).__name__} where `configs` needs a "
+            "text: the name of a configuration or split, or a path. Correct it."
+        )
+    return value
 
 
 def _files_of(folder: Path, pattern: str) -> list[Path]:

@@ -136,7 +136,10 @@ def test_the_card_of_a_folder_has_configurations(tmp_path):
         ("../a.jsonl", "is not in the folder"),
         ("/etc/hostname", "is not in the folder"),
         ("c/*.jsonl", "and there is no file"),
-        ("[a.jsonl, 5]", "and there is no file"),
+        ("[a.jsonl, 5]", "has a int where"),
+        ("[{split: [dev], path: a.jsonl}]", "has a list where"),
+        ("[{path: {a: b}}]", "has a dict where"),
+        ("[{split: dev}]", "has a NoneType where"),
         ("'**a/**'", "is no pattern|there is no file"),
         ("{", "cannot be read"),
     ],
@@ -144,6 +147,14 @@ def test_the_card_of_a_folder_has_configurations(tmp_path):
 def test_a_card_that_names_other_files_is_refused(tmp_path, path, words):
     write_card(tmp_path, f"configs: [{{config_name: x, data_files: {path}}}]")
     with pytest.raises(DataError, match=words):
+        load(tmp_path)
+
+
+def test_a_card_of_nested_aliases_is_refused_without_writing_them_out(tmp_path):
+    levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    aliases = "\n".join(["a0: &a0 x", *levels])
+    write_card(tmp_path, f"{aliases}\nconfigs: [{{config_name: *a11, data_files: *a11}}]")
+    with pytest.raises(DataError, match="has a list where"):
         load(tmp_path)
 
 
