@@ -134,6 +134,9 @@ class DocumentedParser(HfArgumentParser):
                 options["type"] = _whole_number
             elif {float, str} <= {*get_args(self._field_types[name])}:
                 options["type"] = _number_or_word
+            elif bool in get_args(self._field_types[name]):
+                # As of a plain bool: the flag alone means True.
+                options |= {"nargs": "?", "const": True}
         elif name.startswith("no_"):
             options["help"] = f"Turn {options['dest']} off."
         return super().add_argument(*flags, **options)

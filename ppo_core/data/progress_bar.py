@@ -86,13 +86,15 @@ class PhaseLines:
     def __init__(self, bar: tqdm, name: str) -> None:
         """Take a bar, and its description without a phase."""
         self._bar, self._name = bar, name
+        self._shown = time.monotonic()
 
     def moved(self, phase: str) -> None:
         """Show the bar with the phase."""
-        if phase != self._name and time.time() - self._bar.last_print_t > LONGEST_SILENCE:
-            self._bar.set_description_str(f"{self._name}, {phase}", refresh=False)
-            self._bar.last_print_t = time.time()
-            self._bar.refresh()
+        if phase == self._name:
+            self._shown = time.monotonic()
+        elif time.monotonic() - self._shown > LONGEST_SILENCE:
+            self._shown = time.monotonic()
+            self._bar.set_description_str(f"{self._name}, {phase}")
             self._bar.set_description_str(self._name, refresh=False)
 
     def ended(self, phase: str) -> None:

@@ -53,7 +53,7 @@ LESS_MEMORY = (
 )
 """What to do after a training that ran out of memory."""
 
-TOKENS_ON_CPU = 2048
+TOKENS_ON_CPU = 1024
 """Maximum number of tokens of a pass on a CPU, where larger passes need memory and are no faster.
 
 A single longer row is a pass of its own."""

@@ -376,10 +376,32 @@ def test_the_name_of_a_folder_is_read_as_it_is_written(tmp_path: Path, reader: s
     (tmp_path / name / "more [1]").mkdir(parents=True)
     (tmp_path / name / "more [1]" / "train::1.jsonl").write_bytes(GOOD)
     (tmp_path / name / "test.jsonl").write_bytes(b'{"prompt": "b"}\n')
-    (tmp_path / name / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files: https://127.0.0.1:9/x.jsonl\n---\n"
-    )
     assert READERS[reader](name) == ["a"]
+    card = "---\nconfigs: [{config_name: default, data_files: 'more*/train::?.jsonl'}]\n---\n"
+    (tmp_path / name / "README.md").write_text(card)
+    assert READERS[reader](name) == ["a"]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    "place",
+    [
+        "https://127.0.0.1:9/x.jsonl",
+        "s3://bucket/x.jsonl",
+        "hf://datasets/org/name/x.jsonl",
+        "zip://x.jsonl::https://127.0.0.1:9/x.zip",
+        "../x.jsonl",
+        "/etc/x.jsonl",
+        "more/../../x.jsonl",
+    ],
+)
+def test_a_card_that_names_another_place_is_refused(tmp_path: Path, reader: str, place: str):
+    (tmp_path / "data" / "more").mkdir(parents=True)
+    (tmp_path / "data" / "train.jsonl").write_bytes(GOOD)
+    (tmp_path / "x.jsonl").write_bytes(GOOD)
+    card = f"---\nconfigs: [{{config_name: default, data_files: '{place}'}}]\n---\n"
+    (tmp_path / "data" / "README.md").write_text(card)
+    refuses(reader, "data", "README.md of .*, which is not in the folder")
 
 
 GOOD_FORMS = {

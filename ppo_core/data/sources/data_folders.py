@@ -145,7 +145,7 @@ def _text(value: Any, folder: Path) -> str:
 
 
 def _files_of(folder: Path, pattern: str) -> list[Path]:
-    if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
+    if "://" in pattern or Path(pattern).is_absolute() or ".." in Path(pattern).parts:
         raise DataError(
             f"The README.md of '{folder}' names {pattern!r:.80}, which is not in the folder. Name "
             "files below it."
