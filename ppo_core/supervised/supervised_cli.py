@@ -16,7 +16,7 @@ from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.distributed.interruption import EXIT_CODE
 from ppo_core.distributed.process import is_main_process, large_imports, reported_errors
 from ppo_core.errors import ConfigError, PPOError, RunInterruptedError
-from ppo_core.supervised.job import run_job
+from ppo_core.supervised.job import prepare_process, run_job
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
             f"--help lists the flags."
         )
     arguments, config, lora = parse_supervised(kind, flags if kind in TRAININGS else ["--help"])
+    prepare_process(config.sharding)
     # Imported here: --help and a wrong flag need no torch.
     with large_imports():
         from ppo_core.data.rows.describe import (
