@@ -1,6 +1,7 @@
 """SFT and reward-model training: results, refused input, and determinism."""
 
 import math
+import re
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,9 +24,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from pipeline.demo.task import write_base_model
 from ppo_core.data.rows.encoding import encode_row
 from ppo_core.errors import ConfigError, DataError, TrainingError
+from ppo_core.supervised import training_loop
 from ppo_core.supervised.examples.reward_pairs import pair_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
+from ppo_core.supervised.training_loop import TrainingLoop
 from tests.helpers.rows import read_row
 
 EXAMPLES = [
@@ -83,6 +86,44 @@ def test_reward_model_learns_its_pairs_and_loads_as_a_classifier_with_one_label(
     )
     assert chosen[0] > rejected[0]
     assert chosen[1] > rejected[1]
+
+
+@pytest.mark.parametrize(
+    ("train", "rows", "texts"), [(train_sft, EXAMPLES, 1), (train_reward_model, PAIRS, 2)]
+)
+def test_passes_of_few_tokens_give_the_weights_of_large_ones(
+    base, tmp_path, monkeypatch, train, rows, texts
+):
+    """On a CPU the tokens of a pass are limited, and the sums of a step are those of its rows."""
+    config, passes = settings(batch_size=6, bf16=False), []
+    own_batches = TrainingLoop._own_batches
+
+    def noted(loop, step):
+        batches = own_batches(loop, step)
+        passes.append([batch["input_ids"].numel() for batch in batches])
+        return batches
+
+    monkeypatch.setattr(TrainingLoop, "_own_batches", noted)
+    for name, tokens in (("large", 1024), ("small", 40)):
+        monkeypatch.setattr(training_loop, "TOKENS_ON_CPU", tokens)
+        passes.clear()
+        metrics = train(base, rows * 5, config, tmp_path / name)
+        assert metrics["rows"] == len(rows) * 5
+        assert max(map(max, passes)) <= max(tokens, texts * 64)
+    assert max(map(len, passes)) > 1
+    large, small = (load_file(tmp_path / name / "model.safetensors") for name in ("large", "small"))
+    for name, tensor in large.items():
+        assert_close(small[name], tensor, rtol=0, atol=1e-5)
+
+
+def test_the_bar_counts_rows_and_moves_within_a_step(base, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(training_loop, "TOKENS_ON_CPU", 40)
+    monkeypatch.setattr("ppo_core.data.progress_bar.SECONDS_BETWEEN_LINES", 0.0)
+    train_sft(base, EXAMPLES * 5, settings(batch_size=6, num_epochs=2), tmp_path / "sft")
+    counts = [int(n) for n in re.findall(r" (\d+)/20 ", capsys.readouterr().err)]
+    assert counts == sorted(counts) and counts[-1] == 20
+    # Of 4 steps.
+    assert len(set(counts)) > 5
 
 
 def test_the_lengths_of_the_rows_are_read_as_a_whole(base, tmp_path, monkeypatch):
