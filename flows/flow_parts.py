@@ -12,7 +12,7 @@ from metaflow.exception import MetaflowException
 from metaflow.packaging_sys import ContentType
 
 import ppo_core
-from pipeline.launch.execution_parameters import quote_parameters
+from pipeline.launch.execution_parameters import COMMANDS, quote_parameters
 from pipeline.settings.command_line import (
     check_settings_file,
     explain_unknown_options,
@@ -120,6 +120,6 @@ def run_command(flow: type[FlowSpec]) -> None:
         sys.exit(f"{RunStoppedError.headline}:\n{wrong}")
     parameters = [each.name for each in vars(flow).values() if isinstance(each, Parameter)]
     explain_unknown_options(parameters)
-    if "create" in sys.argv and "run" not in sys.argv:
+    if set(COMMANDS) & set(sys.argv):
         quote_parameters(parameters)
     flow()

@@ -63,13 +63,20 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
 
 
 def with_next_move(error: PPOError) -> str:
-    """Return the message of an error with the command that continues the run after its steps."""
-    command = "`python flows/rlhf.py resume`"
-    if runs_remotely():
-        command = "`python flows/deploy.py DEPLOYMENT.toml --start`"
-    if "resume" in str(error):
+    """Return the message of an error with the command that continues after a correction.
+
+    The message of a refused reward model names its own commands.
+    """
+    if "resume" in str(error) or "python flows/rlhf.py" in str(error):
         return str(error)
-    return f"{error}\nThe results of the finished steps are kept: {command} continues with them."
+    if runs_remotely():
+        move = "`python flows/deploy.py DEPLOYMENT.toml --start` continues after a correction."
+    else:
+        move = (
+            "`python flows/rlhf.py resume` continues after a correction outside of the settings. "
+            "After a change of the settings, start a new run."
+        )
+    return f"{error}\n{move} Models that are already trained are reused."
 
 
 def run_id() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from deployment.deployment import Deployment
 from deployment.deployment_file import read_deployment
+from pipeline.launch.execution_parameters import ARGO, STEP_FUNCTIONS
 from ppo_core.config.text_files import read_toml_file
 from ppo_core.errors import ConfigError, ProcessError
 from ppo_core.errors.redaction import MASK, mask_secrets
@@ -98,6 +99,12 @@ def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
     """
     text = create_flow(files, flow, "--only-json")
     compiled: dict[str, Any] = json.loads(text)
+    if ARGO.search(text) or STEP_FUNCTIONS.search(text):
+        raise ProcessError(
+            f"Metaflow compiled the flow {flow} so that the shell of its first job would execute "
+            "the parameters of an execution. Install the version of Metaflow that pyproject.toml "
+            "names."
+        )
     # The command masks secrets in what it prints.
     if places := sorted(set(_places_of_mask(compiled, flow))):
         raise ConfigError(

@@ -110,7 +110,7 @@ def _read_with_models(path: Path, folder: Path) -> Settings:
 def _planned(
     deployment: Deployment, settings: Settings, lines: list[str]
 ) -> Iterator[PlannedTraining]:
-    """Yield the trainings whose steps have GPUs of a known type; say of others why not."""
+    """Yield the trainings on GPUs of a known type; append a line on each other one."""
     trainings = {
         "load_policy": ("SFT", "sft", settings.sft.lora.r),
         "load_reward_model": (
@@ -233,15 +233,19 @@ def _check_time(
         return ["time: not compared: num_train_epochs is set, and the prompts are not read here."]
     hours = _hours(planned, size, settings)
     limit = (resources.timeout_minutes or DEFAULT_MINUTES) / 60
+    setting = f"{planned.place}.timeout_minutes={resources.timeout_minutes}"
+    enough = ceil(1.2 * hours * 60)
+    if 0 < deployment.timeout_hours < limit:
+        limit = deployment.timeout_hours
+        setting, enough = f"timeout_hours={limit:g}", ceil(1.2 * hours)
     takes = (
         f"PPO takes roughly {hours:.1f} h on {size.processes} x {gpu.name}, with prompts of "
         f"{PROMPT_TOKENS:,} tokens and responses of full length"
     )
     if hours > limit:
         raise ConfigError(
-            f"{planned.place}.timeout_minutes={resources.timeout_minutes} stops an attempt after "
-            f"{limit:.1f} h, and {takes}. Set it to at least {ceil(1.2 * hours * 60)}, or use "
-            "faster GPUs, a larger local_rollout_forward_batch_size, or fewer episodes."
+            f"{setting} stops it after {limit:.1f} h, and {takes}. Set it to at least {enough}, "
+            "or use faster GPUs, a larger local_rollout_forward_batch_size, or fewer episodes."
         )
     lines = [f"{planned.place}: {takes}; an attempt is stopped after {limit:.1f} h."]
     budget, used = deployment.alarms.gpu_hours, hours * size.processes

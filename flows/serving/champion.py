@@ -6,8 +6,8 @@
     question = champion.tokenizer("Hello", return_tensors="pt").to(champion.model.device)
     champion.model.generate(**question)
 
-Of this project, the package imports `ppo_core.errors` and `ppo_core.config.placement`. To load a
-model, it also imports `ppo_core.models.loading`, which checks and loads the models of the flow.
+This package imports only `ppo_core.errors` and `ppo_core.config.placement` of the project; loading
+a model also imports `ppo_core.models.loading`, which checks the models of the flow, too.
 """
 
 import logging
@@ -117,6 +117,8 @@ def load_champion(
         ModelError: `fetch_champion` failed, or the verified files are refused or cannot be loaded.
     """
     # Imported here, because a service that only asks for the version needs no transformers.
+    import torch
+
     from ppo_core.models.loading import load_policy, load_tokenizer
 
     fetched = fetch_champion(name, alias=alias, version=version, cache=cache, timeout=timeout)
@@ -134,7 +136,7 @@ def load_champion(
             load_policy(model, dtype=dtype).to(placement.device),  # type: ignore[arg-type]
             load_tokenizer(tokenizer),
         )
-    except PPOError as error:
+    except (PPOError, torch.OutOfMemoryError) as error:
         raise ModelError(
             f"{what} is unchanged since it was registered, but it cannot be loaded: {error} Point "
             "the alias at another version, or install the packages in the version's "

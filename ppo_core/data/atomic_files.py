@@ -78,7 +78,11 @@ def require_creatable(folder: Path, setting: str) -> None:
     Raises:
         ConfigError: the folder, or the nearest folder above it that exists, cannot be written.
     """
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    # ValueError: the path contains a null character.
+    except (OSError, ValueError) as error:
+        raise unwritable(folder, setting, reason_of(error)) from error
     if not nearest.is_dir():
         raise unwritable(folder, setting, f"{str(nearest)!r} is a file")
     if not os.access(nearest, os.W_OK):

@@ -332,12 +332,14 @@ def check_prompt_sizes(
         DataError: see above; the message names the row.
     """
     most = max_characters(None if context is None else context - response_length)
+    limit = "the model's context has no limit"
+    if context is not None:
+        limit = f"the model reads {context} tokens, response_length={response_length} included"
     for row, prompt in enumerate(prompts):
         if (count := count_characters(prompt)) > most:
             raise DataError(
-                f"The prompt in row {row} has {count} characters, and at most {most} are read: "
-                f"the context of {context} tokens minus response_length={response_length}, with "
-                f"{CHARACTERS_PER_TOKEN} characters a token. Shorten or remove this prompt."
+                f"The prompt in row {row} has {count:,} characters, and at most {most:,} are "
+                f"tokenized: {limit}. Shorten or remove this prompt."
             )
 
 

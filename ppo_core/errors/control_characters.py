@@ -1,4 +1,4 @@
-"""Show control characters as escapes, so that no text of a file or a server acts on a terminal.
+"""Escape control characters, so that no text of a file or a server can control the terminal.
 
 Terminals move the cursor, delete lines, set the title and even answer to such characters, and
 characters of text direction show a text in another order than it has.
@@ -14,14 +14,14 @@ _ANYWHERE = re.compile(_CONTROL)
 _RETURN = r"\A\r+|\r+(?=\n|\Z)"
 _IN_FILES = re.compile(f"({_RETURN})|{_CONTROL}")
 _ON_TERMINALS = re.compile(rf"({_RETURN}|\x1b\[[0-9;]{{0,20}}m)|{_CONTROL}")
-# What progress bars write to find their line; no text stands beside it.
+# Cursor movements of progress bars, which come without other text.
 _MOVE = re.compile(r"(?:\x1b\[\d{0,3}[AK]|\x1b\[\?25[hl]|[\r\n ])*")
 
 
 def escape_controls(text: str) -> str:
     """Return a text whose control characters are written as in Python, but for line break and tab.
 
-    Use it for texts of others within a message.
+    Use it for quoted texts of files, servers and libraries.
     """
     return _ANYWHERE.sub(_escape, text)
 

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime, timedelta
 
 TOLERANCE = timedelta(minutes=5)
-"""Difference between two clocks that is not worth a word."""
+"""Differences between two clocks up to this are not reported."""
 
 
 def describe_future(time: str, now: datetime | None = None) -> str:

@@ -236,8 +236,8 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         """Save the policy as a plain checkpoint, and the value head in `value_head.safetensors`.
 
         transformers (or peft, for an adapter) loads the folder as the policy. `from_pretrained` of
-        this class also loads the value head. The weights are written in the precision
-        `saved_dtype`, if it is not None: that before a training in fp32. If this model's weights
+        this class also loads the value head. The weights are written in `saved_dtype`, the
+        precision of the loaded files; None keeps the precision of training. If this model's weights
         are sharded, pass its unsharded `state_dict`. Other arguments, such as `max_shard_size`, are
         passed to the policy; an adapter is always one file.
 

@@ -202,9 +202,9 @@ def make_rewards(
 ) -> RewardMix:
     """Make the rewards of a run from one reward, a list of rewards, or a dict of rewards by name.
 
-    A reward is a `RewardModel`, a `...ForSequenceClassification` (of one with an adapter, a merged
-    copy is used) or another module that reads the policy's tokens
-    (`ppo_core.models.script_modules`), or a function of prompts and responses.
+    A reward is a `RewardModel`, a `...ForSequenceClassification`, another module that reads the
+    policy's tokens (`ppo_core.models.script_modules`), or a function of prompts and responses. An
+    adapter of a classifier is merged into a copy first.
     `equal_passes` is needed if each pass waits for all processes, see `Engine.passes_meet`.
 
     Raises:

@@ -95,7 +95,6 @@ def train_sft(
     tokenizer = load_tokenizer(model, prompt_format)
     rows = _rows(examples, "demonstrations", tokenizer)
     limit = max_tokens(model, config)
-    config = _with_precision(config, model)
     encoded = encode_rows("demonstrations", rows, tokenizer, config, limit=limit, overlong=overlong)
     seed_global_generators(config.seed)
     policy = _load_start(model)
@@ -107,7 +106,7 @@ def train_sft(
     data = TrainingData(
         rows=encoded.table, digest=encoded.digest, collate=collate_examples, texts_per_row=1
     )
-    engine = connect_processes(config)
+    engine = connect_processes(config, model)
     module = NextTokenLoss(adapted or policy)
     loop = TrainingLoop(
         module, data, config, "SFT", adapted=adapted, engine=engine, output_dir=output
@@ -165,10 +164,9 @@ def train_reward_model(
     tokenizer = load_tokenizer(model, prompt_format)
     rows = _rows(pairs, "pairs", tokenizer)
     limit = max_tokens(model, config)
-    config = _with_precision(config, model)
     encoded = encode_rows("pairs", rows, tokenizer, config, limit=limit, overlong=overlong)
     make = partial(_make_ranker, model, tokenizer.pad_token_id, config, peft_config)
-    engine = connect_processes(config)
+    engine = connect_processes(config, model)
     data = TrainingData(
         rows=encoded.table, digest=encoded.digest, collate=collate_pairs, texts_per_row=2
     )
@@ -208,14 +206,6 @@ def _make_folders(output_dir: str | Path, model_dir: str | Path | None) -> tuple
     return output, saved
 
 
-def _with_precision(config: SupervisedConfig, model: str | Path) -> SupervisedConfig:
-    """Return the settings with `bf16` chosen for this machine and model if it is None."""
-    if config.bf16 is not None:
-        return config
-    width = getattr(text_config(load_config(model)), "hidden_size", 0)
-    return replace(config, bf16=is_fast_in_bf16(width, use_cpu=False))
-
-
 def _start_and_adapter(model: str | Path, peft_config: "PeftConfig | None") -> dict[str, str]:
     """Return the model to train, and its adapter, as texts that JSON has."""
     adapter = {} if peft_config is None else adapter_settings(peft_config)
@@ -246,15 +236,17 @@ def _make_ranker(
     return ranker, add_task_adapter(classifier, peft_config, "SEQ_CLS")
 
 
-def connect_processes(config: SupervisedConfig) -> Engine:
-    """Connect this process to the others of the training.
+def connect_processes(config: SupervisedConfig, model: str | Path) -> Engine:
+    """Connect this process to the others of the training of a model.
 
     Raises:
         ConfigError: settings of the sharding contradict each other or the launcher's.
     """
-    return Engine(
-        bf16=bool(config.bf16), sharding=config.sharding, offload=config.offload, timeout=TIMEOUT
-    )
+    in_bf16 = config.bf16
+    if in_bf16 is None:
+        width = getattr(text_config(load_config(model)), "hidden_size", 0)
+        in_bf16 = is_fast_in_bf16(width, use_cpu=False)
+    return Engine(bf16=in_bf16, sharding=config.sharding, offload=config.offload, timeout=TIMEOUT)
 
 
 def _save(

@@ -56,9 +56,6 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
     train_rows, eval_rows = load_prompts(config, script, tokenizer, context)
     with named_data(script.dataset_name):
         trainer = _make_trainer(config, script, model, start, tokenizer, train_rows, eval_rows)
-    if trainer.is_world_process_zero():
-        record = json.dumps(trainer.self_check.as_record())
-        write_atomically(Path(config.output_dir) / SELF_CHECK_FILE, record)
     resume = script.resume_from_checkpoint
     try:
         trainer.train(
@@ -69,6 +66,9 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
         # Also if an integration fails at the end, such as a tracking server that is down.
         if trainer.is_done:
             trainer.save_model(script.policy_dir)
+            if trainer.is_world_process_zero():
+                record = json.dumps(trainer.self_check.as_record())
+                write_atomically(Path(config.output_dir) / SELF_CHECK_FILE, record)
 
 
 def _make_trainer(

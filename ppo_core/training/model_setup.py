@@ -127,7 +127,7 @@ def make_models(
 
 
 def _saved_dtype(given: nn.Module, policy: LanguageModel) -> torch.dtype:
-    """Return the precision in which the trained policy is saved; a model with a head keeps it."""
+    """Return the precision for saving the policy, and store it in a model with a value head."""
     if not isinstance(given, ModelWithValueHead):
         return policy.model.dtype
     if given.saved_dtype is None:
@@ -220,7 +220,7 @@ def require_loaded(model: object, **others: object) -> None:
 
 
 def share_random_scores(models: Iterable[object], engine: Engine) -> None:
-    """Give all processes the scores of process 0, of classifiers that differ in the score alone.
+    """Copy the random score head of process 0 to all processes, if nothing else differs.
 
     A language model that a script loads as a classifier gets a random score in each process.
     """

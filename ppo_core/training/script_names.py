@@ -68,7 +68,8 @@ def add_computed(
 ) -> None:
     """Add the attributes that TRL's trainer computes to the settings of a trainer, for scripts.
 
-    They are no settings: `dataclasses.replace` leaves them out, and nothing here reads them.
+    Only `total_episodes` is a setting; `dataclasses.replace` leaves out the others, and nothing
+    here reads them.
     `of_callbacks` are the settings that callbacks get, which have some of them as properties.
     """
     local = ceil(schedule.batch_size / engine.num_processes)
@@ -191,7 +192,7 @@ class ScriptNames:
 
     @property
     def is_fsdp_enabled(self) -> bool:
-        """False: a script that sets FSDP's form of saved weights need not, as they are whole."""
+        """Always False: weights are saved whole under FSDP, so scripts need not convert them."""
         return False
 
     def is_world_process_zero(self) -> bool:

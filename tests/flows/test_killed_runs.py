@@ -20,9 +20,8 @@ from tests.helpers.flow_runs import client_of
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import as_toml, tiny_table
 
-CHAINS = 10
-KILLS = 5
-"""Kills of a chain: a run, and resumptions of it that are killed as well."""
+CASES, KILLS = 10, 5
+"""Number of cases, and of the kills in each: of a run, and of its resumptions."""
 
 NAME = "killed-policy"
 
@@ -139,29 +138,37 @@ def kill_one(scheduler: psutil.Popen, random: Random) -> str:
     return command
 
 
-@pytest.mark.parametrize("seed", range(CHAINS))
-def test_a_killed_chain_of_runs_ends_as_an_undisturbed_run(
-    seed: int, undisturbed: Undisturbed, tmp_path: Path
-):
-    random, chain = Random(seed), Chain(tmp_path / "killed")
-    killed = []
+@pytest.mark.parametrize("seed", range(CASES))
+def test_killed_runs_end_as_an_undisturbed_run(seed: int, undisturbed: Undisturbed, tmp_path: Path):
+    random, killed, chains = Random(seed), list[str](), list[Chain]()
     while len(killed) < KILLS:
-        scheduler = chain.start()
-        # A resumption has less to do, so the moments are early ones.
-        until = time.monotonic() + random.uniform(1, 0.8 * undisturbed.seconds)
-        while time.monotonic() < until and scheduler.poll() is None:
-            time.sleep(0.05)
-        if scheduler.poll() is not None:
-            break
-        killed.append(kill_one(scheduler, random))
-        # A task that was killed is tried again, and a killed scheduler leaves its tasks.
-        if random.random() < 0.5:
-            time.sleep(random.uniform(0, 3))
-        if scheduler.poll() is None:
-            scheduler.kill()
-        scheduler.wait()
-    chain.end()
-    print(f"seed {seed}: {len(killed)} kills\n  " + "\n  ".join(killed))
-    assert killed
-    assert max(chain.finished().values()) == 1, chain.finished()
-    assert chain.outcome() == undisturbed.outcome
+        # A chain may end before its next kill; then a new one begins.
+        chains.append(Chain(tmp_path / f"chain-{len(chains)}"))
+        while len(killed) < KILLS and run_until_killed(chains[-1], undisturbed, random, killed):
+            pass
+        chains[-1].end()
+    print(f"seed {seed}: {len(chains)} chains, killed:\n  " + "\n  ".join(killed))
+    for chain in chains:
+        assert max(chain.finished().values()) == 1, chain.finished()
+        assert chain.outcome() == undisturbed.outcome
+
+
+def run_until_killed(
+    chain: Chain, undisturbed: Undisturbed, random: Random, killed: list[str]
+) -> bool:
+    """Start or resume a chain and kill one of its processes; return whether it was killed."""
+    scheduler = chain.start()
+    # A resumption has less to do, so the moments are early ones.
+    until = time.monotonic() + random.uniform(1, 0.8 * undisturbed.seconds)
+    while time.monotonic() < until and scheduler.poll() is None:
+        time.sleep(0.05)
+    if scheduler.poll() is not None:
+        return False
+    killed.append(kill_one(scheduler, random))
+    # A task that was killed is tried again, and a killed scheduler leaves its tasks.
+    if random.random() < 0.5:
+        time.sleep(random.uniform(0, 3))
+    if scheduler.poll() is None:
+        scheduler.kill()
+    scheduler.wait()
+    return True

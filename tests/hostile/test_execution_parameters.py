@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.launch.execution_parameters import exports, read_argo, read_step_functions
+from pipeline.launch.execution_parameters import (
+    ARGO,
+    COMMANDS,
+    MODULE,
+    STEP_FUNCTIONS,
+    exports,
+    read_argo,
+    read_step_functions,
+)
 from ppo_core.errors import ConfigError
 from tests.helpers.argo_templates import encoded, without_nulls
 from tests.helpers.first_job import FirstJob, as_argo_sends, of_argo, of_step_functions
@@ -158,6 +166,42 @@ def test_a_shell_reads_the_value_that_was_given(value: str, tmp_path: Path):
         ran = subprocess.run(["bash", "-c", read], cwd=tmp_path, capture_output=True, check=True)
         assert ran.stdout.decode() == value
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+RAW = {
+    "my-model": "my-model",
+    "1.10": "1.10",
+    "1e3": "1e3",
+    "12e4567": "12e4567",
+    "true": "true",
+    '["a"]': '["a"]',
+    "{x": "{x",
+    "": "",
+    '"null"': "null",
+}
+"""Values as a person writes them in Argo's form -> what arrives."""
+
+
+@pytest.mark.parametrize("text", RAW)
+def test_a_value_of_argos_own_form_arrives_as_it_is(text: str):
+    assert read_argo([f"policy,t,{encoded(text)}"]) == {"policy": RAW[text]}
+
+
+def test_null_is_no_value_where_the_default_is_none_and_a_text_elsewhere():
+    words = [f"policy,t,{encoded('null')}", f"lease,f,{encoded('null')}"]
+    assert read_argo(words) == {"policy": None, "lease": "null"}
+
+
+@pytest.mark.parametrize("words", [("--tag", "run"), ("--tag", "create")])
+def test_no_word_of_the_command_switches_the_quoting_off(
+    words: tuple[str, ...], machines: StateMachines, tmp_path: Path
+):
+    for scheduler in COMMANDS:
+        command = (scheduler, "create", "--only-json", *words)
+        made = flow_command(tmp_path, *command, variables=machines.variables)
+        assert made.returncode == 0, made.stderr[-3000:]
+        assert MODULE in made.stdout
+        assert not ARGO.search(made.stdout) and not STEP_FUNCTIONS.search(made.stdout)
 
 
 def test_values_that_are_no_text_arrive_as_json_and_none_is_left_out():

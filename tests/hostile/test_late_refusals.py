@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.inputs.preference_pairs import LabelledPair
@@ -14,6 +15,7 @@ from pipeline.preflight.check_inputs import check_inputs
 from pipeline.preflight.judge_trial import MOST_PAIRS, ask_judge
 from pipeline.settings.settings import make_settings
 from ppo_core.errors import ConfigError, DataError, JudgeError, ModelError, PPOError
+from ppo_core.models.files.finite_weights import require_finite_weights
 from tests.helpers.pipeline_inputs import tiny_table, write_model
 
 Change = Callable[[Path, dict[str, Any]], object]
@@ -155,6 +157,32 @@ def test_a_judge_without_a_verdict_is_asked_about_the_next_pair(tmp_path: Path):
     assert shy.asked == MOST_PAIRS
     with pytest.raises(JudgeError, match="gave no verdict on 3 held-out pairs"):
         ask_judge(Shy(MOST_PAIRS), pairs)
+
+
+ALLOWED: dict[str, Change] = {
+    "a number of steps": config("policy", num_steps=50),
+    "a task with steps": config("policy", task_specific_params={"a": {"warmup_steps": 100}}),
+    "an epsilon of 0": config("policy", layer_norm_eps=0.0),
+    "a flag called epsilon": config("policy", use_eps=True),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_other_numbers_of_a_configuration_are_allowed(name: str, tmp_path: Path):
+    table = tiny_table(tmp_path)
+    ALLOWED[name](tmp_path, table)
+    check_inputs(make_settings(table, {}))
+
+
+def test_the_infinite_constant_of_a_mask_is_allowed(tmp_path: Path):
+    """Checkpoints of GPT-NeoX in fp16 hold one, which transformers does not read."""
+    file = tmp_path / "model.safetensors"
+    tensors = {"masked_bias": torch.tensor(-1e9).half(), "weight": torch.ones(3).half()}
+    save_file(tensors, file)
+    require_finite_weights(tmp_path)
+    save_file(tensors | {"weight": torch.tensor([1.0, -1e9]).half()}, file)
+    with pytest.raises(ModelError, match="1 of 2 weights of 'weight'"):
+        require_finite_weights(tmp_path)
 
 
 def test_a_configuration_with_an_infinite_limit_is_allowed(tmp_path: Path):

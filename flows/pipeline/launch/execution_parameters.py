@@ -29,6 +29,10 @@ STEP_FUNCTIONS = re.compile(
 """Commands of Metaflow that write the file, whose name is the group."""
 
 
+COMMANDS = ("argo-workflows", "step-functions")
+"""Metaflow's commands that deploy a flow to a scheduler."""
+
+
 def quote_parameters(names: Collection[str]) -> None:
     """Let the commands that deploy a flow compile the command of this module.
 
@@ -77,19 +81,23 @@ def read_step_functions(names: Collection[str], environment: Mapping[str, str]) 
     return {**json.loads(environment.get("METAFLOW_DEFAULT_PARAMETERS", "{}")), **values}
 
 
-def read_argo(words: Sequence[str]) -> dict[str, Any]:
+def read_argo(words: Sequence[str]) -> dict[str, str | None]:
     """Return the parameters of a workflow: each word is NAME,IS_NONE,VALUE, the value in base64.
 
-    A value that is no JSON is a text.
+    IS_NONE is `t` if the default of the parameter is None, which Metaflow writes as null.
     """
-    values = {}
+    values: dict[str, str | None] = {}
     for word in words:
-        name, _, value = word.split(",")
+        name, is_none, value = word.split(",")
         text = base64.b64decode(value).decode()
         try:
-            values[name] = json.loads(text)
+            parsed = json.loads(text)
         except ValueError:
-            values[name] = text
+            parsed = text
+        # `trigger` sends a text as JSON; numbers and flags are read from their own text.
+        values[name] = parsed if isinstance(parsed, str) else text
+        if text == "null" and is_none == "t":
+            values[name] = None
     return values
 
 

@@ -18,7 +18,7 @@ MOST_PAIRS = 3
 """Number of pairs after which a judge that gave no verdict is refused."""
 
 BESIDE_WEIGHTS = 0.25
-"""Memory of a model that judges beside its weights, as a fraction of the weights."""
+"""Extra memory of a judging model, as a fraction of its weights."""
 
 
 def try_judges(settings: Settings) -> None:

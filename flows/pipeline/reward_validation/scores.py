@@ -28,7 +28,7 @@ class TextScorer:
 
     def scores(self, rows: Sequence[list[int]]) -> Array:
         """Return the scores (N,) of N token rows."""
-        # Of several equal rows, the first; longest first, so that a lack of memory shows early.
+        # Longest first, so that a lack of memory shows early.
         new = sorted(
             {tuple(row) for row in rows} - self._known.keys(), key=lambda row: (-len(row), row)
         )

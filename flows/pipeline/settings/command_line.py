@@ -90,9 +90,9 @@ def prepare_resume(argv: Sequence[str], flow_name: str) -> None:
 def _record_resumed_runs(flow_name: str) -> None:
     """Record a resumed run as the latest run once it has the finished steps of its origin.
 
-    Metaflow records only what `run` starts. After a killed `resume`, the next one would start from
-    the first run, and repeat all steps that the killed one had finished. Metaflow has no hook at
-    this moment, so a method of its scheduler is replaced.
+    Metaflow writes `latest_run` in `run` only, so a second `resume` would start from the first run
+    again, and repeat all steps that the first `resume` had finished. Metaflow has no hook at this
+    moment, so a method of its scheduler is replaced.
     """
     execute = NativeRuntime.execute
 

@@ -38,21 +38,30 @@ def make_or_reuse(
     Print which of the two was done. See `folder_cache.make_once` for the arguments.
     """
     if address := workspace.find(folder_cache.folder_of(workspace.cache, name, inputs)):
-        made = json.loads(workspace.read(address, folder_cache.MADE_FILE))
-        model = MadeModel(place=address, digest=made["digest"], values=made["values"], reused=True)
+        model = _published(workspace, address, reused=True)
     else:
         cached = folder_cache.make_once(workspace.cache, name, inputs, make)
-        model = MadeModel(
-            place=workspace.publish(cached.path) if workspace.store else str(cached.path),
-            digest=cached.digest,
-            values=cached.values,
-            reused=cached.reused,
-        )
+        if workspace.store:
+            # Another run may have published its own model first.
+            address = workspace.publish(cached.path)
+            model = _published(workspace, address, reused=cached.reused)
+        else:
+            model = MadeModel(
+                place=str(cached.path),
+                digest=cached.digest,
+                values=cached.values,
+                reused=cached.reused,
+            )
     print(f"{name}: {'reused' if model.reused else 'made'} {model.place}", flush=True)
     return model
 
 
-def is_made(workspace: Workspace, name: str, inputs: Mapping[str, Any]) -> bool:
+def _published(workspace: Workspace, address: str, *, reused: bool) -> MadeModel:
+    made = json.loads(workspace.read(address, folder_cache.MADE_FILE))
+    return MadeModel(place=address, digest=made["digest"], values=made["values"], reused=reused)
+
+
+def can_be_reused(workspace: Workspace, name: str, inputs: Mapping[str, Any]) -> bool:
     """Return whether `make_or_reuse` would find the model."""
     folder = folder_cache.folder_of(workspace.cache, name, inputs)
     return folder_cache.is_made(folder) or workspace.find(folder) is not None

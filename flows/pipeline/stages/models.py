@@ -15,7 +15,7 @@ from pipeline.launch.mirror import mirrored
 from pipeline.launch.supervised_training import train_supervised
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
-from pipeline.stages.made_once import is_made, make_or_reuse, move_files
+from pipeline.stages.made_once import can_be_reused, make_or_reuse, move_files
 from pipeline.stages.tracked import track
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.folder_cache import digest_of_code
@@ -28,7 +28,7 @@ SFT, REWARD_MODEL, JUDGE = "sft", "reward-model", "judge"
 """Names of the trainings, which begin the names of their folders in the cache."""
 
 CODE = "ppo_core.supervised.training"
-"""Module whose code, and that of the modules it imports, decides the result of a training."""
+"""Entry module of the trainings. Its code and its imports are part of the cache key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ def _train_once(
 
 def _take_part(training: _Training, settings: Settings, run: FlowRun, here: Machines) -> None:
     """Run this machine's processes of a training, unless its model is in the cache."""
-    if not is_made(run.workspace, training.name, training.decides_the_result(settings)):
+    if not can_be_reused(run.workspace, training.name, training.decides_the_result(settings)):
         _train(training, settings, run, here, lambda step, metrics: None)
 
 
@@ -206,7 +206,7 @@ def _train_and_log(
 def _given_model(place: str, run: FlowRun) -> PreparedModel:
     folder = run.workspace.fetch(place)
     if folder != place:
-        # The first step had no weights of a model in S3 to check.
+        # The first step did not check the weights of a model of the hub.
         require_finite_weights(folder)
     digest = model_digests.digest_of_model(folder)
     return PreparedModel(path=place, digest=digest, metrics={})

@@ -15,7 +15,7 @@ from pipeline.launch.job import ppo_config, write_job
 from pipeline.launch.launcher import OnMetrics, train
 from pipeline.launch.mirror import mirrored
 from pipeline.settings.settings import Settings
-from pipeline.stages.made_once import MadeModel, is_made, make_or_reuse, move_files
+from pipeline.stages.made_once import MadeModel, can_be_reused, make_or_reuse, move_files
 from pipeline.stages.tracked import track
 from ppo_core.config.text_files import read_json_file
 from ppo_core.data.folder_cache import digest_of_code
@@ -28,7 +28,7 @@ POLICY = "policy"
 """Name of the training, which begins the name of its folder in the cache."""
 
 CODE = "ppo_core.__main__"
-"""Module whose code, and that of the modules it imports, decides the result of the training."""
+"""Entry module of the training. Its code and its imports are part of the cache key."""
 
 
 def this_machine(parallel: Any, attempt: str) -> Machines:
@@ -113,7 +113,7 @@ def help_to_train_policy(
 ) -> None:
     """Take part in the training of `train_policy`, as a machine after the first."""
     inputs = _decides_the_result(settings, sft, reward_model, validation, run)
-    if not is_made(run.workspace, POLICY, inputs):
+    if not can_be_reused(run.workspace, POLICY, inputs):
         _train(settings, sft, reward_model, validation, run, here, lambda update, metrics: None)
 
 

@@ -162,7 +162,7 @@ def _measure_judge(settings: Settings, judge: PreparedModel) -> TrainedJudge:
         placement=placement_for_reading(),
     )
     pairs = label_pairs(data_sets.judge_test_pairs(settings))
-    # As `RewardModelJudge` scores.
+    # In fp32, as `RewardModelJudge` scores.
     found = measure_accuracy(*score_pairs(TextScorer(model), pairs), pairs)
     measured = TrainedJudge(
         path=judge.path, accuracy=found.accuracy, low=found.low, high=found.high, n=found.n

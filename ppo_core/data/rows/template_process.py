@@ -22,8 +22,7 @@ MAX_BYTES = 1 << 30
 """Memory that the process may take to render, in bytes."""
 
 MAX_GROWTH, MAX_OWN_CHARACTERS = 8, 1_000_000
-"""A rendered conversation may have so many times its own characters, and so many of the template.
-"""
+"""Limits of a rendered text: 8 times the characters of the request plus 1,000,000."""
 
 
 class Rendered(NamedTuple):
@@ -32,7 +31,7 @@ class Rendered(NamedTuple):
     text: str
 
     spans: list[tuple[int, int]]
-    """First character of each part between `generation` and `endgeneration`, and the one after."""
+    """Start and end of each part that the template marks as the assistant's, in characters."""
 
 
 class TemplateProcess:
@@ -61,7 +60,7 @@ class TemplateProcess:
         with self._lock:
             try:
                 reply = self._ask(line)
-            # Such as an interrupt: the next reply would be taken for that of another request.
+            # After an interrupt, a late reply could be read as the answer to the next request.
             except BaseException:
                 self._end()
                 raise
@@ -93,7 +92,7 @@ class TemplateProcess:
                 [sys.executable, "-P", __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                # A signal for the group of this process, such as Ctrl-C, is not for that one.
+                # Ctrl-C must not end the renderer.
                 start_new_session=True,
             )
         return self._process
@@ -119,7 +118,7 @@ def _send(process: "subprocess.Popen[bytes]", line: bytes) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that is not of JSON as transformers shows it to a template."""
+    """Return the JSON form of a value that JSON lacks, as transformers shows it to a template."""
     if isinstance(value, Mapping):
         return dict(value)
     return value.item() if hasattr(value, "item") else f"<{type(value).__name__}>"

@@ -38,8 +38,8 @@ def files_by_split(
 
     A file belongs to the split that its name or a folder's name has as a word, or to the split
     NAME if it is called NAME-00000-of-00001. If no name has such a word, all files are `train`.
-    Hidden files and folders are ignored. If the README.md of the folder names the files of each
-    split, as that of a data set on the hub does, these count.
+    Hidden files and folders are ignored. If README.md lists the files of each split, as on the
+    hub, its list is used.
 
     Args:
         folder: the folder.

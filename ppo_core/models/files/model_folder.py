@@ -26,6 +26,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
+_EPSILON = re.compile("(.*_)?eps(ilon)?")
+
 _ROTARY_BASE = re.compile("rope_theta|rope.*base|rotary.*base")
 """Pattern of the keys whose value is the base of rotary positions."""
 
@@ -108,7 +110,7 @@ def pickled(path: str | Path, name: str) -> ModelError:
 
 
 def check_config_keys(config: Mapping[str, Any], path: str | Path) -> None:
-    """Raise if a model's configuration runs code that is downloaded, or has a meaningless number.
+    """Raise if a model's configuration needs downloaded code, or has an invalid number.
 
     Args:
         config: content of config.json.
@@ -119,11 +121,12 @@ def check_config_keys(config: Mapping[str, Any], path: str | Path) -> None:
             number is NaN, a base of rotary positions is not above 0, or an epsilon is below 0.
     """
     for key, value in _entries(config):
-        if isinstance(value, int | float) and (allowed := _unmet(key, value)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and (allowed := _unmet(key, value)):
             raise _refused(
                 Path(path) / "config.json",
-                f"its key {key!r} is {value}, but must be {allowed}; with it, the numbers of the "
-                "model mean nothing",
+                f"its key {key!r} is {value}, but must be {allowed}; with it, all outputs of the "
+                "model would be wrong",
             )
         if key.endswith("attn_implementation") or key.endswith("experts_implementation"):
             names = value.values() if isinstance(value, Mapping) else [value]
@@ -148,7 +151,7 @@ def _unmet(key: str, number: float) -> str:
         return "a number"
     if _ROTARY_BASE.search(key) and not 0 < number < float("inf"):
         return "above 0 and finite"
-    if key.endswith(("eps", "epsilon")) and not 0 <= number < 1:
+    if _EPSILON.fullmatch(key) and not 0 <= number < 1:
         return "at least 0 and below 1"
     return ""
 

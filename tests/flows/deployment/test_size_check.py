@@ -58,6 +58,14 @@ def test_metaflows_default_is_the_limit_of_a_step_without_one(tmp_path: Path):
     assert "an attempt is stopped after 120.0 h." in check_sizes(files)[-1]
 
 
+def test_the_limit_of_a_run_is_compared_with_ppo_too(tmp_path: Path):
+    files = written(tmp_path, train_policy={"timeout_minutes": 0}, timeout_hours=12.0)
+    with pytest.raises(
+        ConfigError, match=r"timeout_hours=12 stops it after 12.0 h, .* 13.1 h .*16"
+    ):
+        check_sizes(files)
+
+
 def test_what_fits_only_without_room_for_cuda_is_a_warning(tmp_path: Path):
     lines = check_sizes(written(tmp_path, settings={"ppo": {"shared_critic": False}}))
     (warning,) = [line for line in lines if line.startswith("warning: steps.")]

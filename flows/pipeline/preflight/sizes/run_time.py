@@ -72,7 +72,7 @@ class Speed(ExchangeSpeed, Protocol):
         """Return seconds in which each sequence of a batch grows by one token."""
 
     def launching(self, model: ModelSize) -> float:
-        """Return seconds below which no pass of a model comes, however few tokens it has."""
+        """Return the minimum duration of a pass, in seconds."""
 
     def optimizer(self, parameters: float) -> float:
         """Return seconds of an optimizer step on so many parameters."""
@@ -119,7 +119,7 @@ class TableSpeed:
         return max(read, self.launching(model))
 
     def launching(self, model: ModelSize) -> float:
-        """Return seconds below which no pass of a model comes, however few tokens it has."""
+        """Return the minimum duration of a pass, in seconds."""
         return LAUNCHES * model.layers
 
     def optimizer(self, parameters: float) -> float:
