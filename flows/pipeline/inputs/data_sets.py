@@ -235,6 +235,7 @@ def human_labels(
     *,
     renamed: Mapping[str, str],
     allow_urls: bool,
+    max_left_out: float,
 ) -> Rows | None:
     """Read the pairs of answers that people labelled; None if no file is set.
 
@@ -249,6 +250,7 @@ def human_labels(
         is_chat=tokenizer.chat_template is not None,
         renamed=renamed,
         allow_urls=allow_urls,
+        max_left_out=max_left_out,
     )
     if unknown := sorted(set(rows.column("label")) - {"first", "second", "tie"}):
         raise DataError(
@@ -265,6 +267,7 @@ def labels_of_run(settings: Settings) -> Rows | None:
         policy_tokenizer(settings),
         renamed=settings.columns,
         allow_urls=settings.allow_data_urls,
+        max_left_out=settings.max_left_out,
     )
 
 
@@ -275,6 +278,7 @@ def _read(source: str, kind: Kind, settings: Settings) -> Rows:
         is_chat=is_chat(settings),
         renamed=settings.columns,
         allow_urls=settings.allow_data_urls,
+        max_left_out=settings.max_left_out,
     )
 
 

@@ -64,8 +64,8 @@ def encode_rows(
     would teach a preference that nobody has.
 
     Raises:
-        DataError: a row is too long and `overlong` is "error", more than 1 % of the rows are left
-            out, or all rows are ties.
+        DataError: a row is too long and `overlong` is "error", more than `rows.max_left_out` of
+            the rows are left out, or all rows are ties.
     """
     training = _TRAININGS[kind]
     encoding = training.encoding(tokenizer, config)

@@ -85,6 +85,34 @@ def test_rows_set_aside_can_be_read(tmp_path: Path):
     }
 
 
+LEFT_OUT = {
+    "sft_data": {"prompt": "w1", "completion": 7},
+    "preferences": {"prompt": "w1", "chosen": "w2", "rejected": 7},
+    "preferences_test": {"prompt": "w1", "chosen": "w2", "rejected": 7},
+    "prompts": {"prompt": 7},
+    "eval_prompts": {"prompt": 7, "reference": "w1"},
+    "human_labels": {"prompt": "w1", "first": "w2", "second": 7, "label": "tie"},
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_the_limit_of_rows_left_out_is_that_of_every_data_set(tmp_path: Path, name: str):
+    table = tiny_table(tmp_path)
+    file = Path(table.get(name, tmp_path / "more.jsonl"))
+    kept = {
+        "human_labels": {"prompt": "w1", "first": "w2", "second": "w1", "label": "tie"},
+        "preferences_test": {"prompt": "w1", "chosen": "w2", "rejected": "w1"},
+    }
+    if name in kept:
+        write_rows(file, [kept[name]] * 15)
+    with file.open("a") as text:
+        text.write(json.dumps(LEFT_OUT[name]) + "\n")
+    named = {"evaluation": {name: str(file)}} if name == "human_labels" else {name: str(file)}
+    with pytest.raises(DataError, match=rf"{file.name}' cannot be used: 1 .* set max_left_out=0.0"):
+        check_inputs(make_settings(table | named, {}))
+    check_inputs(make_settings(table | named | {"max_left_out": 0.1}, {}))
+
+
 @pytest.mark.parametrize("name", ["prompts", "eval_prompts"])
 def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path, name: str):
     # context 64, response_length 6: a prompt may have 58 tokens
