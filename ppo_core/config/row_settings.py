@@ -24,7 +24,16 @@ prefer neither, the kind of the pair, the origin of the pair, and the id of the 
 VOTE_FIELDS = ("first", "second", "label")
 """Fields of a vote beside the prompt: two answers, and which of them a person prefers."""
 
-FIELDS = ("prompt", "chosen", "rejected", "completion", "reference", *VOTE_FIELDS, *LABEL_FIELDS)
+RANKING_FIELDS = ("responses", "ranks", "scores")
+"""Fields of a ranked list beside the prompt: the responses, and either the ranks, of which 1 is the
+best, or the scores, of which the largest is the best."""
+
+FIELDS = (
+    *("prompt", "chosen", "rejected", "completion", "reference"),
+    *VOTE_FIELDS,
+    *RANKING_FIELDS,
+    *LABEL_FIELDS,
+)
 
 
 def require_max_left_out(config: object) -> None:

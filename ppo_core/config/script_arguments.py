@@ -20,7 +20,7 @@ class DatasetArguments:
     """Data sets of prompts."""
 
     dataset_name: str | None = None
-    """Data set of prompts: a .jsonl, .json, .csv or .parquet file (the first three also as .gz), a
+    """Data set of prompts: a .jsonl, .json, .csv, .tsv or .parquet file (.gz and .pq too), a
     folder, or a hub id with an optional revision, as in `org/name@revision`; required."""
 
     dataset_config: str | None = None

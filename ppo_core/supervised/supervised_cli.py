@@ -40,7 +40,7 @@ class SupervisedArguments:
     `org/name@revision`."""
 
     dataset_name: str
-    """A .jsonl, .json, .csv or .parquet file (the first three also as .gz), a folder, or a hub id.
+    """A .jsonl, .json, .csv, .tsv or .parquet file (.gz and .pq too), a folder, or a hub id.
     To select a split other than `train`, append the split to the folder or hub id with a colon, as
     in `org/name:test`; a hub id may also name a revision and a configuration, as in
     `org/name@revision:config/test`."""

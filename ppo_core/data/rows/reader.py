@@ -18,7 +18,8 @@ from ppo_core.config.row_settings import MAX_LEFT_OUT
 from ppo_core.data.atomic_files import explained_writes
 from ppo_core.data.folder_cache import Cached, digest_of, digest_of_code, make_once
 from ppo_core.data.progress_bar import SECONDS_BETWEEN_LINES, progress
-from ppo_core.data.rows.forms import Kind, Row, find_form
+from ppo_core.data.rows.forms import Kind, Row, find_form, pair_schema_of
+from ppo_core.data.rows.rankings import pairing
 from ppo_core.data.rows.row_error import RowError, attempt, list_reasons
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE, RawRow
 from ppo_core.data.sources.source import Source, named_data, open_source
@@ -49,9 +50,9 @@ _CODE = (
 """Modules whose code decides how a row is read."""
 
 
-Convert: TypeAlias = Callable[[Sequence[RawRow]], Iterable[Row | RowError | None]]
-"""Function that converts a batch of rows. For each row it returns the converted row, a RowError to
-leave the row out and count it, or None to skip the row without counting it."""
+Convert: TypeAlias = Callable[[Sequence[RawRow]], Iterable[Row | Sequence[Row] | RowError | None]]
+"""Function that converts a batch of rows. For each row it returns the converted row, or several,
+a RowError to leave the row out and count it, or None to skip the row without counting it."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +196,18 @@ def read_source(
             )
         numbered = enumerate(chain(first, rows))
         facts = _write(folder, numbered, each(found.convert), found.schema, source)
-        return facts | {"reading": found.reading}
+        return facts | {"reading": found.reading, "is_judged": found.is_judged}
 
     # The limit is not among the inputs: equal rows stay equal, whatever it is.
     made = _made(f"rows-{kind}", inputs, make)
     _check_left_out(made, source, max_left_out)
-    return _opened(made, source, max_left_out)
+    rows = _opened(made, source, max_left_out)
+    return _pairs_of_judgements(rows) if made.values["is_judged"] else rows
+
+
+def _pairs_of_judgements(rows: Rows) -> Rows:
+    schema = pair_schema_of(rows.table.features.arrow_schema)
+    return derive(rows, "pairs-of-judgements", {}, pairing(rows, rows.table.__getitem__), schema)
 
 
 def derive(
@@ -245,7 +252,7 @@ def derive(
     return replace(found, left_out=counts, left_out_files=files)
 
 
-def each(convert: Callable[[RawRow], Row | None]) -> Convert:
+def each(convert: Callable[[RawRow], Row | Sequence[Row] | None]) -> Convert:
     """Return a function for batches from one that converts a row, or raises RowError."""
     return lambda batch: (attempt(convert, row) for row in batch)
 
@@ -309,9 +316,10 @@ def _write(
                     counts[str(row)] = counts.get(str(row), 0) + 1
                     entry = {ROW: number, "reason": str(row), "values": raw}
                     aside.write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
-                elif row is not None:
-                    digest.update(as_json(row).encode())
-                    kept.append({**row, ROW: number})
+                    continue
+                for one in [row] if isinstance(row, Mapping) else row or ():
+                    digest.update(as_json(one).encode())
+                    kept.append({**one, ROW: number})
             table.write_batch(pyarrow.RecordBatch.from_pylist(kept, types))
             total += len(batch)
             bar.update(len(batch))

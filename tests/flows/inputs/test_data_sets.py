@@ -48,6 +48,28 @@ def test_pairs_are_held_out_only_where_none_were_brought(tmp_path: Path):
     assert len(read_test_pairs(own)) == 3
 
 
+def test_the_pairs_of_one_ranked_list_are_held_out_together(tmp_path: Path):
+    ranked = [
+        {"prompt": f"w{n}", "responses": ["w1", "w2", "w3", "w4"], "ranks": [1, 2, 3, 4]}
+        for n in range(10)
+    ]
+    judged = [
+        {"prompt": f"w{n % 10}", "completion": f"w{n}", "label": n % 20 < 10} for n in range(50)
+    ]
+    table = tiny_table(tmp_path)
+    for rows in (ranked, judged):
+        # 60 pairs of 10 prompts; a cut after 51 of them would be in the ninth list.
+        path = write_rows(tmp_path / "pairs.jsonl", rows)
+        settings = make_settings(table | {"preferences": path, "held_out_share": 0.15}, {})
+        parts = [training_pairs(settings), read_test_pairs(settings)]
+        trained, tested = (set(part.column("prompt")) for part in parts)
+        assert tested and trained and not trained & tested
+        assert trained | tested == {f"w{n}" for n in range(10)}
+        one = write_rows(tmp_path / "one.jsonl", [row for row in rows if row["prompt"] == "w1"])
+        with pytest.raises(DataError, match="has the pairs of one prompt, so none can be held out"):
+            training_pairs(make_settings(table | {"preferences": one}, {}))
+
+
 def test_no_pair_is_trained_on_that_the_model_is_validated_on(tmp_path: Path):
     # The first and the last of ten rows are votes on one pair, and the last is held out.
     rows = [{"prompt": f"w{i}", "chosen": "w1", "rejected": "w2"} for i in range(9)]
