@@ -79,17 +79,32 @@ class ProgressFile:
         """Write nothing: the process ends soon, or begins another phase."""
 
 
-class _Bar(tqdm):  # type: ignore[misc]
+class ProgressBar(tqdm):  # type: ignore[misc]
+    """A bar that tells the listeners of this process about each of its steps."""
+
     def __init__(self, *, desc: str, **options: Any) -> None:
-        self._phase = desc
+        """Begin the phase `desc`; the options are those of `tqdm`."""
+        self._phase, self._shown = desc, time.monotonic()
         super().__init__(desc=desc, **options)
         self._tell_moved()
 
     def update(self, n: float = 1) -> None:
+        """Advance by n."""
         self._tell_moved()
         super().update(n)
 
+    def keep_showing(self) -> None:
+        """Show the bar again if it was not shown for a while; to be called while a step is long."""
+        if not self.disable and time.monotonic() - self._shown >= 2 * self.mininterval:
+            self.refresh()
+
+    def display(self, *place: Any, **options: Any) -> Any:
+        """Show the bar, see `tqdm`."""
+        self._shown = time.monotonic()
+        return super().display(*place, **options)
+
     def close(self) -> None:
+        """End the phase."""
         for listener in _listeners:
             listener.ended(self._phase)
         super().close()
@@ -101,7 +116,7 @@ class _Bar(tqdm):  # type: ignore[misc]
 
 def progress(
     total: int | None, description: str, unit: str, *, hidden: bool = False, delay: float = 0.0
-) -> tqdm:
+) -> ProgressBar:
     """Return a progress bar: a context manager with the method `update(n)`.
 
     On a terminal the bar is redrawn in place. In a log (of a Metaflow task, for example), the bar
@@ -109,8 +124,8 @@ def progress(
     `delay` seconds shows no bar.
     """
     if sys.stderr.isatty():
-        return _Bar(total=total, desc=description, unit=unit, disable=hidden, delay=delay)
-    return _Bar(
+        return ProgressBar(total=total, desc=description, unit=unit, disable=hidden, delay=delay)
+    return ProgressBar(
         total=total,
         desc=description,
         unit=unit,
