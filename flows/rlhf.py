@@ -244,7 +244,7 @@ class RLHF(FlowSpec):
         settings = stages.start.prepare_inputs(given)
         self.champion = stages.start.find_champion(settings)
         has_champion = self.champion is not None
-        sizes = stages.check.sizes_in_words(settings, has_champion=has_champion, with_cost=False)
+        sizes = stages.check.sizes_in_words(settings, has_champion=has_champion)
         print(sizes, flush=True)
         self.tracked = stages.start.start_run(
             given, settings, current.flow_name, current.run_id, self._tracked_steps()
@@ -275,7 +275,8 @@ class RLHF(FlowSpec):
         try:
             given = self._given_settings()
             with explained_full_disk():
-                print(stages.check.check_run(given))
+                for text in stages.check.check_run(given):
+                    print(text, flush=True)
         except PPOError as error:
             raise RunStoppedError(str(error)) from error
         print(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
+from ppo_core.config.checks import require
 from ppo_core.errors import ConfigError
 
 PromptFormat: TypeAlias = Literal["auto", "chat", "text"]
@@ -13,6 +14,9 @@ Overlong: TypeAlias = Literal["error", "drop", "truncate"]
 """What happens to a row that is too long for the model: an error, leave the row out, or remove the
 start of its prompt."""
 
+MAX_LEFT_OUT = 0.01
+"""Maximum fraction of the rows of a data set that may be left out, unless it is set."""
+
 LABEL_FIELDS = ("margin", "tie", "category", "source", "annotator")
 """Optional fields of preferences: the rating difference between the responses, whether people
 prefer neither, the kind of the pair, the origin of the pair, and the id of the voter."""
@@ -20,7 +24,26 @@ prefer neither, the kind of the pair, the origin of the pair, and the id of the 
 VOTE_FIELDS = ("first", "second", "label")
 """Fields of a vote beside the prompt: two answers, and which of them a person prefers."""
 
-FIELDS = ("prompt", "chosen", "rejected", "completion", "reference", *VOTE_FIELDS, *LABEL_FIELDS)
+RANKING_FIELDS = ("responses", "ranks", "scores")
+"""Fields of a ranked list beside the prompt: the responses, and either the ranks, of which 1 is the
+best, or the scores, of which the largest is the best."""
+
+FIELDS = (
+    *("prompt", "chosen", "rejected", "completion", "reference"),
+    *VOTE_FIELDS,
+    *RANKING_FIELDS,
+    *LABEL_FIELDS,
+)
+
+
+def require_max_left_out(config: object) -> None:
+    """Raise unless the setting `max_left_out` is a fraction of the rows.
+
+    Raises:
+        ConfigError: it is below 0, or leaves no row.
+    """
+    holds = 0 <= config.max_left_out < 1  # type: ignore[attr-defined]
+    require(config, "max_left_out", holds, "at least 0 and below 1")
 
 
 def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:

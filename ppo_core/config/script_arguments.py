@@ -3,7 +3,12 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from ppo_core.config.row_settings import Overlong, PromptFormat
+from ppo_core.config.row_settings import (
+    MAX_LEFT_OUT,
+    Overlong,
+    PromptFormat,
+    require_max_left_out,
+)
 from ppo_core.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
@@ -15,7 +20,7 @@ class DatasetArguments:
     """Data sets of prompts."""
 
     dataset_name: str | None = None
-    """Data set of prompts: a .jsonl, .json, .csv or .parquet file (the first three also as .gz), a
+    """Data set of prompts: a .jsonl, .json, .csv, .tsv or .parquet file (.gz and .pq too), a
     folder, or a hub id with an optional revision, as in `org/name@revision`; required."""
 
     dataset_config: str | None = None
@@ -43,8 +48,12 @@ class ScriptArguments(DatasetArguments):
     chat if there is a template."""
 
     overlong: Overlong = "drop"
-    """What happens to a prompt that leaves no room for a response: `error`, `drop` (at most 1 % of
-    the prompts), or `truncate`, which removes its start."""
+    """What happens to a prompt that leaves no room for a response: `error`, `drop` (see
+    `max_left_out`), or `truncate`, which removes its start."""
+
+    max_left_out: float = MAX_LEFT_OUT
+    """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
+    or are too long; above it, the command stops. 0 allows none."""
 
     reward_bias: float = 0.0
     """Constant in score = (output - reward_bias) * reward_gain, where output is the reward
@@ -67,6 +76,10 @@ class ScriptArguments(DatasetArguments):
     resume_anyway: bool = False
     """Only warn, instead of failing, if the checkpoint was written with different settings or
     models."""
+
+    def __post_init__(self) -> None:
+        """Check the values before anything is loaded."""
+        require_max_left_out(self)
 
 
 @dataclass(frozen=True, kw_only=True)

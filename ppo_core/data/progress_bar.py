@@ -14,9 +14,6 @@ Item = TypeVar("Item")
 
 SECONDS_BETWEEN_LINES = 5.0
 
-LONGEST_SILENCE = 10.0
-"""Seconds after which a bar that did not move names the phase that goes on inside its step."""
-
 PROGRESS_FILE = "progress.txt"
 """Name of the file in the folder of a program's job."""
 
@@ -81,21 +78,15 @@ def tell_moved(phase: str) -> None:
 
 
 class PhaseLines:
-    """Listener that shows a silent bar again, with the phase inside its step."""
+    """Listener that keeps showing a bar with the phase that goes on inside its step."""
 
-    def __init__(self, bar: tqdm, name: str) -> None:
-        """Take a bar, and its description without a phase."""
-        self._bar, self._name = bar, name
-        self._shown = time.monotonic()
+    def __init__(self, bar: "ProgressBar") -> None:
+        """Take the bar."""
+        self._bar = bar
 
     def moved(self, phase: str) -> None:
-        """Show the bar with the phase."""
-        if phase == self._name:
-            self._shown = time.monotonic()
-        elif time.monotonic() - self._shown > LONGEST_SILENCE:
-            self._shown = time.monotonic()
-            self._bar.set_description_str(f"{self._name}, {phase}")
-            self._bar.set_description_str(self._name, refresh=False)
+        """Show the bar with the phase, if it is not the bar's own."""
+        self._bar.keep_showing(phase)
 
     def ended(self, phase: str) -> None:
         """Show nothing: the next phase begins."""
@@ -123,17 +114,40 @@ class ProgressFile:
         """Write nothing: the process ends soon, or begins another phase."""
 
 
-class _Bar(tqdm):  # type: ignore[misc]
+class ProgressBar(tqdm):  # type: ignore[misc]
+    """A bar that tells the listeners of this process about each of its steps."""
+
     def __init__(self, *, desc: str, **options: Any) -> None:
-        self._phase = desc
+        """Begin the phase `desc`; the options are those of `tqdm`."""
+        self._phase, self._shown = desc, time.monotonic()
         super().__init__(desc=desc, **options)
         tell_moved(desc)
 
     def update(self, n: float = 1) -> None:
+        """Advance by n."""
         tell_moved(self._phase)
         super().update(n)
 
+    def keep_showing(self, inner: str = "") -> None:
+        """Show the bar again if it was not shown for a while; to be called while a step is long.
+
+        `inner` names the phase inside the step.
+        """
+        # A hidden bar has no interval.
+        if self.disable or inner == self._phase:
+            return
+        if time.monotonic() - self._shown < 2 * self.mininterval:
+            return
+        self.set_description_str(f"{self._phase}, {inner}" if inner else self._phase)
+        self.set_description_str(self._phase, refresh=False)
+
+    def display(self, *place: Any, **options: Any) -> Any:
+        """Show the bar, see `tqdm`."""
+        self._shown = time.monotonic()
+        return super().display(*place, **options)
+
     def close(self) -> None:
+        """End the phase."""
         for listener in _listeners:
             listener.ended(self._phase)
         super().close()
@@ -141,7 +155,7 @@ class _Bar(tqdm):  # type: ignore[misc]
 
 def progress(
     total: int | None, description: str, unit: str, *, hidden: bool = False, delay: float = 0.0
-) -> tqdm:
+) -> ProgressBar:
     """Return a progress bar: a context manager with the method `update(n)`.
 
     On a terminal the bar is redrawn in place. In a log (of a Metaflow task, for example), the bar
@@ -149,8 +163,8 @@ def progress(
     `delay` seconds shows no bar.
     """
     if sys.stderr.isatty():
-        return _Bar(total=total, desc=description, unit=unit, disable=hidden, delay=delay)
-    return _Bar(
+        return ProgressBar(total=total, desc=description, unit=unit, disable=hidden, delay=delay)
+    return ProgressBar(
         total=total,
         desc=description,
         unit=unit,

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_core.config.argument_parser import DocumentedParser
-from ppo_core.config.row_settings import Overlong, PromptFormat, parse_columns
+from ppo_core.config.row_settings import (
+    MAX_LEFT_OUT,
+    Overlong,
+    PromptFormat,
+    parse_columns,
+    require_max_left_out,
+)
 from ppo_core.config.script_arguments import LoraArguments
 from ppo_core.config.trl_names import SUPERVISED_ALIASES, supervised_instead
 from ppo_core.data.atomic_files import explained_full_disk
@@ -34,7 +40,7 @@ class SupervisedArguments:
     `org/name@revision`."""
 
     dataset_name: str
-    """A .jsonl, .json, .csv or .parquet file (the first three also as .gz), a folder, or a hub id.
+    """A .jsonl, .json, .csv, .tsv or .parquet file (.gz and .pq too), a folder, or a hub id.
     To select a split other than `train`, append the split to the folder or hub id with a colon, as
     in `org/name:test`; a hub id may also name a revision and a configuration, as in
     `org/name@revision:config/test`."""
@@ -47,8 +53,12 @@ class SupervisedArguments:
     chat if there is a template."""
 
     overlong: Overlong = "drop"
-    """What happens to a row with more than max_length tokens: `error`, `drop` (at most 1 % of the
-    rows), or `truncate`, which removes the start of the prompt."""
+    """What happens to a row with more than max_length tokens: `error`, `drop` (see
+    `max_left_out`), or `truncate`, which removes the start of the prompt."""
+
+    max_left_out: float = MAX_LEFT_OUT
+    """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
+    or are too long; above it, the command stops. 0 allows none."""
 
     allow_data_urls: bool = False
     """Allow dataset_name to be an address of such a file, as https:// or s3://."""
@@ -63,6 +73,10 @@ class SupervisedArguments:
     resume_anyway: bool = False
     """Only warn, instead of failing, if the checkpoint was written with other settings, data or
     model."""
+
+    def __post_init__(self) -> None:
+        """Check the values before anything is loaded."""
+        require_max_left_out(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +160,7 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
         is_chat=tokenizer.chat_template is not None,
         renamed=renamed,
         allow_urls=arguments.allow_data_urls,
+        max_left_out=arguments.max_left_out,
     )
     require_columns_read(renamed, rows)
     # The training takes these encoded rows from the cache.

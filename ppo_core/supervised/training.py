@@ -84,7 +84,7 @@ def train_sft(
 
     Raises:
         ConfigError: a setting is for reward models, or the peft_config cannot be used.
-        DataError: there are no rows, or more than 1 % of the rows cannot be used or are too long.
+        DataError: there are no rows, or too many of them cannot be used or are too long.
         ModelError: the model cannot be loaded, or already has adapters.
         RunInterruptedError: SIGTERM stopped the training; it can resume from its checkpoint.
         TrainingError: the loss is not finite, memory is full, or the checkpoint does not fit.
@@ -152,7 +152,7 @@ def train_reward_model(
 
     Raises:
         ConfigError: a setting is for SFT, or the peft_config cannot be used.
-        DataError: there are no rows, or more than 1 % of the rows cannot be used or are too long.
+        DataError: there are no rows, or too many of them cannot be used or are too long.
         ModelError: the model cannot be loaded, already has adapters, or its architecture has no
             last-token classifier.
         RunInterruptedError: SIGTERM stopped the training; it can resume from its checkpoint.

@@ -147,6 +147,7 @@ def _read_prompts(
         renamed=renamed,
         allow_urls=script.allow_data_urls,
         takes_token_ids=True,
+        max_left_out=script.max_left_out,
     )
     require_columns_read(renamed, rows)
     fitting = fit_prompts(

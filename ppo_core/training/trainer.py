@@ -582,5 +582,5 @@ class PPOTrainer(ScriptNames):
         hidden = self.args.disable_tqdm or not self.engine.is_main
         with progress(total, "ppo", "episode", hidden=hidden) as bar:
             bar.update(self._run.episodes)
-            with listening(PhaseLines(bar, "ppo")):
+            with listening(PhaseLines(bar)):
                 yield bar

@@ -208,6 +208,7 @@ def test_the_summary_in_the_readme_is_printed_so():
             "ppo_vs_sft": won(0.864, 0.842, 0.884, 0.856, 119),
         },
         "reward_model": {
+            "fit": True,
             "accepted_by_hand": False,
             "accuracy": {"accuracy": 0.889, "n": 1000, "low": 0.868, "high": 0.907},
         },

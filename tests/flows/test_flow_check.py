@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import mlflow
 import pytest
 
-from pipeline.preflight.sizes.run_size import describe_run, measure_run
+from pipeline.preflight.sizes.run_size import describe_run, describe_time, measure_run
 from pipeline.preflight.sizes.run_time import describe_seconds
 from pipeline.settings.settings import make_settings
 from pipeline.stages.check import self_check
@@ -46,6 +46,11 @@ def test_a_check_prints_the_sizes_and_leaves_no_run(tmp_path: Path):
     # 3 updates of 4 epochs and 1 minibatch.
     assert any("episodes 24" in line and "optimizer steps 12" in line for line in lines)
     (checked,) = (line for line in lines if line.startswith("self-check"))
+    # What costs nothing to know comes first, and the measurement, with its bar, last.
+    beginnings = ("policy: parameters", "PPO: prompts", "memory: about", "self-check", "time:")
+    found = [one for line in lines for one in beginnings if line.startswith(one)]
+    assert list(dict.fromkeys(found)) == list(beginnings), ran.stdout
+    assert re.search(r"timing this machine \(fp32, none\): 100%\|#+\| (\d+)/\1 \[", ran.stderr)
     assert "backend the fast path" in checked
     assert not list((tmp_path / ".metaflow").glob("RLHF/*/_parameters"))
     assert not (tmp_path / ".metaflow" / "RLHF" / "latest_run").exists()
@@ -89,16 +94,16 @@ def test_the_sizes_are_those_of_the_settings(tmp_path: Path):
         "processes": 2,
         "evaluation": {"num_examples": 10},
     }
-    size = measure_run(make_settings(table, {}), has_champion=True, with_cost=True)
+    settings = make_settings(table, {})
+    size = measure_run(settings, has_champion=True)
     assert size.sft is size.reward_model is None
     assert (size.validation_pairs, size.prompts, size.evaluation_prompts) == (64, 32, 10)
     # Prompts of four words, each one token.
     assert size.prompt_tokens == 4 * 32
     assert (size.ppo.num_updates, size.processes, size.contests) == (3, 2, 4)
     # Four comparisons in both orders.
-    words = describe_run(size)
-    assert "questions to each judge about 80" in words
-    assert re.search("^time: roughly PPO .* on this machine$", words, re.MULTILINE)
+    assert "questions to each judge about 80" in describe_run(size)
+    assert re.search("^time: roughly PPO .* on this machine$", describe_time(size, settings))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_the_sizes_of_three_inputs_have_a_second_reward_model(
     tmp_path: Path, has_champion: bool, contests: int
 ):
     table = tiny_table(tmp_path) | {"sft_data": "", "eval_prompts": "", "judge": ""}
-    size = measure_run(make_settings(table, {}), has_champion=has_champion, with_cost=True)
+    size = measure_run(make_settings(table, {}), has_champion=has_champion)
     # 6 of 64 pairs are held out, and a third of 58 is the judge's: 2, 5, ... 56.
     assert size.reward_model and size.judge
     assert (size.validation_pairs, size.reward_model.rows, size.judge.rows) == (6, 39, 19)

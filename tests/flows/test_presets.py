@@ -43,7 +43,7 @@ def test_a_preset_pins_everything_on_the_hub_or_says_how(name: str):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_passes_every_check_of_a_run(name: str, tmp_path: Path, mlflow_client):
-    checked = check_run(make_settings(tiny_preset(name, tmp_path), {}))
+    checked = "\n".join(check_run(make_settings(tiny_preset(name, tmp_path), {})))
     assert "PPO: prompts 16," in checked
     assert "memory: about " in checked
     assert "evaluation: prompts 8" in checked

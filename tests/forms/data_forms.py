@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 from collections.abc import Callable
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,16 @@ def user(text: str) -> dict[str, str]:
 
 def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
+
+
+def share_gpt(*texts: str) -> list[dict[str, str]]:
+    speakers = ("human", "gpt")
+    return [{"from": speakers[n % 2], "value": text} for n, text in enumerate(texts)]
+
+
+def in_parts(message: dict[str, str]) -> Row:
+    parts = [{"type": "text", "text": part} for part in message["content"].partition(" ")]
+    return {"role": message["role"], "content": parts}
 
 
 def asked(n: int) -> str:
@@ -50,6 +61,8 @@ PROMPTS: dict[str, Make] = {
     "question": lambda n: {"question": asked(n), "id": n},
     "instruction, input": lambda n: {"instruction": asked(n), "input": "w9" if n % 2 else ""},
     "messages": lambda n: {"messages": [user(asked(n)), assistant(good(n))]},
+    "ShareGPT": lambda n: {"conversations": share_gpt(asked(n))},
+    "content parts": lambda n: {"prompt": [in_parts(user(asked(n)))]},
     "info": lambda n: {"info": post(n)},
     "prompt of HH": lambda n: {"prompt": hh(n)},
     "chosen, rejected of HH": lambda n: {
@@ -66,6 +79,10 @@ DEMONSTRATIONS: dict[str, Make] = {
         "completion": [assistant(good(n))],
     },
     "messages": PROMPTS["messages"],
+    "ShareGPT": lambda n: {"conversations": share_gpt(asked(n), good(n))},
+    "content parts": lambda n: {
+        "messages": [in_parts(user(asked(n))), in_parts(assistant(good(n)))]
+    },
     "instruction, input, output": lambda n: {
         **PROMPTS["instruction, input"](n),
         "output": good(n),
@@ -112,6 +129,43 @@ PAIRS: dict[str, Make] = {
         "score_rejected": 2.0,
     },
     "HH": PROMPTS["chosen, rejected of HH"],
+    "ShareGPT": lambda n: {
+        "conversations": share_gpt(asked(n)),
+        "chosen": {"from": "gpt", "value": good(n)},
+        "rejected": {"from": "gpt", "value": bad(n)},
+    },
+    "content parts": lambda n: {
+        "prompt": [in_parts(user(asked(n)))],
+        "chosen": [in_parts(assistant(good(n)))],
+        "rejected": [in_parts(assistant(bad(n)))],
+    },
+    "KTO": lambda n: {
+        "prompt": asked(n // 2),
+        "completion": bad(n) if n % 2 else good(n),
+        "label": n % 2 == 0,
+    },
+    "KTO of messages": lambda n: {
+        "prompt": [user(asked(n // 2))],
+        "completion": [assistant(bad(n) if n % 2 else good(n))],
+        "label": n % 2 == 0,
+    },
+    "ranks": lambda n: {
+        "prompt": asked(n),
+        "responses": [bad(n), f"{good(n)} w3", good(n)],
+        "ranks": [3, 2, 1],
+    },
+    "scores": lambda n: {
+        "prompt": [user(asked(n))],
+        "responses": [bad(n), good(n)],
+        "scores": [0.5, 1.5],
+    },
+    "completions of UltraFeedback": lambda n: {
+        "instruction": asked(n),
+        "completions": [
+            {"response": text, "overall_score": score, "model": "x"}
+            for text, score in ((bad(n), 1.5), (good(n), 8.0))
+        ],
+    },
     "TL;DR": lambda n: {
         "info": post(n),
         "summaries": [{"text": bad(n), "policy": "x"}, {"text": good(n), "policy": "y"}],
@@ -120,6 +174,9 @@ PAIRS: dict[str, Make] = {
     },
     "renamed": lambda n: {"post": asked(n), "better": good(n), "worse": bad(n)},
 }
+
+PAIRS_OF_A_ROW = {"KTO": 0.5, "KTO of messages": 0.5, "ranks": 3}
+"""Pairs of a row, where there is not one."""
 
 REFERENCES: dict[str, Make] = {
     "prompt, reference": lambda n: {"prompt": asked(n), "reference": good(n)},
@@ -158,6 +215,10 @@ CHAT_ALONE = {
     "messages, prompt apart",
     "messages, prompt inside",
     "UltraFeedback",
+    "ShareGPT",
+    "content parts",
+    "KTO of messages",
+    "scores",
 }
 """Forms that only a policy with a chat template reads."""
 
@@ -176,9 +237,9 @@ def json_lines(rows: list[Row]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def comma_separated(rows: list[Row]) -> bytes:
+def comma_separated(rows: list[Row], delimiter: str = ",") -> bytes:
     text = StringIO()
-    writer = csv.DictWriter(text, list(rows[0]))
+    writer = csv.DictWriter(text, list(rows[0]), delimiter=delimiter)
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().encode()
@@ -188,11 +249,12 @@ FILES: dict[str, Callable[[list[Row]], bytes]] = {
     "jsonl": json_lines,
     "json": lambda rows: json.dumps(rows).encode(),
     "csv": comma_separated,
+    "tsv": partial(comma_separated, delimiter="\t"),
 }
 
 FOLDERS = ("relative folder", "absolute folder", "shards", "save_to_disk", "save_to_disk:split")
 
-CONTAINERS = (*FILES, *(f"{ending}.gz" for ending in FILES), "parquet", *FOLDERS)
+CONTAINERS = (*FILES, *(f"{ending}.gz" for ending in FILES), "parquet", "pq", *FOLDERS)
 
 
 def write_container(folder: Path, name: str, container: str, rows: list[Row]) -> str:
@@ -204,9 +266,9 @@ def write_container(folder: Path, name: str, container: str, rows: list[Row]) ->
         file = folder / f"{name}.{container}"
         file.write_bytes(gzip.compress(data) if compressed else data)
         return file.name
-    if container == "parquet":
-        Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
-        return f"{name}.parquet"
+    if container in ("parquet", "pq"):
+        Dataset.from_list(rows).to_parquet(folder / f"{name}.{container}")
+        return f"{name}.{container}"
     if container == "save_to_disk":
         Dataset.from_list(rows).save_to_disk(path)
         return str(path)

@@ -17,6 +17,7 @@ from tests.forms.data_forms import (
     CONTAINERS,
     DEMONSTRATIONS,
     PAIRS,
+    PAIRS_OF_A_ROW,
     PROMPTS,
     REFERENCES,
     RENAMED,
@@ -83,6 +84,46 @@ RUNS: dict[str, dict[str, Input]] = {
         "prompts": ("info", "jsonl"),
         "eval_prompts": ("prompt, response", "parquet"),
         "human_labels": ("prompt", "relative folder"),
+    },
+    "text, judged and ranked": {
+        "sft_data": ("prompt, completion", "tsv"),
+        "preferences": ("KTO", "tsv.gz"),
+        "preferences_test": ("ranks", "pq"),
+        "prompts": ("query", "pq"),
+        "eval_prompts": ("question, answer", "tsv"),
+        "human_labels": ("prompt", "tsv"),
+    },
+    "text, ranked by an instruction": {
+        "sft_data": ("prompt, response", "tsv.gz"),
+        "preferences": ("ranks", "jsonl"),
+        "preferences_test": ("KTO", "csv"),
+        "prompts": ("prompt", "tsv"),
+        "eval_prompts": ("instruction, input, output", "pq"),
+        "human_labels": ("query", "pq"),
+    },
+    "chat, ShareGPT": {
+        "sft_data": ("ShareGPT", "jsonl"),
+        "preferences": ("ShareGPT", "pq"),
+        "preferences_test": ("completions of UltraFeedback", "parquet"),
+        "prompts": ("ShareGPT", "json"),
+        "eval_prompts": ("ShareGPT", "jsonl.gz"),
+        "human_labels": ("prompt of messages", "pq"),
+    },
+    "chat, content parts": {
+        "sft_data": ("content parts", "pq"),
+        "preferences": ("KTO of messages", "parquet"),
+        "preferences_test": ("content parts", "jsonl"),
+        "prompts": ("content parts", "shards"),
+        "eval_prompts": ("content parts", "save_to_disk"),
+        "human_labels": ("prompt", "tsv.gz"),
+    },
+    "chat, scores": {
+        "sft_data": ("ShareGPT", "save_to_disk:split"),
+        "preferences": ("completions of UltraFeedback", "json"),
+        "preferences_test": ("scores", "save_to_disk"),
+        "prompts": ("prompt", "tsv.gz"),
+        "eval_prompts": ("ShareGPT", "pq"),
+        "human_labels": ("prompt", "csv"),
     },
     "chat, messages": {
         "sft_data": ("messages", "jsonl"),
@@ -164,7 +205,13 @@ def test_every_form_passes_the_checks_of_a_run(
     settings = write_run(tmp_path, RUNS[run], is_chat=run.startswith("chat"))
     check_inputs(make_settings(settings, {}))
     told = capsys.readouterr().out
-    counts = {"prompts": 32, "eval_prompts": 16, "preferences": 64, "preferences-test": 16}
+    each = {use: PAIRS_OF_A_ROW.get(form, 1) for use, (form, _) in RUNS[run].items()}
+    counts = {
+        "prompts": 32,
+        "eval_prompts": 16,
+        "preferences": int(64 * each["preferences"]),
+        "preferences-test": int(16 * each["preferences_test"]),
+    }
     for name, count in {**counts, "sft": 16}.items():
         assert re.search(rf"^{name}: .*: {count} rows, reading ", told, re.MULTILINE), told
     assert "left out" not in told

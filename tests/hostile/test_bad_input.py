@@ -236,7 +236,7 @@ PLACES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a-link-to-itself": ("rows.jsonl", lambda path: path.symlink_to(path), "symbolic links"),
     "a-link-to-nothing": ("rows.jsonl", lambda path: path.symlink_to("gone"), "No such file"),
     "100-gib-of-nothing": ("rows.jsonl", make_sparse, "64 MiB or more"),
-    "another-suffix": ("rows.tsv", lambda path: path.write_bytes(GOOD), "ends in '.tsv'"),
+    "another-suffix": ("rows.txt", lambda path: path.write_bytes(GOOD), "ends in '.txt'"),
     "no-suffix": ("rows", lambda path: path.write_bytes(GOOD), "ends in ''"),
 }
 """Name of a data set, what is made there, and what the message says."""
@@ -321,7 +321,7 @@ def test_an_allowed_address_is_read_but_no_redirect_is_followed(
     with server_of(replies) as (url, asked):
         for name in ("rows.jsonl", "rows.jsonl.gz"):
             assert READERS[reader](f"{url}/{name}", allow_urls=True) == ["a"]
-        for path in ("moved.jsonl", "gone.jsonl", "bad.jsonl", "rows.tsv"):
+        for path in ("moved.jsonl", "gone.jsonl", "bad.jsonl", "rows.txt"):
             refuses(reader, f"{url}/{path}", f"127.0.0.1:.*{path}", allow_urls=True)
     assert asked.count("/rows.jsonl") == 1
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +15,7 @@ from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.fitting import fit_pairs, fit_prompts
 from ppo_core.data.rows.forms import Kind, Row
-from ppo_core.data.rows.reader import Rows, read_rows
+from ppo_core.data.rows.reader import ROW, Rows, read_rows
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config, load_tokenizer
 from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows, max_tokens
@@ -139,18 +140,37 @@ def held_out(rows: Rows, share: float, most: int | None = None) -> tuple[Rows, R
 
     At most `most` rows are split off, if it is given.
 
+    Pairs of one ranked list, or of judgements of one prompt, stay together.
+
     Raises:
-        DataError: there are fewer than two rows.
+        DataError: there are fewer than two rows, or all are pairs of one prompt.
     """
     if len(rows) < 2:
         raise DataError(f"{rows.source} has one row, so none can be held out. Add rows.")
     cut = min(max(round(len(rows) * (1 - share)), 1), len(rows) - 1)
     if most is not None:
         cut = max(cut, len(rows) - most)
+    cut = _between_prompts(rows, cut)
     first = rows.part(0, cut, f"first {cut}")
     last = rows.part(cut, len(rows), f"last {len(rows) - cut}")
     # Rows that were left out belong to the larger part.
     return replace(first, left_out=rows.left_out, left_out_files=rows.left_out_files), last
+
+
+def _between_prompts(rows: Rows, cut: int) -> int:
+    """Return the next place to cut that separates no pairs of one ranked list or judged prompt.
+
+    Raises:
+        DataError: all rows are pairs of one.
+    """
+    numbers = rows.table.with_format("arrow")[ROW]
+    places = chain(range(cut, len(rows)), range(cut - 1, 0, -1))
+    for place in places:
+        if numbers[place] != numbers[place - 1]:
+            return place
+    raise DataError(
+        f"{rows.source} has the pairs of one prompt, so none can be held out. Add prompts."
+    )
 
 
 def training_prompts(settings: Settings) -> Rows:
@@ -235,6 +255,7 @@ def human_labels(
     *,
     renamed: Mapping[str, str],
     allow_urls: bool,
+    max_left_out: float,
 ) -> Rows | None:
     """Read the pairs of answers that people labelled; None if no file is set.
 
@@ -249,6 +270,7 @@ def human_labels(
         is_chat=tokenizer.chat_template is not None,
         renamed=renamed,
         allow_urls=allow_urls,
+        max_left_out=max_left_out,
     )
     if unknown := sorted(set(rows.column("label")) - {"first", "second", "tie"}):
         raise DataError(
@@ -265,6 +287,7 @@ def labels_of_run(settings: Settings) -> Rows | None:
         policy_tokenizer(settings),
         renamed=settings.columns,
         allow_urls=settings.allow_data_urls,
+        max_left_out=settings.max_left_out,
     )
 
 
@@ -275,6 +298,7 @@ def _read(source: str, kind: Kind, settings: Settings) -> Rows:
         is_chat=is_chat(settings),
         renamed=settings.columns,
         allow_urls=settings.allow_data_urls,
+        max_left_out=settings.max_left_out,
     )
 
 

@@ -59,6 +59,7 @@ def train(
     program: Sequence[str] = PPO,
     stall_minutes: float = STALL_MINUTES,
     on_metrics: OnMetrics = lambda update, metrics: None,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> None:
     """Run `python -m PROGRAM JOB` in several processes on this machine until they end.
 
@@ -75,6 +76,7 @@ def train(
             after which the training is ended (or 20 times the median time between two such signs,
             if that is longer).
         on_metrics: called with the number and the metrics of each line in the metrics file.
+        on_wait: called several times a second; an error that it raises ends the processes.
 
     Raises:
         RunInterruptedError: SIGTERM or a notice arrived, and a checkpoint was saved.
@@ -105,6 +107,7 @@ def train(
                 _MetricsFollower(folder / METRICS_FILE, on_metrics),
                 StallWatch(stall_minutes),
                 folder,
+                on_wait,
             )
         finally:
             end_tree(child.pid)
@@ -130,6 +133,7 @@ def _follow(
     follower: "_MetricsFollower",
     stall: StallWatch,
     folder: Path,
+    on_wait: Callable[[], None],
 ) -> list[str]:
     """Monitor a child until it ends; kill frozen processes and return their names.
 
@@ -156,6 +160,7 @@ def _follow(
             for process in watch.look():
                 frozen.append(_name(process))
                 process.kill()
+        on_wait()
         time.sleep(METRICS_POLL_SECONDS)
 
 

@@ -19,7 +19,13 @@ from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.checks import check_type, refuse_secrets, require_finite
 from ppo_core.config.placement import Precision
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.config.row_settings import Overlong, PromptFormat, check_columns
+from ppo_core.config.row_settings import (
+    MAX_LEFT_OUT,
+    Overlong,
+    PromptFormat,
+    check_columns,
+    require_max_left_out,
+)
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.errors import ConfigError
 
@@ -108,8 +114,12 @@ class Settings:
     if the entry were absent."""
 
     overlong: Overlong = "drop"
-    """What happens to a row that is too long for the model: `error`, `drop` (at most 1 % of the
-    rows), or `truncate`, which removes the start of the prompt."""
+    """What happens to a row that is too long for the model: `error`, `drop` (see `max_left_out`),
+    or `truncate`, which removes the start of the prompt."""
+
+    max_left_out: float = MAX_LEFT_OUT
+    """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
+    or are too long; above it, the run stops. 0 allows none."""
 
     allow_data_urls: bool = False
     """Whether data sets may be named by an address such as https://, whose owner then decides what
@@ -209,6 +219,7 @@ class Settings:
             raise ConfigError(f"processes={self.processes} must be at least 0.")
         if self.num_nodes < 1:
             raise ConfigError(f"num_nodes={self.num_nodes} must be at least 1.")
+        require_max_left_out(self)
         check_columns(self.columns)
         self._refuse_what_the_flow_decides()
         self._refuse_a_reference_without_weights()

@@ -4,7 +4,12 @@ from dataclasses import dataclass
 
 from ppo_core.config.checks import require, require_count, require_finite
 from ppo_core.config.placement import Precision
-from ppo_core.config.row_settings import Overlong, PromptFormat
+from ppo_core.config.row_settings import (
+    MAX_LEFT_OUT,
+    Overlong,
+    PromptFormat,
+    require_max_left_out,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +39,12 @@ class WinRateArguments:
     chat if there is a template."""
 
     overlong: Overlong = "drop"
-    """What happens to a prompt that leaves no room for an answer: `error`, `drop` (at most 1 % of
-    the prompts), or `truncate`, which removes its start."""
+    """What happens to a prompt that leaves no room for an answer: `error`, `drop` (see
+    `max_left_out`), or `truncate`, which removes its start."""
+
+    max_left_out: float = MAX_LEFT_OUT
+    """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
+    or are too long; above it, the command stops. 0 allows none."""
 
     allow_data_urls: bool = False
     """Whether `eval_prompts` and `human_labels` may be addresses such as https:// or s3://."""
@@ -70,4 +79,5 @@ class WinRateArguments:
         require_finite(self)
         require_count(self, "response_length")
         require_count(self, "batch_size")
+        require_max_left_out(self)
         require(self, "seed", 0 <= self.seed < 2**32, "at least 0 and below 2 ** 32")

@@ -1,7 +1,15 @@
-"""`run --check`: the checks of the first step, a self-check, and the sizes of the run."""
+"""`run --check`: the checks of the first step, the sizes of the run, a self-check, and the time."""
+
+from collections.abc import Iterator
 
 from pipeline.inputs import data_sets
-from pipeline.preflight.sizes.run_size import sizes_in_words
+from pipeline.preflight.sizes.run_size import (
+    describe_memory,
+    describe_run,
+    describe_time,
+    measure_run,
+    sizes_in_words,
+)
 from pipeline.promotion.champion import look_up_champion
 from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
@@ -20,10 +28,11 @@ BESIDE_WEIGHTS = 0.25
 """Memory of the self-check beside the weights, as a fraction of the weights."""
 
 
-def check_run(given: Settings) -> str:
-    """Check what the first step checks, load the given models for the self-check; return the text.
+def check_run(given: Settings) -> Iterator[str]:
+    """Check what the first step checks, and yield each text as soon as it is known.
 
-    The text has the result of the self-check and the sizes of the run.
+    First come the sizes and the memory of the run, then the self-check, which loads the given
+    models, and last time and price, for which this machine may be timed.
 
     Nothing is trained or registered, and no run is created. Files that a run would reuse stay in
     the cache: those of a built-in task, and the champion.
@@ -35,10 +44,12 @@ def check_run(given: Settings) -> str:
     """
     settings = prepare_inputs(given)
     champion = look_up_champion(settings)
-    # First the self-check, whose error makes the sizes useless.
-    checked = self_check(settings)
-    sizes = sizes_in_words(settings, has_champion=champion is not None, with_cost=True)
-    return f"{checked}\n{sizes}"
+    size = measure_run(settings, has_champion=champion is not None)
+    yield describe_run(size)
+    yield describe_memory(size, settings)
+    yield self_check(settings)
+    if time_and_price := describe_time(size, settings):
+        yield time_and_price
 
 
 def self_check(settings: Settings) -> str:

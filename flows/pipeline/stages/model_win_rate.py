@@ -55,7 +55,11 @@ def compare_with_references(
     tokenizer = load_tokenizer(tokenizer_path, arguments.prompt_format)
     renamed = parse_columns(arguments.columns)
     labels = data_sets.human_labels(
-        config, tokenizer, renamed=renamed, allow_urls=arguments.allow_data_urls
+        config,
+        tokenizer,
+        renamed=renamed,
+        allow_urls=arguments.allow_data_urls,
+        max_left_out=arguments.max_left_out,
     )
     rows = _read_rows(arguments, source, model, tokenizer)
     require_columns_read(renamed, rows, *([] if labels is None else [labels]))
@@ -138,6 +142,7 @@ def _read_rows(
         is_chat=tokenizer.chat_template is not None,
         renamed=parse_columns(arguments.columns),
         allow_urls=arguments.allow_data_urls,
+        max_left_out=arguments.max_left_out,
     )
     fitting = fit_prompts(
         rows,

@@ -29,8 +29,8 @@ def fit_prompts(
     A context of None has no limit.
 
     Raises:
-        DataError: a prompt is too long and `overlong` is "error", or more than 1 % of the rows are
-            left out.
+        DataError: a prompt is too long and `overlong` is "error", or more than `rows.max_left_out`
+            of the rows are left out.
     """
 
     def sequences(row: Row) -> list[list[Segment]]:

@@ -1,13 +1,14 @@
 """Find which columns of a data set hold what, and convert its rows to one form.
 
 The forms of published data sets are known: of TRL and UltraFeedback (prompt, chosen, rejected,
-messages), HH (turns in one text), Alpaca (instruction, input, output), and TL;DR's comparisons
-(info, summaries, choice).
+messages), ShareGPT (conversations), HH (turns in one text), Alpaca (instruction, input, output),
+TL;DR's comparisons (info, summaries, choice), KTO (completion, label), and ranked lists (responses
+with ranks or scores).
 """
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, Literal, TypeAlias
 
@@ -24,6 +25,8 @@ from ppo_core.data.rows.dialogues import (
     last_answer,
     split_pair,
 )
+from ppo_core.data.rows.messages import plain_messages
+from ppo_core.data.rows.rankings import pairs_of_ranking
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.data.sources.raw_row import RawRow
 from ppo_core.errors import DataError
@@ -32,7 +35,10 @@ Kind: TypeAlias = Literal["prompts", "pairs", "demonstrations", "votes"]
 """Use of a data set: prompts with an optional reference, preferences, examples for fine-tuning, or
 pairs of answers that people judged."""
 
-_PROMPT_COLUMNS = ("prompt", "query", "question", "instruction", "messages")
+_CONVERSATIONS = ("messages", "conversations")
+"""Columns of a prompt whose last message may be the answer; the second is ShareGPT's."""
+
+_PROMPT_COLUMNS = ("prompt", "query", "question", "instruction", *_CONVERSATIONS)
 """Columns of a prompt; the first that exists is read."""
 
 _COMPLETION_COLUMNS = ("completion", "output", "answer", "response", "reference_response")
@@ -40,6 +46,13 @@ _COMPLETION_COLUMNS = ("completion", "output", "answer", "response", "reference_
 
 _REFERENCE_COLUMNS = ("reference", *_COMPLETION_COLUMNS)
 """Columns of the response that a policy's answer is compared with."""
+
+_RANKING_COLUMNS = {
+    "responses": ("responses", "completions"),
+    "ranks": ("ranks", "rank"),
+    "scores": ("scores", "ratings"),
+}
+"""Field of a ranked list -> its columns; the first that exists is read."""
 
 _TEXT = pyarrow.string()
 _MESSAGES = pyarrow.list_(pyarrow.struct({"role": _TEXT, "content": _TEXT}))
@@ -66,8 +79,11 @@ class Form:
     schema: pyarrow.Schema
     """Types of the fields."""
 
-    convert: Callable[[RawRow], Row]
-    """Return a row in the one form; raise RowError if the row cannot be used."""
+    convert: Callable[[RawRow], Row | list[Row]]
+    """Return a row, or several, in the one form; raise RowError if the row cannot be used."""
+
+    is_judged: bool = False
+    """Whether the rows are single judgements, of which `pairing` makes preferences."""
 
 
 _COMMON = "the common part of chosen and rejected"
@@ -106,23 +122,26 @@ def find_form(
         return form
     reading = {field: known.get(name, name) for field, name in form.reading.items()}
 
-    def convert(row: RawRow) -> Row:
+    def convert(row: RawRow) -> Row | list[Row]:
         return form.convert({**row, **{field: row.get(name) for field, name in known.items()}})
 
-    return Form(reading, form.schema, convert)
+    return replace(form, reading=reading, convert=convert)
 
 
 def _prompts(columns: Collection[str], is_chat: bool) -> Form:
     described, read = _find_prompt(columns) or _common_prompt(columns)
-    named = next((name for name in _REFERENCE_COLUMNS if name in columns), None)
+    is_judged = _are_judgements(columns)
+    # Of single judgements, a completion may be a rejected one.
+    known = _REFERENCE_COLUMNS[: 1 if is_judged else None]
+    named = next((name for name in known if name in columns), None)
     is_pair = named is None and {"chosen", "rejected"} <= set(columns)
 
     def convert(row: RawRow) -> Row:
         prompt, reference = read(row), None
-        if described == "messages" and is_messages(prompt) and is_answered(prompt):
+        if described in _CONVERSATIONS and is_messages(prompt) and is_answered(prompt):
             prompt, reference = last_answer(prompt)
-        for name in _REFERENCE_COLUMNS:
-            reference = _text_or_none(row.get(name)) if reference is None else reference
+        for name in known:
+            reference = _text_or_none(row, name) if reference is None else reference
         if is_pair and reference is None:
             reference = _chosen_or_none(row, None if described == _COMMON else prompt, is_chat)
         return {"prompt": as_prompt(prompt, is_chat=is_chat), "reference": reference}
@@ -132,7 +151,7 @@ def _prompts(columns: Collection[str], is_chat: bool) -> Form:
         reading["reference"] = named
     elif is_pair:
         reading["reference"] = "chosen"
-    elif described == "messages":
+    elif described in _CONVERSATIONS:
         reading["reference"] = "the last message, if it is the assistant's"
     return Form(reading, _schema(is_chat, "reference"), convert)
 
@@ -145,14 +164,17 @@ def _pairs(columns: Collection[str], is_chat: bool) -> Form:
         return Form(reading, _pair_schema(is_chat), lambda row: _tldr_pair(row, is_chat))
     missing = [name for name in ("chosen", "rejected") if name not in columns]
     if missing:
-        raise _no_columns(missing, columns)
+        other = _judgements(columns, is_chat) or _ranking(columns, is_chat)
+        if other is None:
+            raise _no_columns(missing, columns)
+        return other
     described, read = _find_prompt(columns) or (_COMMON, _nothing)
-    if described == "messages":
-        read = _messages_beside_texts
+    if described in _CONVERSATIONS:
+        read = _messages_beside_answers(described)
 
     def convert(row: RawRow) -> Row:
         prompt, chosen, rejected = split_pair(
-            read(row), row.get("chosen"), row.get("rejected"), is_chat=is_chat
+            read(row), _value(row, "chosen"), _value(row, "rejected"), is_chat=is_chat
         )
         return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **_labels(row)}
 
@@ -161,23 +183,85 @@ def _pairs(columns: Collection[str], is_chat: bool) -> Form:
     return Form(reading, _pair_schema(is_chat), convert)
 
 
+def _are_judgements(columns: Collection[str]) -> bool:
+    return {"completion", "label"} <= set(columns)
+
+
+def _judgements(columns: Collection[str], is_chat: bool) -> Form | None:
+    """Return the form of single judgements, as of KTO (arXiv:2402.01306); None for another one."""
+    found = _find_prompt(columns)
+    if found is None or not _are_judgements(columns):
+        return None
+    described, read = found
+
+    def convert(row: RawRow) -> Row:
+        label = _truth(row.get("label"), "label")
+        if label is None:
+            raise RowError("without true or false in label")
+        return {
+            "prompt": as_prompt(read(row), is_chat=is_chat),
+            "completion": as_response(_value(row, "completion"), "completion"),
+            "label": label,
+            **{name: _name(row.get(name), name) for name in ("category", "source")},
+        }
+
+    reading = {"prompt": described, "completion": "completion", "label": "label"}
+    reading |= {name: name for name in ("category", "source") if name in columns}
+    texts = _schema(is_chat, "completion", "category", "source")
+    schema = texts.append(pyarrow.field("label", pyarrow.bool_()))
+    return Form(reading, schema, convert, is_judged=True)
+
+
+def _ranking(columns: Collection[str], is_chat: bool) -> Form | None:
+    """Return the form of ranked lists; None for another one."""
+    found = _find_prompt(columns)
+    named = {
+        field: name
+        for field, names in _RANKING_COLUMNS.items()
+        if (name := next((name for name in names if name in columns), None))
+    }
+    if found is None or "responses" not in named:
+        return None
+    described, read = found
+    if {"ranks", "scores"} <= set(named):
+        del named["scores"]
+
+    def convert(row: RawRow) -> list[Row]:
+        prompt = as_prompt(read(row), is_chat=is_chat)
+        labels = _labels({**row, "margin": None, "tie": None})
+        values = {field: row.get(name) for field, name in named.items()}
+        return [
+            {**labels, "prompt": prompt, "chosen": better, "rejected": worse, "tie": tie}
+            for better, worse, tie in pairs_of_ranking(**values)
+        ]
+
+    reading = {"prompt": described, **named}
+    reading |= {name: name for name in LABEL_FIELDS[2:] if name in columns}
+    return Form(reading, _pair_schema(is_chat), convert)
+
+
+def pair_schema_of(judgements: pyarrow.Schema) -> pyarrow.Schema:
+    """Return the types of the preferences that are made of judgements with such types."""
+    return _pair_schema(is_chat=judgements.field("prompt").type != _TEXT)
+
+
 def _examples(columns: Collection[str], is_chat: bool) -> Form:
     answered = next((name for name in _COMPLETION_COLUMNS if name in columns), None)
     found = _find_prompt(columns)
-    if found and found[0] != "messages" and answered:
+    if found and found[0] not in _CONVERSATIONS and answered:
         described, read = found
 
         def convert(row: RawRow) -> Row:
             return {
                 "prompt": as_prompt(read(row), is_chat=is_chat),
-                "completion": as_response(row.get(answered), answered),
+                "completion": as_response(_accepted(row, answered), answered),
             }
 
         reading = {"prompt": described, "completion": answered}
         return Form(reading, _schema(is_chat, "completion"), convert)
-    if "messages" in columns:
+    if talk := next((name for name in _CONVERSATIONS if name in columns), None):
         schema = pyarrow.schema({"messages": _MESSAGES})
-        return Form({"messages": "messages"}, schema, lambda row: _conversation(row, is_chat))
+        return Form({"messages": talk}, schema, lambda row: _conversation(row, talk, is_chat))
     if found:
         raise _no_columns(["completion"], columns)
     if "text" in columns:
@@ -193,7 +277,7 @@ def _votes(columns: Collection[str], is_chat: bool) -> Form:
     described, read = found
 
     def convert(row: RawRow) -> Row:
-        answers = {name: as_response(row.get(name), name) for name in VOTE_FIELDS}
+        answers = {name: as_response(_value(row, name), name) for name in VOTE_FIELDS}
         return {"prompt": as_prompt(read(row), is_chat=is_chat), **answers}
 
     reading = {"prompt": described, **{name: name for name in VOTE_FIELDS}}
@@ -209,7 +293,26 @@ def _find_prompt(columns: Collection[str]) -> _Field | None:
         return ("info", _tldr_prompt) if "info" in columns else None
     if name == "instruction":
         return "instruction, input" if "input" in columns else name, _instruction
-    return name, lambda row: row.get(name)
+    return name, lambda row: _value(row, name)
+
+
+def _value(row: RawRow, name: str) -> Any:
+    """Return the value of a column; messages of any form have the keys role and content."""
+    return plain_messages(row.get(name))
+
+
+def _accepted(row: RawRow, name: str) -> Any:
+    """Return a response to learn from.
+
+    Raises:
+        RowError: the row is a single judgement, of a rejected response.
+    """
+    label: Any = row.get("label")
+    if name == "completion" and (label is False or str(label).lower() == "false"):
+        raise RowError(
+            "with a rejected completion (label false)", "Keep the rows whose label is true."
+        )
+    return _value(row, name)
 
 
 def _common_prompt(columns: Collection[str]) -> _Field:
@@ -218,16 +321,16 @@ def _common_prompt(columns: Collection[str]) -> _Field:
         raise _no_columns(["prompt"], columns)
 
     def read(row: RawRow) -> Any:
-        is_chat = is_messages(row.get("chosen"))
-        return split_pair(None, row.get("chosen"), row.get("rejected"), is_chat=is_chat)[0]
+        chosen = _value(row, "chosen")
+        return split_pair(None, chosen, _value(row, "rejected"), is_chat=is_messages(chosen))[0]
 
     return _COMMON, read
 
 
-def _text_or_none(value: Any) -> str | None:
+def _text_or_none(row: RawRow, name: str) -> str | None:
     """Return a reference as text, or None: training needs no reference."""
     try:
-        return as_response(value, "the reference")
+        return as_response(_value(row, name), "the reference")
     except RowError:
         return None
 
@@ -235,7 +338,8 @@ def _text_or_none(value: Any) -> str | None:
 def _chosen_or_none(row: RawRow, prompt: Any, is_chat: bool) -> str | None:
     """Return the preferred response of a pair as text, or None: training needs no reference."""
     try:
-        return split_pair(prompt, row.get("chosen"), row.get("rejected"), is_chat=is_chat)[1]
+        chosen, rejected = _value(row, "chosen"), _value(row, "rejected")
+        return split_pair(prompt, chosen, rejected, is_chat=is_chat)[1]
     except RowError:
         return None
 
@@ -244,12 +348,19 @@ def _nothing(row: RawRow) -> None:
     return None
 
 
-def _messages_beside_texts(row: RawRow) -> Any:
-    """Return the messages before the answer; None beside conversations, which have them too."""
-    messages = row.get("messages")
-    if is_messages(row.get("chosen")) or not is_messages(messages):
-        return None
-    return last_answer(messages)[0] if is_answered(messages) else messages
+def _messages_beside_answers(column: str) -> Callable[[RawRow], Any]:
+    """Return a function that reads the messages before the answer from a column.
+
+    Beside conversations, which have these messages too, the function returns None.
+    """
+
+    def read(row: RawRow) -> Any:
+        messages, chosen = _value(row, column), _value(row, "chosen")
+        if (is_messages(chosen) and len(chosen) > 1) or not is_messages(messages):
+            return None
+        return last_answer(messages)[0] if is_answered(messages) else messages
+
+    return read
 
 
 def _instruction(row: RawRow) -> Any:
@@ -287,10 +398,10 @@ def _tldr_pair(row: RawRow, is_chat: bool) -> Row:
     }
 
 
-def _conversation(row: RawRow, is_chat: bool) -> Row:
-    messages = row.get("messages")
+def _conversation(row: RawRow, column: str, is_chat: bool) -> Row:
+    messages = _value(row, column)
     if not is_messages(messages):
-        raise RowError("without messages")
+        raise RowError(f"without messages in {column}")
     as_prompt(messages[:1], is_chat=is_chat)
     if not any(turn.get("role") == "assistant" for turn in messages):
         raise RowError("without an answer of the assistant")
@@ -311,7 +422,7 @@ def _labels(row: RawRow) -> Row:
     """
     return {
         "margin": _number(row.get("margin")),
-        "tie": _truth(row.get("tie")),
+        "tie": _truth(row.get("tie"), "tie"),
         **{name: _name(row.get(name), name) for name in ("category", "source", "annotator")},
     }
 
@@ -328,13 +439,13 @@ def _number(value: Any) -> float | None:
     return number
 
 
-def _truth(value: Any) -> bool | None:
+def _truth(value: Any, column: str) -> bool | None:
     if value is None or value == "":
         return None
     known = {"true": True, "false": False}
     truth = known.get(value.lower()) if isinstance(value, str) else value
     if not isinstance(truth, bool):
-        raise RowError("without true or false in tie")
+        raise RowError(f"without true or false in {column}")
     return truth
 
 

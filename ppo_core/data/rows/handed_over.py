@@ -37,6 +37,7 @@ def write_rows(rows: Rows, folder: Path) -> None:
         "reading": rows.reading,
         "left_out": rows.left_out,
         "key": rows.key,
+        "max_left_out": rows.max_left_out,
     }
     write_atomically(folder / _FACTS, json.dumps(facts))
 

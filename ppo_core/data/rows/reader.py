@@ -1,6 +1,7 @@
 """Read the rows of a data set, write them once to the cache, and map them into memory."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,17 +14,16 @@ import pyarrow
 from datasets import Dataset, config, disable_progress_bars
 from tqdm import tqdm
 
+from ppo_core.config.row_settings import MAX_LEFT_OUT
 from ppo_core.data.atomic_files import explained_writes
 from ppo_core.data.folder_cache import Cached, digest_of, digest_of_code, make_once
 from ppo_core.data.progress_bar import SECONDS_BETWEEN_LINES, progress
-from ppo_core.data.rows.forms import Kind, Row, find_form
+from ppo_core.data.rows.forms import Kind, Row, find_form, pair_schema_of
+from ppo_core.data.rows.rankings import pairing
 from ppo_core.data.rows.row_error import RowError, attempt, list_reasons
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE, RawRow
 from ppo_core.data.sources.source import Source, named_data, open_source
 from ppo_core.errors import DataError
-
-MAX_LEFT_OUT = 0.01
-"""Maximum fraction of the rows that may be left out; a larger fraction is an error."""
 
 LEAST_SHARED = 5_000
 """Minimum number of rows of which other machines share a copy. Below it, to encode the rows takes
@@ -50,9 +50,9 @@ _CODE = (
 """Modules whose code decides how a row is read."""
 
 
-Convert: TypeAlias = Callable[[Sequence[RawRow]], Iterable[Row | RowError | None]]
-"""Function that converts a batch of rows. For each row it returns the converted row, a RowError to
-leave the row out and count it, or None to skip the row without counting it."""
+Convert: TypeAlias = Callable[[Sequence[RawRow]], Iterable[Row | Sequence[Row] | RowError | None]]
+"""Function that converts a batch of rows. For each row it returns the converted row, or several,
+a RowError to leave the row out and count it, or None to skip the row without counting it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,9 @@ class Rows:
 
     left_out_files: tuple[Path, ...] = ()
     """JSON lines of the rows that were left out, each with its number and the reason."""
+
+    max_left_out: float = MAX_LEFT_OUT
+    """Maximum fraction of the rows that may be left out, in all conversions together."""
 
     def __len__(self) -> int:
         """Return the number of usable rows."""
@@ -122,6 +125,7 @@ def read_rows(
     renamed: Mapping[str, str] | None = None,
     allow_urls: bool = False,
     takes_token_ids: bool = False,
+    max_left_out: float = MAX_LEFT_OUT,
 ) -> Rows:
     """Read a data set; a second reading of the same content takes the rows from the cache.
 
@@ -134,11 +138,12 @@ def read_rows(
         renamed: field -> column, see `find_form`.
         allow_urls: whether `source` may be an address.
         takes_token_ids: whether prompts may be token ids.
+        max_left_out: maximum fraction of the rows that may be left out, here and by `derive`.
 
     Raises:
         ConfigError: a configuration is given for local data.
-        DataError: the data set or a column is missing or unreadable, there is no row, or more than
-            1 % of the rows cannot be used.
+        DataError: the data set or a column is missing or unreadable, there is no row, or too many
+            rows cannot be used.
     """
     return read_source(
         open_source(source, split, config_name, allow_urls=allow_urls),
@@ -146,6 +151,7 @@ def read_rows(
         is_chat=is_chat,
         renamed=renamed,
         takes_token_ids=takes_token_ids,
+        max_left_out=max_left_out,
     )
 
 
@@ -156,6 +162,7 @@ def read_source(
     is_chat: bool,
     renamed: Mapping[str, str] | None = None,
     takes_token_ids: bool = False,
+    max_left_out: float = MAX_LEFT_OUT,
 ) -> Rows:
     """Read the rows of a source, see `read_rows`.
 
@@ -189,9 +196,18 @@ def read_source(
             )
         numbered = enumerate(chain(first, rows))
         facts = _write(folder, numbered, each(found.convert), found.schema, source)
-        return facts | {"reading": found.reading}
+        return facts | {"reading": found.reading, "is_judged": found.is_judged}
 
-    return _opened(_made(f"rows-{kind}", inputs, make), source)
+    # The limit is not among the inputs: equal rows stay equal, whatever it is.
+    made = _made(f"rows-{kind}", inputs, make)
+    _check_left_out(made, source, max_left_out)
+    rows = _opened(made, source, max_left_out)
+    return _pairs_of_judgements(rows) if made.values["is_judged"] else rows
+
+
+def _pairs_of_judgements(rows: Rows) -> Rows:
+    schema = pair_schema_of(rows.table.features.arrow_schema)
+    return derive(rows, "pairs-of-judgements", {}, pairing(rows, rows.table.__getitem__), schema)
 
 
 def derive(
@@ -213,7 +229,7 @@ def derive(
         schema: types of the converted rows; those of `rows` by default.
 
     Raises:
-        DataError: more than 1 % of the rows are left out, or `convert` raises it.
+        DataError: more than `rows.max_left_out` of the rows are left out, or `convert` raises it.
     """
     types = schema or rows.table.features.arrow_schema.remove_metadata()
     if ROW in types.names:
@@ -221,21 +237,22 @@ def derive(
 
     def make(folder: Path) -> dict[str, Any]:
         numbered = ((row[ROW], row) for row in rows)
-        earlier = sum(rows.left_out.values())
-        facts = _write(folder, numbered, convert, types, rows.source, earlier, len(rows))
+        facts = _write(folder, numbered, convert, types, rows.source, len(rows))
         return facts | {"reading": rows.reading}
 
     everything = {"rows": rows.key, "code": digest_of_code(*_CODE), **inputs}
-    made = _opened(_made(name, everything, make, shared=len(rows) >= LEAST_SHARED), rows.source)
+    made = _made(name, everything, make, shared=len(rows) >= LEAST_SHARED)
+    _check_left_out(made, rows.source, rows.max_left_out, sum(rows.left_out.values()))
+    found = _opened(made, rows.source, rows.max_left_out)
     counts = {
-        reason: rows.left_out.get(reason, 0) + made.left_out.get(reason, 0)
-        for reason in {**rows.left_out, **made.left_out}
+        reason: rows.left_out.get(reason, 0) + found.left_out.get(reason, 0)
+        for reason in {**rows.left_out, **found.left_out}
     }
-    files = (*rows.left_out_files, *made.left_out_files)
-    return replace(made, left_out=counts, left_out_files=files)
+    files = (*rows.left_out_files, *found.left_out_files)
+    return replace(found, left_out=counts, left_out_files=files)
 
 
-def each(convert: Callable[[RawRow], Row | None]) -> Convert:
+def each(convert: Callable[[RawRow], Row | Sequence[Row] | None]) -> Convert:
     """Return a function for batches from one that converts a row, or raises RowError."""
     return lambda batch: (attempt(convert, row) for row in batch)
 
@@ -252,7 +269,7 @@ def _made(
         return make_once(cache, name, inputs, make, shared=shared)
 
 
-def _opened(made: Cached, source: str) -> Rows:
+def _opened(made: Cached, source: str, max_left_out: float) -> Rows:
     facts = made.values
     disable_progress_bars()
     return Rows(
@@ -263,6 +280,7 @@ def _opened(made: Cached, source: str) -> Rows:
         left_out=facts["left_out"],
         key=made.path.name,
         left_out_files=(made.path / _LEFT_OUT,) if facts["left_out"] else (),
+        max_left_out=max_left_out,
     )
 
 
@@ -272,16 +290,15 @@ def _write(
     convert: Convert,
     schema: pyarrow.Schema,
     source: str,
-    earlier: int = 0,
     count: int | None = None,
 ) -> dict[str, Any]:
     """Write the converted rows and the rows that are left out; return digest and counts.
 
-    `earlier` is the number of rows that were left out before, `count` that of `rows` if known.
+    `count` is the number of `rows` if it is known.
     """
     digest = sha256()
     counts: dict[str, int] = {}
-    first: tuple[int, RawRow, RowError] | None = None
+    first: dict[str, Any] | None = None
     total = 0
     types = schema.append(pyarrow.field(ROW, pyarrow.int64()))
     as_json = json.JSONEncoder(sort_keys=True).encode
@@ -295,20 +312,23 @@ def _write(
             kept = []
             for (number, raw), row in zip(batch, convert([raw for _, raw in batch]), strict=True):
                 if isinstance(row, RowError):
-                    first = first or (number, raw, row)
+                    first = first or {ROW: number, "values": _shown(raw), "move": row.move}
                     counts[str(row)] = counts.get(str(row), 0) + 1
                     entry = {ROW: number, "reason": str(row), "values": raw}
                     aside.write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
-                elif row is not None:
-                    digest.update(as_json(row).encode())
-                    kept.append({**row, ROW: number})
+                    continue
+                for one in [row] if isinstance(row, Mapping) else row or ():
+                    digest.update(as_json(one).encode())
+                    kept.append({**one, ROW: number})
             table.write_batch(pyarrow.RecordBatch.from_pylist(kept, types))
             total += len(batch)
             bar.update(len(batch))
-    left_out = sum(counts.values())
-    if first is not None and left_out + earlier > MAX_LEFT_OUT * (total + earlier):
-        raise _too_many(source, total, counts, *first)
-    return {"digest": digest.hexdigest()[:16], "left_out": counts}
+    return {
+        "digest": digest.hexdigest()[:16],
+        "left_out": counts,
+        "first_left_out": first,
+        "total": total,
+    }
 
 
 def _progress(source: str, count: int | None) -> tqdm:
@@ -318,14 +338,34 @@ def _progress(source: str, count: int | None) -> tqdm:
     return progress(count, description, "row", hidden=hidden, delay=SECONDS_BETWEEN_LINES)
 
 
-def _too_many(
-    source: str, total: int, counts: Mapping[str, int], number: int, raw: RawRow, error: RowError
-) -> DataError:
+def _shown(raw: RawRow) -> str:
     shown = ", ".join(
         f"{key}: {value!r:.40}" for key, value in raw.items() if key != ROW and value is not None
     )
-    return DataError(
-        f"{sum(counts.values())} of the {total} rows of '{source}' cannot be used: "
-        f"{list_reasons(counts)}. The first is row {number}: {shown:.400}. At most "
-        f"{MAX_LEFT_OUT:.0%} of the rows may be left out. {error.move}"
+    return f"{shown:.400}"
+
+
+def _check_left_out(made: Cached, source: str, limit: float, earlier: int = 0) -> None:
+    """Raise if more than a fraction `limit` of the rows is left out; `earlier` rows were before.
+
+    Raises:
+        DataError: see above; the message has the limit that would let the rows pass.
+    """
+    total, counts, first = (made.values[key] for key in ("total", "left_out", "first_left_out"))
+    left_out = sum(counts.values())
+    if not left_out or (fraction := (left_out + earlier) / (total + earlier)) <= limit:
+        return
+    so_far = f" and {earlier} were left out before" if earlier else ""
+    without_them = f", or set max_left_out={_passing(fraction)} to go on without these rows"
+    raise DataError(
+        f"{left_out} of the {total} rows of '{source}' cannot be used{so_far}: "
+        f"{list_reasons(counts)}. The first is row {first[ROW]}: {first['values']}. At most "
+        f"{100 * limit:g}% of the rows may be left out (max_left_out={limit:g}). "
+        f"{first['move'].removesuffix('.')}{without_them if fraction < 1 else ''}."
     )
+
+
+def _passing(fraction: float) -> float:
+    """Return a limit for this fraction of the rows, below 1, rounded up if possible."""
+    rounded = math.ceil(fraction * 1000) / 1000
+    return rounded if rounded < 1 else fraction

@@ -1,4 +1,4 @@
-"""Read rows from CSV files."""
+"""Read rows from CSV and TSV files."""
 
 import csv
 from collections.abc import Iterator
@@ -14,16 +14,34 @@ def read_csv_rows(path: Path) -> Iterator[RawRow]:
     """Yield the rows of a CSV file in UTF-8 with a header; each value is a text.
 
     Raises:
+        DataError: see `_read`.
+    """
+    return _read(path, ",", "CSV", "commas")
+
+
+def read_tsv_rows(path: Path) -> Iterator[RawRow]:
+    """Yield the rows of a TSV file, which is as a CSV file but for the tabs between values.
+
+    Raises:
+        DataError: see `_read`.
+    """
+    return _read(path, "\t", "TSV", "tabs")
+
+
+def _read(path: Path, delimiter: str, name: str, separators: str) -> Iterator[RawRow]:
+    """Yield the rows of a file whose values have a delimiter between them.
+
+    Raises:
         DataError: the file cannot be read, is not UTF-8, a value has over 128 KiB, two columns have
             one name, or a row has another number of values than the header.
     """
-    move = "Write a header and one row on each line, in UTF-8 and separated by commas."
+    move = f"Write a header and one row on each line, in UTF-8 and separated by {separators}."
     with (
-        library_errors(DataError, f"'{path}' cannot be read as CSV", move),
+        library_errors(DataError, f"'{path}' cannot be read as {name}", move),
         open_data_file(path) as file,
         TextIOWrapper(file, "utf-8-sig", newline="") as text,
     ):
-        lines = csv.reader(text, strict=True)
+        lines = csv.reader(text, strict=True, delimiter=delimiter)
         header = next(lines, [])
         if len(set(header)) < len(header):
             raise ValueError(f"two of its columns {header} have one name")

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
@@ -17,7 +17,7 @@ import datasets
 
 from ppo_core.data.folder_cache import digest_of, digest_of_file, digest_of_folder
 from ppo_core.data.sources.compression import GZIP, format_of
-from ppo_core.data.sources.csv_rows import read_csv_rows
+from ppo_core.data.sources.csv_rows import read_csv_rows, read_tsv_rows
 from ppo_core.data.sources.data_addresses import download, is_data_address, require_allowed
 from ppo_core.data.sources.data_folders import files_by_split
 from ppo_core.data.sources.hub_data import HubData, absolute_path, without_media
@@ -28,15 +28,35 @@ from ppo_core.data.sources.saved_folders import check_saved_folder, is_saved_fol
 from ppo_core.errors import ConfigError, DataError, library_errors
 from ppo_core.errors.redaction import redact
 
-FORMATS = {
-    ".jsonl": ("json", read_json_rows),
-    ".json": ("json", read_json_rows),
-    ".csv": ("csv", read_csv_rows),
-    ".parquet": ("parquet", read_parquet_rows),
-}
-"""File suffix -> name of the builder in the `datasets` library, and our reader of the rows."""
 
-SUFFIXES = (*FORMATS, *(suffix + GZIP for suffix in FORMATS if suffix != ".parquet"))
+@dataclass(frozen=True)
+class _Format:
+    """How the rows of a file are read."""
+
+    read: Callable[[Path], Iterator[RawRow]]
+    """Our reader of the rows."""
+
+    builder: str
+    """Name of the builder in the `datasets` library, for addresses."""
+
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options of the builder."""
+
+
+FORMATS = {
+    ".jsonl": _Format(read_json_rows, "json"),
+    ".json": _Format(read_json_rows, "json"),
+    ".csv": _Format(read_csv_rows, "csv"),
+    ".tsv": _Format(read_tsv_rows, "csv", {"sep": "\t"}),
+    ".parquet": _Format(read_parquet_rows, "parquet"),
+    ".pq": _Format(read_parquet_rows, "parquet"),
+}
+"""File suffix -> how the rows are read."""
+
+SUFFIXES = (
+    *FORMATS,
+    *(suffix + GZIP for suffix, form in FORMATS.items() if form.builder != "parquet"),
+)
 """Endings of the files that can be read."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
@@ -75,10 +95,10 @@ def open_source(
     data set is never run: `datasets` has no loading scripts since its version 4.
 
     Args:
-        name: a .jsonl, .json, .csv or .parquet file (the first three may end in .gz), a folder of
-            such files, a folder written by `save_to_disk`, an address of such a file, or a hub id.
-            Without `split`, a folder and a hub id may be followed by `:SPLIT`, and a hub id by
-            `@REVISION` and `:CONFIG/SPLIT`.
+        name: a .jsonl, .json, .csv, .tsv or .parquet file (the first four may end in .gz, the last
+            in .pq), a folder of such files, a folder written by `save_to_disk`, an address of such
+            a file, or a hub id. Without `split`, a folder and a hub id may be followed by `:SPLIT`,
+            and a hub id by `@REVISION` and `:CONFIG/SPLIT`.
         split: name of a split, or a slice such as `train[:100]`; a file has only `train`.
         config: configuration name, for a hub data set with several configurations, or for a folder
             whose README.md has several.
@@ -162,7 +182,7 @@ def _read_file(path: Path) -> Iterator[RawRow]:
 
 def _reader_of(path: Path) -> Callable[[Path], Iterator[RawRow]]:
     if str(path).endswith(SUFFIXES):
-        return FORMATS[format_of(path)][1]
+        return FORMATS[format_of(path)].read
     raise DataError(
         f"'{path}' ends in '{path.suffix}', but rows are read only from {', '.join(SUFFIXES)} "
         "files. Convert the file."
@@ -208,7 +228,10 @@ def _open_address(address: str, split: str) -> Source:
         )
     move = "Download the file, and name the copy."
     with library_errors(DataError, f"'{shown}' cannot be loaded", move):
-        loaded = datasets.load_dataset(FORMATS[format_of(path)][0], data_files=address, split=split)
+        form = FORMATS[format_of(path)]
+        loaded = datasets.load_dataset(
+            form.builder, data_files=address, split=split, **form.options
+        )
         return _of_data_set(shown, digest_of([shown, loaded._fingerprint]), loaded)
 
 

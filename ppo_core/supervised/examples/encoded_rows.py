@@ -1,7 +1,7 @@
 """Encode the rows of supervised training once, and leave out or shorten rows that are too long."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -64,8 +64,8 @@ def encode_rows(
     would teach a preference that nobody has.
 
     Raises:
-        DataError: a row is too long and `overlong` is "error", more than 1 % of the rows are left
-            out, or all rows are ties.
+        DataError: a row is too long and `overlong` is "error", more than `rows.max_left_out` of
+            the rows are left out, or all rows are ties.
     """
     training = _TRAININGS[kind]
     encoding = training.encoding(tokenizer, config)
@@ -99,4 +99,5 @@ def encode_rows(
         raise DataError(
             f"'{rows.source}' has no row to train on: all of its rows are ties. Add other rows."
         )
-    return encoded
+    ties = sum(map(bool, rows.column("tie"))) if "tie" in rows.table.column_names else 0
+    return replace(encoded, source=f"{rows.source}, less {ties} ties") if ties else encoded

@@ -14,7 +14,8 @@ from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import PPOError
 from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
-from ppo_core.training.speed.job import read_speed_job, write_speed
+from ppo_core.reporting.metrics_file import MetricsFile
+from ppo_core.training.speed.job import WORKS, read_speed_job, write_speed
 
 
 def main(file: Path) -> int:
@@ -27,7 +28,13 @@ def main(file: Path) -> int:
 
             if job.use_cpu:
                 prepare_cpu_process(shards_weights=job.sharding in SHARD_WEIGHTS)
-            found = measure(job)
+            lines = MetricsFile(file.parent)
+
+            def note(done: int, works: int) -> None:
+                if is_main_process():
+                    lines.append(done, {WORKS: works})
+
+            found = measure(job, note)
             if is_main_process():
                 write_speed(found, file)
     except PPOError as error:

@@ -10,6 +10,9 @@ from ppo_core.distributed.strategy import Sharding
 
 _JOB, _RESULT = "settings.json", "result.json"
 
+WORKS = "works"
+"""Metric with the number of passes that are timed in all; the metrics file has a line for each."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedJob:

@@ -33,18 +33,37 @@ MAX_DRAWN = 16
 REPEATS = 5
 """Measurements of each pass, after one that is left out; the median counts."""
 
+ENOUGH_SECONDS = 5.0
+"""Seconds after which a pass is not measured again: of long passes, the times differ little."""
+
+PASSES = 4
+"""Passes of a model that are measured, beside the exchanges of several processes."""
+
 MAX_GRAD_NORM = 1.0
 """Norm to which gradients are clipped. With a learning rate of 0, any value does."""
 
 
-def measure(job: SpeedJob) -> FoundSpeed:
+def measure(job: SpeedJob, note: Callable[[int, int], None]) -> FoundSpeed:
     """Return the seconds of the passes of a job. Every process must call this function.
+
+    Args:
+        job: the job.
+        note: called after each pass, with the number of passes so far, and of all passes.
 
     Raises:
         ConfigError: see `Engine`.
         ModelError: the policy's configuration cannot be read, or transformers has no such model.
     """
-    clock = _Clock(Engine(bf16=job.autocast, use_cpu=job.use_cpu, sharding=job.sharding))
+    engine = Engine(bf16=job.autocast, use_cpu=job.use_cpu, sharding=job.sharding)
+    works = (1 + len(job.depths) * (PASSES + _exchanges(engine))) * (1 + REPEATS)
+    done = 0
+
+    def note_more(passes: int) -> None:
+        nonlocal done
+        done += passes
+        note(done, works)
+
+    clock = _Clock(engine, note_more)
     adam = _adam_seconds(clock)
     passes = [
         _passes(_random_policy(job.policy, layers), job, clock, adam) for layers in job.depths
@@ -79,6 +98,9 @@ class _Clock:
 
     engine: Engine
 
+    note: Callable[[int], None]
+    """Called with the number of passes that were done or left out."""
+
     def seconds(
         self,
         work: Callable[[], object],
@@ -87,8 +109,8 @@ class _Clock:
         after: Callable[[], object] = lambda: None,
     ) -> float:
         """Return the slowest process's median seconds of `work`, without `before` and `after`."""
-        measured = []
-        for _ in range(1 + REPEATS):
+        measured: list[float] = []
+        while len(measured) <= REPEATS:
             before()
             self.engine.any(False)  # A barrier.
             started = time.perf_counter()
@@ -97,6 +119,10 @@ class _Clock:
                 torch.cuda.synchronize()
             measured.append(time.perf_counter() - started)
             after()
+            self.note(1)
+            if len(measured) > 1 and self.engine.any(sum(measured) > ENOUGH_SECONDS):
+                break
+        self.note(1 + REPEATS - len(measured))
         return max(self.engine.peers.exchange(median(measured[1:])))
 
 
@@ -162,6 +188,13 @@ def _loss(module: nn.Module, policy: LanguageModel, rollout: Rollout, engine: En
         predicted, values = module(rows, 1.0, lambda logprobs, part: logprobs)
     loss: Tensor = predicted.loss + values.sum()
     return loss
+
+
+def _exchanges(engine: Engine) -> int:
+    """Return how many passes `_exchange` measures."""
+    if engine.num_processes == 1:
+        return 0
+    return 3 if engine.shards_weights or engine.is_deepspeed else 2
 
 
 def _exchange(trained: ActorCritic, clock: _Clock, adam: float) -> tuple[float, float]:

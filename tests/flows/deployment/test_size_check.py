@@ -3,6 +3,7 @@
 What is refused is in tests/hostile/test_deployments.py.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from deployment.flow_commands import DeploymentFiles
 from deployment.size_check import check_sizes
+from ppo_core.errors import ConfigError
 from tests.helpers.deployments import SCHEDULERS, write_deployment
 from tests.helpers.preset_inputs import write_published_config
 
@@ -59,11 +61,11 @@ def test_metaflows_default_is_the_limit_of_a_step_without_one(tmp_path: Path):
 
 
 def test_the_limit_of_a_run_is_compared_with_ppo_too(tmp_path: Path):
-    files = written(tmp_path, train_policy={"timeout_minutes": 0}, timeout_hours=12.0)
-    with pytest.raises(
-        ConfigError, match=r"timeout_hours=12 stops it after 12.0 h, .* 13.1 h .*16"
-    ):
-        check_sizes(files)
+    files = written(tmp_path, train_policy={"timeout_minutes": 0})
+    limited = replace(files, deployment=replace(files.deployment, timeout_hours=12.0))
+    message = r"timeout_hours=12 stops it after 12\.0 h, .* 13\.1 h .*at least 16"
+    with pytest.raises(ConfigError, match=message):
+        check_sizes(limited)
 
 
 def test_what_fits_only_without_room_for_cuda_is_a_warning(tmp_path: Path):

@@ -48,6 +48,28 @@ def test_pairs_are_held_out_only_where_none_were_brought(tmp_path: Path):
     assert len(read_test_pairs(own)) == 3
 
 
+def test_the_pairs_of_one_ranked_list_are_held_out_together(tmp_path: Path):
+    ranked = [
+        {"prompt": f"w{n}", "responses": ["w1", "w2", "w3", "w4"], "ranks": [1, 2, 3, 4]}
+        for n in range(10)
+    ]
+    judged = [
+        {"prompt": f"w{n % 10}", "completion": f"w{n}", "label": n % 20 < 10} for n in range(50)
+    ]
+    table = tiny_table(tmp_path)
+    for rows in (ranked, judged):
+        # 60 pairs of 10 prompts; a cut after 51 of them would be in the ninth list.
+        path = write_rows(tmp_path / "pairs.jsonl", rows)
+        settings = make_settings(table | {"preferences": path, "held_out_share": 0.15}, {})
+        parts = [training_pairs(settings), read_test_pairs(settings)]
+        trained, tested = (set(part.column("prompt")) for part in parts)
+        assert tested and trained and not trained & tested
+        assert trained | tested == {f"w{n}" for n in range(10)}
+        one = write_rows(tmp_path / "one.jsonl", [row for row in rows if row["prompt"] == "w1"])
+        with pytest.raises(DataError, match="has the pairs of one prompt, so none can be held out"):
+            training_pairs(make_settings(table | {"preferences": one}, {}))
+
+
 def test_no_pair_is_trained_on_that_the_model_is_validated_on(tmp_path: Path):
     # The first and the last of ten rows are votes on one pair, and the last is held out.
     rows = [{"prompt": f"w{i}", "chosen": "w1", "rejected": "w2"} for i in range(9)]
@@ -83,6 +105,34 @@ def test_rows_set_aside_can_be_read(tmp_path: Path):
         "reason": "with an empty prompt",
         "values": {"prompt": ""},
     }
+
+
+LEFT_OUT = {
+    "sft_data": {"prompt": "w1", "completion": 7},
+    "preferences": {"prompt": "w1", "chosen": "w2", "rejected": 7},
+    "preferences_test": {"prompt": "w1", "chosen": "w2", "rejected": 7},
+    "prompts": {"prompt": 7},
+    "eval_prompts": {"prompt": 7, "reference": "w1"},
+    "human_labels": {"prompt": "w1", "first": "w2", "second": 7, "label": "tie"},
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_the_limit_of_rows_left_out_is_that_of_every_data_set(tmp_path: Path, name: str):
+    table = tiny_table(tmp_path)
+    file = Path(table.get(name, tmp_path / "more.jsonl"))
+    kept = {
+        "human_labels": {"prompt": "w1", "first": "w2", "second": "w1", "label": "tie"},
+        "preferences_test": {"prompt": "w1", "chosen": "w2", "rejected": "w1"},
+    }
+    if name in kept:
+        write_rows(file, [kept[name]] * 15)
+    with file.open("a") as text:
+        text.write(json.dumps(LEFT_OUT[name]) + "\n")
+    named = {"evaluation": {name: str(file)}} if name == "human_labels" else {name: str(file)}
+    with pytest.raises(DataError, match=rf"{file.name}' cannot be used: 1 .* set max_left_out=0.0"):
+        check_inputs(make_settings(table | named, {}))
+    check_inputs(make_settings(table | named | {"max_left_out": 0.1}, {}))
 
 
 @pytest.mark.parametrize("name", ["prompts", "eval_prompts"])

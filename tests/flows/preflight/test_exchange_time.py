@@ -190,7 +190,7 @@ def test_exchange_measured_at_two_depths_is_extrapolated_to_all_layers():
     "sharding",
     ["ddp", "fsdp2", *(pytest.param(f"zero{n}", marks=pytest.mark.slow) for n in (1, 2, 3))],
 )
-def test_two_processes_measure_positive_times(sharding, tmp_path):
+def test_two_processes_measure_positive_times(sharding, tmp_path, capfd):
     # As models of the hub are saved. A training has them in fp32.
     model = make_policy().bfloat16()
     model.save_pretrained(tmp_path)
@@ -205,6 +205,8 @@ def test_two_processes_measure_positive_times(sharding, tmp_path):
     assert speed.forward(size.policy, 30, 12) < trained
     assert 0 < speed.decoding(size.policy) < 0.5
     assert 0 < speed.adam < 1e-6
+    # As many passes were shown as were timed.
+    assert f"timing this machine (fp32, {sharding}): 100%" in capfd.readouterr().err
 
 
 def test_a_model_of_text_and_images_has_a_measured_speed(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from pipeline.launch.gpu_table import read_gpus
 from pipeline.preflight.sizes.measured_speed import Line, MeasuredSpeed
 from pipeline.preflight.sizes.memory_table import choices, memory_of, recommended
-from pipeline.preflight.sizes.run_size import describe_run, measure_run
+from pipeline.preflight.sizes.run_size import describe_memory, describe_time, measure_run
 from pipeline.preflight.sizes.run_time import (
     LINK_SHARE,
     PEAK_SHARE,
@@ -224,9 +224,8 @@ def test_the_measured_speed_counts_frozen_weights_and_recomputed_layers_by_hand(
 
 def test_a_laptop_checks_for_a_cluster(tmp_path):
     table = tiny_table(tmp_path) | {"processes": 8, "hardware": {"gpu": "h100-80gb"}}
-    words = describe_run(measure_run(make_settings(table, {}), has_champion=False, with_cost=True))
+    words = cost_lines(table)
     assert "Memory per GPU (h100-80gb) in GiB" in words
-    assert "processes 8" in words
     assert "on 8 x h100-80gb; price: about 0.00 US dollars at 6.88 per GPU and hour" in words
     assert "main memory: about " in words
     assert "cheapest of the table: 1 x " in words
@@ -236,14 +235,13 @@ def test_a_laptop_checks_for_a_cluster(tmp_path):
     cheaper = table | {
         "hardware": {"gpu": "h100-80gb", "gpus": {"h100-80gb": {"price_per_hour": 2.5}}}
     }
-    words = describe_run(
-        measure_run(make_settings(cheaper, {}), has_champion=False, with_cost=True)
-    )
-    assert "at 2.5 per GPU and hour" in words
+    assert "at 2.5 per GPU and hour" in cost_lines(cheaper)
 
 
 def cost_lines(table: dict) -> str:
-    return describe_run(measure_run(make_settings(table, {}), has_champion=False, with_cost=True))
+    settings = make_settings(table, {})
+    size = measure_run(settings, has_champion=False)
+    return f"{describe_memory(size, settings)}\n{describe_time(size, settings)}"
 
 
 def test_the_cheapest_gpus_are_of_one_machine_and_share_the_batches(tmp_path):
@@ -312,7 +310,7 @@ def test_a_running_average_needs_full_weights():
 def test_a_misspelt_gpu_is_refused(tmp_path):
     table = tiny_table(tmp_path) | {"hardware": {"gpu": "h100"}, "processes": 8}
     with pytest.raises(ConfigError, match=r"hardware\.gpu='h100' is unknown"):
-        measure_run(make_settings(table, {}), has_champion=False, with_cost=True)
+        measure_run(make_settings(table, {}), has_champion=False)
 
 
 def test_the_time_is_not_measured_where_a_training_does_not_fit(tmp_path):
@@ -323,6 +321,20 @@ def test_the_time_is_not_measured_where_a_training_does_not_fit(tmp_path):
     words = cost_lines(table)
     assert "time: not computed. Without a GPU of known speed, this machine is timed" in words
     assert "Memory per process in GiB" in words
+
+
+def test_without_time_to_measure_only_time_and_price_are_unknown(tmp_path, monkeypatch):
+    def processes() -> set[int]:
+        return {child.pid for child in psutil.Process().children(recursive=True)}
+
+    before = processes()
+    monkeypatch.setattr("pipeline.preflight.sizes.run_cost.MAX_SECONDS", 0.5)
+    words = cost_lines(tiny_table(tmp_path) | {"processes": 2})
+    assert "Memory per process in GiB" in words
+    (line,) = (line for line in words.splitlines() if line.startswith("time:"))
+    assert re.search("not computed, .* after 180 s, its limit, so time and price are not", line)
+    assert "Name a GPU with all its numbers: [hardware] gpu." in line
+    assert processes() <= before
 
 
 def test_a_measured_time_of_several_machines_says_what_it_leaves_out(tmp_path):

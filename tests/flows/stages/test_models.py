@@ -55,6 +55,11 @@ def test_a_judge_is_trained_beside_the_reward_model_once(tmp_path: Path, start, 
     capsys.readouterr()
     assert load(settings, run) == (reward_model, judge)
     assert f"judge: reused {judge.path}" in capsys.readouterr().out
+    # The usable rows decide, and neither the limit of the others nor the file.
+    with Path(settings.preferences).open("a") as file:
+        file.write('{"prompt": "w1", "chosen": 7, "rejected": "w2"}\n')
+    settings = replace(settings, max_left_out=0.1)
+    assert load(settings, run) == (reward_model, judge)
     # Another seed than the reward model's, also after the largest one.
     last = replace(settings.reward_model_training, seed=2**32 - 1)
     assert load(replace(settings, reward_model_training=last), run)[1] != judge

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ppo_core import ConfigError, ModelError, get_peft_config
+from ppo_core import ConfigError, DataError, ModelError, get_peft_config
 from ppo_core.config.argument_parser import field_docs, parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
@@ -252,6 +252,8 @@ def test_prompts_that_leave_no_room_are_left_out_or_cut(tmp_path, capsys):
     assert "left out: 1 with more than 2 tokens" in capsys.readouterr().err
     train, _ = load_prompts(config, replace(script, overlong="truncate"), make_tokenizer(), 5)
     assert train["prompt"][-1] == "w2 w3"
+    with pytest.raises(DataError, match=r"set max_left_out=0.01 to go on"):
+        load_prompts(config, replace(script, max_left_out=0.0), make_tokenizer(), 5)
 
 
 def test_where_no_samples_are_shown_all_prompts_are_trained_on(tmp_path):

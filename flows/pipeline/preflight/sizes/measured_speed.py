@@ -4,7 +4,8 @@ A pass takes a + b L seconds with L layers. Two depths give b, the time of a lay
 everything outside the layers: embeddings, LM head, and drawing tokens.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,10 +14,11 @@ from pipeline.launch.commands import gpus
 from pipeline.launch.launcher import train
 from pipeline.preflight.sizes.exchange_time import ParameterCount
 from pipeline.preflight.sizes.run_time import Backward
+from ppo_core.data.progress_bar import ProgressBar, progress
 from ppo_core.errors import ModelError, ProcessError
 from ppo_core.training.memory.ppo_memory import PPOSize
 from ppo_core.training.memory.sizes import ModelSize
-from ppo_core.training.speed.job import FoundSpeed, SpeedJob, read_speed, write_speed_job
+from ppo_core.training.speed.job import WORKS, FoundSpeed, SpeedJob, read_speed, write_speed_job
 
 PROGRAM = ("ppo_core.training.speed",)
 """Module that measures the speed, see `pipeline.launch.commands.PPO`."""
@@ -29,6 +31,9 @@ MAX_LAYERS = 6
 
 MAX_PARAMETERS = 5 * 10**8
 """Parameters above which a model is not measured: it would take minutes."""
+
+MAX_SECONDS = 180.0
+"""Time limit of the measurements of a check. Time and price are then not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,20 +155,22 @@ class MeasuredSpeed:
         return (model.parameters - model.outside_layers) / self.model.of_a_layer
 
 
-def measure_speed(policy: str, size: PPOSize) -> MeasuredSpeed:
-    """Return the speed of this machine on a policy.
+def measure_speed(policy: str, size: PPOSize, *, seconds: float = MAX_SECONDS) -> MeasuredSpeed:
+    """Return the speed of this machine on a policy, and show a progress bar meanwhile.
 
     As many processes are timed as a training starts on this machine.
 
     Args:
         policy: folder or hub id.
         size: sizes of the batches.
+        seconds: time limit.
 
     Raises:
         ConfigError: the settings of the processes contradict each other.
         ModelError: the policy's configuration cannot be read, or the policy is too large to be
             measured.
-        ProcessError: a process died or was frozen, or there are more processes than GPUs.
+        ProcessError: a process died or was frozen, there are more processes than GPUs, or the time
+            limit was reached.
     """
     depths, processes = _depths(size.policy), size.processes_of_a_machine
     if not size.on_cpu and processes > gpus():
@@ -181,9 +188,38 @@ def measure_speed(policy: str, size: PPOSize) -> MeasuredSpeed:
         sampled_rows=size.sampled_rows,
         trained_rows=size.trained_rows,
     )
-    with TemporaryDirectory() as folder:
-        train(write_speed_job(job, Path(folder)), processes=processes, program=PROGRAM)
+    name = f"timing this machine ({'bf16' if size.autocast else 'fp32'}, {size.sharding})"
+    with TemporaryDirectory() as folder, progress(None, name, "pass") as bar:
+        watch = _Watch(bar, seconds)
+        train(
+            write_speed_job(job, Path(folder)),
+            processes=processes,
+            program=PROGRAM,
+            on_metrics=watch.advance,
+            on_wait=watch.look,
+        )
         return MeasuredSpeed.of(read_speed(Path(folder)), size)
+
+
+class _Watch:
+    """Shows how many passes were timed, and raises after the time limit."""
+
+    def __init__(self, bar: ProgressBar, seconds: float) -> None:
+        self._bar = bar
+        self._seconds = seconds
+        self._ends = time.monotonic() + seconds
+
+    def advance(self, number: int, metrics: Mapping[str, float]) -> None:
+        self._bar.total = int(metrics[WORKS])
+        self._bar.update(number - self._bar.n)
+
+    def look(self) -> None:
+        self._bar.keep_showing()
+        if time.monotonic() >= self._ends:
+            raise ProcessError(
+                f"The measurement was ended after {MAX_SECONDS:.0f} s, its limit, so time and "
+                f"price are not known; the memory is. {NAME_A_GPU}"
+            )
 
 
 def _depths(model: ModelSize) -> tuple[int, int]:

@@ -1,12 +1,13 @@
 """Memory, time and price of a run's trainings before it starts, and what to choose."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
 
 from pipeline.launch.gpu_table import Gpu, find_gpu, read_gpus
-from pipeline.preflight.sizes.measured_speed import NAME_A_GPU, measure_speed
+from pipeline.preflight.sizes.measured_speed import MAX_SECONDS, NAME_A_GPU, measure_speed
 from pipeline.preflight.sizes.memory_table import (
     Choice,
     Training,
@@ -48,8 +49,8 @@ class Work:
     """Seconds of the training with such a size, on processes of this speed."""
 
 
-def describe_cost(works: Sequence[Work], settings: Settings) -> list[str]:
-    """Return lines of text: memory, the table, what to choose, time and price.
+def describe_memory_of(works: Sequence[Work], settings: Settings) -> list[str]:
+    """Return lines of text: memory, the table, and what to choose.
 
     Args:
         works: the trainings of the run; PPO is the last one.
@@ -58,8 +59,7 @@ def describe_cost(works: Sequence[Work], settings: Settings) -> list[str]:
     Raises:
         ConfigError: see `find_gpu`.
     """
-    gpu = find_gpu(settings.hardware)
-    usable = gpu.usable if gpu else _share_of_memory(works)
+    gpu, usable = _device(works, settings)
     trainings = [work.training for work in works]
     device = f"GPU ({gpu.name})" if gpu else "process"
     lines = [
@@ -74,16 +74,33 @@ def describe_cost(works: Sequence[Work], settings: Settings) -> list[str]:
         )
     title = f"Memory per {device} in GiB, {usable / 2**30:.1f} usable; * as set, ! does not fit"
     lines.append(render_table(trainings, usable, on_gpus=gpu is not None, title=title))
-    lines += _recommendations(trainings, usable, on_gpus=gpu is not None)
-    lines.append(_time_and_price(works, settings, gpu, usable))
+    return lines + _recommendations(trainings, usable, on_gpus=gpu is not None)
+
+
+def describe_time_of(works: Sequence[Work], settings: Settings) -> list[str]:
+    """Return lines of text: time, price, and the cheapest GPUs.
+
+    Without a GPU of known speed this machine is timed, for at most `MAX_SECONDS`.
+
+    Args:
+        works: the trainings of the run; PPO is the last one.
+        settings: settings of the run.
+
+    Raises:
+        ConfigError: see `find_gpu`.
+    """
+    gpu, usable = _device(works, settings)
+    lines = [_time_and_price(works, settings, gpu, usable)]
+    return [*lines, _cheapest(works, settings)] if gpu else lines
+
+
+def _device(works: Sequence[Work], settings: Settings) -> tuple[Gpu | None, int]:
+    """Return the GPU, and its usable memory; without one, this machine's for each process."""
+    gpu = find_gpu(settings.hardware)
     if gpu:
-        lines.append(_cheapest(works, settings))
-    return lines
-
-
-def _share_of_memory(works: Sequence[Work]) -> int:
-    """Return the main memory of this machine for each of its processes."""
-    return psutil.virtual_memory().total // works[-1].training.size.processes_of_a_machine
+        return gpu, gpu.usable
+    processes = works[-1].training.size.processes_of_a_machine
+    return None, psutil.virtual_memory().total // processes
 
 
 def _recommendations(trainings: Sequence[Training], usable: int, *, on_gpus: bool) -> list[str]:
@@ -164,7 +181,7 @@ def _speeds_of(gpu: Gpu) -> SpeedOf:
 def _speeds_here(works: Sequence[Work], settings: Settings) -> SpeedOf:
     """Return the speed of this machine, measured with the batches of PPO.
 
-    It is measured for each precision and sharding of the trainings.
+    It is measured for each precision and sharding of the trainings, in `MAX_SECONDS` together.
 
     Raises:
         ConfigError: see `measure_speed`.
@@ -174,9 +191,12 @@ def _speeds_here(works: Sequence[Work], settings: Settings) -> SpeedOf:
     ppo = works[-1].training.size
     assert isinstance(ppo, PPOSize)
     sizes = {_precision_and_sharding(one.training.size): one.training.size for one in works}
+    ends = time.monotonic() + MAX_SECONDS
     measured = {
         key: measure_speed(
-            settings.policy, replace(ppo, autocast=size.autocast, sharding=size.sharding)
+            settings.policy,
+            replace(ppo, autocast=size.autocast, sharding=size.sharding),
+            seconds=ends - time.monotonic(),
         )
         for key, size in sizes.items()
     }

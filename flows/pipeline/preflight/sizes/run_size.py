@@ -10,7 +10,7 @@ from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs import data_sets
 from pipeline.launch.gpu_table import find_gpu, processes_on_a_machine
 from pipeline.preflight.sizes.memory_table import RANK, Training, TrainingSize
-from pipeline.preflight.sizes.run_cost import Work, describe_cost
+from pipeline.preflight.sizes.run_cost import Work, describe_memory_of, describe_time_of
 from pipeline.preflight.sizes.run_time import Speed, ppo_seconds, supervised_seconds
 from pipeline.preflight.sizes.training_sizes import (
     Processes,
@@ -87,9 +87,8 @@ class RunSize:
     ppo: Schedule
     """Episodes, updates and optimizer steps of PPO."""
 
-    cost: list[str]
-    """Memory, time and price of the trainings, and what to choose, in lines of text; empty if they
-    were not computed."""
+    works: Sequence[Work]
+    """The trainings, for their memory, time and price; empty if these cannot be computed."""
 
     evaluation_prompts: int
     """Number of prompts that the policies answer."""
@@ -98,10 +97,8 @@ class RunSize:
     """Number of comparisons of two policies, or of a policy with references."""
 
 
-def measure_run(settings: Settings, *, has_champion: bool, with_cost: bool) -> RunSize:
+def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     """Return the sizes of a run whose inputs were checked; no weights are loaded.
-
-    The cost takes seconds to compute, because some layers of the policy are timed on this machine.
 
     Raises:
         ConfigError: the sizes of PPO contradict each other.
@@ -142,15 +139,15 @@ def measure_run(settings: Settings, *, has_champion: bool, with_cost: bool) -> R
         response_length=settings.ppo.response_length,
         processes=number,
         ppo=schedule,
-        cost=_cost(works, settings) if with_cost else [],
+        works=[] if None in works else [work for work in works if work is not None],
         evaluation_prompts=len(examples),
         contests=len(contests_between(contestants)),
     )
 
 
-def sizes_in_words(settings: Settings, *, has_champion: bool, with_cost: bool) -> str:
+def sizes_in_words(settings: Settings, *, has_champion: bool) -> str:
     """Return the sizes of a run in lines of text; see `measure_run`."""
-    return describe_run(measure_run(settings, has_champion=has_champion, with_cost=with_cost))
+    return describe_run(measure_run(settings, has_champion=has_champion))
 
 
 def describe_run(size: RunSize) -> str:
@@ -171,17 +168,28 @@ def describe_run(size: RunSize) -> str:
         f"processes {size.processes}",
         f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
         f"questions to each judge about {questions:,}",
-        *size.cost,
     ]
     return "\n".join(lines)
 
 
-def _cost(works: Sequence[Work | None], settings: Settings) -> list[str]:
-    """Return the lines of `describe_cost`, if no training moves states to the CPU."""
-    known = [work for work in works if work is not None]
-    if len(known) < len(works):
-        return ["memory, time, price: not computed with offload or a file of DeepSpeed's settings."]
-    return describe_cost(known, settings)
+def describe_memory(size: RunSize, settings: Settings) -> str:
+    """Return memory of the trainings, and what to choose, in lines of text.
+
+    Raises:
+        ConfigError: see `find_gpu`.
+    """
+    if not size.works:
+        return "memory, time, price: not computed with offload or a file of DeepSpeed's settings."
+    return "\n".join(describe_memory_of(size.works, settings))
+
+
+def describe_time(size: RunSize, settings: Settings) -> str:
+    """Return time and price of the trainings in lines of text; this machine may be timed.
+
+    Raises:
+        ConfigError: see `find_gpu`.
+    """
+    return "\n".join(describe_time_of(size.works, settings)) if size.works else ""
 
 
 def _sft_work(settings: Settings, rows: SupervisedRows, processes: Processes) -> Work | None:

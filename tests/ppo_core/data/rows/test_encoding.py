@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ppo_core.data.prompts import encode_prompt, encode_prompts
 from ppo_core.data.rows import reader
+from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.encoding import encode_batch, encode_row
 from ppo_core.data.rows.fitting import fit_prompts
 from ppo_core.data.rows.row_error import RowError, attempt
@@ -120,6 +121,13 @@ def outcome_of(rows, tokenizer, limit, overlong):
 def encoded(rows, tokenizer, limit, overlong):
     config = SupervisedConfig(max_length=limit)
     return encode_rows("pairs", rows, tokenizer, config, limit=limit, overlong=overlong)
+
+
+def test_ties_are_skipped_and_counted():
+    row = {"prompt": "q", "responses": ["a", "b", "c"], "scores": [2, 2, 1]}
+    found = encoded(rows_of("pairs", [row] * 2), make_tokenizer("text"), 100, "error")
+    assert len(found) == 4
+    assert describe_reading(found).startswith("the rows, less 2 ties: 4 rows, reading prompt, ")
 
 
 def test_the_first_row_that_is_too_long_is_named():

@@ -271,7 +271,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "content of parts": (
         "prompts",
         {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-        "whose role or content is not text",
+        "a part of type image, but only text is read",
     ),
     "prompt of an answer": (
         "prompts",
@@ -383,15 +383,16 @@ def test_a_missing_column_is_named_with_the_columns_that_are_there(kind, columns
 
 
 def test_every_field_that_can_have_another_name_is_read():
-    rows = {
-        "pairs": ["prompt", "chosen", "rejected", *LABEL_FIELDS],
-        "prompts": ["prompt", "reference"],
-        "demonstrations": ["prompt", "completion"],
-        "votes": ["prompt", "first", "second", "label"],
-    }
+    rows = [
+        ("pairs", ["prompt", "chosen", "rejected", *LABEL_FIELDS]),
+        ("pairs", ["prompt", "completion", "label"]),
+        ("pairs", ["prompt", "responses", "ranks"]),
+        ("pairs", ["prompt", "responses", "scores"]),
+        ("prompts", ["prompt", "reference"]),
+        ("demonstrations", ["prompt", "completion"]),
+        ("votes", ["prompt", "first", "second", "label"]),
+    ]
     read = {
-        field
-        for kind, columns in rows.items()
-        for field in find_form(kind, columns, is_chat=False).reading
+        field for kind, columns in rows for field in find_form(kind, columns, is_chat=False).reading
     }
     assert read == set(FIELDS)

@@ -6,12 +6,18 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, config
 
+from pipeline.settings.settings import make_settings
+from pipeline.settings.win_rate_arguments import WinRateArguments
+from ppo_core.config.script_arguments import ScriptArguments
 from ppo_core.data.rows import reader
 from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.fitting import fit_pairs, fit_prompts
+from ppo_core.data.rows.handed_over import read_written_rows
+from ppo_core.data.rows.handed_over import write_rows as write_handed_over
 from ppo_core.data.rows.reader import derive, each, read_rows
 from ppo_core.data.rows.row_error import RowError
-from ppo_core.errors import DataError, TrainingError
+from ppo_core.errors import ConfigError, DataError, TrainingError
+from ppo_core.supervised.supervised_cli import SupervisedArguments
 from tests.helpers.chat import ENDED, make_chat_tokenizer, say
 from tests.helpers.pipeline_inputs import write_rows
 from tests.helpers.rows import plain, rows_of
@@ -127,10 +133,65 @@ def test_two_bad_rows_in_a_hundred_are_refused_by_reason(tmp_path, cache):
     with pytest.raises(
         DataError,
         match=r"2 of the 100 rows of '.*rows.jsonl' cannot be used: 1 with an empty prompt, 1 "
-        r"without a text or messages in the prompt. The first is row 98: prompt: ''. At most 1%",
+        r"without a text or messages in the prompt. The first is row 98: prompt: ''. At most 1% of "
+        r"the rows may be left out \(max_left_out=0.01\). Correct or remove these rows, or set "
+        r"max_left_out=0.02 to go on without these rows.",
     ):
         read_rows(path, "prompts")
-    assert list(cache.iterdir()) == []
+
+
+def test_the_limit_that_an_error_names_lets_the_rows_pass_and_changes_no_row(tmp_path, monkeypatch):
+    rows = [{"prompt": f"w{number}"} for number in range(65)] + [{"prompt": ""}] * 2
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError, match=r"set max_left_out=0.03 to go on") as found:
+        read_rows(path, "prompts")
+    # 2 of 67 rows are 2.985 %. The rows have been read, so another limit reads none again.
+    assert str(found.value).count("max_left_out") == 2
+    alone = rows_of("prompts", rows[:65])
+    monkeypatch.setattr(reader, "find_form", None)
+    read = read_rows(path, "prompts", max_left_out=0.03)
+    assert (len(read), read.left_out) == (65, {"with an empty prompt": 2})
+    assert (read.digest, plain(read)) == (alone.digest, plain(alone))
+    assert read_rows(path, "prompts", max_left_out=0.9).key == read.key
+    for limit in (0.0, 0.029):
+        with pytest.raises(DataError, match=rf"max_left_out={limit:g}\)"):
+            read_rows(path, "prompts", max_left_out=limit)
+
+
+def test_a_conversion_counts_with_the_limit_of_its_rows(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [*PROMPTS, {"prompt": ""}])
+    rows = read_rows(path, "prompts", max_left_out=0.2)
+    with pytest.raises(DataError, match=r"1 were left out before.* set max_left_out=0.223 to"):
+        derive(rows, "one more", {}, each(leave_out_first))
+    rows = read_rows(path, "prompts", max_left_out=0.223)
+    found = derive(rows, "one more", {}, each(leave_out_first))
+    # 2 of 9 rows are 22.23 %. Another process converts the rows further.
+    write_handed_over(found, tmp_path / "job")
+    handed = read_written_rows(tmp_path / "job")
+    assert (len(handed), handed.max_left_out) == (7, 0.223)
+
+
+def test_no_limit_is_named_if_no_row_is_left(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": ""}] * 3)
+    with pytest.raises(DataError, match=r"3 of the 3 rows .* Correct or remove these rows\.$"):
+        read_rows(path, "prompts", max_left_out=0.999)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: make_settings({}, {}, [f"max_left_out={value}"]),
+        lambda value: ScriptArguments(max_left_out=value),
+        lambda value: WinRateArguments(model="m", judge="rule", max_left_out=value),
+        lambda value: SupervisedArguments(
+            model_name_or_path="m", dataset_name="d", output_dir="o", max_left_out=value
+        ),
+    ],
+)
+@pytest.mark.parametrize("value", [-0.01, 1, 1.5, float("nan"), float("inf")])
+def test_a_limit_that_is_no_fraction_of_the_rows_is_refused(make, value):
+    with pytest.raises(ConfigError, match=r"max_left_out=.* must be|max_left_out.*finite"):
+        make(value)
 
 
 @pytest.mark.parametrize("content", ["", " \n"])

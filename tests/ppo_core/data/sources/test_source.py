@@ -34,7 +34,11 @@ def test_files_of_every_format_give_their_rows(tmp_path):
     (tmp_path / "rows.csv").write_text('\ufeffprompt\n"w0"\nw1\n', encoding="utf-8")
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines))
     (tmp_path / "rows.csv.gz").write_bytes(gzip.compress((tmp_path / "rows.csv").read_bytes()))
-    for ending in ("json", "jsonl", "parquet", "csv", "jsonl.gz", "csv.gz"):
+    (tmp_path / "rows.pq").write_bytes((tmp_path / "rows.parquet").read_bytes())
+    (tmp_path / "rows.tsv").write_bytes((tmp_path / "rows.csv").read_bytes())
+    (tmp_path / "rows.tsv.gz").write_bytes((tmp_path / "rows.csv.gz").read_bytes())
+    plain = ("json", "jsonl", "parquet", "pq", "csv", "tsv")
+    for ending in (*plain, "jsonl.gz", "csv.gz", "tsv.gz"):
         assert load(tmp_path / f"rows.{ending}") == ROWS
 
 
@@ -168,7 +172,14 @@ def test_the_root_folder_is_refused_before_all_of_it_is_listed():
     [
         ("rows.jsonl", '{"prompt": "w0"}\n{oops\n', "cannot be read: .*row 1"),
         ("rows.parquet", "oops", "cannot be read"),
-        ("rows.tsv", "prompt\nw0\n", "ends in '.tsv'"),
+        ("rows.txt", "prompt\nw0\n", "ends in '.txt'"),
+        ("rows.pq", "oops", "cannot be read as Parquet"),
+        ("rows.pq.gz", "oops", "ends in '.gz'"),
+        ("rows.tsv", "prompt\tanswer\nw0\tw1\nw2,w3\n", "line 3 has 1 values for 2 columns"),
+        ("rows.tsv", "prompt\tprompt\nw0\tw1\n", "two of its columns .* have one name"),
+        ("rows.tsv", 'prompt\n"w0\n', "cannot be read as TSV.* separated by tabs"),
+        ("rows.tsv", f"prompt\n{'w' * 200_000}\n", "larger than field limit"),
+        ("rows.tsv.gz", "oops", "cannot be read as TSV.*gzip"),
         ("rows.csv", "prompt,answer\nw0,w1\nw2\n", "line 3 has 1 values for 2 columns"),
         ("rows.csv", "prompt,prompt\nw0,w1\n", "two of its columns .* have one name"),
         ("rows.csv", 'prompt\n"w0\n', "cannot be read as CSV"),
@@ -197,6 +208,26 @@ def test_a_local_file_has_no_configuration(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl")
     with pytest.raises(ConfigError, match="is local and has no configuration 'small'"):
         load(path, config="small")
+
+
+def test_only_tabs_are_between_the_values_of_a_tsv_file(tmp_path):
+    text = 'prompt\tanswer\nw0, w1\tsay "w2"\n"w3\tw4\nw5"\tw6\n'
+    (tmp_path / "rows.tsv").write_text(text)
+    assert load(tmp_path / "rows.tsv") == [
+        {"prompt": "w0, w1", "answer": 'say "w2"'},
+        {"prompt": "w3\tw4\nw5", "answer": "w6"},
+    ]
+
+
+def test_a_folder_of_tsv_files_and_one_of_pq_files_have_splits(tmp_path):
+    (tmp_path / "tsv").mkdir()
+    (tmp_path / "tsv" / "train.tsv").write_text("prompt\nw0\nw1\n")
+    (tmp_path / "tsv" / "test.tsv.gz").write_bytes(gzip.compress(b"prompt\nw2\n"))
+    assert load(tmp_path / "tsv") == ROWS
+    assert load(tmp_path / "tsv", "test") == [{"prompt": "w2"}]
+    (tmp_path / "pq").mkdir()
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "pq" / "train-00000-of-00001.pq")
+    assert load(tmp_path / "pq") == ROWS
 
 
 def test_an_empty_file_has_no_rows(tmp_path):

@@ -1,0 +1,76 @@
+"""Bring messages of the known forms into one form, with the keys role and content."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ppo_core.data.chat_template import is_messages
+from ppo_core.data.rows.row_error import RowError
+
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+"""Name of a speaker in ShareGPT's form -> role."""
+
+_MEDIA = (
+    *("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url"),
+    *("file", "input_file", "document", "tool_use", "tool_result", "thinking"),
+)
+"""Types of parts that are refused by name."""
+
+
+def plain_messages(value: Any) -> Any:
+    """Return messages of any form with the keys role and content, and any other value unchanged.
+
+    The forms are those of ShareGPT, `{"from": "human", "value": TEXT}`, and of messages whose
+    content is a list of parts, `{"type": "text", "text": TEXT}`. A single message is a list of one.
+
+    Raises:
+        RowError: a speaker is unknown, or a part is no text.
+    """
+    if isinstance(value, Mapping) and ({"from", "value"} <= set(value) or _is_message(value)):
+        value = [value]
+    return [_plain(message) for message in value] if is_messages(value) else value
+
+
+def _is_message(value: Mapping[str, Any]) -> bool:
+    return {"role", "content"} <= set(value)
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    role, content = message.get("role"), message.get("content")
+    # In one Arrow column, each message may have the keys of both forms.
+    if role is None and "from" in message:
+        role, content = _role_of(message["from"]), message.get("value")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = _text_of(content)
+    return {"role": role, "content": content}
+
+
+def _role_of(speaker: Any) -> str:
+    role = _ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise RowError(f"with a message that is not from any of {', '.join(_ROLES)}")
+    return role
+
+
+def _text_of(parts: Sequence[Any]) -> str:
+    """Return the text of a content of parts, one after the other."""
+    if not parts:
+        raise RowError("with a message whose content is a list without parts")
+    return "".join(map(_text_of_part, parts))
+
+
+def _text_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in _MEDIA:
+        raise RowError(
+            f"with a message whose content has a part of type {kind}, but only text is read"
+        )
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
+        raise RowError("with a message whose content has a part that is no text")
+    return text
