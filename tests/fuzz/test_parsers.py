@@ -95,11 +95,17 @@ ROWS = [
     {"prompt": "é🎲", "chosen": "w3", "rejected": "w4", "tie": True, "more": {"a": [1, None]}},
 ]
 TURNS = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+SHARE_GPT = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
 OTHER_FORMS = [
     [{"chosen": TURNS, "rejected": TURNS, "prompt": "w1", "messages": TURNS}],
     [{"chosen": "\n\nHuman: w1\n\nAssistant: w2", "rejected": "\n\nHuman: w1\n\nAssistant:"}],
     [{"info": {"post": "w1"}, "summaries": [{"text": "w2"}, {"text": "w3"}], "choice": 1}],
     [{"instruction": "w1", "input": "w2", "output": TURNS[1:]}],
+    [{"conversations": SHARE_GPT, "chosen": SHARE_GPT[1], "rejected": SHARE_GPT[1:]}],
+    [{"messages": [{"role": "user", "content": [{"type": "text", "text": "w1"}]}]}],
+    [{"prompt": "w1", "completion": f"w{n}", "label": n == 2} for n in (2, 3)],
+    [{"prompt": "w1", "responses": ["w2", TURNS[1:], "w3"], "ranks": [1, 2, 2.5]}],
+    [{"instruction": "w1", "completions": [{"response": "w2", "overall_score": 1.5}] * 2}],
     [{"question": TURNS[:1], "first": "w1", "second": "w2", "label": "tie"}],
 ]
 """One row in each of the forms of published data sets."""
