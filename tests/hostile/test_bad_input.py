@@ -228,7 +228,7 @@ PLACES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a-folder-of-nothing": ("rows.jsonl", Path.mkdir, "folder without"),
     "a-folder-of-two-formats": ("folder", make_two_formats, "formats .jsonl, .parquet"),
     "a-saved-folder-without-files": ("saved", make_saved, "'saved/gone.arrow' is missing"),
-    "a-saved-folder-of-garbage": ("saved", make_broken_saved, "'saved/gone.arrow' is missing"),
+    "a-saved-folder-of-garbage": ("saved", make_broken_saved, "'saved' cannot be read"),
     "a-pipe": ("rows.jsonl", os.mkfifo, "pipe"),
     "a-pipe-of-parquet": ("rows.parquet", os.mkfifo, "pipe"),
     "a-device": ("rows.jsonl", lambda path: path.symlink_to("/dev/zero"), "device"),
