@@ -5,6 +5,7 @@ The flow starts each training in this way. The folder of the file also has the r
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,7 @@ from ppo_core.config.row_settings import Overlong, PromptFormat
 from ppo_core.data.atomic_files import write_atomically
 from ppo_core.data.progress_bar import ProgressFile, listening
 from ppo_core.distributed.process import is_main_process, large_imports
-from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import ConfigError
-from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls, prepare_cpu_process
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 JOB_FILE, _RESULT = "settings.json", "result.json"
@@ -64,22 +63,10 @@ def read_result(folder: Path) -> dict[str, float]:
     return result
 
 
-def prepare_process(sharding: str | None) -> None:
-    """Set the memory of a process of a training; call before its first matmul.
-
-    Without GPUs, freed memory is reused, see `prepare_cpu_process`.
-    """
-    with large_imports():
-        import torch
-
-    if torch.cuda.is_available():
-        keep_few_compiled_matmuls()
-    else:
-        prepare_cpu_process(shards_weights=sharding in SHARD_WEIGHTS)
-
-
-def run_job(file: Path) -> dict[str, float]:
+def run_job(file: Path, prepare: Callable[[str | None], None]) -> dict[str, float]:
     """Run a job, or resume it from its newest checkpoint; return its metrics.
+
+    `prepare` takes the sharding of the training, and sets up the process for it.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -95,7 +82,7 @@ def run_job(file: Path) -> dict[str, float]:
             f"'{file}' is no job of this version: {error}. To train from a shell, give flags: "
             "python -m ppo_core.supervised sft --help."
         ) from error
-    prepare_process(job.config.get("sharding"))
+    prepare(job.config.get("sharding"))
     # Imported here: reading the file needs no torch.
     with large_imports():
         from ppo_core.data.rows.handed_over import read_written_rows

@@ -21,8 +21,10 @@ from ppo_core.config.trl_names import SUPERVISED_ALIASES, supervised_instead
 from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.distributed.interruption import EXIT_CODE
 from ppo_core.distributed.process import is_main_process, large_imports, reported_errors
+from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import ConfigError, PPOError, RunInterruptedError
-from ppo_core.supervised.job import prepare_process, run_job
+from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls, prepare_cpu_process
+from ppo_core.supervised.job import run_job
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         with reported_errors(), explained_full_disk():
             if len(argv) == 1 and argv[0].endswith(".json"):
                 _hide_library_output()
-                run_job(Path(argv[0]))
+                run_job(Path(argv[0]), prepare_process)
                 return 0
             metrics = train_supervised(argv)
             if is_main_process():
@@ -109,6 +111,20 @@ def main(argv: Sequence[str]) -> int:
         print(f"ppo_core.supervised: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
+
+
+def prepare_process(sharding: str | None) -> None:
+    """Set the memory of a process of a training; call before its first matmul.
+
+    Without GPUs, freed memory is reused, see `prepare_cpu_process`.
+    """
+    with large_imports():
+        import torch
+
+    if torch.cuda.is_available():
+        keep_few_compiled_matmuls()
+    else:
+        prepare_cpu_process(shards_weights=sharding in SHARD_WEIGHTS)
 
 
 def train_supervised(argv: Sequence[str]) -> dict[str, float]:

@@ -147,7 +147,7 @@ def test_a_huge_prompt_is_shortened(case: str, tmp_path: Path):
 
 
 def test_a_model_without_a_limit_reads_16_million_characters():
-    with pytest.raises(DataError, match="16000000"):
+    with pytest.raises(DataError, match="16,000,000"):
         check_prompt_sizes(["x" * 16_000_001], context=None, response_length=8)
 
 
@@ -156,5 +156,5 @@ def test_a_model_without_a_limit_reads_16_million_characters():
 )
 def test_a_huge_prompt_of_a_script_is_refused_by_its_row(prompt: Any):
     config = PPOConfig(response_length=8)
-    with pytest.raises(DataError, match=r"prompt in row 1 has 3000000 characters"):
+    with pytest.raises(DataError, match=r"prompt in row 1 has 3,000,000 characters"):
         make_prompt_set(["w1", prompt], make_chat_tokenizer(), make_policy(), config)

@@ -123,7 +123,7 @@ def test_a_tokenizer_is_refused_by_name(case: str, tmp_path: Path):
 def test_a_pattern_that_is_slow_and_does_not_fail_is_cut_off(tmp_path: Path, monkeypatch):
     folder = folder_of(changed(pre_tokenizer=split("(a+)+\0")), tmp_path)
     monkeypatch.setattr(tokenizer_checks, "TRIAL_SECONDS", 0.1)
-    with pytest.raises(ModelError, match="exponential time"):
+    with pytest.raises(ModelError, match=r"exponential time|retry-limit-in-match"):
         load_tokenizer(folder)
 
 

@@ -31,6 +31,7 @@ PACKAGES = (
     "torch",
     "tqdm",
     "transformers",
+    "yaml",
 )
 """Packages that the steps import."""
 

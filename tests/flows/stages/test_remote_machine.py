@@ -11,7 +11,12 @@ from ppo_core.errors import ConfigError
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import write_model
 
-MODULES = {"scikit-learn": "sklearn", "tomli-w": "tomli_w", "cyclonedx-python-lib": "cyclonedx"}
+MODULES = {
+    "scikit-learn": "sklearn",
+    "tomli-w": "tomli_w",
+    "cyclonedx-python-lib": "cyclonedx",
+    "pyyaml": "yaml",
+}
 """Modules that have another name than their package."""
 
 NOT_IN_STEPS = {"metaflow", "ninja"}

@@ -163,7 +163,7 @@ def test_a_process_does_not_grow_with_each_new_shape():
 
 COMMANDS = {
     "ppo_core/__main__.py",
-    "ppo_core/supervised/__main__.py",
+    "ppo_core/supervised/supervised_cli.py",
     "ppo_core/training/speed/__main__.py",
     "flows/pipeline/settings/environment.py",
 }
