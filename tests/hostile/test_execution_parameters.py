@@ -87,7 +87,13 @@ def start(
     return lambda given: of_step_functions(states, given)
 
 
-@pytest.mark.parametrize("first", range(0, len(HOSTILE), len(TEXTS)))
+FIRSTS = range(0, len(HOSTILE), len(TEXTS))
+"""Numbers of the first value of each execution. A job takes seconds, so one is run by default."""
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in FIRSTS[1:])]
+)
 def test_a_compiled_job_executes_nothing_of_its_parameters(
     first: int, start: Start, machines: StateMachines, tmp_path: Path
 ):
@@ -102,7 +108,10 @@ def test_a_compiled_job_executes_nothing_of_its_parameters(
 
 @pytest.mark.parametrize(
     ("name", "refused"),
-    [("seed", "not a valid integer"), ("accept-reward-model", "not a valid boolean")],
+    [
+        ("seed", "not a valid integer"),
+        pytest.param("accept-reward-model", "not a valid boolean", marks=pytest.mark.slow),
+    ],
 )
 def test_nor_of_a_number_or_a_flag(
     name: str, refused: str, start: Start, machines: StateMachines, tmp_path: Path
@@ -192,6 +201,7 @@ def test_null_is_no_value_where_the_default_is_none_and_a_text_elsewhere():
     assert read_argo(words) == {"policy": None, "lease": "null"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("--tag", "run"), ("--tag", "create")])
 def test_no_word_of_the_command_switches_the_quoting_off(
     words: tuple[str, ...], machines: StateMachines, tmp_path: Path
