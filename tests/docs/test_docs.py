@@ -197,37 +197,37 @@ def test_the_summary_in_the_readme_is_printed_so():
         rates = {"rate": rate, "low": low, "high": high, "length_controlled": same}
         return {**rates, "n": 512, "ties": ties, "flip_rate": 0.0, "invalid": 0, "judge": "rule"}
 
-    times = "start 7 load_policy 21 load_reward_model 39 validate_reward_model 7 train_policy 52"
-    phases = f"{times} evaluate_win_rate 4 register 4".split()
-    metrics = {"scores": (-0.79, 2.237), "rlhf_reward": (-0.79, 1.93)}
-    metrics |= {"kl": (0.0, 2.046), "entropy": (3.202, 0.41)}
+    times = "start 12 load_policy 26 load_reward_model 58 validate_reward_model 10 train_policy 76"
+    phases = f"{times} evaluate_win_rate 8 register 8".split()
+    metrics = {"scores": (-0.998, 2.208), "rlhf_reward": (-0.998, 1.905)}
+    metrics |= {"kl": (0.0, 2.017), "entropy": (3.202, 0.449)}
     summary = {
         "win_rate": {
             "sft_vs_reference": won(0.356, 0.319, 0.395, 0.333, 91),
-            "ppo_vs_reference": won(0.764, 0.738, 0.788, 0.746, 192),
-            "ppo_vs_sft": won(0.864, 0.842, 0.884, 0.856, 119),
+            "ppo_vs_reference": won(0.763, 0.736, 0.788, 0.749, 193),
+            "ppo_vs_sft": won(0.879, 0.858, 0.897, 0.873, 112),
         },
         "reward_model": {
             "fit": True,
             "accepted_by_hand": False,
-            "accuracy": {"accuracy": 0.889, "n": 1000, "low": 0.868, "high": 0.907},
+            "accuracy": {"accuracy": 0.894, "n": 1000, "low": 0.873, "high": 0.912},
         },
-        "improvement": {"difference": 0.407, "low": 0.372, "high": 0.441},
+        "improvement": {"difference": 0.406, "low": 0.372, "high": 0.439},
         "objective": {
             f"objective/{name}": {"first": first, "last": last}
             for name, (first, last) in metrics.items()
         },
-        "kl": {"ppo": 1.99},
-        "distinct": {"ppo": 0.971},
+        "kl": {"ppo": 1.89},
+        "distinct": {"ppo": 0.973},
         "timings": {
             "seconds": dict(zip(phases[::2], map(float, phases[1::2]), strict=True)),
-            "episodes_per_second": 183.0,
-            "peak_rss_bytes": 0.73 * 2**30,
+            "episodes_per_second": 126.9,
+            "peak_rss_bytes": 0.77 * 2**30,
         },
         "cost": {
             "gpu_hours": 0.0,
-            "steps": {"train_policy": {"cpu_seconds": 216.0}},
-            "tokens": {"sampled": 56_867, "trained": 113_734},
+            "steps": {"train_policy": {"cpu_seconds": 288.0}},
+            "tokens": {"sampled": 57_677, "trained": 115_354},
             "judges": {},
             "price": 0.0,
         },
@@ -236,9 +236,9 @@ def test_the_summary_in_the_readme_is_printed_so():
             "version": 1,
             "champion": 1,
             "reasons": [
-                "It wins 86.4% of 512 pairs against SFT, 95 % interval 84.2% .. 88.4%, judged by "
+                "It wins 87.9% of 512 pairs against SFT, 95 % interval 85.8% .. 89.7%, judged by "
                 "rule.",
-                "It wins 76.4% of 512 pairs against the references, 95 % interval 73.8% .. 78.8%, "
+                "It wins 76.3% of 512 pairs against the references, 95 % interval 73.6% .. 78.8%, "
                 "judged by rule.",
             ],
         },
