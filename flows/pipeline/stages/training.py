@@ -89,7 +89,7 @@ def train_policy(
         updates = made.values["updates"]
         if made.reused:
             for metrics in updates:
-                log_update(metrics["update"], _without_number(metrics))
+                log_update(metrics[UPDATE], _without_number(metrics))
         warnings = warnings_of(ppo_config(settings), updates)
         if warnings:
             tracker.step.describe("Warnings", warnings)
