@@ -67,14 +67,11 @@ class Holder:
     def is_over(self) -> bool:
         """Return whether another run may take the lease: it was released, or not renewed.
 
-        A renewal in the future was written by a wrong clock. Then the time counts at which the
-        store got the lease.
+        The time counts at which the store got the lease: `renewed` may come from a wrong clock.
         """
-        now = self.seen.now if self.seen else datetime.now(UTC)
-        renewed = datetime.fromisoformat(self.renewed)
-        if self.seen and renewed > now + TOLERANCE:
-            renewed = self.seen.written
-        return not self.owner or now - renewed > LIMIT
+        return not self.owner or (
+            self.seen is not None and self.seen.now - self.seen.written > LIMIT
+        )
 
 
 @dataclass(frozen=True)
@@ -179,8 +176,9 @@ class Lease:
             fields = parse_strict_json((found.content or b"").decode())
             check_type(dict[str, str], fields, "lease")
             holder = Holder(**fields, seen=found)
-            holder.is_over()
-        except (ValueError, TypeError, OverflowError) as error:
+            if datetime.fromisoformat(holder.renewed).tzinfo is None:
+                raise ValueError(f"renewed is '{holder.renewed}', a time without its zone")
+        except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"'{self._address}' is no lease ({error}). Look who wrote it, and remove it if no "
                 "run trains."

@@ -2,15 +2,22 @@
 
 import dataclasses
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import pytest
 
+from pipeline.storage import objects
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.lease import LIMIT, Lease, LeaseLostError
-from pipeline.storage.objects import read_object, remove_objects, write_object
+from pipeline.storage.objects import (
+    read_object,
+    read_timed_object,
+    remove_objects,
+    write_object,
+)
 from ppo_core.errors import ConfigError, StorageError
 from tests.helpers.s3_faults import S3Faults
 from tests.helpers.servers import BUCKET
@@ -31,10 +38,10 @@ def address_of(lease: Lease) -> S3Address:
     return S3Address.parse(lease.store).below("leases/policy.json")
 
 
-def set_renewed(lease: Lease, ago: timedelta) -> None:
-    content, _ = read_object(address_of(lease))
-    renewed = (datetime.now(UTC) - ago).isoformat()
-    write_object(address_of(lease), json.dumps(json.loads(content) | {"renewed": renewed}).encode())
+def wait(monkeypatch: pytest.MonkeyPatch, duration: timedelta) -> None:
+    """Let the clock of the store go forward."""
+    read = objects._time_of
+    monkeypatch.setattr(objects, "_time_of", lambda reply: read(reply) + duration)
 
 
 def test_one_of_many_that_start_at_once_has_the_lease(lease: Lease):
@@ -78,10 +85,21 @@ def test_the_owner_may_take_the_lease_again(lease: Lease):
 
 
 @pytest.mark.parametrize(("ago", "is_taken"), [(LIMIT * 0.99, False), (LIMIT * 1.01, True)])
-def test_only_a_lease_past_its_limit_is_taken_over(lease: Lease, ago: timedelta, is_taken: bool):
+def test_only_a_lease_past_its_limit_is_taken_over(
+    lease: Lease, ago: timedelta, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+):
     lease.take()
-    set_renewed(lease, ago)
+    wait(monkeypatch, ago)
     assert (other(lease).take() is None) is is_taken
+
+
+def test_the_clock_of_the_machine_that_renewed_does_not_count(lease: Lease):
+    """Earlier releases wrote the time of their own machine."""
+    lease.take()
+    content, _ = read_object(address_of(lease))
+    old = json.loads(content) | {"renewed": (datetime.now(UTC) - LIMIT * 2).isoformat()}
+    write_object(address_of(lease), json.dumps(old).encode())
+    assert other(lease).take() is not None
 
 
 def test_a_person_may_take_over_and_the_earlier_run_ends(
@@ -105,9 +123,10 @@ def test_only_the_first_run_that_is_started_for_a_lease_uses_it(lease: Lease):
 
 def test_a_renewal_moves_the_limit(lease: Lease):
     lease.take()
-    set_renewed(lease, LIMIT * 2)
+    taken = read_timed_object(address_of(lease)).written
+    time.sleep(1.1)
     lease.renew("RLHF/7")
-    assert other(lease).take() is not None
+    assert read_timed_object(address_of(lease)).written > taken
 
 
 def test_lost_replies_do_not_lose_the_lease(lease: Lease, faults: S3Faults):
