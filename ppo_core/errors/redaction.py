@@ -43,14 +43,15 @@ _PASSWORD_OF_DATABASE = re.compile(
     r"//[^/?#\s:@]*:((?:(?!://)\S)+)@(?=[\w.\[-])"
 )
 # `user:password@host` without `//`. A password with a slash needs a port or a database after the
-# host: `localhost:5000/image@tag` has none. The length limits the time of long lines.
+# host: `localhost:5000/image@tag` has none. A number or a version after the `@` is no host, as in
+# `file:a.py@10:20`. The length limits the time of long lines.
 _PASSWORD_WITHOUT_SCHEME = re.compile(
     r"(?<![\w:/@.+%-])"
     r"(?!(?:mailto|e?-?mail|sips?|xmpp|acct|to|from|cc|author|contact|pkg|urn"
     r"|python|openai|transformers|reward-model):)"
     r"[A-Za-z_][\w.%+-]{0,63}:(?!//)"
     r"((?=[^\s/]{2,128}@[\w.-]+(?![\w/.-]*@))[^\s/]{2,128}|\S{2,128}(?=@[\w.-]+(?:/|:\d)))"
-    r"@(?!sha\d+:)(?=[A-Za-z0-9\[])",
+    r"@(?!sha\d+:|\d+(?:\.\d+){0,2}(?![\w.-]))(?=[A-Za-z0-9\[])",
     re.IGNORECASE,
 )
 _TOKEN_OF_WEB_URL = re.compile(r"\bhttps?://([^/?#\s:@]+)@")

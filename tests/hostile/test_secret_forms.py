@@ -23,6 +23,7 @@ def basic(text: str) -> str:
 
 ADDRESSES = {
     "without a scheme": ("user:canary7Qx@host/db", "canary7Qx"),
+    "without a scheme, of an IP address": ("user:canary7Qx@10.0.0.1:5432/db", "canary7Qx"),
     "with a driver": ("mysql+pymysql:user:canary7Qx@host", "canary7Qx"),
     "with a port": ("user:canary7Qx@host:5432", "canary7Qx"),
     "of a domain": ("user:canary7Qx@db.example.com/flow", "canary7Qx"),
@@ -163,6 +164,9 @@ def test_a_name_gives_a_secret_away(name: str):
         "Authorization: required before anything is answered",
         "Is the answer at 10:30@home better?",
         "max_tokens=512",
+        "role:assistant@2",
+        "file:judge.py@10:20",
+        "package:torch@2.13.0, which has no wheel",
     ],
 )
 def test_what_is_no_secret_is_accepted(harmless: str):
