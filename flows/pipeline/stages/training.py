@@ -82,6 +82,7 @@ def train_policy(
                 "updates": read_metrics(job / METRICS_FILE),
                 "self_check": read_json_file(job / SELF_CHECK_FILE, ProcessError),
                 "peak_rss_bytes": _peak_rss_bytes(),
+                "run": run.id,
             }
 
         inputs = _decides_the_result(settings, sft, reward_model, validation, run)
@@ -94,7 +95,7 @@ def train_policy(
         if warnings:
             tracker.step.describe("Warnings", warnings)
         tracker.step.set_tags({"reused": str(made.reused)})
-        trained = _trained_policy(made, warnings, settings.ppo.num_ppo_epochs)
+        trained = _trained_policy(made, warnings, run, settings.ppo.num_ppo_epochs)
         cost = {
             "episodes_per_second": trained.episodes_per_second,
             "peak_rss_bytes": trained.peak_rss_bytes,
@@ -190,11 +191,15 @@ def _policy_folder(run: FlowRun) -> Path:
     return run.folder / POLICY
 
 
-def _trained_policy(made: MadeModel, warnings: list[str], epochs: int) -> TrainedPolicy:
+def _trained_policy(
+    made: MadeModel, warnings: list[str], run: FlowRun, epochs: int
+) -> TrainedPolicy:
     updates = made.values["updates"]
     first, last = _without_number(updates[0]), _without_number(updates[-1])
-    # A run that reuses the policy pays for no tokens.
-    sampled = 0 if made.reused else _tokens_sampled(updates)
+    # A run that reuses the policy of another run pays for no tokens. A run that was killed after
+    # its training reuses its own policy.
+    paid = not made.reused or made.values.get("run") == run.id
+    sampled = _tokens_sampled(updates) if paid else 0
     return TrainedPolicy(
         path=made.place,
         digest=made.digest,

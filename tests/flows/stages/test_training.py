@@ -57,6 +57,12 @@ def test_a_later_run_reuses_the_policy_and_has_its_curve(settings, models, mlflo
     assert [each["reused"] for each in tags] == ["False", "True"]
 
 
+def test_a_run_that_was_killed_after_its_training_counts_its_tokens(settings, models):
+    run = begin(settings, 1)
+    first, again = (train_policy(settings, *models, VALIDATION, run) for _ in range(2))
+    assert again == first
+
+
 def test_whatever_decides_the_policy_trains_another_one(settings, models):
     sft, reward_model = models
     run = begin(settings, 1)
