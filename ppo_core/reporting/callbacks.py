@@ -233,7 +233,9 @@ class Reporter:
     def _logged_updates(self) -> dict[int, Metrics]:
         """Return the metrics of each update in the log history, which also has evaluations."""
         return {
-            int(entry["step"]): {name: entry[name] for name in entry.keys() - {"step", "epoch"}}
+            int(entry["step"]): {
+                name: value for name, value in entry.items() if name not in ("step", "epoch")
+            }
             for entry in self.state.log_history
             if "objective/kl" in entry
         }
