@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ _NOT_COMPARED = re.compile(
 
 _VOLATILE_KEYS = re.compile(
     r"^(time/.*|eps|seconds|time|pid|host|started|episodes_per_second|peak_rss_bytes|code"
-    r"|.*_seconds|.*(bytes|sha256)|timings|cost|at|cost/.*)$"
+    r"|.*_seconds|.*(bytes|sha256)|timings|cost|at|cost/.*|system/.*|manifest|MLmodel|README\.md"
+    r"|sbom\.json)$"
 )
 """Keys of JSON whose values differ between two runs."""
 
@@ -97,6 +99,7 @@ _VOLATILE_TEXTS = (
     (r"\b(sft|reward-model|policy|judge)-[0-9a-f]{16}\b", r"\1-KEY"),
     (r"\d[\d,.]* ?(s|seconds|min|minutes|h|hours|GiB|MiB|CPU hours|episodes/s)\b", "FIGURE"),
     (r"\| (time/\S+|eps) \| [\d.]+", r"| \1 | FIGURE"),
+    (r"\| (\S*(load|validate|train|evaluate|register|start|end)\S*)( \| \d+){3}", r"| \1 FIGURES"),
     (r"(?i)(cpu|gpu)[ -](seconds|hours)\W+[\d.]+", "FIGURE"),
 )
 
@@ -162,7 +165,10 @@ def results_of(checkout: Path, jobs: list[str], folder: Path) -> dict[str, str]:
         print(f"{checkout.name}: {job}: exit code {done.returncode}", flush=True)
         if done.returncode:
             raise SystemExit((done.stdout + done.stderr)[-4000:])
-    results = dict(comparable(work))
+    results: dict[str, str] = {}
+    # Files of two runs have the same name after their ids are taken out.
+    for name, text in comparable(work):
+        results[name] = results.get(name, "") + text
     if (work / "mlflow.db").exists():
         results["registry"] = plain_text(json.dumps(registry(work / "mlflow.db"), indent=0))
     shutil.rmtree(work)
@@ -171,7 +177,8 @@ def results_of(checkout: Path, jobs: list[str], folder: Path) -> dict[str, str]:
 
 def comparable(work: Path) -> Iterator[tuple[str, str]]:
     """Yield each file by its path: a digest of binary content, texts without what changes."""
-    for path in sorted(path for path in work.rglob("*") if path.is_file()):
+    files = (path for path in work.rglob("*") if path.is_file())
+    for path in sorted(files, key=lambda path: path.stat().st_mtime):
         name = str(path.relative_to(work))
         if _NOT_COMPARED.search(f"/{name}"):
             continue
@@ -227,7 +234,10 @@ def describe_difference(old: str | None, new: str | None) -> str:
     lines = [text.splitlines() for text in (old, new)]
     for number, (one, other) in enumerate(zip(*lines, strict=False), start=1):
         if one != other:
-            return f"line {number}:\n    {one[:300]}\n    {other[:300]}"
+            pairs = zip(one, other, strict=False)
+            start = max(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) - 100, 0)
+            shown = (line[start : start + 300] for line in (one, other))
+            return "\n    ".join([f"line {number}:", *shown])
     return f"{len(lines[0])} and {len(lines[1])} lines"
 
 
