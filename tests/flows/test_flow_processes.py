@@ -208,7 +208,8 @@ def test_an_error_that_a_further_attempt_would_not_mend_is_not_tried_again(tmp_p
     ppo = {"batch_size": 8, "response_length": 6, "kl_target": 1.0, "kl_horizon": 1}
     run = begin(tmp_path, accept_reward_model=True, ppo=ppo)
     assert run.wait() == 1
-    assert run.log().count("kl_horizon=1 is too short for 8 episodes") == 1
+    assert "kl_horizon=1 is too short for 8 episodes" in run.log()
+    assert run.log().count("The run stopped:") == 1
     assert "This failed task will not be retried." in run.log()
     assert "(retry)" not in run.log()
 

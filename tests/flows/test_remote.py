@@ -193,6 +193,7 @@ def test_a_lost_machine_is_replaced(cloud: FlowInCloud, first: Execution, kind: 
         process.wait()
         SPOT_NOTICE.unlink()
 
+    cloud.remove("metaflow/rlhf/cache/policy-")  # Otherwise the policy would be reused.
     act = kill if kind == "killed" else take_spot_instance
     watch = after_first_copy(cloud, act)
     ended = cloud.start()

@@ -29,6 +29,11 @@ class Cloud:
         found = pages.paginate(Bucket=BUCKET, Prefix=prefix).search("Contents[] || `[]`")
         return [each["Key"] for each in found]
 
+    def remove(self, prefix: str) -> None:
+        """Remove the objects of the bucket that begin so."""
+        for key in self.objects(prefix):
+            self.machines.client("s3").delete_object(Bucket=BUCKET, Key=key)
+
     def upload(self, path: Path, name: str = "") -> str:
         """Store a file or folder as an input, and return its address."""
         name = name or path.name
