@@ -134,12 +134,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return Undisturbed(chain.outcome(), seconds)
 
 
-def kill_one(scheduler: psutil.Popen, random: Random) -> str:
-    """Kill the scheduler or one of the processes below it; return its command."""
-    found = [scheduler, *scheduler.children(recursive=True)]
-    victim = random.choice(found)
-    command = " ".join(victim.cmdline()[:9])[-120:]
-    victim.kill()
+def kill_one(scheduler: psutil.Popen, random: Random) -> str | None:
+    """Kill the scheduler or one of the processes below it; return its command.
+
+    Return None if the process that was chosen has just ended by itself.
+    """
+    try:
+        victim = random.choice([scheduler, *scheduler.children(recursive=True)])
+        command = " ".join(victim.cmdline()[:9])[-120:]
+        victim.kill()
+    except psutil.NoSuchProcess:
+        return None
     return command
 
 
@@ -170,7 +175,11 @@ def run_until_killed(
         time.sleep(0.05)
     if scheduler.poll() is not None:
         return False
-    killed.append(kill_one(scheduler, random))
+    command = kill_one(scheduler, random)
+    if command is None:
+        assert scheduler.wait() == 0, chain.log()[-5000:]
+        return False
+    killed.append(command)
     # A task that was killed is tried again, and a killed scheduler leaves its tasks.
     if random.random() < 0.5:
         time.sleep(random.uniform(0, 3))
