@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.paths import ROOT
 
 CORE_LINE = (
-    "errors algorithm config data models distributed rollout reporting ppo checkpointing "
+    "errors algorithm io config data models distributed rollout reporting ppo checkpointing "
     "supervised training classic"
 ).split()
 """Packages of ppo_core: each imports itself and what stands before it."""

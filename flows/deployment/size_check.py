@@ -31,8 +31,8 @@ from pipeline.preflight.sizes.training_sizes import (
 )
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.workspace import MODELS, REGISTRY, Workspace
-from ppo_core.config.text_files import read_toml_file
 from ppo_core.errors import ConfigError, ModelError, PPOError
+from ppo_core.io.text_files import read_toml_file
 from ppo_core.models.loading import count_parameters
 from ppo_core.ppo.schedule import Schedule, make_schedule
 from ppo_core.training.memory.ppo_memory import PPOSize, host_memory

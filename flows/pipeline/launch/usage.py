@@ -14,9 +14,9 @@ from threading import Event, Thread
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import found_gpus
-from ppo_core.config.text_files import read_json_file
-from ppo_core.data.atomic_files import write_atomically
 from ppo_core.errors import DataError
+from ppo_core.io.atomic_files import write_atomically
+from ppo_core.io.text_files import read_json_file
 
 FOLDER = "usage"
 """Folder of the files in the folder of a run."""

@@ -26,7 +26,7 @@ from pipeline.tracking.mlflow_inputs import log_data
 from pipeline.tracking.mlflow_runs import artifact_root, start_runs
 from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.run_record import PARENT, record_processes
-from ppo_core.data.atomic_files import require_writable
+from ppo_core.io.atomic_files import require_writable
 
 __all__ = ["find_champion", "prepare_inputs", "share_inputs", "start_run"]
 

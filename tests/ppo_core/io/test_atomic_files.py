@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_core.data.atomic_files import write_atomically
+from ppo_core.io.atomic_files import write_atomically
 
 
 def recorded_syncs(monkeypatch) -> list[tuple[str, bytes | None]]:

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_core.data import folder_cache
-from ppo_core.data.folder_cache import digest_of, digest_of_file, digest_of_folder, make_once
+from ppo_core.io import folder_cache
+from ppo_core.io.folder_cache import digest_of, digest_of_file, digest_of_folder, make_once
 
 
 def test_the_same_inputs_are_made_once(tmp_path: Path):

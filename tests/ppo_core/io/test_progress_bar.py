@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from ppo_core.data import progress_bar
-from ppo_core.data.progress_bar import PhaseLines, each_pass, listening, progress
+from ppo_core.io import progress_bar
+from ppo_core.io.progress_bar import PhaseLines, each_pass, listening, progress
 
 
 class Heard:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
-from ppo_core.data.atomic_files import write_atomically
+from ppo_core.io.atomic_files import write_atomically
 
 MADE_FILE = "made.json"
 """File in a cached folder: its name, the digest of its other files, and what `make` returned."""
