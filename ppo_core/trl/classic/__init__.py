@@ -15,14 +15,14 @@ from transformers.utils.import_utils import is_torch_npu_available as is_npu_ava
 from transformers.utils.import_utils import is_torch_xpu_available as is_xpu_available
 
 from ppo_core.algorithm.masking import masked_mean, masked_var, masked_whiten, whiten
-from ppo_core.classic.classic_config import ClassicPPOConfig as PPOConfig
-from ppo_core.classic.classic_trainer import ClassicPPOTrainer as PPOTrainer
-from ppo_core.classic.sampling import LengthSampler, respond_to_batch
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
 )
+from ppo_core.trl.classic.classic_config import ClassicPPOConfig as PPOConfig
+from ppo_core.trl.classic.classic_trainer import ClassicPPOTrainer as PPOTrainer
+from ppo_core.trl.classic.sampling import LengthSampler, respond_to_batch
 
 __all__ = [
     "AutoModelForCausalLMWithValueHead",

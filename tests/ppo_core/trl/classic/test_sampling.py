@@ -6,9 +6,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from ppo_core.classic.sampling import LengthSampler, respond_to_batch
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.value_head import AutoModelForCausalLMWithValueHead
+from ppo_core.trl.classic.sampling import LengthSampler, respond_to_batch
 from tests.helpers.families import make_inputs, make_model
 
 

@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ppo_core.classic.classic_config import ClassicPPOConfig
-from ppo_core.classic.step_inputs import Masks, check_scores, make_rollout
-from ppo_core.classic.step_stats import Stats, step_stats
 from ppo_core.data.types import Experience, Rollout, Scores, TokenSums
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import DataError
@@ -26,6 +23,9 @@ from ppo_core.ppo.scoring import response_logprobs, score, truncated_logprobs
 from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
 from ppo_core.reporting.metrics import Metrics, PhaseTimer, update_metrics
 from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
+from ppo_core.trl.classic.classic_config import ClassicPPOConfig
+from ppo_core.trl.classic.step_inputs import Masks, check_scores, make_rollout
+from ppo_core.trl.classic.step_stats import Stats, step_stats
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from ppo_core.classic import (
     PPOConfig,
     PPOTrainer,
 )
-from ppo_core.classic.classic_config import CLASSIC_INSTEAD, CLASSIC_NO_EFFECT
-from ppo_core.classic.generation import generate_responses
 from ppo_core.config.ppo_config import PPOConfig as UpdateConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
+from ppo_core.trl.classic.classic_config import CLASSIC_INSTEAD, CLASSIC_NO_EFFECT
+from ppo_core.trl.classic.generation import generate_responses
 from tests.helpers.families import make_model
 from tests.helpers.forked_python import run_python
 from tests.helpers.tiny import EOS, PAD, make_policy, make_prompts, make_tokenizer
@@ -606,7 +606,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from ppo_core.classic import PPOConfig, PPOTrainer
-from tests.ppo_core.classic.test_classic_trainer import read, with_head
+from tests.ppo_core.trl.classic.test_classic_trainer import read, with_head
 from tests.helpers.tiny import make_tokenizer
 
 class Watching(torch.optim.SGD):

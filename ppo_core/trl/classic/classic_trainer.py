@@ -12,12 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.classic.classic_config import ClassicPPOConfig
-from ppo_core.classic.classic_step import ClassicStep, StepInputs
-from ppo_core.classic.dataloader import shuffled_batches, without_unused_columns
-from ppo_core.classic.generation import Generation, generate_responses
-from ppo_core.classic.step_inputs import Masks, check_vectors
-from ppo_core.classic.step_stats import Stats, numbers, texts_table
 from ppo_core.config.unsupported_settings import own_copy
 from ppo_core.data.prompt_set import Collator
 from ppo_core.distributed.engine import Engine
@@ -30,6 +24,12 @@ from ppo_core.reporting.callbacks import Reporter
 from ppo_core.reporting.sample_table import log_table
 from ppo_core.training.model_card import push_folder, write_model_card
 from ppo_core.training.model_setup import ScriptModels, make_models
+from ppo_core.trl.classic.classic_config import ClassicPPOConfig
+from ppo_core.trl.classic.classic_step import ClassicStep, StepInputs
+from ppo_core.trl.classic.dataloader import shuffled_batches, without_unused_columns
+from ppo_core.trl.classic.generation import Generation, generate_responses
+from ppo_core.trl.classic.step_inputs import Masks, check_vectors
+from ppo_core.trl.classic.step_stats import Stats, numbers, texts_table
 
 logger = logging.getLogger(__name__)
 

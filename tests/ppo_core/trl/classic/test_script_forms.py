@@ -25,7 +25,8 @@ from ppo_core.classic import (
 from ppo_core.errors import ConfigError, ModelError
 from tests.helpers.families import make_model
 from tests.helpers.tiny import make_policy
-from tests.ppo_core.classic.test_classic_trainer import (
+from tests.ppo_core.models.test_adapters import save_classifier
+from tests.ppo_core.trl.classic.test_classic_trainer import (
     CONFIG,
     QUERIES,
     RESPONSES,
@@ -37,7 +38,6 @@ from tests.ppo_core.classic.test_classic_trainer import (
     weights,
     with_head,
 )
-from tests.ppo_core.models.test_adapters import save_classifier
 
 LORA = peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM")
 HALVES = [torch.bfloat16, torch.float16]
@@ -222,7 +222,7 @@ def test_statistics_that_are_biased_cause_one_warning(arguments, words: str, cap
         )
     with caplog.at_level(logging.WARNING):
         step(trainer, responses=responses)
-    (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("ppo_core.classic")]
+    (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("ppo_core.trl.classic")]
     assert words in warning
     assert trainer._step.sampled.is_restricted == ("top_k" in words)
 
