@@ -222,7 +222,9 @@ def test_statistics_that_are_biased_cause_one_warning(arguments, words: str, cap
         )
     with caplog.at_level(logging.WARNING):
         step(trainer, responses=responses)
-    (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("ppo_core.trl.classic")]
+    (warning,) = [
+        r.getMessage() for r in caplog.records if r.name.startswith("ppo_core.trl.classic")
+    ]
     assert words in warning
     assert trainer._step.sampled.is_restricted == ("top_k" in words)
 

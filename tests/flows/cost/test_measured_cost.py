@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cost.measured_cost import cost_numbers, cost_of_run
 from pipeline.evaluation.results import TrainedPolicy
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.judges.budget import Budget
-from pipeline.promotion.cost import cost_numbers, cost_of_run
 from pipeline.reports.terminal import cost_in_words
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.storage.workspace import Workspace

@@ -6,18 +6,18 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from pipeline.launch.gpu_table import read_gpus
-from pipeline.preflight.sizes.measured_speed import Line, MeasuredSpeed
-from pipeline.preflight.sizes.memory_table import choices, memory_of, recommended
-from pipeline.preflight.sizes.run_size import describe_memory, describe_time, measure_run
-from pipeline.preflight.sizes.run_time import (
+from pipeline.cost.gpu_table import read_gpus
+from pipeline.cost.measured_speed import Line, MeasuredSpeed
+from pipeline.cost.memory_table import choices, memory_of, recommended
+from pipeline.cost.run_size import describe_memory, describe_time, measure_run
+from pipeline.cost.run_time import (
     LINK_SHARE,
     PEAK_SHARE,
     Backward,
     TableSpeed,
     ppo_seconds,
 )
-from pipeline.preflight.sizes.training_sizes import Processes, ppo_size
+from pipeline.cost.training_sizes import Processes, ppo_size
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.settings import make_settings
 from ppo_core.errors import ConfigError
@@ -328,7 +328,7 @@ def test_without_time_to_measure_only_time_and_price_are_unknown(tmp_path, monke
         return {child.pid for child in psutil.Process().children(recursive=True)}
 
     before = processes()
-    monkeypatch.setattr("pipeline.preflight.sizes.run_cost.MAX_SECONDS", 0.5)
+    monkeypatch.setattr("pipeline.cost.estimated_cost.MAX_SECONDS", 0.5)
     words = cost_lines(tiny_table(tmp_path) | {"processes": 2})
     assert "Memory per process in GiB" in words
     (line,) = (line for line in words.splitlines() if line.startswith("time:"))

@@ -3,6 +3,10 @@
 from dataclasses import dataclass, replace
 from math import ceil
 
+from pipeline.cost.memory.model_size import count_adapter_parameters, model_size
+from pipeline.cost.memory.ppo_memory import PPOSize
+from pipeline.cost.memory.sizes import BF16, FP32, ModelSize
+from pipeline.cost.memory.supervised_memory import SupervisedSize
 from pipeline.inputs import data_sets
 from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
@@ -14,10 +18,6 @@ from ppo_core.models.loading import empty_model
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.schedule import Schedule
 from ppo_core.supervised.training_loop import TOKENS_ON_CPU
-from ppo_core.training.memory.model_size import count_adapter_parameters, model_size
-from ppo_core.training.memory.ppo_memory import PPOSize
-from ppo_core.training.memory.sizes import BF16, FP32, ModelSize
-from ppo_core.training.memory.supervised_memory import SupervisedSize
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ppo_core.training.memory.sizes import (
+from pipeline.cost.memory.sizes import (
     BF16,
     FP32,
     PROCESS,

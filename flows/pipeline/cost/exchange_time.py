@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
-from ppo_core.training.memory.ppo_memory import PPOSize
-from ppo_core.training.memory.sizes import FP32, ModelSize, Shards
-from ppo_core.training.memory.supervised_memory import SupervisedSize
+from pipeline.cost.memory.ppo_memory import PPOSize
+from pipeline.cost.memory.sizes import FP32, ModelSize, Shards
+from pipeline.cost.memory.supervised_memory import SupervisedSize
 
 REUSED = 500_000_000
 """Parameters up to which ZeRO-3 keeps a model's gathered weights from the forward to the backward

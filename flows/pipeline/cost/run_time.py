@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Protocol
 
-from pipeline.launch.gpu_table import Gpu
-from pipeline.preflight.sizes.exchange_time import (
+from pipeline.cost.exchange_time import (
     ExchangeSpeed,
     ParameterCount,
     ppo_exchange_seconds,
     rows_of_a_pass,
     supervised_exchange_seconds,
 )
+from pipeline.cost.gpu_table import Gpu
+from pipeline.cost.memory.ppo_memory import PPOSize
+from pipeline.cost.memory.sizes import BF16, FP32, ModelSize
+from pipeline.cost.memory.supervised_memory import SupervisedSize
 from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding
 from ppo_core.ppo.schedule import Schedule
-from ppo_core.training.memory.ppo_memory import PPOSize
-from ppo_core.training.memory.sizes import BF16, FP32, ModelSize
-from ppo_core.training.memory.supervised_memory import SupervisedSize
 
 PEAK_SHARE = 0.4
 """Fraction of a GPU's peaks, in operations and in bytes per second, that passes reach. An

@@ -6,19 +6,21 @@ from math import ceil
 
 import pyarrow.compute
 
-from pipeline.evaluation.comparison import contests_between
-from pipeline.inputs import data_sets
-from pipeline.launch.gpu_table import find_gpu, processes_on_a_machine
-from pipeline.preflight.sizes.memory_table import RANK, Training, TrainingSize
-from pipeline.preflight.sizes.run_cost import Work, describe_memory_of, describe_time_of
-from pipeline.preflight.sizes.run_time import Speed, ppo_seconds, supervised_seconds
-from pipeline.preflight.sizes.training_sizes import (
+from pipeline.cost.estimated_cost import Work, describe_memory_of, describe_time_of
+from pipeline.cost.gpu_table import find_gpu, processes_on_a_machine
+from pipeline.cost.memory.ppo_memory import PPOSize
+from pipeline.cost.memory.supervised_memory import SupervisedSize
+from pipeline.cost.memory_table import RANK, Training, TrainingSize
+from pipeline.cost.run_time import Speed, ppo_seconds, supervised_seconds
+from pipeline.cost.training_sizes import (
     Processes,
     adapter_parameters,
     ppo_size,
     reward_size,
     sft_size,
 )
+from pipeline.evaluation.comparison import contests_between
+from pipeline.inputs import data_sets
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.prompts import encode_prompts
@@ -26,8 +28,6 @@ from ppo_core.data.rows.reader import Rows
 from ppo_core.models.loading import count_parameters
 from ppo_core.ppo.schedule import Schedule, make_schedule
 from ppo_core.supervised.supervised_config import SupervisedConfig
-from ppo_core.training.memory.ppo_memory import PPOSize
-from ppo_core.training.memory.supervised_memory import SupervisedSize
 
 
 @dataclass(frozen=True, kw_only=True)

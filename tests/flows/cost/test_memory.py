@@ -12,10 +12,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from ppo_core.training.memory.model_size import count_adapter_parameters, model_size
-from ppo_core.training.memory.ppo_memory import PPOSize, host_memory, peak_memory, phases
-from ppo_core.training.memory.sizes import PROCESS, ModelSize, describe_memory
-from ppo_core.training.memory.supervised_memory import SupervisedSize, supervised_phases
+from pipeline.cost.memory.model_size import count_adapter_parameters, model_size
+from pipeline.cost.memory.ppo_memory import PPOSize, host_memory, peak_memory, phases
+from pipeline.cost.memory.sizes import PROCESS, ModelSize, describe_training_memory
+from pipeline.cost.memory.supervised_memory import SupervisedSize, supervised_phases
 from tests.helpers.published_sizes import LLAMA
 from tests.helpers.tiny import make_policy
 
@@ -179,7 +179,7 @@ def test_supervised_training_with_an_adapter_by_hand():
 
 
 def test_the_line_names_the_phase_and_the_parts():
-    line = describe_memory(phases(SIZE)[2], "GPU", "PPO")
+    line = describe_training_memory(phases(SIZE)[2], "GPU", "PPO")
     assert line == (
         "memory: about 0.0 GiB per GPU, computed for the update of PPO (weights 0.0, "
         "gradients 0.0, optimizer 0.0, activations 0.0)"

@@ -4,15 +4,15 @@ import math
 
 import pytest
 
-from pipeline.launch import gpu_table
-from pipeline.launch.commands import FoundGpu
-from pipeline.launch.gpu_table import (
+from pipeline.cost import gpu_table
+from pipeline.cost.gpu_table import (
     Gpu,
     find_gpu,
     price_per_hour,
     processes_on_a_machine,
     read_gpus,
 )
+from pipeline.launch.commands import FoundGpu
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.settings import make_settings
 from ppo_core.errors import ConfigError

@@ -8,10 +8,10 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.cost.memory.ppo_memory import PPOSize, peak_memory
+from pipeline.cost.memory.sizes import BF16, FP32, Memory
+from pipeline.cost.memory.supervised_memory import SupervisedSize, peak_supervised_memory
 from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding
-from ppo_core.training.memory.ppo_memory import PPOSize, peak_memory
-from ppo_core.training.memory.sizes import BF16, FP32, Memory
-from ppo_core.training.memory.supervised_memory import SupervisedSize, peak_supervised_memory
 
 TrainingSize = PPOSize | SupervisedSize
 

@@ -5,20 +5,20 @@ from dataclasses import dataclass, replace
 import pytest
 from transformers import Mistral3ForConditionalGeneration
 
-from pipeline.launch.gpu_table import read_gpus
-from pipeline.preflight.sizes.exchange_time import (
+from pipeline.cost.exchange_time import (
     ParameterCount,
     ppo_exchange_seconds,
     supervised_exchange_seconds,
 )
-from pipeline.preflight.sizes.measured_speed import Line, MeasuredSpeed, measure_speed
-from pipeline.preflight.sizes.run_time import LINK_SHARE, Backward, TableSpeed
+from pipeline.cost.gpu_table import read_gpus
+from pipeline.cost.measured_speed import Line, MeasuredSpeed, measure_speed
+from pipeline.cost.memory.model_size import model_size
+from pipeline.cost.memory.ppo_memory import PPOSize
+from pipeline.cost.memory.sizes import ModelSize
+from pipeline.cost.memory.supervised_memory import SupervisedSize
+from pipeline.cost.run_time import LINK_SHARE, Backward, TableSpeed
 from pipeline.settings.hardware_config import HardwareConfig
 from ppo_core.errors import ModelError, ProcessError
-from ppo_core.training.memory.model_size import model_size
-from ppo_core.training.memory.ppo_memory import PPOSize
-from ppo_core.training.memory.sizes import ModelSize
-from ppo_core.training.memory.supervised_memory import SupervisedSize
 from ppo_core.training.speed.job import FoundSpeed, PassSeconds
 from tests.architectures.zoo import small_config
 from tests.helpers.tiny import make_policy

@@ -1,13 +1,13 @@
-"""Read the sizes of a model, for `ppo_core.training.memory`, from a model without weights."""
+"""Read the sizes of a model, for `pipeline.cost.memory`, from a model without weights."""
 
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from pipeline.cost.memory.sizes import ModelSize
 from ppo_core.config.script_arguments import ALL_LINEAR
 from ppo_core.data.text_config import text_config
-from ppo_core.training.memory.sizes import ModelSize
 
 
 def model_size(model: PreTrainedModel) -> ModelSize:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from pipeline.cost.exchange_time import ParameterCount
+from pipeline.cost.memory.ppo_memory import PPOSize
+from pipeline.cost.memory.sizes import ModelSize
+from pipeline.cost.run_time import Backward
 from pipeline.launch.commands import gpus
 from pipeline.launch.launcher import train
-from pipeline.preflight.sizes.exchange_time import ParameterCount
-from pipeline.preflight.sizes.run_time import Backward
 from ppo_core.errors import ModelError, ProcessError
 from ppo_core.io.progress_bar import ProgressBar, progress
-from ppo_core.training.memory.ppo_memory import PPOSize
-from ppo_core.training.memory.sizes import ModelSize
 from ppo_core.training.speed.job import WORKS, FoundSpeed, SpeedJob, read_speed, write_speed_job
 
 PROGRAM = ("ppo_core.training.speed",)

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from pipeline.launch.gpu_table import Gpu, find_gpu, read_gpus
-from pipeline.preflight.sizes.measured_speed import MAX_SECONDS, NAME_A_GPU, measure_speed
-from pipeline.preflight.sizes.memory_table import (
+from pipeline.cost.gpu_table import Gpu, find_gpu, read_gpus
+from pipeline.cost.measured_speed import MAX_SECONDS, NAME_A_GPU, measure_speed
+from pipeline.cost.memory.ppo_memory import PPOSize, host_memory
+from pipeline.cost.memory.sizes import describe_training_memory
+from pipeline.cost.memory_table import (
     Choice,
     Training,
     TrainingSize,
@@ -16,18 +18,16 @@ from pipeline.preflight.sizes.memory_table import (
     recommended,
     render_table,
 )
-from pipeline.preflight.sizes.run_time import (
+from pipeline.cost.run_time import (
     LAUNCHES,
     Speed,
     TableSpeed,
     describe_seconds,
     missing_speeds,
 )
-from pipeline.preflight.sizes.training_sizes import Processes
+from pipeline.cost.training_sizes import Processes
 from pipeline.settings.settings import Settings
 from ppo_core.errors import ConfigError, ModelError, ProcessError
-from ppo_core.training.memory.ppo_memory import PPOSize, host_memory
-from ppo_core.training.memory.sizes import describe_memory
 
 NUMBERS_OF_GPUS = (1, 2, 4, 8)
 """Numbers of GPUs of one machine that are compared."""
@@ -63,7 +63,7 @@ def describe_memory_of(works: Sequence[Work], settings: Settings) -> list[str]:
     trainings = [work.training for work in works]
     device = f"GPU ({gpu.name})" if gpu else "process"
     lines = [
-        describe_memory(memory_of(each.size), device, each.name)
+        describe_training_memory(memory_of(each.size), device, each.name)
         for each in trainings
         if memory_of(each.size).total
     ]

@@ -102,7 +102,7 @@ def largest(phases: Iterable[Memory]) -> Memory:
     return max(phases, key=lambda memory: memory.total)
 
 
-def describe_memory(memory: Memory, device: str, training: str) -> str:
+def describe_training_memory(memory: Memory, device: str, training: str) -> str:
     """Return the memory as one line; `device` is GPU or process."""
     parts = ", ".join(
         f"{name} {getattr(memory, name) / 2**30:.1f}" for name in PARTS if getattr(memory, name)

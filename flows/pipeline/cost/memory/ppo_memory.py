@@ -6,10 +6,7 @@ and unused parts of allocated blocks come on top, so leave a tenth free.
 
 from dataclasses import dataclass
 
-from ppo_core.models.kernels.attention import BLOCK, MAX_SCORES
-from ppo_core.models.kernels.packed_linear import MAX_NUMEL, MIN_PASSES
-from ppo_core.models.lm_head import LOGITS_PER_CHUNK
-from ppo_core.training.memory.sizes import (
+from pipeline.cost.memory.sizes import (
     BF16,
     FP32,
     PROCESS,
@@ -20,6 +17,9 @@ from ppo_core.training.memory.sizes import (
     largest,
     passing_activations,
 )
+from ppo_core.models.kernels.attention import BLOCK, MAX_SCORES
+from ppo_core.models.kernels.packed_linear import MAX_NUMEL, MIN_PASSES
+from ppo_core.models.lm_head import LOGITS_PER_CHUNK
 
 LOGIT_COPIES = 3
 """Copies of logits in fp32 while tokens are drawn, and in the loss under autocast: there autograd

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cost import usage
+from pipeline.cost.usage import gpu_hours, measured, recorded_attempts
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.launch import usage
 from pipeline.launch.commands import FoundGpu
-from pipeline.launch.usage import gpu_hours, measured, recorded_attempts
 from pipeline.storage.workspace import Workspace
 from tests.helpers.paths import ROOT
 
@@ -63,7 +63,7 @@ def test_a_killed_attempt_lasts_until_its_file_was_last_written(run: FlowRun):
         "import os, signal, sys, time; sys.path[:0] = sys.argv[1:3]\n"
         "from pathlib import Path\n"
         "from pipeline.inputs.flow_run import FlowRun\n"
-        "from pipeline.launch import usage\n"
+        "from pipeline.cost import usage\n"
         "from pipeline.storage.workspace import Workspace\n"
         "usage.WRITE_SECONDS = 0.1\n"
         "run = FlowRun(id='RLHF/7', workspace=Workspace(folder=sys.argv[3]),\n"
