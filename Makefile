@@ -56,8 +56,7 @@ remote: $(VENV)/installed-dev ## The flow on machines that share nothing: S3, St
 deployed: $(VENV)/installed-dev $(AWS_VENV)/installed ## Deployments and their weeks, stacks, rights, images, sizes.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" -n 2 --dist loadfile --no-loadscope-reorder \
 		tests/flows/test_weekly_life.py tests/infra tests/flows/deployment tests/flows/retraining \
-		tests/flows/test_deploy.py tests/flows/test_code_package.py tests/flows/preflight \
-		tests/ppo_core/training/test_memory.py
+		tests/flows/test_deploy.py tests/flows/test_code_package.py tests/flows/cost
 
 hostile: $(VENV)/installed-dev ## Hostile and broken inputs, with a table of the cases of each part.
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/hostile -m "slow or not slow" -n 2 --dist loadfile

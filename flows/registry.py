@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 
 from pipeline.settings.environment import prepare_environment
 from ppo_core.config.checks import refuse_secrets
-from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import PPOError
+from ppo_core.io.atomic_files import explained_full_disk
 
 
 def main(argv: Sequence[str]) -> int:

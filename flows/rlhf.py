@@ -40,8 +40,8 @@ from pipeline.settings.command_line import (
     refuse_scheduler,
     send_to_scheduler,
 )
-from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import ConfigError, PPOError
+from ppo_core.io.atomic_files import explained_full_disk
 from retraining import alarms, lease_of_run
 from watched_step import RECORDS, alarms_of, phase, run_id
 

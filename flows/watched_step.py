@@ -11,8 +11,8 @@ from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY
 from flow_parts import RunStoppedError
 from pipeline import stages
 from pipeline.settings.environment import runs_remotely
-from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import PPOError, ProcessError, RunInterruptedError, StorageError
+from ppo_core.io.atomic_files import explained_full_disk
 from retraining import alarms, lease_of_run
 
 RECORDS = 10

@@ -14,8 +14,8 @@ from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments
 from ppo_core.config.argument_parser import DocumentedParser
-from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.errors import PPOError
+from ppo_core.io.atomic_files import explained_full_disk
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from ppo_core.config.argument_parser import parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
-from ppo_core.data.atomic_files import explained_full_disk
 from ppo_core.distributed.interruption import EXIT_CODE
 from ppo_core.distributed.process import (
     end_with_parent,
@@ -17,6 +16,7 @@ from ppo_core.distributed.process import (
 from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import PPOError, RunInterruptedError
 from ppo_core.errors.redacted_output import install_redaction
+from ppo_core.io.atomic_files import explained_full_disk
 from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from deployment.flow_commands import DeploymentFiles
 from pipeline.inputs.lineage import git_state
-from ppo_core.config.text_files import read_toml_file
-from ppo_core.data.folder_cache import digest_of
 from ppo_core.errors import ConfigError
+from ppo_core.io.folder_cache import digest_of
+from ppo_core.io.text_files import read_toml_file
 
 COMMIT, CHANGES = "git_commit", "git_changes"
 SETTINGS, DEPLOYMENT = "settings_file", "deployment_file"

@@ -12,9 +12,9 @@ from typing import Any
 from deployment.deployment import Deployment
 from deployment.deployment_file import read_deployment
 from pipeline.launch.execution_parameters import ARGO, STEP_FUNCTIONS
-from ppo_core.config.text_files import read_toml_file
 from ppo_core.errors import ConfigError, ProcessError
 from ppo_core.errors.redaction import MASK, mask_secrets
+from ppo_core.io.text_files import read_toml_file
 
 FILES = {"RLHF": "rlhf.py", "Retrain": "retrain.py"}
 """Flow -> its file; the flow that the other one starts comes first."""

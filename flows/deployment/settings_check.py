@@ -4,8 +4,8 @@ from deployment.deployment import JUDGING_STEP
 from deployment.flow_commands import DeploymentFiles
 from pipeline.judges.judge_names import read_judges
 from pipeline.settings.settings import Settings, make_settings
-from ppo_core.config.text_files import read_toml_file
 from ppo_core.errors import ConfigError
+from ppo_core.io.text_files import read_toml_file
 
 
 def check_settings(files: DeploymentFiles) -> Settings:

@@ -13,16 +13,17 @@ from tempfile import TemporaryDirectory
 from deployment.deployment import Deployment
 from deployment.flow_commands import DeploymentFiles
 from deployment.resources import StepResources
-from pipeline.launch.gpu_table import Gpu, find_gpu, read_gpus
-from pipeline.preflight.sizes.memory_table import (
+from pipeline.cost.gpu_table import Gpu, find_gpu, read_gpus
+from pipeline.cost.memory.ppo_memory import PPOSize, host_memory
+from pipeline.cost.memory_table import (
     RANK,
     Training,
     TrainingSize,
     memory_of,
     recommended,
 )
-from pipeline.preflight.sizes.run_time import TableSpeed, missing_speeds, ppo_seconds
-from pipeline.preflight.sizes.training_sizes import (
+from pipeline.cost.run_time import TableSpeed, missing_speeds, ppo_seconds
+from pipeline.cost.training_sizes import (
     Processes,
     adapter_parameters,
     ppo_size,
@@ -31,11 +32,10 @@ from pipeline.preflight.sizes.training_sizes import (
 )
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.workspace import MODELS, REGISTRY, Workspace
-from ppo_core.config.text_files import read_toml_file
 from ppo_core.errors import ConfigError, ModelError, PPOError
+from ppo_core.io.text_files import read_toml_file
 from ppo_core.models.loading import count_parameters
 from ppo_core.ppo.schedule import Schedule, make_schedule
-from ppo_core.training.memory.ppo_memory import PPOSize, host_memory
 
 PROMPT_TOKENS = 1024
 """Tokens of each prompt that are assumed, as in the table of presets in README."""

@@ -52,7 +52,7 @@ def alarm_budget(topic: str, budget: float, settings: "Settings", run: "FlowRun"
     """Say that a run used more GPU hours than its budget; 0 allows any number."""
     if not (topic and budget):
         return
-    from pipeline.launch.usage import gpu_hours
+    from pipeline.cost.usage import gpu_hours
 
     if (hours := gpu_hours(run)) > budget:
         name = settings.registered_model

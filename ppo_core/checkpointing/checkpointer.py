@@ -17,9 +17,9 @@ from ppo_core.checkpointing.files import (
     save_checkpoint,
 )
 from ppo_core.checkpointing.lease import Lease
-from ppo_core.data.atomic_files import require_creatable, unwritable
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import ConfigError, reason_of
+from ppo_core.io.atomic_files import require_creatable, unwritable
 
 
 class Contents(Protocol):

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from ppo_core.checkpointing.disks import Disk
 from ppo_core.checkpointing.folders import FOLDER_NAME, MANIFEST, finished_checkpoints
-from ppo_core.config.text_files import parse_json
-from ppo_core.data.atomic_files import sync_to_disk
-from ppo_core.data.json_form import Form, check_form, is_object
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
+from ppo_core.io.atomic_files import sync_to_disk
+from ppo_core.io.json_form import Form, check_form, is_object
+from ppo_core.io.text_files import parse_json
 
 JSON = Any
 """A value that json writes and reads back unchanged: no tuples, and only strings as keys."""

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ppo_core.config.text_files import parse_json
-from ppo_core.data.atomic_files import write_atomically
-from ppo_core.data.json_form import check_form, is_count, is_text
 from ppo_core.errors import TrainingError
 from ppo_core.errors.control_characters import escape_controls
 from ppo_core.errors.wrong_clock import describe_future
+from ppo_core.io.atomic_files import write_atomically
+from ppo_core.io.json_form import check_form, is_count, is_text
+from ppo_core.io.text_files import parse_json
 
 LEASE = "lease.json"
 """Name of the file that records the last claim to the folder."""

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from ppo_core.checkpointing.files import STATE
-from ppo_core.data.json_form import (
+from ppo_core.io.json_form import (
     is_count,
     is_finite_json,
     is_finite_number,

@@ -13,7 +13,6 @@ from typing import Any, NoReturn, get_args, get_type_hints
 from transformers import HfArgumentParser
 
 from ppo_core.config.checks import check_type, refuse_secrets
-from ppo_core.config.text_files import parse_strict_json, read_json_file, read_toml_file
 from ppo_core.config.trl_names import PPO_ALIASES
 from ppo_core.config.unsupported_settings import (
     INSTEAD,
@@ -22,6 +21,7 @@ from ppo_core.config.unsupported_settings import (
     refuse_unsupported,
 )
 from ppo_core.errors import ConfigError
+from ppo_core.io.text_files import parse_strict_json, read_json_file, read_toml_file
 
 MAY_BE_SECRET = ("hub_token",)
 """Settings that are never stored or logged."""

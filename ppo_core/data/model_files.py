@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.data.atomic_files import explained_writes, sync_to_disk
+from ppo_core.io.atomic_files import explained_writes, sync_to_disk
 
 UNFINISHED = ".unfinished"
 """Subfolder for the files of `replaced_together`, until all of them are written."""

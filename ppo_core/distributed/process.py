@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_core.data.atomic_files import write_atomically
 from ppo_core.errors.redaction import redact
+from ppo_core.io.atomic_files import write_atomically
 
 PARENT = "PPO_CORE_PARENT"
 """Environment variable: id of the parent process; this process ends when the parent ends."""

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.data.batching import scoring_batches, token_batches
 from ppo_core.data.chat_template import is_messages
-from ppo_core.data.progress_bar import each_pass
 from ppo_core.data.prompts import Prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ConfigError, ModelError, user_code_errors
+from ppo_core.io.progress_bar import each_pass
 from ppo_core.models.adapters import is_peft
 from ppo_core.models.files.adapter_weights import merged_copy
 from ppo_core.models.reward_adapter import AdapterClassifier

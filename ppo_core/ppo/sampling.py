@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.data.progress_bar import tell_moved
 from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import Prompt, Tokens
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
+from ppo_core.io.progress_bar import tell_moved
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.run_state import RunState
 from ppo_core.ppo.scoring import response_logprobs

@@ -9,10 +9,10 @@ from ppo_core.algorithm.logits import tempered
 from ppo_core.algorithm.top_k_top_p import truncated
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import scoring_batches
-from ppo_core.data.progress_bar import each_pass
 from ppo_core.data.prompts import Prompt
 from ppo_core.data.types import Rollout, Scores
 from ppo_core.distributed.engine import Engine
+from ppo_core.io.progress_bar import each_pass
 from ppo_core.models.actor_critic import Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from ppo_core.algorithm.losses import aggregation_weights
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import token_batches
-from ppo_core.data.progress_bar import each_pass
 from ppo_core.data.types import Experience, TokenRows, TokenSums, map_tensors
 from ppo_core.distributed.engine import Engine
+from ppo_core.io.progress_bar import each_pass
 from ppo_core.models.actor_critic import ActorCritic
 from ppo_core.models.policy import LanguageModel, Predictions
 from ppo_core.ppo.objective import SUMS, CountedTokens, Objective

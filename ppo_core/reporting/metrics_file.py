@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_core.config.text_files import parse_json
-from ppo_core.data.atomic_files import explained_writes, write_atomically
-from ppo_core.data.json_form import check_form, is_count, is_number, object_of
+from ppo_core.io.atomic_files import explained_writes, write_atomically
+from ppo_core.io.json_form import check_form, is_count, is_number, object_of
+from ppo_core.io.text_files import parse_json
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the file in `output_dir`."""

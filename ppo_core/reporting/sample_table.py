@@ -16,8 +16,8 @@ from transformers.integrations.integration_utils import (
     WandbCallback,
 )
 
-from ppo_core.data.atomic_files import explained_writes, write_atomically
 from ppo_core.errors import DataError
+from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.reporting.escaping import as_markdown, printable
 
 COLUMNS = ("query", "response", "score")

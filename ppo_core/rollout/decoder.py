@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ppo_core.data.batching import token_batches
-from ppo_core.data.progress_bar import each_pass
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.text_config import text_config
+from ppo_core.io.progress_bar import each_pass
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.kernels.packed_linear import packed

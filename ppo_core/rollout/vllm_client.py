@@ -29,7 +29,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_expone
 from ppo_core.data.prompts import Tokens
 from ppo_core.errors import ConfigError, ModelError, TrainingError
 from ppo_core.errors.redaction import redact
-from ppo_core.rollout.http_client import make_client
+from ppo_core.io.http_client import make_client
 from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
 
 # At level INFO the HTTP client would log a line for every request.

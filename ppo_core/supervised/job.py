@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ppo_core.config.row_settings import Overlong, PromptFormat
-from ppo_core.data.atomic_files import write_atomically
-from ppo_core.data.progress_bar import ProgressFile, listening
 from ppo_core.distributed.process import is_main_process, large_imports
 from ppo_core.errors import ConfigError
+from ppo_core.io.atomic_files import write_atomically
+from ppo_core.io.progress_bar import ProgressFile, listening
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 JOB_FILE, _RESULT = "settings.json", "result.json"

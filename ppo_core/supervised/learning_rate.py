@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from ppo_core.data.atomic_files import write_atomically
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, DataError, NotFiniteError, TrainingError
 from ppo_core.errors.out_of_memory import explained_out_of_memory, free_unused
+from ppo_core.io.atomic_files import write_atomically
 from ppo_core.supervised.examples.reward_pairs import collate_pairs
 from ppo_core.supervised.pair_ranker import PairRanker
 from ppo_core.supervised.supervised_config import LOSS_AT, SupervisedConfig

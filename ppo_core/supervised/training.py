@@ -15,7 +15,6 @@ from ppo_core.checkpointing.checkpointer import refuse_earlier_run
 from ppo_core.config.placement import is_fast_in_bf16
 from ppo_core.config.row_settings import Overlong, PromptFormat
 from ppo_core.config.sized_defaults import sized_defaults
-from ppo_core.data.atomic_files import require_writable
 from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.data.rows.reader import Rows, read_source
 from ppo_core.data.sources.source import source_of_rows
@@ -23,6 +22,7 @@ from ppo_core.data.text_config import text_config
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import ConfigError
+from ppo_core.io.atomic_files import require_writable
 from ppo_core.models.adapters import adapter_settings, recompute_activations
 from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.files.model_folder import refuse_adapter

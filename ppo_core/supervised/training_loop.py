@@ -19,11 +19,11 @@ from ppo_core.checkpointing.fingerprint import Fingerprint, fingerprint
 from ppo_core.checkpointing.state_form import SUPERVISED_FORMS
 from ppo_core.checkpointing.training_state import TrainingState
 from ppo_core.data.batching import token_batches
-from ppo_core.data.progress_bar import progress
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import NotFiniteError, RunInterruptedError
 from ppo_core.errors.out_of_memory import explained_out_of_memory
+from ppo_core.io.progress_bar import progress
 from ppo_core.models.adapters import adapter_settings
 from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.reporting.metrics_file import MetricsFile

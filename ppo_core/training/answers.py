@@ -14,9 +14,7 @@ from transformers import PreTrainedModel
 
 from ppo_core.config.placement import Precision, placement_for_reading
 from ppo_core.config.row_settings import PromptFormat
-from ppo_core.data.atomic_files import write_atomically
 from ppo_core.data.chat_template import Messages
-from ppo_core.data.progress_bar import ProgressFile, listening
 from ppo_core.data.rows.dialogues import in_format_of
 from ppo_core.distributed.process import (
     end_with_parent,
@@ -26,6 +24,8 @@ from ppo_core.distributed.process import (
 from ppo_core.errors import PPOError
 from ppo_core.errors.out_of_memory import free_unused
 from ppo_core.errors.redacted_output import install_redaction
+from ppo_core.io.atomic_files import write_atomically
+from ppo_core.io.progress_bar import ProgressFile, listening
 from ppo_core.models.loading import load_policy, load_tokenizer
 from ppo_core.rollout.sampler import ServerSettings, own_stop_token
 from ppo_core.training.evaluation import Answers, answer_prompts

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.row_settings import PromptFormat, parse_columns
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
-from ppo_core.data.atomic_files import require_writable, write_atomically
 from ppo_core.data.prompts import context_length, encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.fitting import fit_prompts
@@ -21,6 +20,7 @@ from ppo_core.data.rows.reader import read_rows
 from ppo_core.data.sources.source import named_data
 from ppo_core.distributed.process import is_main_process
 from ppo_core.errors import ConfigError
+from ppo_core.io.atomic_files import require_writable, write_atomically
 from ppo_core.models.adapters import get_peft_config
 from ppo_core.models.loading import load_config, load_policy, load_reward_model, load_tokenizer
 from ppo_core.models.quantization import get_quantization_config

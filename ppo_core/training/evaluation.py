@@ -8,13 +8,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.algorithm.kl import kl_per_token
-from ppo_core.data.progress_bar import progress
 from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import Prompt, Tokens, encode_prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import TrainingError
 from ppo_core.errors.out_of_memory import BatchSize
+from ppo_core.io.progress_bar import progress
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 from ppo_core.ppo.sampling import FAR_SERVER

@@ -15,8 +15,8 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from ppo_core.checkpointing.lease import LEASE, LOCK
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_config import TRL_MODEL
-from ppo_core.data.atomic_files import explained_writes, write_atomically
 from ppo_core.errors import ConfigError, TrainingError
+from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.reporting.escaping import as_markdown, printable
 from ppo_core.reporting.metrics import Metrics
 from ppo_core.reporting.sample_table import Completions

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser
 
-from ppo_core.config.text_files import read_text_file
 from ppo_core.config.unsupported_settings import INSTEAD, NO_EFFECT, refuse_unsupported
 from ppo_core.errors import ConfigError
+from ppo_core.io.text_files import read_text_file
 
 CONFIG = "--config"
 

@@ -17,12 +17,12 @@ from ppo_core.checkpointing.ppo_fingerprint import ppo_fingerprint
 from ppo_core.checkpointing.state_form import FORMS
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.unsupported_settings import own_copy, refuse_late_changes
-from ppo_core.data.progress_bar import PhaseLines, listening, progress
 from ppo_core.data.prompt_set import Collator, PromptSet, make_prompt_set
 from ppo_core.data.types import Rollout, Scores
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.errors.out_of_memory import explained_out_of_memory
+from ppo_core.io.progress_bar import PhaseLines, listening, progress
 from ppo_core.models.actor_critic import ActorCritic
 from ppo_core.models.kernels.freed_memory import release_freed_memory
 from ppo_core.ppo.ema import WeightAverage

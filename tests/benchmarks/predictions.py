@@ -183,11 +183,11 @@ def make(case: Case, folder: Path) -> dict[str, Any]:
 
 def compute(case: Case, folder: Path) -> dict[str, Any]:
     """Return the memory and time that `--check` computes."""
-    from pipeline.preflight.sizes.measured_speed import measure_speed
-    from pipeline.preflight.sizes.run_time import ppo_seconds
-    from pipeline.preflight.sizes.training_sizes import Processes, ppo_size
+    from pipeline.cost.measured_speed import measure_speed
+    from pipeline.cost.memory.ppo_memory import peak_memory
+    from pipeline.cost.run_time import ppo_seconds
+    from pipeline.cost.training_sizes import Processes, ppo_size
     from ppo_core.ppo.schedule import make_schedule
-    from ppo_core.training.memory.ppo_memory import peak_memory
 
     settings = _settings(case, folder)
     schedule = make_schedule(settings.ppo, num_prompts=64, num_processes=PROCESSES)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import mlflow
 import pytest
 
-from pipeline.preflight.sizes.run_size import describe_run, describe_time, measure_run
-from pipeline.preflight.sizes.run_time import describe_seconds
+from pipeline.cost.run_size import describe_run, describe_time, measure_run
+from pipeline.cost.run_time import describe_seconds
 from pipeline.settings.settings import make_settings
 from pipeline.stages.check import self_check
 from tests.helpers.paths import ROOT

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.preflight.sizes.training_sizes import Processes, ppo_size
+from pipeline.cost.memory.ppo_memory import peak_memory
+from pipeline.cost.training_sizes import Processes, ppo_size
 from pipeline.settings.settings import PRESETS, Settings, make_settings, read_preset
 from pipeline.stages.check import check_run
 from ppo_core.ppo.schedule import make_schedule
-from ppo_core.training.memory.ppo_memory import peak_memory
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import as_toml
 from tests.helpers.preset_inputs import tiny_preset, write_published_config

@@ -27,7 +27,7 @@ from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.tracking.mlflow_client import connect
-from ppo_core.data.folder_cache import digest_of_folder
+from ppo_core.io.folder_cache import digest_of_folder
 from serving.manifest import MANIFEST_TAG
 from tests.helpers.pipeline_inputs import tiny_table
 from tests.helpers.tiny import PAD, make_policy, make_tokenizer

@@ -23,8 +23,8 @@ from pipeline.reports.log_reports import log_evaluation, log_reward_report
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.registration import Candidate, register_policy
 from pipeline.stages.tracked import track
-from ppo_core.data.folder_cache import digest_of_folder
 from ppo_core.errors import ProcessError
+from ppo_core.io.folder_cache import digest_of_folder
 from tests.helpers.candidates import write_policy
 from tests.helpers.pipeline_inputs import write_rows
 from tests.helpers.sample_reports import (

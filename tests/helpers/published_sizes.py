@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeline.launch.gpu_table import read_gpus
-from pipeline.preflight.sizes.memory_table import Training, render_table
+from pipeline.cost.gpu_table import read_gpus
+from pipeline.cost.memory.ppo_memory import PPOSize
+from pipeline.cost.memory.sizes import ModelSize
+from pipeline.cost.memory.supervised_memory import SupervisedSize
+from pipeline.cost.memory_table import Training, render_table
 from pipeline.settings.hardware_config import HardwareConfig
-from ppo_core.training.memory.ppo_memory import PPOSize
-from ppo_core.training.memory.sizes import ModelSize
-from ppo_core.training.memory.supervised_memory import SupervisedSize
 
 GPU, NUMBER = "h100-80gb", 8
 """The GPUs of the tables."""

@@ -15,8 +15,8 @@ from pipeline.inputs.model_digests import require_unchanged
 from pipeline.registry.versions import find_policy
 from ppo_core.data import chat_template
 from ppo_core.data.chat_template import render_chat
-from ppo_core.data.folder_cache import make_once
 from ppo_core.errors import DataError, ModelError
+from ppo_core.io.folder_cache import make_once
 from ppo_core.models.files.value_head_files import load_with_head
 from ppo_core.models.loading import (
     check_vocabulary,

@@ -13,7 +13,7 @@ from pipeline.settings.environment import DEFAULTS
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.tracking.mlflow_client import check_registry
 from ppo_core.errors import JudgeError, PPOError, TrainingError
-from ppo_core.rollout.http_client import MAX_REPLY_BYTES
+from ppo_core.io.http_client import MAX_REPLY_BYTES
 from ppo_core.rollout.vllm_client import VLLMServer
 from serving.champion import champion_version
 from tests.helpers.fault_server import Behaviour, drip, fault_server, respond

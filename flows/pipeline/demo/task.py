@@ -27,7 +27,7 @@ from pipeline.demo.posts import (
     write_post,
     write_summary,
 )
-from ppo_core.data import folder_cache
+from ppo_core.io import folder_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

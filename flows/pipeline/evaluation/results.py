@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ppo_core.config.text_files import read_json_file
-from ppo_core.data.atomic_files import explained_writes, write_atomically
 from ppo_core.errors import DataError
 from ppo_core.errors.redaction import mask_secrets
+from ppo_core.io.atomic_files import explained_writes, write_atomically
+from ppo_core.io.text_files import read_json_file
 
 if TYPE_CHECKING:
     from pipeline.registry.decisions import Decision

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_core.data.atomic_files import explained_writes
 from ppo_core.data.sources.json_rows import read_json_rows
 from ppo_core.errors.redaction import mask_secrets
+from ppo_core.io.atomic_files import explained_writes
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:

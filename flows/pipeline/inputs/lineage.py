@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from metaflow.meta_files import read_info_file
 
 from pipeline.storage.workspace import original_names
-from ppo_core.data.folder_cache import digest_of
 from ppo_core.errors.redaction import redact
+from ppo_core.io.folder_cache import digest_of
 
 if TYPE_CHECKING:
     # Every step imports this module, but not every step needs the `datasets` library.

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from ppo_core.config.hub_ids import split_revision
-from ppo_core.data.folder_cache import digest_of_folder
 from ppo_core.errors import ModelError
+from ppo_core.io.folder_cache import digest_of_folder
 
 
 def require_unchanged(folder: str, digest: str, what: str) -> None:

@@ -9,10 +9,10 @@ from statistics import fmean
 import pyarrow
 
 from ppo_core.data.chat_template import Messages
-from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import Rows, derive, each
 from ppo_core.errors import DataError
+from ppo_core.io.folder_cache import digest_of_code
 
 JUDGE_PART = 3
 """One of this number of different pairs trains the judge if none is named."""

@@ -4,10 +4,10 @@ import json
 from dataclasses import replace
 
 from ppo_core.data.chat_template import Messages
-from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import ROW, Rows, derive, each
 from ppo_core.errors import DataError
+from ppo_core.io.folder_cache import digest_of_code
 
 
 def prompt_key(prompt: str | Messages) -> str:

@@ -8,9 +8,9 @@ from pipeline.judges.questions import pose, prompt_version, read_verdict
 from pipeline.judges.reply_cache import ReplyCache, reply_key
 from pipeline.judges.verdict import JudgedPrompt, Verdict
 from pipeline.settings.judge_config import JudgingConfig
-from ppo_core.data.folder_cache import digest_of, digest_of_code
-from ppo_core.data.progress_bar import progress
 from ppo_core.data.rows.dialogues import shown_prompt
+from ppo_core.io.folder_cache import digest_of, digest_of_code
+from ppo_core.io.progress_bar import progress
 
 Case = tuple[str, str, str]
 """(prompt, first answer, second answer)."""

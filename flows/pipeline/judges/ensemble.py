@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict
-from ppo_core.data.folder_cache import digest_of
+from ppo_core.io.folder_cache import digest_of
 
 
 class Ensemble:

@@ -16,10 +16,10 @@ from typing import Any
 from pipeline.demo import judge, posts
 from pipeline.judges.verdict import WINNERS, JudgedPrompt, Verdict
 from pipeline.storage.workspace import original_names
-from ppo_core.data.folder_cache import digest_of_code
-from ppo_core.data.progress_bar import SECONDS_BETWEEN_LINES, progress
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import ConfigError, DataError, user_code_errors
+from ppo_core.io.folder_cache import digest_of_code
+from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
 
 JudgeFunction = Callable[[list[str], list[tuple[str, str]]], Iterable[Any]]
 """Function that maps prompts and pairs of answers to one verdict per pair. A verdict is a word of

@@ -17,7 +17,7 @@ from pipeline.judges.judge_names import read_access
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import JudgeError
 from ppo_core.errors.redaction import mask_secrets, redact
-from ppo_core.rollout.http_client import make_async_client
+from ppo_core.io.http_client import make_async_client
 
 # The client logs a line per call at level INFO.
 logging.getLogger("httpx2").setLevel(logging.WARNING)

@@ -6,7 +6,7 @@ import re
 
 from pipeline.judges.chat_model import Question
 from pipeline.judges.verdict import Verdict
-from ppo_core.data.folder_cache import digest_of
+from ppo_core.io.folder_cache import digest_of
 
 MAX_REASON_CHARACTERS = 500
 """Maximum characters of a reply that become the reason of a verdict."""

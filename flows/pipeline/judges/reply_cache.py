@@ -7,8 +7,8 @@ from typing import Any
 
 from pipeline.judges.chat_model import Reply
 from pipeline.storage.addresses import S3Address
-from ppo_core.data.atomic_files import write_atomically
 from ppo_core.errors import JudgeError, reason_of
+from ppo_core.io.atomic_files import write_atomically
 
 
 def reply_key(model: str, wording: str, prompt: str, first: str, second: str, attempt: int) -> str:

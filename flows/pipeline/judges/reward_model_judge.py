@@ -9,8 +9,8 @@ from pipeline.inputs.model_digests import digest_of_model
 from pipeline.judges.verdict import JudgedPrompt, Verdict
 from pipeline.storage.workspace import original_names
 from ppo_core.config.placement import placement_for_reading
-from ppo_core.data.folder_cache import digest_of
 from ppo_core.data.rows.dialogues import shown_prompt
+from ppo_core.io.folder_cache import digest_of
 from ppo_core.models.loading import load_reward_model
 
 

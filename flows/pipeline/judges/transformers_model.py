@@ -13,10 +13,10 @@ from pipeline.storage.workspace import original_names
 from ppo_core.config.placement import Precision, placement_for_reading
 from ppo_core.data.batching import length_sorted_batches
 from ppo_core.data.chat_template import encode_chat, render_chat
-from ppo_core.data.folder_cache import digest_of
 from ppo_core.data.prompts import Tokens, context_length, encode_prompt, response_texts
 from ppo_core.errors import DataError, ModelError
 from ppo_core.errors.out_of_memory import BatchSize
+from ppo_core.io.folder_cache import digest_of
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.generate import sample_responses

@@ -9,7 +9,7 @@ from pipeline.inputs.data_sets import training_prompts
 from pipeline.settings.settings import Settings
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
-from ppo_core.data.atomic_files import write_atomically
+from ppo_core.io.atomic_files import write_atomically
 
 JOB_FILE = "settings.json"
 

@@ -30,10 +30,10 @@ from pipeline.launch.process_tree import (
 )
 from pipeline.launch.stall_watch import STALL_MINUTES, StallWatch
 from pipeline.settings.environment import runs_remotely
-from ppo_core.data.progress_bar import PROGRESS_FILE
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.distributed.process import PARENT, end_with_parent, stacks_file
 from ppo_core.errors import ProcessError
+from ppo_core.io.progress_bar import PROGRESS_FILE
 from ppo_core.reporting.metrics_file import METRICS_FILE, UPDATE, read_line
 
 METRICS_POLL_SECONDS = 0.2

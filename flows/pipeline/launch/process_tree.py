@@ -10,14 +10,14 @@ from typing import Any
 
 import psutil
 
-from ppo_core.config.text_files import parse_json
-from ppo_core.data.atomic_files import explained_writes, write_atomically
-from ppo_core.data.json_form import (
+from ppo_core.io.atomic_files import explained_writes, write_atomically
+from ppo_core.io.json_form import (
     check_form,
     is_count,
     is_finite_number,
     is_text,
 )
+from ppo_core.io.text_files import parse_json
 
 FROZEN_LOOKS = 20
 """Number of consecutive checks, one per second, after which a stopped process counts as frozen."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from pipeline.launch.process_tree import end_tree, tree
-from ppo_core.data.progress_bar import listening
+from ppo_core.io.progress_bar import listening
 
 STALL_MINUTES = 30.0
 """Default of the setting `stall_minutes`."""

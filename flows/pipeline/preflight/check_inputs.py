@@ -19,13 +19,13 @@ from pipeline.preflight.model_types import check_model_types
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.storage.workspace import original_names
-from ppo_core.data.atomic_files import require_writable
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.reader import Rows
 from ppo_core.data.sources.source import named_data
 from ppo_core.distributed.strategy import choose_sharding
 from ppo_core.errors import ConfigError, DataError, ModelError
+from ppo_core.io.atomic_files import require_writable
 from ppo_core.models.files.finite_weights import require_finite_weights
 from ppo_core.models.files.model_folder import check_model_folder
 from ppo_core.models.loading import (

@@ -26,10 +26,10 @@ from pipeline.registry.versions import find_policy
 from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import MODELS, REGISTRY, Workspace, workspace_of
 from ppo_core.config.hub_ids import split_revision
-from ppo_core.data.atomic_files import explained_writes
 from ppo_core.data.sources.hub_data import HubData
 from ppo_core.data.sources.source import find_hub_data
 from ppo_core.errors import ModelError, library_errors
+from ppo_core.io.atomic_files import explained_writes
 from ppo_core.models.loading import commit_of
 
 DATA = ("sft_data", "preferences", "preferences_test", "prompts", "eval_prompts")

@@ -11,8 +11,8 @@ from pipeline.registry.alias_sync import settle
 from pipeline.registry.champion_history import Champions
 from pipeline.registry.decisions import Decision
 from pipeline.settings.settings import Settings
-from ppo_core.data.folder_cache import make_once
 from ppo_core.distributed.process import large_imports
+from ppo_core.io.folder_cache import make_once
 
 
 def decide_promotion(

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from pipeline.cost.measured_cost import cost_of_run
 from pipeline.evaluation.results import (
     EvaluatedPolicy,
     PreparedModel,
@@ -18,7 +19,6 @@ from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.model_digests import require_unchanged
 from pipeline.promotion.bill_of_materials import bill_of_materials
-from pipeline.promotion.cost import cost_of_run
 from pipeline.promotion.decide import decide_promotion
 from pipeline.promotion.version_card import version_card
 from pipeline.registry.artifact import VersionContents, write_artifact

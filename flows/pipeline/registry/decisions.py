@@ -8,8 +8,8 @@ from typing import Literal, get_type_hints
 
 from pipeline.tracking.limits import MAX_PARAM_CHARACTERS, MAX_TAG_CHARACTERS
 from ppo_core.config.checks import check_type
-from ppo_core.config.text_files import parse_strict_json
 from ppo_core.errors import ConfigError, ModelError
+from ppo_core.io.text_files import parse_strict_json
 from ppo_core.reporting import escaping
 
 Action = Literal["promoted", "refused", "rolled back", "found"]

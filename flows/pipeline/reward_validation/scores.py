@@ -9,8 +9,8 @@ from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.vocabulary import known_tokens
 from ppo_core.data.chat_template import Messages
-from ppo_core.data.progress_bar import SECONDS_BETWEEN_LINES, progress
 from ppo_core.errors import ModelError
+from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
 from ppo_core.models.reward_model import RewardModel
 
 BATCH_SIZE = 16

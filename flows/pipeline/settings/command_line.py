@@ -12,9 +12,9 @@ from metaflow.runtime import NativeRuntime
 from metaflow.util import get_latest_run_id
 
 from pipeline.settings.unknown_names import FILE_FORM, describe_unknown_option
-from ppo_core.config.text_files import read_text_file
-from ppo_core.data.atomic_files import write_atomically
 from ppo_core.errors import ConfigError
+from ppo_core.io.atomic_files import write_atomically
+from ppo_core.io.text_files import read_text_file
 
 
 def check_settings_file(argv: Sequence[str]) -> None:

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from pipeline.inputs import data_sets
-from pipeline.preflight.sizes.run_size import (
+from pipeline.cost.run_size import (
     describe_memory,
     describe_run,
     describe_time,
     measure_run,
     sizes_in_words,
 )
+from pipeline.inputs import data_sets
 from pipeline.promotion.champion import look_up_champion
 from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.storage.workspace import Workspace
-from ppo_core.data import folder_cache
+from ppo_core.io import folder_cache
 
 
 @dataclass(frozen=True, kw_only=True)

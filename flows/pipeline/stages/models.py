@@ -18,8 +18,8 @@ from pipeline.settings.training_sections import SupervisedSection
 from pipeline.stages.made_once import can_be_reused, make_or_reuse, move_files
 from pipeline.stages.tracked import track
 from pipeline.tracking.tracker import Tracker
-from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.rows.reader import Rows
+from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.models.files.finite_weights import require_finite_weights
 from ppo_core.supervised.job import read_result
 from ppo_core.supervised.training_code import modules_of_training

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.cost.gpu_table import find_gpu, processes_on_a_machine
 from pipeline.demo.task import find_demo_task
 from pipeline.inputs import data_sets
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.lineage import Lineage, trace
 from pipeline.inputs.model_digests import digest_of_model
-from pipeline.launch.gpu_table import find_gpu, processes_on_a_machine
 from pipeline.preflight.check_inputs import QUARANTINE, check_inputs
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
 from pipeline.preflight.remote_machine import refuse_proxied_artifacts
@@ -26,7 +26,7 @@ from pipeline.tracking.mlflow_inputs import log_data
 from pipeline.tracking.mlflow_runs import artifact_root, start_runs
 from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.run_record import PARENT, record_processes
-from ppo_core.data.atomic_files import require_writable
+from ppo_core.io.atomic_files import require_writable
 
 __all__ = ["find_champion", "prepare_inputs", "share_inputs", "start_run"]
 

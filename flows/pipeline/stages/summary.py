@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pipeline.cost.measured_cost import cost_numbers, cost_of_run
 from pipeline.evaluation.results import (
     RegisteredPolicy,
     TrainedPolicy,
@@ -12,7 +13,6 @@ from pipeline.evaluation.results import (
     write_report,
 )
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.promotion.cost import cost_numbers, cost_of_run
 from pipeline.reports.terminal import decision_in_words, render_summary
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.stages.tracked import track

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from metaflow import current
 
+from pipeline.cost.usage import measured
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.stall_watch import watched_step
-from pipeline.launch.usage import measured
 from pipeline.settings.settings import Settings
 from pipeline.storage.manifest import files_of
 from pipeline.tracking.run_record import PARENT

@@ -17,9 +17,9 @@ from pipeline.launch.mirror import mirrored
 from pipeline.settings.settings import Settings
 from pipeline.stages.made_once import MadeModel, can_be_reused, make_or_reuse, move_files
 from pipeline.stages.tracked import track
-from ppo_core.config.text_files import read_json_file
-from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.errors import ProcessError
+from ppo_core.io.folder_cache import digest_of_code
+from ppo_core.io.text_files import read_json_file
 from ppo_core.reporting.health import warnings_of
 from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, UPDATE, read_metrics
 from ppo_core.supervised.training_code import modules_of_training

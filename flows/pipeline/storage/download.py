@@ -38,8 +38,8 @@ from pipeline.storage.s3_client import (
     s3_client,
 )
 from pipeline.storage.upload import BAR_SECONDS, key_of
-from ppo_core.data.progress_bar import progress
 from ppo_core.errors import DataError
+from ppo_core.io.progress_bar import progress
 
 WEIGHTS = (".bin", ".pt", ".safetensors")
 """Endings of the files with a model's weights."""

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from ppo_core.config.text_files import parse_json
-from ppo_core.data.json_form import check_form, is_count, is_text, object_of
+from ppo_core.io.json_form import check_form, is_count, is_text, object_of
+from ppo_core.io.text_files import parse_json
 
 MANIFEST = "manifest.json"
 """Name of the manifest, which is written last."""

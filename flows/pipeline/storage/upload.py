@@ -13,8 +13,8 @@ from pipeline.storage.manifest import MANIFEST, Manifest, StoredFile, files_of, 
 from pipeline.storage.multipart import PART_BYTES, checked_part, upload_parts
 from pipeline.storage.objects import list_objects, read_object, remove_objects, write_object
 from pipeline.storage.s3_client import CONNECTIONS, is_refused_write
-from ppo_core.data.progress_bar import progress
 from ppo_core.errors import StorageError
+from ppo_core.io.progress_bar import progress
 
 BAR_SECONDS = 5.0
 """Duration of a transfer, in seconds, from which it shows a progress bar."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pipeline.settings.environment import runs_remotely
 from pipeline.settings.settings import NO_VALUE, Settings
 from pipeline.storage.addresses import S3Address, is_in_s3
-from ppo_core.data.folder_cache import sharing
 from ppo_core.errors import ConfigError
+from ppo_core.io.folder_cache import sharing
 
 if TYPE_CHECKING:
     # It imports boto3, which a run on one disk does without.

@@ -13,8 +13,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from ppo_core.config.text_files import parse_strict_json
-from ppo_core.data.atomic_files import explained_writes, write_atomically
+from ppo_core.io.atomic_files import explained_writes, write_atomically
+from ppo_core.io.text_files import parse_strict_json
 
 Entry = dict[str, Any]
 """A line of the journal: `kind` (metrics, tag, file, status), `run`, `time` in ms since 1970, and

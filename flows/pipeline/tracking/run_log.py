@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.limits import MAX_TAG_CHARACTERS
-from ppo_core.config.text_files import parse_strict_json
 from ppo_core.errors.redaction import mask_secrets
+from ppo_core.io.text_files import parse_strict_json
 from ppo_core.reporting.escaping import as_line, as_markdown
 
 DESCRIPTION = "mlflow.note.content"

@@ -14,9 +14,9 @@ import psutil
 from pipeline.launch.process_tree import find_process, identity_of, is_local
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog
-from ppo_core.config.text_files import parse_json
-from ppo_core.data.atomic_files import explained_writes, write_atomically
-from ppo_core.data.json_form import check_form, is_object
+from ppo_core.io.atomic_files import explained_writes, write_atomically
+from ppo_core.io.json_form import check_form, is_object
+from ppo_core.io.text_files import parse_json
 
 PARENT = "parent"
 """Name of the parent run, whose children are the runs of the steps."""

@@ -15,15 +15,15 @@ from datasets import Dataset, config, disable_progress_bars
 from tqdm import tqdm
 
 from ppo_core.config.row_settings import MAX_LEFT_OUT
-from ppo_core.data.atomic_files import explained_writes
-from ppo_core.data.folder_cache import Cached, digest_of, digest_of_code, make_once
-from ppo_core.data.progress_bar import SECONDS_BETWEEN_LINES, progress
 from ppo_core.data.rows.forms import Kind, Row, find_form, pair_schema_of
 from ppo_core.data.rows.rankings import pairing
 from ppo_core.data.rows.row_error import RowError, attempt, list_reasons
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE, RawRow
 from ppo_core.data.sources.source import Source, named_data, open_source
 from ppo_core.errors import DataError
+from ppo_core.io.atomic_files import explained_writes
+from ppo_core.io.folder_cache import Cached, digest_of, digest_of_code, make_once
+from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
 
 LEAST_SHARED = 5_000
 """Minimum number of rows of which other machines share a copy. Below it, to encode the rows takes
@@ -39,7 +39,7 @@ _TABLE, _LEFT_OUT = "rows.arrow", "left-out.jsonl"
 
 _CODE = (
     "ppo_core.config.checks",
-    "ppo_core.config.text_files",
+    "ppo_core.io.text_files",
     "ppo_core.data.chat_template",
     *(
         f"ppo_core.data.{package}.{file.stem}"

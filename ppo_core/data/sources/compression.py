@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
-from ppo_core.config.text_files import open_regular_file
+from ppo_core.io.text_files import open_regular_file
 
 GZIP = ".gz"
 

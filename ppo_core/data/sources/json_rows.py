@@ -7,10 +7,10 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import BinaryIO
 
-from ppo_core.config.text_files import parse_strict_json
 from ppo_core.data.sources.compression import open_data_file
 from ppo_core.data.sources.raw_row import RawRow
 from ppo_core.errors import DataError, library_errors, reason_of
+from ppo_core.io.text_files import parse_strict_json
 
 MAX_LINE_BYTES = 1 << 26
 """Maximum length of a line, which is one row."""

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from pyarrow.parquet import ParquetFile
 
-from ppo_core.config.text_files import open_regular_file
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE, RawRow
 from ppo_core.errors import DataError, library_errors
+from ppo_core.io.text_files import open_regular_file
 
 MAX_ROWS_PER_BYTE = 100
 """Maximum number of rows for each byte of a file. A damaged file, or one that was made to exhaust

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from ppo_core.config.text_files import open_regular_file, parse_strict_json
 from ppo_core.errors import DataError
+from ppo_core.io.text_files import open_regular_file, parse_strict_json
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 """Files by which `datasets` knows such a folder."""

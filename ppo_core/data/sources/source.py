@@ -15,7 +15,6 @@ from typing import Any
 
 import datasets
 
-from ppo_core.data.folder_cache import digest_of, digest_of_file, digest_of_folder
 from ppo_core.data.sources.compression import GZIP, format_of
 from ppo_core.data.sources.csv_rows import read_csv_rows, read_tsv_rows
 from ppo_core.data.sources.data_addresses import download, is_data_address, require_allowed
@@ -27,6 +26,7 @@ from ppo_core.data.sources.raw_row import ROWS_AT_ONCE, RawRow
 from ppo_core.data.sources.saved_folders import check_saved_folder, is_saved_folder
 from ppo_core.errors import ConfigError, DataError, library_errors
 from ppo_core.errors.redaction import redact
+from ppo_core.io.folder_cache import digest_of, digest_of_file, digest_of_folder
 
 
 @dataclass(frozen=True)

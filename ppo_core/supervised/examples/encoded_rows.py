@@ -9,7 +9,6 @@ import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.row_settings import Overlong
-from ppo_core.data.folder_cache import digest_of_code
 from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.encoding import Encoding
 from ppo_core.data.rows.forms import Row
@@ -18,6 +17,7 @@ from ppo_core.data.rows.reader import Rows, derive
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.data.rows.tokenizer_digest import tokenizer_digest
 from ppo_core.errors import DataError
+from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.models.loading import load_config
 from ppo_core.supervised.examples.reward_pairs import PAIR_SCHEMA, pair_encoding
 from ppo_core.supervised.examples.sft_examples import EXAMPLE_SCHEMA, example_encoding

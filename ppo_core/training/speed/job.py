@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ppo_core.data.atomic_files import write_atomically
 from ppo_core.distributed.strategy import Sharding
+from ppo_core.io.atomic_files import write_atomically
 
 _JOB, _RESULT = "settings.json", "result.json"
 

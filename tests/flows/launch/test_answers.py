@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.launch import answers
 from pipeline.launch.answers import PROGRAM, answer, answer_processes
-from ppo_core.data.progress_bar import PROGRESS_FILE
 from ppo_core.errors import ModelError, TrainingError
+from ppo_core.io.progress_bar import PROGRESS_FILE
 from ppo_core.models.loading import is_same_architecture
 from ppo_core.rollout.sampler import ServerSettings
 from ppo_core.training.answers import AnswerJob, run_answer_job, write_answer_job

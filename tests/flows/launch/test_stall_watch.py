@@ -16,7 +16,7 @@ STEP = """
 import sys, time
 from pathlib import Path
 from pipeline.launch.stall_watch import watched_step
-from ppo_core.data.progress_bar import progress
+from ppo_core.io.progress_bar import progress
 
 def hang():
     time.sleep(600)

@@ -12,7 +12,7 @@ from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.training_sections import LoraConfig
 from pipeline.stages.start import start_run
 from pipeline.stages.training import _decides_the_result, train_policy
-from ppo_core.data.folder_cache import digest_of
+from ppo_core.io.folder_cache import digest_of
 from tests.helpers.pipeline_inputs import tiny_table, write_model
 
 VALIDATION = ValidatedReward(

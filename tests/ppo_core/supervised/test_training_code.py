@@ -42,7 +42,7 @@ CHANGE_EACH = """
 import sys
 from pathlib import Path
 import ppo_core
-from ppo_core.data.folder_cache import digest_of_code
+from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.supervised.training_code import modules_of_training
 
 names = modules_of_training(sys.argv[1])

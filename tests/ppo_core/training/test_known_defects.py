@@ -88,7 +88,7 @@ COVERED = {
         "test_the_same_value_everywhere_standardises_to_zero_and_not_to_nan",
     ),
     26: (
-        "tests/ppo_core/classic/test_classic_trainer.py",
+        "tests/ppo_core/trl/classic/test_classic_trainer.py",
         "test_processes_of_which_one_is_far_and_one_is_near_stop_early_together",
     ),
     27: ("tests/ppo_core/training/test_trainer.py", "test_two_processes_are_one"),

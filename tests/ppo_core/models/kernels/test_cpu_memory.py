@@ -190,7 +190,7 @@ def process():
 
 before = process()
 import ppo_core.training.trainer, ppo_core.training.evaluation
-import ppo_core.supervised.training, ppo_core.classic.classic_trainer
+import ppo_core.supervised.training, ppo_core.trl.classic.classic_trainer
 assert process() == before, (process(), before)
 """
 

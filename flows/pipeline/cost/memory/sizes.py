@@ -1,0 +1,199 @@
+"""Sizes of models, and the memory of a training in its phases.
+
+The arithmetic counts the tensors that this package holds. What a process has beside tensors is
+`PROCESS`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding
+
+FP32, BF16 = 4, 2
+"""Bytes of a number."""
+
+PROCESS = 650 * 2**20
+"""Bytes of a process beside its tensors: the interpreter, the libraries that a training imports,
+and what they keep. Measured with the CPU build of torch 2.13 and transformers 5.23: 587 MiB are
+resident before the models, `KEPT_MATMULS` compiled matmuls take about 1 MiB each, and the threads
+and connections of a training the rest."""
+
+ZERO_BUCKET = 500_000_000
+"""Gradients that DeepSpeed collects before it sends them (its default reduce_bucket_size)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """Sizes of a language model or a classifier."""
+
+    parameters: int
+    """Number of parameters; tied ones count once."""
+
+    outside_layers: int
+    """Number of parameters outside the layers: embeddings, head and last norm."""
+
+    layers: int
+    width: int
+    """Hidden size, D."""
+
+    mlp_width: int
+    """Width inside the MLP, I."""
+
+    is_gated: bool
+    """Whether the MLP is gated, as in Llama and Qwen."""
+
+    heads: int
+    """Number of heads of the queries, H."""
+
+    key_width: int
+    """Numbers of a token's keys in a layer: heads of the keys x size of a head."""
+
+    vocabulary: int
+    """Number of logits of a token."""
+
+    @property
+    def of_a_layer(self) -> int:
+        """Number of parameters of a layer."""
+        return (self.parameters - self.outside_layers) // self.layers
+
+    @property
+    def multiplied(self) -> int:
+        """Number of weights that a token is multiplied by: layers and LM head, no embeddings."""
+        return self.parameters - self.outside_layers + self.width * self.vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device, or in one process, in one phase of a training."""
+
+    phase: str
+    weights: int
+    """All models, with their gathered, bfloat16 and packed copies."""
+
+    gradients: int
+    """Gradients, and the buffers in which DistributedDataParallel sends them."""
+
+    optimizer: int
+    activations: int
+    """Activations, logits, and the buffers of gradients that are sent."""
+
+    cache: int = 0
+    """Keys and values of sampled tokens."""
+
+    copies: int = 0
+    """Copies of weights and optimizer states for a checkpoint."""
+
+    process: int
+    """What is no tensor: libraries of a process on a CPU. Of a GPU's memory a tenth should be left
+    free for CUDA's context (about 1 GiB) and for blocks that are not full."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return sum(getattr(self, name) for name in PARTS)
+
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "cache", "copies", "process")
+"""Names of the parts of a `Memory`."""
+
+
+def largest(phases: Iterable[Memory]) -> Memory:
+    """Return the memory of the phase that needs most."""
+    return max(phases, key=lambda memory: memory.total)
+
+
+def describe_training_memory(memory: Memory, device: str, training: str) -> str:
+    """Return the memory as one line; `device` is GPU or process."""
+    parts = ", ".join(
+        f"{name} {getattr(memory, name) / 2**30:.1f}" for name in PARTS if getattr(memory, name)
+    )
+    return (
+        f"memory: about {memory.total / 2**30:.1f} GiB per {device}, computed for the "
+        f"{memory.phase} of {training} ({parts})"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """How the processes of a training share its tensors."""
+
+    sharding: Sharding = "none"
+    processes: int = 1
+    """Number of processes on all machines."""
+
+    machines: int = 1
+
+    @property
+    def processes_of_a_machine(self) -> int:
+        """Number of processes on one machine."""
+        return self.processes // self.machines
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether a process holds a share of the weights only."""
+        return self.sharding in SHARD_WEIGHTS
+
+    def weights(self, size: int) -> int:
+        """Return a process's bytes of `size` bytes of weights."""
+        return size // (self.processes if self.shards_weights else 1)
+
+    def gradients(self, trained: int) -> int:
+        """Return a process's bytes of the gradients of so many trained parameters."""
+        size = FP32 * trained
+        if self.sharding in ("zero2", "zero3", "fsdp2"):
+            return size // self.processes
+        return size
+
+    def send_buffers(self, trained: int) -> int:
+        """Return bytes of the buffers that DistributedDataParallel keeps from its start on."""
+        return FP32 * trained if self.sharding == "ddp" and self.processes > 1 else 0
+
+    def optimizer(self, trained: int) -> int:
+        """Return bytes of AdamW's moments; ZeRO-1 and -2 hold a copy of their share of weights."""
+        numbers = 3 if self.sharding in ("zero1", "zero2") else 2
+        shards = 1 if self.sharding in ("none", "ddp") else self.processes
+        return numbers * FP32 * trained // shards
+
+    def whole_layers(self, models: Iterable[ModelSize], numbers: int) -> int:
+        """Return bytes of weights and gradients that a backward pass gathers, or collects to send.
+
+        Under zero3 and fsdp2 two layers, and everything outside the layers, are whole.
+
+        Args:
+            models: the trained models.
+            numbers: bytes of a weight.
+        """
+        sent = FP32 * ZERO_BUCKET if self.sharding.startswith("zero") else 0
+        if self.shards_weights:
+            sent += sum(
+                2 * numbers * (2 * model.of_a_layer + model.outside_layers) for model in models
+            )
+        return sent
+
+
+def kept_activations(
+    model: ModelSize, tokens: int, *, autocast: bool, recomputes: bool, adapted: bool
+) -> int:
+    """Return the bytes of the activations that a backward pass reads.
+
+    A layer keeps, for each token: of both norms the input, the normalised input and the output;
+    queries, keys, values and the attention output; and inside the MLP 4 tensors if it is gated,
+    else 2. With adapters, also the input of each adapted layer. If activations are recomputed,
+    every layer keeps its input, and one layer all of these.
+    """
+    inside = BF16 if autocast else FP32
+    wide = 4 if model.is_gated else 2
+    layer = 4 * FP32 * model.width + inside * (
+        4 * model.width + 2 * model.key_width + wide * model.mlp_width
+    )
+    if adapted:
+        layer += inside * (6 * model.width + model.mlp_width)
+    if recomputes:
+        return tokens * (layer + FP32 * model.width * model.layers)
+    return tokens * layer * model.layers
+
+
+def passing_activations(model: ModelSize, tokens: int, *, autocast: bool) -> int:
+    """Return the bytes of the activations of one layer, which the next layer replaces."""
+    inside = BF16 if autocast else FP32
+    return tokens * (4 * FP32 * model.width + 3 * inside * model.mlp_width)

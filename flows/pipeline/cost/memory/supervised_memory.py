@@ -1,0 +1,106 @@
+"""Compute the memory of supervised fine-tuning, and of the training of a reward model."""
+
+from dataclasses import dataclass
+
+from pipeline.cost.memory.sizes import (
+    BF16,
+    FP32,
+    PROCESS,
+    Memory,
+    ModelSize,
+    Shards,
+    kept_activations,
+    largest,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedSize(Shards):
+    """Model and batches of a supervised training."""
+
+    model: ModelSize
+    """The language model, or the classifier that is trained on pairs."""
+
+    writes: bool
+    """Whether the model has an LM head and learns to write: SFT."""
+
+    adapter: int = 0
+    """Number of parameters of the adapter; 0 trains the model itself."""
+
+    autocast: bool = False
+    """Whether passes compute in bfloat16 (`bf16`)."""
+
+    recomputes: bool = False
+    """Whether the backward pass recomputes activations (`gradient_checkpointing`)."""
+
+    tokens: int
+    """Tokens in a forward and backward pass of a process, padding included; both texts of pairs."""
+
+    on_cpu: bool = False
+    """Whether the processes compute on the CPU, where models are loaded, checkpoints copied."""
+
+    @property
+    def trained(self) -> int:
+        """Number of trained parameters."""
+        return self.adapter or self.model.parameters
+
+
+def peak_supervised_memory(size: SupervisedSize) -> Memory:
+    """Return the memory of the phase of a supervised training that needs most."""
+    return largest(supervised_phases(size))
+
+
+def supervised_phases(size: SupervisedSize) -> list[Memory]:
+    """Return the memory of a step, and on a CPU also while loading and saving.
+
+    The weights of a frozen base are in fp32, too.
+    """
+    frozen = size.model.parameters if size.adapter else 0
+    full = FP32 * (size.trained + frozen)
+    process = PROCESS if size.on_cpu else 0
+    buffers, optimizer = size.send_buffers(size.trained), size.optimizer(size.trained)
+    step = Memory(
+        phase="step",
+        weights=size.weights(full),
+        gradients=size.gradients(size.trained) + buffers,
+        optimizer=optimizer,
+        activations=_activations(size) + size.whole_layers([size.model], FP32),
+        process=process,
+    )
+    if not size.on_cpu:
+        return [step]
+    loading = Memory(
+        phase="loading", weights=full, gradients=0, optimizer=0, activations=0, process=process
+    )
+    saving = Memory(
+        phase="saving",
+        weights=size.weights(full),
+        gradients=buffers,
+        optimizer=optimizer,
+        activations=0,
+        copies=FP32 * size.trained + 2 * FP32 * size.trained // size.processes,
+        process=process,
+    )
+    return [step, loading, saving]
+
+
+def _activations(size: SupervisedSize) -> int:
+    """Bytes of what a step computes: copies of weights, activations, and logits of every token."""
+    kept = kept_activations(
+        size.model,
+        size.tokens,
+        autocast=size.autocast,
+        recomputes=size.recomputes,
+        adapted=bool(size.adapter),
+    )
+    copies = BF16 * size.trained if size.autocast else 0
+    return kept + copies + (_logits(size) if size.writes else 0)
+
+
+def _logits(size: SupervisedSize) -> int:
+    """Bytes of the logits: as the model gives them, and their log-softmax and its gradient in fp32.
+
+    If every token counts; with prompts that do not, the last two are smaller.
+    """
+    numbers = size.tokens * size.model.vocabulary
+    return (BF16 if size.autocast else FP32) * numbers + 2 * FP32 * numbers

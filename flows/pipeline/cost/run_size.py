@@ -1,0 +1,309 @@
+"""Sizes of a run: rows, tokens, parameters, updates, optimizer steps, and the time of PPO."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import pyarrow.compute
+
+from pipeline.cost.estimated_cost import Work, describe_memory_of, describe_time_of
+from pipeline.cost.gpu_table import find_gpu, processes_on_a_machine
+from pipeline.cost.memory.ppo_memory import PPOSize
+from pipeline.cost.memory.supervised_memory import SupervisedSize
+from pipeline.cost.memory_table import RANK, Training, TrainingSize
+from pipeline.cost.run_time import Speed, ppo_seconds, supervised_seconds
+from pipeline.cost.training_sizes import (
+    Processes,
+    adapter_parameters,
+    ppo_size,
+    reward_size,
+    sft_size,
+)
+from pipeline.evaluation.comparison import contests_between
+from pipeline.inputs import data_sets
+from pipeline.settings.settings import Settings
+from pipeline.settings.training_sections import SupervisedSection
+from ppo_core.data.prompts import encode_prompts
+from ppo_core.data.rows.reader import Rows
+from ppo_core.models.loading import count_parameters
+from ppo_core.ppo.schedule import Schedule, make_schedule
+from ppo_core.supervised.supervised_config import SupervisedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedRows:
+    """Rows and steps of a supervised training."""
+
+    rows: int
+    """Number of examples or pairs."""
+
+    tokens: int
+    """Number of tokens in one pass over the rows."""
+
+    longest: int
+    """Number of tokens of the longest text."""
+
+    epochs: int
+    """Number of passes over the rows."""
+
+    optimizer_steps: int
+    """Number of optimizer steps of the training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSize:
+    """Size of a run of the flow."""
+
+    policy_parameters: int
+    """Number of parameters of the policy."""
+
+    reward_parameters: int
+    """Number of parameters of the reward model; of the model to train, if none is given."""
+
+    sft: SupervisedRows | None
+    """Fine-tuning of the policy; None without it."""
+
+    reward_model: SupervisedRows | None
+    """Training of the reward model; None if one is given."""
+
+    judge: SupervisedRows | None
+    """Training of the judge; None if one is named."""
+
+    validation_pairs: int
+    """Number of pairs that validate the reward model."""
+
+    prompts: int
+    """Number of prompts for PPO."""
+
+    prompt_tokens: int
+    """Number of tokens of all prompts for PPO."""
+
+    response_length: int
+    """Maximum number of tokens of a response."""
+
+    processes: int
+    """Number of PPO processes on all machines."""
+
+    ppo: Schedule
+    """Episodes, updates and optimizer steps of PPO."""
+
+    works: Sequence[Work]
+    """The trainings, for their memory, time and price; empty if these cannot be computed."""
+
+    evaluation_prompts: int
+    """Number of prompts that the policies answer."""
+
+    contests: int
+    """Number of comparisons of two policies, or of a policy with references."""
+
+
+def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
+    """Return the sizes of a run whose inputs were checked; no weights are loaded.
+
+    Raises:
+        ConfigError: the sizes of PPO contradict each other.
+        DataError: a row cannot be used.
+        ModelError: a model cannot be read.
+    """
+    tokenizer = data_sets.policy_tokenizer(settings)
+    prompts = data_sets.training_prompts(settings).column("prompt")
+    lengths = [len(ids) for ids in encode_prompts(tokenizer, prompts)]
+    examples = data_sets.examples(settings)
+    contestants = [
+        "sft",
+        "ppo",
+        *(["reference"] if data_sets.references_of(examples) else []),
+        *(["champion"] if has_champion else []),
+    ]
+    gpu = find_gpu(settings.hardware)
+    number = processes_on_a_machine(settings) * settings.num_nodes
+    processes = Processes(number=number, machines=settings.num_nodes, on_gpus=gpu is not None)
+    policy = count_parameters(settings.policy)
+    reward_model = count_parameters(settings.reward_model or settings.policy, scores=True)
+    schedule = make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=number)
+    sft, pairs, judge = _sft_rows(settings), _pair_rows(settings), _judge_rows(settings)
+    works = [
+        *([_sft_work(settings, sft, processes)] if sft else []),
+        *(_reward_work(settings, rows, processes) for rows in (pairs, judge) if rows),
+        _ppo_work(settings, lengths, processes),
+    ]
+    return RunSize(
+        policy_parameters=policy,
+        reward_parameters=reward_model,
+        sft=sft,
+        reward_model=pairs,
+        judge=judge,
+        validation_pairs=len(data_sets.test_pairs(settings)),
+        prompts=len(prompts),
+        prompt_tokens=sum(lengths),
+        response_length=settings.ppo.response_length,
+        processes=number,
+        ppo=schedule,
+        works=[] if None in works else [work for work in works if work is not None],
+        evaluation_prompts=len(examples),
+        contests=len(contests_between(contestants)),
+    )
+
+
+def sizes_in_words(settings: Settings, *, has_champion: bool) -> str:
+    """Return the sizes of a run in lines of text; see `measure_run`."""
+    return describe_run(measure_run(settings, has_champion=has_champion))
+
+
+def describe_run(size: RunSize) -> str:
+    """Return the sizes in lines of text."""
+    reward = "trained" if size.reward_model else "given"
+    questions = 2 * size.contests * size.evaluation_prompts
+    ppo, tokens = size.ppo, size.ppo.total_episodes * size.response_length
+    lines = [
+        f"policy: parameters {size.policy_parameters:,}",
+        f"reward model, {reward}: parameters {size.reward_parameters:,}",
+        *([f"SFT: {_describe(size.sft)}"] if size.sft else []),
+        *([f"reward model training: {_describe(size.reward_model)}"] if size.reward_model else []),
+        *([f"judge training: {_describe(size.judge)}"] if size.judge else []),
+        f"reward model validation: pairs {size.validation_pairs:,}",
+        f"PPO: prompts {size.prompts:,}, their tokens {size.prompt_tokens:,}, "
+        f"episodes {ppo.total_episodes:,}, sampled tokens at most {tokens:,}, "
+        f"updates {ppo.num_updates:,}, optimizer steps {ppo.num_optimizer_steps:,}, "
+        f"processes {size.processes}",
+        f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
+        f"questions to each judge about {questions:,}",
+    ]
+    return "\n".join(lines)
+
+
+def describe_memory(size: RunSize, settings: Settings) -> str:
+    """Return memory of the trainings, and what to choose, in lines of text.
+
+    Raises:
+        ConfigError: see `find_gpu`.
+    """
+    if not size.works:
+        return "memory, time, price: not computed with offload or a file of DeepSpeed's settings."
+    return "\n".join(describe_memory_of(size.works, settings))
+
+
+def describe_time(size: RunSize, settings: Settings) -> str:
+    """Return time and price of the trainings in lines of text; this machine may be timed.
+
+    Raises:
+        ConfigError: see `find_gpu`.
+    """
+    return "\n".join(describe_time_of(size.works, settings)) if size.works else ""
+
+
+def _sft_work(settings: Settings, rows: SupervisedRows, processes: Processes) -> Work | None:
+    def size_on(some: Processes) -> TrainingSize | None:
+        return sft_size(settings, longest=rows.longest, processes=some)
+
+    return _supervised_work("SFT", "sft", settings.sft, rows, size_on, settings, processes)
+
+
+def _reward_work(settings: Settings, rows: SupervisedRows, processes: Processes) -> Work | None:
+    def size_on(some: Processes) -> TrainingSize | None:
+        return reward_size(settings, longest=rows.longest, processes=some)
+
+    name, config = "reward_model_training", settings.reward_model_training
+    return _supervised_work("reward model", name, config, rows, size_on, settings, processes)
+
+
+def _supervised_work(
+    name: str,
+    section: str,
+    config: SupervisedSection,
+    rows: SupervisedRows,
+    size_on: Callable[[Processes], TrainingSize | None],
+    settings: Settings,
+    processes: Processes,
+) -> Work | None:
+    size = size_on(processes)
+    if size is None:
+        return None
+
+    def seconds(size: TrainingSize, speed: Speed) -> float:
+        assert isinstance(size, SupervisedSize)
+        rows_of_a_process = ceil(config.rows_per_step / size.processes)
+        return supervised_seconds(
+            size,
+            speed,
+            tokens=rows.tokens * rows.epochs,
+            optimizer_steps=rows.optimizer_steps,
+            passes=ceil(rows_of_a_process / config.batch_size),
+        )
+
+    adapter = size.adapter or adapter_parameters(settings, config.lora.r or RANK)
+    training = Training(name=name, section=section, size=size, adapter=adapter)
+    return Work(training=training, size_on=size_on, seconds=seconds)
+
+
+def _ppo_work(settings: Settings, lengths: Sequence[int], processes: Processes) -> Work | None:
+    ppo = settings.ppo
+
+    def schedule_of(number: int) -> Schedule:
+        return make_schedule(ppo, num_prompts=len(lengths), num_processes=number)
+
+    def size_on(some: Processes) -> TrainingSize | None:
+        schedule = schedule_of(some.number)
+        return ppo_size(settings, schedule, longest_prompt=max(lengths), processes=some)
+
+    size = size_on(processes)
+    if size is None:
+        return None
+
+    def seconds(size: TrainingSize, speed: Speed) -> float:
+        assert isinstance(size, PPOSize)
+        return ppo_seconds(
+            size,
+            schedule_of(size.processes),
+            speed,
+            epochs=ppo.num_ppo_epochs,
+            mean_prompt=sum(lengths) / len(lengths),
+            samples_here=not ppo.use_vllm,
+        )
+
+    adapter = size.adapter or adapter_parameters(settings, RANK)
+    training = Training(name="PPO", section="ppo", size=size, adapter=adapter)
+    return Work(training=training, size_on=size_on, seconds=seconds)
+
+
+def _sft_rows(settings: Settings) -> SupervisedRows | None:
+    if not settings.sft_data:
+        return None
+    rows = data_sets.encoded_demonstrations(settings)
+    return _supervised(rows, _tokens(rows, "input_ids"), settings.sft)
+
+
+def _pair_rows(settings: Settings) -> SupervisedRows | None:
+    return None if settings.reward_model else _pairs(data_sets.encoded_pairs(settings), settings)
+
+
+def _judge_rows(settings: Settings) -> SupervisedRows | None:
+    return None if settings.judge else _pairs(data_sets.encoded_judge_pairs(settings), settings)
+
+
+def _pairs(rows: Rows, settings: Settings) -> SupervisedRows:
+    tokens = _tokens(rows, "chosen") + _tokens(rows, "rejected")
+    return _supervised(rows, tokens, settings.reward_model_training)
+
+
+def _supervised(rows: Rows, tokens: int, config: SupervisedConfig) -> SupervisedRows:
+    return SupervisedRows(
+        rows=len(rows),
+        tokens=tokens,
+        longest=max(rows.table["length"][:]),
+        epochs=config.num_epochs,
+        optimizer_steps=config.num_epochs * ceil(len(rows) / config.rows_per_step),
+    )
+
+
+def _tokens(rows: Rows, column: str) -> int:
+    """Return the number of token ids in a column."""
+    lengths = pyarrow.compute.list_value_length(rows.table.with_format("arrow")[column])
+    return int(pyarrow.compute.sum(lengths).as_py())
+
+
+def _describe(size: SupervisedRows) -> str:
+    return (
+        f"rows {size.rows:,}, tokens {size.tokens:,}, epochs {size.epochs}, "
+        f"optimizer steps {size.optimizer_steps:,}"
+    )

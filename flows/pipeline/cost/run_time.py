@@ -1,0 +1,258 @@
+"""Compute the time of the trainings before a run, from its sizes and the speed of its devices.
+
+A forward pass takes 2 operations for each weight and token, and a backward pass 4
+(arXiv:2001.08361, section 2.1). Sampling reads all weights for each token of a batch of responses.
+"""
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Protocol
+
+from pipeline.cost.exchange_time import (
+    ExchangeSpeed,
+    ParameterCount,
+    ppo_exchange_seconds,
+    rows_of_a_pass,
+    supervised_exchange_seconds,
+)
+from pipeline.cost.gpu_table import Gpu
+from pipeline.cost.memory.ppo_memory import PPOSize
+from pipeline.cost.memory.sizes import BF16, FP32, ModelSize
+from pipeline.cost.memory.supervised_memory import SupervisedSize
+from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding
+from ppo_core.ppo.schedule import Schedule
+
+PEAK_SHARE = 0.4
+"""Fraction of a GPU's peaks, in operations and in bytes per second, that passes reach. An
+assumption: 0.3 to 0.5 are reported for training of large language models (arXiv:2204.02311)."""
+
+LINK_SHARE = 0.7
+"""Fraction of the bandwidth between processes that collectives reach. An assumption."""
+
+PUBLISHED_RATE, PUBLISHED_LAYERS = 49.94, 24
+"""Tokens per second that Qwen2-0.5B-Instruct, of so many layers, writes at batch 1 on an A100 by
+transformers (https://qwen.readthedocs.io/en/v2.0/benchmark/speed_benchmark.html)."""
+
+LAUNCHES = 1 / PUBLISHED_RATE / PUBLISHED_LAYERS
+"""Seconds in which Python launches the kernels of a layer for one token, 0.83 ms: a lower limit of
+decoding without captured graphs, which a faster GPU does not shorten. Each other pass forward, and
+each pass backward, is assumed to have the same limit."""
+
+OPTIMIZER_NUMBERS = 7
+"""Numbers in fp32 that AdamW reads or writes per parameter: weight and two moments are read and
+written, the gradient is read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """What a backward pass of a model computes.
+
+    The gradients of inputs and of weights take as many operations as a forward pass each.
+    """
+
+    recomputes: bool
+    """Whether it repeats the forward pass of the layers."""
+
+    is_frozen: bool
+    """Whether the weights have no gradients, under an adapter."""
+
+
+class Speed(ExchangeSpeed, Protocol):
+    """Seconds of the parts of a training, in one of its processes."""
+
+    def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
+        """Return seconds of passes without gradients, with logits for some of the tokens."""
+
+    def training(
+        self, model: ModelSize, tokens: float, logit_tokens: float, backward: Backward
+    ) -> float:
+        """Return seconds of passes forward and backward."""
+
+    def decoding(self, model: ModelSize) -> float:
+        """Return seconds in which each sequence of a batch grows by one token."""
+
+    def launching(self, model: ModelSize) -> float:
+        """Return the minimum duration of a pass, in seconds."""
+
+    def optimizer(self, parameters: float) -> float:
+        """Return seconds of an optimizer step on so many parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpeed:
+    """Speed of a GPU, from its peaks."""
+
+    gpu: Gpu
+    autocast: bool
+    """Whether passes compute in bfloat16."""
+
+    processes: int
+    """Number of processes on all machines, each with such a GPU."""
+
+    machines: int
+    """Number of machines."""
+
+    sharding: Sharding
+    """How the processes share weights and optimizer states."""
+
+    def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
+        """Return seconds of passes without gradients, with logits for some of the tokens."""
+        return 2 * _products(model, tokens, logit_tokens) / self._operations
+
+    def training(
+        self, model: ModelSize, tokens: float, logit_tokens: float, backward: Backward
+    ) -> float:
+        """Return seconds of passes forward and backward."""
+        passes = 2 if backward.is_frozen else 3
+        repeated = self.forward(model, tokens, 0) if backward.recomputes else 0.0
+        return passes * self.forward(model, tokens, logit_tokens) + repeated
+
+    def decoding(self, model: ModelSize) -> float:
+        """Return seconds in which each sequence of a batch grows by one token.
+
+        The weights are read from memory, and few operations are done on each. Of a small model the
+        kernels take less time than their launches.
+        """
+        size = BF16 if self.autocast else FP32
+        assert self.gpu.bandwidth is not None
+        read = size * model.multiplied / (PEAK_SHARE * self.gpu.bandwidth)
+        return max(read, self.launching(model))
+
+    def launching(self, model: ModelSize) -> float:
+        """Return the minimum duration of a pass, in seconds."""
+        return LAUNCHES * model.layers
+
+    def optimizer(self, parameters: float) -> float:
+        """Return seconds of an optimizer step on so many parameters."""
+        assert self.gpu.bandwidth is not None
+        return FP32 * OPTIMIZER_NUMBERS * parameters / (PEAK_SHARE * self.gpu.bandwidth)
+
+    def gathering(self, parameters: ParameterCount) -> float:
+        """Return the seconds of an all-gather of sharded weights.
+
+        In a ring, each process receives the shards of all other processes, and sends equally many
+        bytes. With several machines, the slower of link and network sets the rate.
+        """
+        rates = [self.gpu.link, *([self.gpu.network] if self.machines > 1 else [])]
+        rate = min(rate for rate in rates if rate is not None)
+        received = FP32 * (parameters.layers + parameters.outside)
+        return received * (1 - 1 / self.processes) / (LINK_SHARE * rate)
+
+    def reducing(self, parameters: ParameterCount) -> float:
+        """Return the seconds in which gradients are summed over the processes.
+
+        An all-reduce is a reduce-scatter and an all-gather, so it takes twice as long. DeepSpeed's
+        ZeRO-1 and ZeRO-2 use an all-reduce too (default use_multi_rank_bucket_allreduce).
+        """
+        return (1 if self.sharding in SHARD_WEIGHTS else 2) * self.gathering(parameters)
+
+    @property
+    def _operations(self) -> float:
+        peak = self.gpu.bf16 if self.autocast else self.gpu.fp32
+        assert peak is not None
+        return PEAK_SHARE * peak
+
+
+def missing_speeds(gpu: Gpu, processes: int, machines: int) -> list[str]:
+    """Return the numbers that a GPU lacks, of those from which its time is computed."""
+    numbers = {"bf16_tflops": gpu.bf16, "fp32_tflops": gpu.fp32, "gb_per_second": gpu.bandwidth}
+    if processes > machines:
+        numbers["link_gb_per_second"] = gpu.link
+    if machines > 1:
+        numbers["network_gb_per_second"] = gpu.network
+    return [name for name, number in numbers.items() if number is None]
+
+
+def ppo_seconds(
+    size: PPOSize,
+    schedule: Schedule,
+    speed: Speed,
+    *,
+    epochs: int,
+    mean_prompt: float,
+    samples_here: bool,
+) -> float:
+    """Return the seconds of PPO if every response has its maximum length.
+
+    Reference, critic and reward model each read every sequence once, the policy samples it, and
+    each PPO epoch trains policy and critic on it. If a server samples, its time is left out, and
+    the policy reads every sequence once. Loading models and saving checkpoints are left out.
+    """
+    policy, critic = size.policy, size.critic
+    rows = schedule.batch_size / size.processes
+    answered = rows * size.response_tokens
+    tokens = rows * mean_prompt + answered
+    batches = ceil(ceil(rows) / size.sampled_rows)
+
+    def forward(model: ModelSize, tokens: float, logit_tokens: float) -> float:
+        return max(speed.forward(model, tokens, logit_tokens), batches * speed.launching(model))
+
+    sampling = forward(policy, tokens, answered)
+    if samples_here:
+        sampling = forward(policy, rows * mean_prompt, rows)
+        sampling += batches * size.response_tokens * speed.decoding(policy)
+    scoring = forward(policy, tokens, answered) + forward(size.reward, tokens, 0)
+    backward = Backward(recomputes=size.recomputes, is_frozen=bool(size.adapter))
+    passes = ceil(ceil(rows) / rows_of_a_pass(size))
+    training = _training(speed, policy, tokens, answered, backward, passes)
+    if critic is not None:
+        scoring += forward(critic, tokens, 0)
+        own = replace(backward, is_frozen=False)
+        training += _training(speed, critic, tokens, 0, own, passes)
+    shards = 1 if size.sharding in ("none", "ddp") else size.processes
+    steps = schedule.steps_per_update * speed.optimizer(size.trained / shards)
+    exchange = ppo_exchange_seconds(
+        size,
+        speed,
+        batch_rows=rows,
+        step_rows=rows * epochs / schedule.steps_per_update,
+        steps=schedule.steps_per_update,
+        samples_here=samples_here,
+    )
+    return schedule.num_updates * (sampling + scoring + epochs * training + steps + exchange)
+
+
+def supervised_seconds(
+    size: SupervisedSize, speed: Speed, *, tokens: int, optimizer_steps: int, passes: int
+) -> float:
+    """Return the seconds of a supervised training on so many tokens, over all epochs.
+
+    `passes` is the number of passes of a process in an optimizer step.
+    """
+    own = tokens / size.processes
+    shards = 1 if size.sharding in ("none", "ddp") else size.processes
+    backward = Backward(recomputes=size.recomputes, is_frozen=bool(size.adapter))
+    logit_tokens = own if size.writes else 0
+    number = optimizer_steps * passes
+    training = _training(speed, size.model, own, logit_tokens, backward, number)
+    exchange = supervised_exchange_seconds(size, speed, passes=passes, steps=optimizer_steps)
+    return training + exchange + optimizer_steps * speed.optimizer(size.trained / shards)
+
+
+def _training(
+    speed: Speed,
+    model: ModelSize,
+    tokens: float,
+    logit_tokens: float,
+    backward: Backward,
+    passes: int,
+) -> float:
+    """Return seconds in which passes forward and backward read so many tokens in all."""
+    ways = 3 if backward.recomputes else 2
+    seconds = speed.training(model, tokens, logit_tokens, backward)
+    return max(seconds, ways * passes * speed.launching(model))
+
+
+def describe_seconds(seconds: float) -> str:
+    """Return a rough time in words."""
+    if seconds < 90:
+        return f"{ceil(seconds)} s"
+    if seconds < 90 * 60:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _products(model: ModelSize, tokens: float, logit_tokens: float) -> float:
+    """Return multiplications of weights and tokens."""
+    layers = model.parameters - model.outside_layers
+    return layers * tokens + model.width * model.vocabulary * logit_tokens

@@ -1,0 +1,129 @@
+"""Measure the GPU and CPU seconds of each attempt of a step, in files of the run's folder.
+
+The file of a running attempt is written again every WRITE_SECONDS seconds. An attempt that was
+killed has the seconds of the last time.
+"""
+
+import json
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from threading import Event, Thread
+
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.launch.commands import found_gpus
+from ppo_core.errors import DataError
+from ppo_core.io.atomic_files import write_atomically
+from ppo_core.io.text_files import read_json_file
+
+FOLDER = "usage"
+"""Folder of the files in the folder of a run."""
+
+WRITE_SECONDS = 30.0
+"""Seconds between two writes of the file of a running attempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One attempt of a step, on all its machines."""
+
+    step: str
+    started: float
+    """Seconds since 1970."""
+
+    seconds: float = 0.0
+    """Duration; of an attempt that is running or was killed, until its file was last written."""
+
+    cpu_seconds: float = 0.0
+    """Seconds of all cores of the first machine."""
+
+    machines: int = 1
+    gpus: int = 0
+    """Number of GPUs of each machine."""
+
+    gpu: str = ""
+    """Name of the GPU as CUDA gives it; empty without one."""
+
+    gpu_memory: int = 0
+    """Bytes of the memory of a GPU."""
+
+    @property
+    def gpu_seconds(self) -> float:
+        """GPU seconds: duration x GPUs of all machines."""
+        return self.seconds * self.gpus * self.machines
+
+
+@contextmanager
+def measured(step: str, run: FlowRun, machines: int) -> Iterator[None]:
+    """Measure an attempt of a step; its files are those of the first machine.
+
+    Args:
+        step: name of the step.
+        run: the run of the flow.
+        machines: number of machines that share the step.
+    """
+    found = found_gpus()
+    attempt = Attempt(
+        step=step,
+        started=time.time(),
+        machines=machines,
+        gpus=len(found),
+        gpu=found[0].name if found else "",
+        gpu_memory=found[0].memory if found else 0,
+    )
+    started, cpu = time.perf_counter(), _cpu_seconds()
+
+    def write() -> None:
+        seconds = time.perf_counter() - started
+        _write(run, replace(attempt, seconds=seconds, cpu_seconds=_cpu_seconds() - cpu))
+
+    def write_often() -> None:
+        while not ended.wait(WRITE_SECONDS):
+            write()
+
+    write()
+    ended = Event()
+    writer = Thread(target=write_often, name="usage", daemon=True)
+    writer.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        writer.join()
+        write()
+
+
+def recorded_attempts(run: FlowRun) -> list[Attempt]:
+    """Return the attempts of all steps so far, in the order of their start.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    files = (run.folder / FOLDER).glob("*.json")
+    read = [Attempt(**read_json_file(file, DataError)) for file in files]
+    return sorted(read, key=lambda attempt: attempt.started)
+
+
+def gpu_hours(run: FlowRun) -> float:
+    """Return the GPU hours of a run so far, with all attempts of all steps on all machines.
+
+    Attempts are missing that were killed on a machine whose files are gone with it.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    return sum(attempt.gpu_seconds for attempt in recorded_attempts(run)) / 3600
+
+
+def _write(run: FlowRun, attempt: Attempt) -> None:
+    file = run.folder / FOLDER / f"{attempt.step}-{attempt.started:.3f}.json"
+    file.parent.mkdir(exist_ok=True)
+    write_atomically(file, json.dumps(asdict(attempt)))
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(used.ru_utime + used.ru_stime for used in both)

@@ -1,0 +1,1 @@
+"""Files and progress of every package: atomic writes, caches of folders, strict JSON, bars."""

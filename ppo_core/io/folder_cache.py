@@ -1,0 +1,200 @@
+"""A cache of folders, each named by a digest of its inputs."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from ppo_core.io.atomic_files import write_atomically
+
+MADE_FILE = "made.json"
+"""File in a cached folder: its name, the digest of its other files, and what `make` returned."""
+
+LIBRARIES = ("torch", "transformers")
+"""Libraries whose versions are part of the digest."""
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A folder of the cache."""
+
+    path: Path
+    """Path of the folder."""
+
+    reused: bool
+    """Whether the folder was already in the cache."""
+
+    values: dict[str, Any]
+    """Values that `make` returned."""
+
+    digest: str
+    """Digest of the folder, as `digest_of_folder` returns it."""
+
+
+class Copies(Protocol):
+    """Copies of cached folders, which other machines and later runs share."""
+
+    def fetch(self, folder: Path) -> None:
+        """Create the folder from its copy, if there is one."""
+
+    def publish(self, folder: Path) -> None:
+        """Make a copy of the folder, unless there is one."""
+
+
+_copies: list[Copies] = []
+
+
+@contextmanager
+def sharing(copies: Copies) -> Iterator[None]:
+    """Let `make_once` use and make copies inside the context."""
+    _copies.append(copies)
+    try:
+        yield
+    finally:
+        _copies.remove(copies)
+
+
+def make_once(
+    root: Path,
+    name: str,
+    inputs: Mapping[str, Any],
+    make: Callable[[Path], Mapping[str, Any] | None],
+    *,
+    shared: bool = False,
+) -> Cached:
+    """Return the cached folder for `inputs`; call `make` to fill the folder if it is missing.
+
+    `make` fills a temporary folder, which is then renamed. So a folder with the final name is
+    complete even if a process was killed. A folder whose files were changed since is made again,
+    and so is a copy that does not belong to this name.
+
+    Args:
+        root: folder of the cache.
+        name: first part of the folder's name.
+        inputs: everything that decides the result; must be serializable as JSON.
+        make: function that fills the given folder and returns values that JSON has.
+        shared: whether a copy of the folder is used and made, if the call is within `sharing`.
+    """
+    folder = folder_of(root, name, inputs)
+    copies = _copies if shared else []
+    for each in copies:
+        if not folder.is_dir():
+            root.mkdir(parents=True, exist_ok=True)
+            each.fetch(folder)
+    if folder.is_dir():
+        if is_made(folder):
+            return _cached(folder, reused=True)
+        print(f"{name}: {folder} was changed after it was made, so it is made again", flush=True)
+        _remove(folder)
+    # Processes of several machines may share the cache, and may have equal process ids.
+    unfinished = root / f".{folder.name}.{uuid4().hex}"
+    unfinished.mkdir(parents=True)
+    try:
+        values = make(unfinished) or {}
+        digest = digest_of_folder(unfinished)
+        made = {"name": folder.name, "digest": digest, "values": values}
+        write_atomically(unfinished / MADE_FILE, json.dumps(made))
+        _publish(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    for each in copies:
+        each.publish(folder)
+    return _cached(folder, reused=False)
+
+
+def folder_of(root: Path, name: str, inputs: Mapping[str, Any]) -> Path:
+    """Return the folder that `make_once` fills, which may not exist."""
+    everything = {**inputs, "libraries": {library: version(library) for library in LIBRARIES}}
+    return root / f"{name}-{digest_of(everything)}"
+
+
+def digest_of(value: Any) -> str:
+    """Return a short digest of a value that is serializable as JSON."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def digest_of_code(*modules: str) -> str:
+    """Return a short digest of the source of modules, without importing them."""
+    return digest_of([_source_of(name) for name in modules])
+
+
+def digest_of_folder(folder: Path) -> str:
+    """Return a short digest of the names and contents of the files in a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != MADE_FILE:
+            digest.update(str(path.relative_to(folder)).encode())
+            digest.update(bytes.fromhex(digest_of_file(path)))
+    return digest.hexdigest()[:16]
+
+
+def digest_of_file(path: Path) -> str:
+    """Return the digest of a file's content; a process reads a file again only if it was changed.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    state = path.stat()
+    return _digest_of_content(
+        path, (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+    )
+
+
+@lru_cache
+def _digest_of_content(path: Path, state: tuple[int, ...]) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _source_of(module: str) -> str:
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that another process may remove or replace at the same time."""
+    stale = folder.with_name(f".{folder.name}.{uuid4().hex}")
+    with suppress(OSError):
+        folder.rename(stale)
+    shutil.rmtree(stale, ignore_errors=True)
+
+
+def _publish(unfinished: Path, folder: Path) -> None:
+    """Rename the folder, unless another run has created the target folder meanwhile."""
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def _cached(folder: Path, *, reused: bool) -> Cached:
+    made = _read_made(folder)
+    return Cached(folder, reused, made["values"], made["digest"])
+
+
+def is_made(folder: Path) -> bool:
+    """Return whether `make_once` would reuse a folder: it has its name, and is unchanged."""
+    try:
+        made = _read_made(folder)
+        is_own = "values" in made and made["name"] == folder.name
+        return is_own and bool(made["digest"] == digest_of_folder(folder))
+    # An unreadable file, another form of JSON, or the form of earlier versions.
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _read_made(folder: Path) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads((folder / MADE_FILE).read_text(encoding="utf-8"))
+    return made
