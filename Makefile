@@ -35,7 +35,7 @@ run: $(VENV)/installed ## Run the flow on the built-in task and print the result
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
 
 # In the order of the folders: the flow's long files come first, and the last files are short.
-test: $(VENV)/installed-dev ## Run the tests, two files at a time with one thread each.
+test: lint types ## Check style, types and templates; run the tests, two files at a time with one thread each.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(VENV)/installed-dev ## The tests that take minutes.

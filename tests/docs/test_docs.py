@@ -311,6 +311,12 @@ def test_the_settings_in_the_examples_exist(tmp_path, monkeypatch):
             assert keywords_of("PPOConfig", tree) <= known
 
 
+def test_the_newest_release_in_the_changelog_is_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    releases = re.findall(r"^## \[(\d[^\]]*)\] - \d{4}-\d\d-\d\d$", text, re.M)
+    assert releases[0] == ppo_core.__version__
+
+
 def test_the_published_deployment_is_one():
     (block,) = blocks(DEPLOYING, "toml")
     assert read_deployment(tomllib.loads(block)).scheduler == "argo"
