@@ -47,7 +47,7 @@ from watched_step import RECORDS, alarms_of, phase, run_id
 
 
 class machines_of_settings(FlowMutator):  # noqa: N801
-    """Replace steps by those of `SeveralMachines` if the settings file has num_nodes above 1."""
+    """Take steps from `SeveralMachines` if the settings file has num_nodes above 1."""
 
     def pre_mutate(self, mutable_flow: Any) -> None:
         """Replace the steps before Metaflow reads the graph."""
@@ -188,7 +188,7 @@ class RLHF(FlowSpec):
             self.validation.judge,
             self.tracked,
         )
-        evaluation = self.tracked.workspace.at_hand(self.evaluation)
+        evaluation = self.tracked.workspace.fetch_files(self.evaluation)
         current.card.extend(stages.cards.evaluation_card(evaluation))
         self.next(self.register)
 
@@ -208,7 +208,7 @@ class RLHF(FlowSpec):
             evaluation=self.evaluation,
         )
         self.registered = stages.registration.register_policy(candidate)
-        registered = self.tracked.workspace.at_hand(self.registered)
+        registered = self.tracked.workspace.fetch_files(self.registered)
         current.card.extend(
             stages.cards.promotion_card(registered, self.validation, self.settings.promotion)
         )
@@ -244,7 +244,7 @@ class RLHF(FlowSpec):
         settings = stages.start.prepare_inputs(given)
         self.champion = stages.start.find_champion(settings)
         has_champion = self.champion is not None
-        sizes = stages.check.sizes_in_words(settings, has_champion=has_champion)
+        sizes = stages.check.describe_sizes(settings, has_champion=has_champion)
         print(sizes, flush=True)
         self.tracked = stages.start.start_run(
             given, settings, current.flow_name, current.run_id, self._tracked_steps()
@@ -255,7 +255,7 @@ class RLHF(FlowSpec):
         self.validation = stages.validation.validate_reward_model(
             self.settings, self.sft, self.rewarder, self.judge_model, self.tracked
         )
-        validation = self.tracked.workspace.at_hand(self.validation)
+        validation = self.tracked.workspace.fetch_files(self.validation)
         current.card.extend(stages.cards.reward_model_card(validation))
         if self.validation.refused:
             topic = alarms_of(self).topic
@@ -335,15 +335,15 @@ class SeveralMachines:
     def load_policy(self: Any) -> None:
         """Load the policy, or fine-tune it first."""
         here, models = machines_of_step(), stages.models
-        load = models.help_to_load_policy if here.index else models.load_policy
-        self.made_here = load(self.settings, self.tracked, here)
+        load = models.load_policy_as_worker if here.index else models.load_policy
+        self.own_result = load(self.settings, self.tracked, here)
         self.next(self.join_policy)
 
     @phase
     @step
     def join_policy(self: Any, inputs: Any) -> None:
         """Continue with the policy of the first machine."""
-        self.sft = take_from_first(self, inputs)
+        self.sft = result_of_first_machine(self, inputs)
         self.next(self.share_policy)
 
     @phase
@@ -359,15 +359,15 @@ class SeveralMachines:
     def load_reward_model(self: Any) -> None:
         """Load the reward model, or train it on preferences; train a judge if none is named."""
         here, models = machines_of_step(), stages.models
-        load = models.help_to_load_reward_models if here.index else models.load_reward_models
-        self.made_here = load(self.settings, self.sft, self.tracked, here)
+        load = models.load_reward_models_as_worker if here.index else models.load_reward_models
+        self.own_result = load(self.settings, self.sft, self.tracked, here)
         self.next(self.join_reward_model)
 
     @phase
     @step
     def join_reward_model(self: Any, inputs: Any) -> None:
         """Continue with the models of the first machine."""
-        self.rewarder, self.judge_model = take_from_first(self, inputs)
+        self.rewarder, self.judge_model = result_of_first_machine(self, inputs)
         self.next(self.validate_reward_model)
 
     # Without an interval, so that the card of a refused reward model can be written at once.
@@ -386,8 +386,8 @@ class SeveralMachines:
     def train_policy(self: Any) -> None:
         """Train the policy with PPO; resume from any last checkpoint."""
         here, training = machines_of_step(), stages.training
-        train = training.help_to_train_policy if here.index else training.train_policy
-        self.made_here = train(
+        train = training.train_policy_as_worker if here.index else training.train_policy
+        self.own_result = train(
             self.settings, self.sft, self.rewarder, self.validation, self.tracked, here
         )
         self.next(self.join_trained)
@@ -396,7 +396,7 @@ class SeveralMachines:
     @step
     def join_trained(self: Any, inputs: Any) -> None:
         """Continue with the policy that the first machine trained."""
-        self.trained = take_from_first(self, inputs)
+        self.trained = result_of_first_machine(self, inputs)
         self.next(self.evaluate_win_rate)
 
 
@@ -405,12 +405,12 @@ def machines_of_step() -> Any:
     return stages.training.this_machine(current.parallel, f"{current.run_id}.{current.retry_count}")
 
 
-def take_from_first(flow: Any, inputs: Any) -> Any:
+def result_of_first_machine(flow: Any, inputs: Any) -> Any:
     """Return what the first machine made, and keep the artifacts that all machines share."""
-    (first,) = [each for each in inputs if each.made_here]
+    (first,) = [each for each in inputs if each.own_result]
     flow.seconds = first.seconds
-    flow.merge_artifacts(inputs, exclude=["made_here", "seconds"])
-    return first.made_here
+    flow.merge_artifacts(inputs, exclude=["own_result", "seconds"])
+    return first.own_result
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class ArgoDeployment:
     """The flows of a deployment at Argo Workflows."""
 
     def __init__(self, deployment: Deployment) -> None:
-        """Take the deployment; the cluster is that of kubectl."""
+        """Take the deployment; kubectl's configuration names the cluster."""
         self._deployment = deployment
         self.namespace = deployment.namespace or KUBERNETES_NAMESPACE or "default"
 

@@ -39,7 +39,7 @@ def add_decorators(flow: Any, deployment: Deployment, *, is_scheduled: bool) -> 
         is_scheduled: whether this is the flow Retrain, which alone has a schedule.
     """
     branch = {"branch": deployment.branch} if deployment.branch else {}
-    # Otherwise the name of the deployed flow would contain that of the person.
+    # Otherwise the name of the deployed flow would contain the person's name.
     names = {"name": deployment.project, "production": True, **branch}
     flow.add_decorator(project, deco_kwargs=names)
     if is_scheduled:

@@ -46,7 +46,7 @@ class DeployedFlow:
 def tags_of(files: DeploymentFiles) -> dict[str, str]:
     """Return the tags that a deployed flow and its runs get: code, settings, deployment.
 
-    The digests are those of the files' values, which comments and the order of names do not change.
+    The digests cover the files' values: comments and the order of names change nothing.
 
     Raises:
         ConfigError: the settings file cannot be read.

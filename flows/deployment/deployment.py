@@ -41,7 +41,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Alarms:
-    """Who is told what a person has to act on."""
+    """Who receives alarms."""
 
     topic: str = ""
     """ARN of a topic of SNS; empty for no messages."""
@@ -99,10 +99,10 @@ class Deployment:
     """What a step gets whose own table does not say otherwise."""
 
     retrain: StepResources = field(default_factory=StepResources)
-    """What the steps of the flow Retrain get; names missing here are those of `defaults`."""
+    """What the steps of the flow Retrain get; names missing here come from `defaults`."""
 
     steps: dict[str, StepResources] = field(default_factory=dict)
-    """What the steps of the flow RLHF get; names missing here are those of `defaults`."""
+    """What the steps of the flow RLHF get; names missing here come from `defaults`."""
 
     def __post_init__(self) -> None:
         """Raise if a name is none, or too long, or a time limit out of range."""

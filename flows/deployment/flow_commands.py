@@ -17,7 +17,7 @@ from ppo_core.errors.redaction import MASK, mask_secrets
 from ppo_core.io.text_files import read_toml_file
 
 FILES = {"RLHF": "rlhf.py", "Retrain": "retrain.py"}
-"""Flow -> its file; the flow that the other one starts comes first."""
+"""Flow -> its file; RLHF, which Retrain starts, comes first."""
 
 COMMANDS = {"argo": "argo-workflows", "step-functions": "step-functions"}
 """Scheduler -> Metaflow's name of its commands."""

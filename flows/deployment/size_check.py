@@ -163,7 +163,7 @@ def _schedule(settings: Settings, processes: int) -> Schedule:
 
 
 def _gpu_of(resources: StepResources, settings: Settings) -> Gpu | None:
-    """Return the GPU of a step: of its type, else the one that the settings name."""
+    """Return the GPU of a step, by its type or else by the settings."""
     table = read_gpus(settings.hardware).values()
     if resources.gpu_type:
         # The label of a node is the name that CUDA gives, without spaces.

@@ -27,7 +27,7 @@ class StepFunctionsDeployment:
     """The flows of a deployment at AWS Step Functions."""
 
     def __init__(self, deployment: Deployment) -> None:
-        """Take the deployment; account and region are those of the credentials."""
+        """Take the deployment; the credentials say the account and the region."""
         self._deployment = deployment
 
     def name_of(self, flow: str) -> str:

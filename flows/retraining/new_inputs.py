@@ -1,4 +1,4 @@
-"""Find out whether the inputs of a run differ from those of the champion and of decided runs."""
+"""Compare the inputs of a run with the inputs of the champion and of decided runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class NewInputs:
-    """The inputs that a run would have today, and how they differ from those of the champion."""
+    """The inputs that a run would have today, and how they differ from the champion's."""
 
     settings: Settings
     """Settings of the run, with the names of the inputs as given."""

@@ -58,7 +58,7 @@ def training_name(own: str) -> str:
     """Return the name under which the flow RLHF is deployed beside the flow Retrain.
 
     Raises:
-        ProcessError: the name is not that of the flow Retrain in a project and branch.
+        ProcessError: the flow Retrain in a project and branch has another name.
     """
     for mine, other in (("Retrain", "RLHF"), ("retrain", "rlhf")):
         if own.endswith(mine):

@@ -37,7 +37,7 @@ LEASE_FORM = {
 
 LOCK = ".lease.lock"
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 """Seconds to wait for the lock, which is held only to rename and remove folders."""
 
 
@@ -134,11 +134,11 @@ def _read(folder: Path) -> Lease | None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     try:
-        with FileLock(folder / LOCK, timeout=PATIENCE):
+        with FileLock(folder / LOCK, timeout=TIMEOUT):
             yield
     except Timeout as error:
         raise TrainingError(
-            f"The lock '{folder / LOCK}' was not free for {PATIENCE:.0f} seconds. The last claim "
+            f"The lock '{folder / LOCK}' was not free for {TIMEOUT:.0f} seconds. The last claim "
             f"to the folder is by {_read(folder) or 'an unknown process'}, which may have frozen "
             "while it wrote a checkpoint. End that process, and resume."
         ) from error

@@ -100,7 +100,7 @@ class TrainingState:
     def restore_optimizer(self, checkpoint: Checkpoint, *, is_same: bool) -> None:
         """Restore optimizer and schedule.
 
-        If not `is_same`, rates and options are those of the new settings.
+        If not `is_same`, rates and options come from the new settings.
 
         Raises:
             TrainingError: the optimizer's states are of other parameters.

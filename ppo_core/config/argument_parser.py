@@ -31,7 +31,7 @@ def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
     """Return one instance of each dataclass in `kinds`, read from command-line arguments.
 
     The first argument may be a TOML file with one flag per line; flags after the file override its
-    lines. A JSON file must be the only argument; its values may be null, unlike those of flags.
+    lines. A JSON file must be the only argument; its values may be null, unlike values of flags.
 
     Raises:
         ConfigError: a flag, a value or the file is invalid, or a value other than hub_token holds
@@ -191,7 +191,7 @@ def _read_json(kinds: Sequence[type], path: Path) -> list[Any]:
 
 
 def _read_object(kind: type, settings: Mapping[str, Any]) -> Any:
-    """Return an instance of a dataclass with those of the settings that are its fields."""
+    """Return an instance of a dataclass with the settings that are its fields."""
     types = get_type_hints(kind)
     values = {name: settings[name] for name in field_docs(kind) if name in settings}
     for name, value in values.items():

@@ -328,7 +328,7 @@ def _set_too_late(name: str, value: object) -> ConfigError:
 
 
 def refuse_late_changes(settings: "DataclassInstance", before: Mapping[str, Any]) -> None:
-    """Raise if settings differ from those of which a trainer was made, also within a list.
+    """Raise if settings differ from a trainer's initial settings, also within a list.
 
     Raises:
         ConfigError: a setting was changed.

@@ -158,7 +158,7 @@ def _render(
             f"{template} needs too much memory for a conversation of {len(messages)} messages: "
             f"{error or f'over {MAX_BYTES >> 30} GiB'}. Set another chat_template."
         ) from error
-    # Besides the errors of the template, that of its syntax.
+    # Errors of the template, and of its syntax.
     except (ValueError, TemplateSyntaxError) as error:
         roles = ", ".join(message["role"] for message in messages)
         raise RejectedChatError(

@@ -231,9 +231,9 @@ class Engine:
     def gathered(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which a prepared module is unsharded for sampling and scoring.
 
-        Submodules may be called one by one. Unless `passes_meet`, the number of calls may differ
-        between processes. Do not train or change the weights inside the context. The context has
-        no effect on a submodule of a sharded module.
+        Submodules may be called one by one. Unless `requires_equal_passes`, the number of calls may
+        differ between processes. Do not train or change the weights inside the context. The context
+        has no effect on a submodule of a sharded module.
         """
         if fsdp_engine.is_sharded(module):
             return fsdp_engine.gathered(module, layers=self._gather_for_generation)
@@ -252,7 +252,7 @@ class Engine:
                 stack.enter_context(self.gathered(module))
             yield
 
-    def passes_meet(self) -> bool:
+    def requires_equal_passes(self) -> bool:
         """Return whether each pass inside `gathered` waits for all processes.
 
         Passes wait if weights are sharded and `gather_for_generation` is off. A process that has

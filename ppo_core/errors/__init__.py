@@ -113,7 +113,7 @@ def user_code_errors(kind: type[PPOError], code: str) -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the text of an error as one line, or that of its cause if the error has one."""
+    """Return the text of an error, or of its cause if it has one, as one line."""
     error = error.__cause__ or error
     try:
         text = " ".join(str(error).split()).rstrip(".")

@@ -32,7 +32,7 @@ def remove_controls(text: str) -> str:
 
 
 def escape_output(text: str, *, is_terminal: bool) -> str:
-    """Return output without control characters, except those of our tables and progress bars.
+    """Return output without control characters; our tables and progress bars keep theirs.
 
     On a terminal, colors stay, and what moves to the line of a progress bar.
     """

@@ -118,7 +118,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
     """A bar that tells the listeners of this process about each of its steps."""
 
     def __init__(self, *, desc: str, **options: Any) -> None:
-        """Begin the phase `desc`; the options are those of `tqdm`."""
+        """Begin the phase `desc`; the options go to `tqdm`."""
         self._phase, self._shown = desc, time.monotonic()
         super().__init__(desc=desc, **options)
         tell_moved(desc)

@@ -67,7 +67,7 @@ def read_json_file(path: Path, kind: type[PPOError]) -> Any:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """Return the value of a JSON document; `options` are those of `json.loads`.
+    """Return the value of a JSON document; `options` go to `json.loads`.
 
     Raises:
         ValueError: the text is not UTF-8, not JSON, or nested more than `MAX_DEPTH` levels deep.

@@ -164,7 +164,7 @@ class EncoderDecoderBackbone:
         """Wrap a `...ForConditionalGeneration`; forward passes run in the context `within()`.
 
         Raises:
-            ModelError: the configuration does not describe the decoder as those of T5 and BART do.
+            ModelError: the configuration does not describe the decoder as T5's and BART's do.
         """
         self.module = model
         self._within = within

@@ -168,7 +168,7 @@ def load_policy(
 
     Args:
         path: folder or hub id.
-        dtype: precision of the weights; "auto" keeps that of the files.
+        dtype: precision of the weights; "auto" keeps the files' precision.
         placement: device and precision of a model that is not trained; replaces `dtype`. None
             leaves the model on the CPU, for a trainer that places it itself.
         revision: branch, tag or commit of a hub id without `@REVISION`; None takes main.
@@ -252,7 +252,7 @@ def load_model(
 
 
 def check_policy_config(path: str | Path, revision: str | None = None) -> None:
-    """Raise unless a model's configuration may be that of a decoder-only language model.
+    """Raise unless a configuration may describe a decoder-only language model.
 
     Raises:
         ModelError: the model is an encoder, has one, or has a head that scores.
@@ -274,7 +274,7 @@ def check_policy_config(path: str | Path, revision: str | None = None) -> None:
 
 
 def check_reward_config(path: str | Path) -> None:
-    """Raise unless a model's configuration is that of a reward model with one score.
+    """Raise unless a configuration describes a reward model with one score.
 
     Raises:
         ModelError: the model is not a sequence classifier, is an encoder-decoder, or has not

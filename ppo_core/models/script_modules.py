@@ -124,7 +124,7 @@ class ModuleBackbone:
 
 
 def _call(module: nn.Module, ids: Tensor, mask: Tensor, **options: Any) -> Any:
-    """Call a module with those of the inputs that it takes; without their names, by position."""
+    """Call a module with the inputs that it takes; without their names, by position."""
     inputs = {"input_ids": ids, "attention_mask": mask.long(), **options}
     taken = inspect.signature(module.forward).parameters
     takes_any = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in taken.values())

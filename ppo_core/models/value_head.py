@@ -158,7 +158,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
     ) -> tuple[Any, ...]:
         """Return logits (B, S, V), loss and values (B, S) of the S tokens that the decoder reads.
 
-        Logits and values are in fp32 or a higher precision. The loss is that of the transformers
+        Logits and values are in fp32 or a higher precision. The loss comes from the transformers
         model, or None without `labels`. With `return_past_key_values` the cache is a fourth result.
         Other arguments are passed to the model.
         """

@@ -153,7 +153,7 @@ def add_pretraining_gradients(
             weight = config.ptx_coef / num_tokens if own else 0.0
             predicted, values = module(rows, 1.0, pretraining_loss(weight))
             # Give the critic a gradient of 0. If a parameter had no gradient in the first pass of
-            # a step, ZeRO-3 would add later gradients to those of the previous step.
+            # a step, ZeRO-3 would add later gradients to the previous step's gradients.
             engine.backward(predicted.loss + 0.0 * values.sum())
 
 

@@ -43,7 +43,7 @@ class ModelReward:
     """The policy's tokenizer."""
     batch_size: int
     equal_passes: bool = False
-    """Whether each pass waits for all processes, see `Engine.passes_meet`."""
+    """Whether each pass waits for all processes, see `Engine.requires_equal_passes`."""
 
     def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
         """Return scores (B,) of the sampled tokens, or of the texts of prompts and responses.
@@ -205,7 +205,7 @@ def make_rewards(
     A reward is a `RewardModel`, a `...ForSequenceClassification`, another module that reads the
     policy's tokens (`ppo_core.models.script_modules`), or a function of prompts and responses. An
     adapter of a classifier is merged into a copy first.
-    `equal_passes` is needed if each pass waits for all processes, see `Engine.passes_meet`.
+    For `equal_passes` see `Engine.requires_equal_passes`.
 
     Raises:
         ModelError: a reward is none of these.

@@ -96,7 +96,7 @@ class PolicySampler:
                 self.settings,
                 batch_size=self.config.local_rollout_forward_batch_size,
                 callbacks=SamplingCallbacks(
-                    any_active=self.engine.any if self.engine.passes_meet() else None,
+                    any_active=self.engine.any if self.engine.requires_equal_passes() else None,
                     before_batch=pause,
                     on_finished=lambda number: tell_moved("sampling"),
                 ),
@@ -135,7 +135,7 @@ class PolicySampler:
         size = self.config.local_rollout_forward_batch_size
         with self.engine.autocast(), self.engine.gathered(self.module):
             logprobs = response_logprobs(
-                self.models.policy, rollout, size, equal_passes=self.engine.passes_meet()
+                self.models.policy, rollout, size, equal_passes=self.engine.requires_equal_passes()
             )
         return replace(rollout, logprobs=logprobs)
 

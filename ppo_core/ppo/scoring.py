@@ -31,7 +31,7 @@ def score(
     The scores are neither scaled nor clipped. `module` is the prepared module with policy and
     critic. Sharded models are gathered only while they are used.
     """
-    size, equal_passes = config.local_rollout_forward_batch_size, engine.passes_meet()
+    size, equal_passes = config.local_rollout_forward_batch_size, engine.requires_equal_passes()
     divergences = None
     with engine.autocast():
         with engine.all_gathered(reward_holders(models.rewards, module)):
@@ -59,7 +59,7 @@ def response_logprobs(
 ) -> Tensor:
     """Return a model's log-probabilities (B, T) of the responses; 0 outside response_mask.
 
-    `equal_passes` is needed if each pass waits for all processes, see `Engine.passes_meet`.
+    For `equal_passes` see `Engine.requires_equal_passes`.
     """
     logprobs = torch.zeros_like(rollout.logprobs)
     batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)

@@ -153,7 +153,7 @@ def update_policy(
 
     Continues where `progress` says, and keeps it up to date. All processes have the full batch,
     and call together. With `critic_only` the policy's loss is left out. The update ends early
-    when the policy has moved further than 1.5 x `target_kl` from the one that sampled, or after
+    when the policy has moved more than 1.5 x `target_kl` from the sampling policy, or after
     `max_skipped_steps` skipped steps in a row.
 
     `before_step` is called before each optimizer step, when the state is consistent. If it

@@ -53,7 +53,7 @@ def find_learning_rate(
     The result is written to `file`. The result in the file `earlier` is taken if there is one for
     the same settings, pairs, and description `model` of the model to train: a training that resumes
     needs the rate of its checkpoints.
-    The other arguments and the errors are those of `search_learning_rate`.
+    For the other arguments and the errors see `search_learning_rate`.
     """
     refuse_sharded_search(engine.sharding)
     inputs = identity_of(config, pairs) | {"middle": middle, "model": dict(model)}

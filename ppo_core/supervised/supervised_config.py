@@ -86,7 +86,7 @@ class SupervisedConfig:
 
     sharding: Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"] | None = None
     """How several processes train one model: ddp (each has all of it), zero1 to zero3 (DeepSpeed)
-    or fsdp2 (PyTorch). None takes that of accelerate launch, else ddp in several processes."""
+    or fsdp2 (PyTorch). None takes accelerate launch's sharding, else ddp in several processes."""
 
     offload: bool = False
     """Keep optimizer states, and weights under zero3 and fsdp2, in the memory of the CPU."""

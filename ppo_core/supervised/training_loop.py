@@ -161,7 +161,7 @@ class TrainingLoop:
     def train(
         self, resume: str | Path | bool | None = None, *, anyway: bool = False
     ) -> dict[str, float]:
-        """Run all remaining steps; the arguments are those of `Checkpointer.start`.
+        """Run all remaining steps; for the arguments see `Checkpointer.start`.
 
         Returns:
             Metrics: "loss" (mean over the last tenth of the steps), "rows", "steps" (optimizer

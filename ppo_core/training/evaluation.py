@@ -135,7 +135,7 @@ def _sample_by_server(
         raise TrainingError(
             f"The KL divergence between the vLLM server at {server.url} and the policy is {kl:.3g} "
             f"nats per token, and rounding explains at most {FAR_SERVER:g}: the server does not "
-            "use all of the policy's weights, so the answers would be those of another policy. See "
+            "use all of the policy's weights, so another policy would have answered. See "
             "the server's log and docs/vllm.md, or set use_vllm=False."
         )
     with progress(len(prompts), "answering", "prompt") as bar:
@@ -173,7 +173,9 @@ def greedy_completions(
             torch.zeros(len(own), response_length),
             greedy,
             batch_size=batch_size,
-            callbacks=SamplingCallbacks(any_active=engine.any if engine.passes_meet() else None),
+            callbacks=SamplingCallbacks(
+                any_active=engine.any if engine.requires_equal_passes() else None
+            ),
         )
     asked = [prompts.prompts[n] for n in own]
     with engine.all_gathered(reward_holders(models.rewards, module)):

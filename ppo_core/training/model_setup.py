@@ -90,8 +90,7 @@ def make_models(
     """Make policy, reference, critic and rewards of a run from a script's models.
 
     Raises:
-        ModelError: a model cannot be used as what it was handed over as, or one object was handed
-            over twice.
+        ModelError: a model does not fit its role, or one object has two roles.
         ConfigError: the settings and the models contradict each other.
     """
     _refuse_same(given)
@@ -205,7 +204,7 @@ def _prepare_frozen(
 
 
 def require_loaded(model: object, **others: object) -> None:
-    """Raise if an argument is not a loaded model; those of `others` may be None.
+    """Raise if an argument is not a loaded model; arguments in `others` may be None.
 
     Raises:
         ModelError: one of them is something else, such as the name of a model.

@@ -116,7 +116,7 @@ class PolicyAndValue(nn.Module):
 
 
 class ScriptNames:
-    """Attributes and methods of TRL's trainer, in terms of those of ours."""
+    """Attributes and methods of TRL's trainer, made from our trainer's."""
 
     engine: Engine
     processing_class: PreTrainedTokenizerBase

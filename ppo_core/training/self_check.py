@@ -58,7 +58,7 @@ def check_numbers(
 ) -> SelfCheck:
     """Choose how the policy decodes, and compare each model's padded pass with its own forward.
 
-    The padded pass is that of scoring and of the update. Sequences of different lengths have
+    Scoring and the update make the same padded pass. Sequences of different lengths have
     tokens of the prompts. `samples_here` is False if another process samples the responses. Call
     before the engine prepares policy and critic.
 

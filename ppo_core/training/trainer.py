@@ -86,8 +86,8 @@ logger = logging.getLogger(__name__)
 class PPOTrainer(ScriptNames):
     """Trains a policy with PPO to increase rewards; a KL term keeps the policy near a reference.
 
-    The constructor does not change memory settings. For those of `python -m ppo_core` on a CPU,
-    first call `ppo_core.models.kernels.cpu_memory.prepare_cpu_process()`.
+    The constructor does not change memory settings. To set them as `python -m ppo_core` does on a
+    CPU, first call `ppo_core.models.kernels.cpu_memory.prepare_cpu_process()`.
 
     Args:
         args: the settings.
@@ -150,7 +150,7 @@ class PPOTrainer(ScriptNames):
             processing_class,
             batch_size=args.local_rollout_forward_batch_size,
             weights=args.reward_weights,
-            equal_passes=self.engine.passes_meet(),
+            equal_passes=self.engine.requires_equal_passes(),
         )
         given = ScriptModels(model, ref_model, value_model, self.rewards, peft_config)
         scorers = [scorer.model for scorer in self.rewards.models()]

@@ -29,7 +29,7 @@ def database(tmp_path_factory) -> str:
 @pytest.fixture
 def model(database: str, monkeypatch) -> Iterator[str]:
     """Version 2 is champion before version 1, and version 3 was refused."""
-    monkeypatch.setattr("pipeline.registry.alias_sync.PATIENCE", 0.1)
+    monkeypatch.setattr("pipeline.registry.alias_sync.TIMEOUT", 0.1)
     with tracking_to(database):
         yield make_model()
 

@@ -36,7 +36,7 @@ IMPORTED = [
 
 STREAMS = ("stdout", "stderr")
 
-PATIENCE = 20.0
+TIMEOUT = 20.0
 """Seconds that the other processes have to end after SIGTERM, once one has failed."""
 
 
@@ -135,10 +135,10 @@ def _wait(running: Sequence[Any], seconds: float) -> None:
     while any(process.is_alive() for process in running):
         if time.monotonic() > give_up:
             _signal(running, signal.SIGKILL)
-            give_up = time.monotonic() + PATIENCE
+            give_up = time.monotonic() + TIMEOUT
         elif not is_told and any(process.exitcode for process in running):
             _signal(running, signal.SIGTERM)
-            give_up, is_told = time.monotonic() + PATIENCE, True
+            give_up, is_told = time.monotonic() + TIMEOUT, True
         time.sleep(0.02)
 
 

@@ -38,7 +38,7 @@ SpeedOf = Callable[[TrainingSize], Speed]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class TrainingCost:
     """A training, and the time that it takes at a speed."""
 
     training: Training
@@ -49,7 +49,7 @@ class Work:
     """Seconds of the training with such a size, on processes of this speed."""
 
 
-def describe_memory_of(works: Sequence[Work], settings: Settings) -> list[str]:
+def describe_memory_of(works: Sequence[TrainingCost], settings: Settings) -> list[str]:
     """Return lines of text: memory, the table, and what to choose.
 
     Args:
@@ -77,7 +77,7 @@ def describe_memory_of(works: Sequence[Work], settings: Settings) -> list[str]:
     return lines + _recommendations(trainings, usable, on_gpus=gpu is not None)
 
 
-def describe_time_of(works: Sequence[Work], settings: Settings) -> list[str]:
+def describe_time_of(works: Sequence[TrainingCost], settings: Settings) -> list[str]:
     """Return lines of text: time, price, and the cheapest GPUs.
 
     Without a GPU of known speed this machine is timed, for at most `MAX_SECONDS`.
@@ -94,7 +94,7 @@ def describe_time_of(works: Sequence[Work], settings: Settings) -> list[str]:
     return [*lines, _cheapest(works, settings)] if gpu else lines
 
 
-def _device(works: Sequence[Work], settings: Settings) -> tuple[Gpu | None, int]:
+def _device(works: Sequence[TrainingCost], settings: Settings) -> tuple[Gpu | None, int]:
     """Return the GPU, and its usable memory; without one, this machine's for each process."""
     gpu = find_gpu(settings.hardware)
     if gpu:
@@ -118,7 +118,9 @@ def _recommendations(trainings: Sequence[Training], usable: int, *, on_gpus: boo
     return lines
 
 
-def _time_and_price(works: Sequence[Work], settings: Settings, gpu: Gpu | None, usable: int) -> str:
+def _time_and_price(
+    works: Sequence[TrainingCost], settings: Settings, gpu: Gpu | None, usable: int
+) -> str:
     """Return the time of the trainings as they are set, and their price if it is known."""
     size = works[-1].training.size
     assert isinstance(size, PPOSize)
@@ -178,7 +180,7 @@ def _speeds_of(gpu: Gpu) -> SpeedOf:
     )
 
 
-def _speeds_here(works: Sequence[Work], settings: Settings) -> SpeedOf:
+def _speeds_here(works: Sequence[TrainingCost], settings: Settings) -> SpeedOf:
     """Return the speed of this machine, measured with the batches of PPO.
 
     It is measured for each precision and sharding of the trainings, in `MAX_SECONDS` together.
@@ -207,7 +209,7 @@ def _precision_and_sharding(size: TrainingSize) -> tuple[bool, str]:
     return size.autocast, size.sharding
 
 
-def _cheapest(works: Sequence[Work], settings: Settings) -> str:
+def _cheapest(works: Sequence[TrainingCost], settings: Settings) -> str:
     """Return the GPUs of the table on which the trainings fit, and cost least."""
     offers = []
     table = read_gpus(settings.hardware).values()
@@ -238,7 +240,7 @@ def _cheapest(works: Sequence[Work], settings: Settings) -> str:
     )
 
 
-def _on_gpus(work: Work, number: int) -> Work:
+def _on_gpus(work: TrainingCost, number: int) -> TrainingCost:
     """Return a training with so many processes of one machine, each on a GPU.
 
     Raises:
@@ -249,7 +251,7 @@ def _on_gpus(work: Work, number: int) -> Work:
     return replace(work, training=replace(work.training, size=size))
 
 
-def _fastest(work: Work, gpu: Gpu) -> tuple[Choice, float] | None:
+def _fastest(work: TrainingCost, gpu: Gpu) -> tuple[Choice, float] | None:
     """Return the fastest way on such GPUs by the run's method and critic, and its seconds."""
     training = work.training
     way = recommended(training, gpu.usable, on_gpus=True)

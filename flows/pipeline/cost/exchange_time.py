@@ -92,7 +92,7 @@ def supervised_exchange_seconds(
 ) -> float:
     """Return the seconds of exchange in a supervised training.
 
-    `passes` is the number of passes in an optimizer step, and `steps` that of optimizer steps.
+    `passes` is the number of passes in an optimizer step, and `steps` of optimizer steps.
     """
     if size.processes == 1:
         return 0.0

@@ -73,7 +73,7 @@ def read_gpus(config: HardwareConfig) -> dict[str, Gpu]:
 
 
 def find_gpu(config: HardwareConfig) -> Gpu | None:
-    """Return the GPU that the settings name, else that of this machine; None without one.
+    """Return the GPU that the settings name, else this machine's GPU; None without one.
 
     Raises:
         ConfigError: there is no GPU of this name; or see `read_gpus`.

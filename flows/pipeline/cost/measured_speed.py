@@ -37,21 +37,23 @@ MAX_SECONDS = 180.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class LinearCost:
     """Seconds of a pass with L layers: outside + layer x L."""
 
     outside: float
     layer: float
 
     @classmethod
-    def through(cls, depths: Sequence[int], seconds: Sequence[float]) -> "Line":
+    def through(cls, depths: Sequence[int], seconds: Sequence[float]) -> "LinearCost":
         """Return the line through the seconds of both depths; noise may not make it fall."""
         layer = max(seconds[1] - seconds[0], 0.0) / (depths[1] - depths[0])
         return cls(outside=max(seconds[0] - depths[0] * layer, 0.0), layer=layer)
 
-    def minus(self, other: "Line", *, layers: int) -> "Line":
-        """Return this line minus another, of which a layer counts `layers` times."""
-        return Line(outside=self.outside - other.outside, layer=self.layer - layers * other.layer)
+    def minus(self, other: "LinearCost", *, layers: int) -> "LinearCost":
+        """Subtract `layers` times another model's cost of a layer, and its cost outside."""
+        return LinearCost(
+            outside=self.outside - other.outside, layer=self.layer - layers * other.layer
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +63,19 @@ class MeasuredSpeed:
     model: ModelSize
     """The policy, whose layers were measured."""
 
-    scoring: Line
+    scoring: LinearCost
     """Per token of prompt and response, of a pass without gradients."""
 
-    updating: Line
+    updating: LinearCost
     """Per token of prompt and response, of a pass forward and backward."""
 
-    drawing: Line
+    drawing: LinearCost
     """Of a token for each response of a batch."""
 
-    gathered: Line
+    gathered: LinearCost
     """Of gathering the sharded weights of the policy once."""
 
-    reduced: Line
+    reduced: LinearCost
     """Of summing the gradients of the policy over the processes."""
 
     answered: float
@@ -87,8 +89,8 @@ class MeasuredSpeed:
         """Return the speed from the times that processes found, with the batches of `size`."""
         depths = [each.layers for each in found.passes]
 
-        def line(name: str) -> Line:
-            return Line.through(depths, [getattr(each, name) for each in found.passes])
+        def line(name: str) -> LinearCost:
+            return LinearCost.through(depths, [getattr(each, name) for each in found.passes])
 
         gathered, exchange = line("gathering"), line("exchange")
         if size.shards_weights:
@@ -142,11 +144,13 @@ class MeasuredSpeed:
         """Return seconds in which gradients are summed over the processes."""
         return self._exchanging(self.reduced, parameters)
 
-    def _exchanging(self, line: Line, parameters: ParameterCount) -> float:
+    def _exchanging(self, line: LinearCost, parameters: ParameterCount) -> float:
         outside = line.outside * parameters.outside / self.model.outside_layers
         return max(outside + line.layer * parameters.layers / self.model.of_a_layer, 0.0)
 
-    def _pass(self, line: Line, model: ModelSize, tokens: float, logit_tokens: float) -> float:
+    def _pass(
+        self, line: LinearCost, model: ModelSize, tokens: float, logit_tokens: float
+    ) -> float:
         outside = line.outside * logit_tokens / self.answered
         return outside + line.layer * self._layers(model) * tokens
 

@@ -36,7 +36,7 @@ class Training:
     """Sizes with the settings of the run."""
 
     adapter: int
-    """Parameters of adapters: those of the settings, or of rank RANK on all linear layers."""
+    """Parameters of adapters, as the settings say, or of rank RANK on all linear layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def memory_of(size: TrainingSize) -> Memory:
 def choices(training: Training, *, on_gpus: bool) -> Iterator[Choice]:
     """Yield the ways to run a training, the fastest first: bfloat16, and little to send.
 
-    On a CPU the precision is that of the settings, or the one that the trainer takes without them.
+    On a CPU the precision comes from the settings, or from the trainer's own choice.
     A running average of weights needs them in full in every process.
     """
     several: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")

@@ -6,7 +6,7 @@ from math import ceil
 
 import pyarrow.compute
 
-from pipeline.cost.estimated_cost import Work, describe_memory_of, describe_time_of
+from pipeline.cost.estimated_cost import TrainingCost, describe_memory_of, describe_time_of
 from pipeline.cost.gpu_table import find_gpu, processes_on_a_machine
 from pipeline.cost.memory.ppo_memory import PPOSize
 from pipeline.cost.memory.supervised_memory import SupervisedSize
@@ -87,7 +87,7 @@ class RunSize:
     ppo: Schedule
     """Episodes, updates and optimizer steps of PPO."""
 
-    works: Sequence[Work]
+    works: Sequence[TrainingCost]
     """The trainings, for their memory, time and price; empty if these cannot be computed."""
 
     evaluation_prompts: int
@@ -145,7 +145,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     )
 
 
-def sizes_in_words(settings: Settings, *, has_champion: bool) -> str:
+def describe_sizes(settings: Settings, *, has_champion: bool) -> str:
     """Return the sizes of a run in lines of text; see `measure_run`."""
     return describe_run(measure_run(settings, has_champion=has_champion))
 
@@ -192,14 +192,18 @@ def describe_time(size: RunSize, settings: Settings) -> str:
     return "\n".join(describe_time_of(size.works, settings)) if size.works else ""
 
 
-def _sft_work(settings: Settings, rows: SupervisedRows, processes: Processes) -> Work | None:
+def _sft_work(
+    settings: Settings, rows: SupervisedRows, processes: Processes
+) -> TrainingCost | None:
     def size_on(some: Processes) -> TrainingSize | None:
         return sft_size(settings, longest=rows.longest, processes=some)
 
     return _supervised_work("SFT", "sft", settings.sft, rows, size_on, settings, processes)
 
 
-def _reward_work(settings: Settings, rows: SupervisedRows, processes: Processes) -> Work | None:
+def _reward_work(
+    settings: Settings, rows: SupervisedRows, processes: Processes
+) -> TrainingCost | None:
     def size_on(some: Processes) -> TrainingSize | None:
         return reward_size(settings, longest=rows.longest, processes=some)
 
@@ -215,7 +219,7 @@ def _supervised_work(
     size_on: Callable[[Processes], TrainingSize | None],
     settings: Settings,
     processes: Processes,
-) -> Work | None:
+) -> TrainingCost | None:
     size = size_on(processes)
     if size is None:
         return None
@@ -233,10 +237,12 @@ def _supervised_work(
 
     adapter = size.adapter or adapter_parameters(settings, config.lora.r or RANK)
     training = Training(name=name, section=section, size=size, adapter=adapter)
-    return Work(training=training, size_on=size_on, seconds=seconds)
+    return TrainingCost(training=training, size_on=size_on, seconds=seconds)
 
 
-def _ppo_work(settings: Settings, lengths: Sequence[int], processes: Processes) -> Work | None:
+def _ppo_work(
+    settings: Settings, lengths: Sequence[int], processes: Processes
+) -> TrainingCost | None:
     ppo = settings.ppo
 
     def schedule_of(number: int) -> Schedule:
@@ -263,7 +269,7 @@ def _ppo_work(settings: Settings, lengths: Sequence[int], processes: Processes) 
 
     adapter = size.adapter or adapter_parameters(settings, RANK)
     training = Training(name="PPO", section="ppo", size=size, adapter=adapter)
-    return Work(training=training, size_on=size_on, seconds=seconds)
+    return TrainingCost(training=training, size_on=size_on, seconds=seconds)
 
 
 def _sft_rows(settings: Settings) -> SupervisedRows | None:

@@ -57,7 +57,7 @@ class Attempt:
 
 @contextmanager
 def measured(step: str, run: FlowRun, machines: int) -> Iterator[None]:
-    """Measure an attempt of a step; its files are those of the first machine.
+    """Measure an attempt of a step; the first machine writes its files.
 
     Args:
         step: name of the step.

@@ -140,7 +140,7 @@ class Writer:
 
 
 CAREFUL = Writer(forgets=0.15, mistakes=0.02, rambles=0.35)
-"""Writer of the references, which are imperfect like those of people."""
+"""Writer of the references, which are imperfect, as if people had written them."""
 
 HURRIED = Writer(forgets=0.4, mistakes=0.04, rambles=0.6)
 """Writer of the SFT completions."""

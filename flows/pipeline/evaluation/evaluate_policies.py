@@ -70,7 +70,7 @@ def evaluate_again(
 ) -> EvaluatedPolicy:
     """Judge the answers of an earlier evaluation against another champion.
 
-    The other arguments are those of `evaluate_policies`.
+    For the other arguments see `evaluate_policies`.
     """
     rows = read_jsonl(evaluation.samples)
     contestants = [who for who in rows[0] if who not in ("prompt", "champion")]

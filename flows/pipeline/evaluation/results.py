@@ -1,7 +1,7 @@
 """Records that the stages of the flow pass on: places of files and small numbers.
 
-A place is a path, a hub id, or the address of a published file; see `Workspace`. PLACES of a record
-names the fields whose files the step publishes if the steps share no disk.
+A place is a path, a hub id, or the address of a published file; see `Workspace`. FILE_FIELDS of a
+record names the fields whose files the step publishes if the steps share no disk.
 
 Metaflow pickles these records between steps, so this module imports nothing large. Reports are
 JSON files, which `ValidatedReward.report` and `EvaluatedPolicy.report` read.
@@ -36,7 +36,7 @@ EVALUATION_FILE, REWARD_REPORT_FILE = "evaluation.json", "reward-model.json"
 class PreparedModel:
     """A policy or a reward model that is ready for PPO."""
 
-    PLACES: ClassVar = ("path",)
+    FILE_FIELDS: ClassVar = ("path",)
 
     path: str
     """Place of the model."""
@@ -52,7 +52,7 @@ class PreparedModel:
 class TrainedJudge:
     """The reward model that judges if no judge is named, and its accuracy on held-out pairs."""
 
-    PLACES: ClassVar = ("path",)
+    FILE_FIELDS: ClassVar = ("path",)
 
     path: str
     """Place of the model."""
@@ -85,7 +85,7 @@ class FetchedChampion:
 class ValidatedReward:
     """Result of validating a reward model, with the scaling of its scores for PPO."""
 
-    PLACES: ClassVar = ("report_file",)
+    FILE_FIELDS: ClassVar = ("report_file",)
 
     fit: bool
     """Whether the reward model passed the gate."""
@@ -130,7 +130,7 @@ class Change:
 class TrainedPolicy:
     """The policy after PPO."""
 
-    PLACES: ClassVar = ("path",)
+    FILE_FIELDS: ClassVar = ("path",)
 
     path: str
     """Place of the policy."""
@@ -165,7 +165,7 @@ class TrainedPolicy:
 class EvaluatedPolicy:
     """An evaluation of the trained policy, stored in its own folder."""
 
-    PLACES: ClassVar = ("folder",)
+    FILE_FIELDS: ClassVar = ("folder",)
 
     champion: int | None
     """Champion version that the policy was compared with; None if there was no champion."""

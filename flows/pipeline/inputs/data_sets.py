@@ -197,7 +197,7 @@ def evaluation_rows(settings: Settings) -> Rows:
 
 
 def _split_prompts(settings: Settings) -> tuple[Rows, Rows]:
-    """Return the rows of `prompts` before those of the evaluation, and those of the evaluation."""
+    """Split the rows of `prompts`: first the rows to train on, then the rows of the evaluation."""
     # After long prompts are shortened: the policy must be judged on none that it was trained on.
     rows = _fitting(settings, _read(settings.prompts, "prompts", settings))
     return held_out(rows, settings.held_out_share, settings.evaluation.num_examples)

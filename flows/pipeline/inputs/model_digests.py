@@ -8,7 +8,7 @@ from ppo_core.io.folder_cache import digest_of_folder
 
 
 def require_unchanged(folder: str, digest: str, what: str) -> None:
-    """Raise if the files of a folder are not those of its digest; `what` names the folder.
+    """Raise if the files of a folder do not fit its digest; `what` names the folder.
 
     Raises:
         ModelError: a file was changed, added or removed.

@@ -24,7 +24,7 @@ _Key = tuple[str, frozenset[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledPair:
-    """Two responses to a prompt, and the one that people prefer."""
+    """Two responses to a prompt, and which of them people prefer."""
 
     prompt: str | Messages
     """The prompt; empty if there is none."""

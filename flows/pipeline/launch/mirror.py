@@ -106,7 +106,7 @@ class _Mirror:
     def _next(self) -> Path | None:
         """Return the checkpoint to copy: the newest that another machine has copied, or the newest.
 
-        A machine that is slower than others would else never have the one that they have.
+        Otherwise a slow machine would never copy a checkpoint that the others also have.
         """
         newest = newest_checkpoint(self._folder)
         if self._here.count == 1 or newest == self._copied:
@@ -118,7 +118,7 @@ class _Mirror:
         return steps[max(shared)] if shared else newest
 
     def _copy(self, checkpoint: Path | None) -> None:
-        """Copy a checkpoint, unless it is the one that was copied last."""
+        """Copy a checkpoint, unless it was the last to be copied."""
         if checkpoint is None or checkpoint == self._copied:
             return
         with TemporaryDirectory() as name:

@@ -58,7 +58,7 @@ class Candidate:
     def kl(self) -> float:
         """KL divergence from SFT in nats per answer.
 
-        The value is that of PPO's last update if the evaluation could not estimate the divergence,
+        The value comes from PPO's last update if the evaluation could not estimate the divergence,
         because it decodes greedily or with top-k or top-p.
         """
         if self.evaluation.kl is None:

@@ -1,7 +1,7 @@
 """Set the aliases and tags of a registered model by its ledger.
 
 The ledger is authoritative: each decision is first appended to it, and then aliases and tags are
-set. If an alias differs from the ledger and nothing changes for PATIENCE seconds, somebody moved
+set. If an alias differs from the ledger and nothing changes for TIMEOUT seconds, somebody moved
 the alias in MLflow. This move is appended to the ledger and never undone.
 
 MLflow has no compare-and-swap for aliases. A process that sets an alias therefore reads the ledger
@@ -30,11 +30,11 @@ from pipeline.registry.decisions import Action, Decision, timestamp
 from pipeline.registry.ledger import History, Ledger, find_ledger, open_ledger
 from pipeline.tracking.mlflow_client import connect, explained
 
-PATIENCE = 2.0
+TIMEOUT = 2.0
 """Seconds without change after which a difference between alias and ledger is resolved: an
 interrupted decision is carried out, and any other difference counts as a person's move."""
 
-GLANCE = 0.2
+POLL_SECONDS = 0.2
 """Seconds between two observations."""
 
 _VERDICTS: Mapping[Action, str] = {
@@ -130,10 +130,10 @@ class _Observation:
 
 
 def _watch(client: MlflowClient, name: str) -> _Observation:
-    """Return an observation that agrees, or that has not changed for PATIENCE seconds."""
+    """Return an observation that agrees, or that has not changed for TIMEOUT seconds."""
     observed, since = _observe(client, name), time.monotonic()
-    while not observed.agrees and time.monotonic() - since < PATIENCE:
-        time.sleep(GLANCE)
+    while not observed.agrees and time.monotonic() - since < TIMEOUT:
+        time.sleep(POLL_SECONDS)
         again = _observe(client, name)
         if again != observed:
             observed, since = again, time.monotonic()

@@ -231,7 +231,7 @@ def _policies(evaluation: Report) -> Section:
 
 
 def _divergence(kl: float | None) -> str:
-    """Return a KL divergence with fixed decimals, because that of SFT is only rounding error."""
+    """Return a KL divergence with fixed decimals: the SFT policy's is only rounding error."""
     return "none" if kl is None else as_decimal(kl, 2)
 
 

@@ -22,7 +22,7 @@ from ppo_core.data.chat_template import Messages
 from ppo_core.data.rows.reader import Rows
 
 
-class Draw(Protocol):
+class SampleResponses(Protocol):
     """Samples the policy that PPO starts from."""
 
     def __call__(
@@ -44,7 +44,7 @@ def validate(
     scorer: TextScorer,
     pairs: Rows,
     prompts: Rows,
-    draw: Draw,
+    draw: SampleResponses,
     limits: RewardGateConfig,
     *,
     training: Mapping[str, float],

@@ -1,4 +1,4 @@
-"""Check that a tokenizer is the one that a reward model was trained with."""
+"""Check that a reward model was trained with its tokenizer."""
 
 import hashlib
 import json

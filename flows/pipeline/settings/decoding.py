@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Decoding of a policy's answers; a served version uses that of its evaluation by default."""
+    """Decoding of a policy's answers; by default a served version decodes as in its evaluation."""
 
     response_length: int
     """Maximum number of tokens of an answer."""

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pipeline.cost.run_size import (
     describe_memory,
     describe_run,
+    describe_sizes,
     describe_time,
     measure_run,
-    sizes_in_words,
 )
 from pipeline.inputs import data_sets
 from pipeline.promotion.champion import look_up_champion
@@ -19,7 +19,7 @@ from ppo_core.models.loading import count_parameters, load_policy, load_reward_m
 from ppo_core.models.policy import LanguageModel
 from ppo_core.training.self_check import check_loaded
 
-__all__ = ["check_run", "sizes_in_words"]
+__all__ = ["check_run", "describe_sizes"]
 
 CHECKED_PROMPTS = 64
 """Number of prompts whose tokens the self-check uses."""

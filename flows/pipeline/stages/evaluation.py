@@ -32,9 +32,9 @@ def evaluate_win_rate(
         ModelError: the files of the policy were changed after training.
     """
     with track(run, "evaluate_win_rate", patient=True) as tracker:
-        at_hand = run.workspace.at_hand
-        settings, judge = at_hand(settings), at_hand(judge)
-        sft, policy = at_hand(sft), at_hand(policy)
+        fetch_files = run.workspace.fetch_files
+        settings, judge = fetch_files(settings), fetch_files(judge)
+        sft, policy = fetch_files(sft), fetch_files(policy)
         champion = fetch_again(settings, champion)
         require_unchanged(policy.path, policy.digest, "The trained policy")
         folder = run.folder / "evaluation"
@@ -43,7 +43,7 @@ def evaluate_win_rate(
             settings, sft.path, policy.path, champion, folder, judge=judge
         )
         log_evaluation(tracker, evaluation.report())
-        return run.workspace.share(evaluation)
+        return run.workspace.publish_files(evaluation)
 
 
 def fetch_again(settings: Settings, champion: FetchedChampion | None) -> FetchedChampion | None:

@@ -24,7 +24,7 @@ def read_settings(
 ) -> Settings:
     """Return the settings of a run, with the defaults for the size of its policy.
 
-    The arguments are those of `make_settings`.
+    For the arguments see `make_settings`.
 
     Raises:
         ConfigError: see `check_machine`, `make_settings` and `check_names`; or num_nodes is not

@@ -60,7 +60,7 @@ class _Training:
 def load_policy(settings: Settings, run: FlowRun, here: Machines = ONE_MACHINE) -> PreparedModel:
     """Return the policy to start from: `policy` itself, or `policy` fine-tuned on `sft_data`.
 
-    The other machines call `help_to_load_policy` meanwhile.
+    The other machines call `load_policy_as_worker` meanwhile.
     """
     with track(run, "load_policy", patient=True) as tracker:
         if not settings.sft_data:
@@ -72,15 +72,15 @@ def load_policy(settings: Settings, run: FlowRun, here: Machines = ONE_MACHINE) 
 def load_reward_models(
     settings: Settings, sft: PreparedModel, run: FlowRun, here: Machines = ONE_MACHINE
 ) -> tuple[PreparedModel, PreparedModel | None]:
-    """Return the reward model, and the one that judges if no judge is named; None if one is.
+    """Return the reward model, and the model that judges; None if a judge is named.
 
     The reward model is `reward_model` itself, or one trained from the policy. The judge is trained
     from the same policy, on other pairs and with another seed. The other machines call
-    `help_to_load_reward_models` meanwhile.
+    `load_reward_models_as_worker` meanwhile.
     """
     with track(run, "load_reward_model", patient=True) as tracker:
         given = settings.reward_model
-        settings, sft = run.workspace.at_hand(settings), run.workspace.at_hand(sft)
+        settings, sft = run.workspace.fetch_files(settings), run.workspace.fetch_files(sft)
         if given:
             reward_model = _given_model(given, run)
         else:
@@ -94,18 +94,18 @@ def load_reward_models(
         return reward_model, judge
 
 
-def help_to_load_policy(settings: Settings, run: FlowRun, here: Machines) -> None:
+def load_policy_as_worker(settings: Settings, run: FlowRun, here: Machines) -> None:
     """Take part in the training of `load_policy`, as a machine after the first."""
     if settings.sft_data:
         settings = _with_policy(settings, run)
         _take_part(_policy_training(settings), settings, run, here)
 
 
-def help_to_load_reward_models(
+def load_reward_models_as_worker(
     settings: Settings, sft: PreparedModel, run: FlowRun, here: Machines
 ) -> None:
     """Take part in the trainings of `load_reward_models`, as a machine after the first."""
-    settings, sft = run.workspace.at_hand(settings), run.workspace.at_hand(sft)
+    settings, sft = run.workspace.fetch_files(settings), run.workspace.fetch_files(sft)
     if not settings.reward_model:
         _take_part(_reward_training(settings, sft), settings, run, here)
     if not settings.judge:
@@ -215,4 +215,4 @@ def _given_model(place: str, run: FlowRun) -> PreparedModel:
 def _with_policy(settings: Settings, run: FlowRun) -> Settings:
     """Return the settings with paths on this machine, and the policy with its weights."""
     policy = run.workspace.fetch(settings.policy)
-    return replace(run.workspace.at_hand(settings), policy=policy)
+    return replace(run.workspace.fetch_files(settings), policy=policy)

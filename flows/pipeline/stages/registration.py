@@ -12,10 +12,10 @@ def register_policy(candidate: Candidate) -> RegisteredPolicy:
     """Wait until MLflow has all measurements, register the candidate, and decide on promotion."""
     with track(candidate.run, "register") as tracker:
         tracker.require_all_sent()
-        candidate = candidate.run.workspace.at_hand(candidate)
+        candidate = candidate.run.workspace.fetch_files(candidate)
         registered = register(candidate)
         if registered.evaluation != candidate.evaluation:
             log_evaluation(tracker, registered.evaluation.report())
         decision = registered.promotion
         tracker.parent.set_tags({"version": str(decision.version), "promotion": decision.action})
-        return candidate.run.workspace.share(registered)
+        return candidate.run.workspace.publish_files(registered)

@@ -29,7 +29,10 @@ def summarize(
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
     """Log, print and return the summary of the run, and write it to `summary_json` if set."""
-    validation, registered = run.workspace.at_hand(validation), run.workspace.at_hand(registered)
+    validation, registered = (
+        run.workspace.fetch_files(validation),
+        run.workspace.fetch_files(registered),
+    )
     summary = {
         **registered.evaluation.report(),
         "reward_model": validation.report(),
@@ -44,7 +47,7 @@ def summarize(
         "promotion": asdict(registered.promotion),
         "settings": as_plain_dict(settings),
     }
-    # Of files that were fetched, the addresses: the paths are gone with this machine.
+    # Record addresses, not local paths: this machine's disk is temporary.
     summary |= {name: original_names(summary[name]) for name in ("samples", "judgements")}
     with track(run, PARENT) as tracker:
         # Read inside, because the files of earlier steps may come from another machine.

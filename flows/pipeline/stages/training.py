@@ -63,7 +63,7 @@ def train_policy(
         reward_model: the reward model.
         validation: result of validating the reward model.
         run: the run of the flow.
-        here: the machines of the training; the others call `help_to_train_policy` meanwhile.
+        here: the machines of the training; the others call `train_policy_as_worker` meanwhile.
 
     Raises:
         ProcessError: a process of the training failed.
@@ -104,7 +104,7 @@ def train_policy(
         return trained
 
 
-def help_to_train_policy(
+def train_policy_as_worker(
     settings: Settings,
     sft: PreparedModel,
     reward_model: PreparedModel,
@@ -136,7 +136,7 @@ def _decides_the_result(
         "bias": f"{validation.bias:.4g}",
         "gain": f"{validation.gain:.4g}",
         "end_of_text": settings.reward_model_training.end_of_text,
-        "prompts": training_prompts(run.workspace.at_hand(settings)).digest,
+        "prompts": training_prompts(run.workspace.fetch_files(settings)).digest,
         "prompt_format": settings.prompt_format,
         "settings": config.settings_of_result(),
         "batch_size": config.batch_size or per_process * processes,
@@ -174,11 +174,11 @@ def _write_job(
     validation: ValidatedReward,
     run: FlowRun,
 ) -> Path:
-    at_hand = run.workspace.at_hand
+    fetch_files = run.workspace.fetch_files
     return write_job(
-        at_hand(settings),
-        policy=at_hand(sft).path,
-        reward_model=at_hand(reward_model).path,
+        fetch_files(settings),
+        policy=fetch_files(sft).path,
+        reward_model=fetch_files(reward_model).path,
         reward_bias=validation.bias,
         reward_gain=validation.gain,
         folder=run.folder / "ppo",

@@ -50,9 +50,9 @@ def validate_reward_model(
     If the reward model is refused, the MLflow runs of this run end; then call `stop_run`.
     """
     with track(run, "validate_reward_model", patient=True) as tracker:
-        at_hand = run.workspace.at_hand
-        settings, sft = at_hand(settings), at_hand(sft)
-        reward_model, judge_model = at_hand(reward_model), at_hand(judge_model)
+        fetch_files = run.workspace.fetch_files
+        settings, sft = fetch_files(settings), fetch_files(sft)
+        reward_model, judge_model = fetch_files(reward_model), fetch_files(judge_model)
         report = examine_reward_model(settings, sft, reward_model, run.folder)
         report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
         print(f"reward model: {reward_model_in_words(report)}", flush=True)
@@ -73,7 +73,7 @@ def validate_reward_model(
     if validation.accepted_by_hand:
         reasons = _listed(validation)
         print(f"The reward model was refused, but a person accepted it:\n{reasons}", flush=True)
-    return run.workspace.share(validation)
+    return run.workspace.publish_files(validation)
 
 
 def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> NoReturn:

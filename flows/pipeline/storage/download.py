@@ -80,7 +80,7 @@ def fetch(address: S3Address, cache: LocalCache, *, weights: bool = True) -> Pat
 
     Raises:
         ConfigError: S3 refuses the access.
-        DataError: nothing is stored there, or its content is not that of the address.
+        DataError: nothing is stored there, or its content does not fit the address.
         StorageError: a file could not be transferred.
     """
     manifest = published_manifest(address)
@@ -104,7 +104,7 @@ def fetch_into(folder: Path, address: S3Address, names: Collection[str]) -> None
     """Fetch some files of a published folder into a folder, verified.
 
     Raises:
-        DataError: a file is not that of the manifest.
+        DataError: a file differs from its entry in the manifest.
         StorageError: a file could not be transferred.
     """
     manifest = published_manifest(address) or Manifest(files={})
@@ -116,7 +116,7 @@ def published_manifest(address: S3Address) -> Manifest | None:
     """Return the manifest of a published file or folder; None if nothing was published.
 
     Raises:
-        DataError: the manifest is damaged, or is not that of the address.
+        DataError: the manifest is damaged, or does not fit the address.
         StorageError: S3 does not answer.
     """
     found = published_version(address)
@@ -247,7 +247,7 @@ def _transfer(one: _Source, missing: list[int], path: Path, arrived: "_Arrived")
     """Transfer the missing blocks of an object into its file; take each written one off the list.
 
     Raises:
-        TransferFaultError: the bytes are not those of the digest, too few, or too slow.
+        TransferFaultError: the bytes do not fit the digest, are too few, or too slow.
         DataError: the object was replaced or removed.
     """
     while missing:

@@ -46,7 +46,7 @@ class Holder:
     """Time of the last renewal, ISO 8601 in UTC, by the clock of the store."""
 
     seen: TimedObject | None = field(default=None, compare=False)
-    """The object from which the holder was read; its times are those of the store."""
+    """The object from which the holder was read, with times by the clock of the store."""
 
     def __str__(self) -> str:
         """Return the owner, the run that trains, and both times, for messages.

@@ -30,7 +30,7 @@ class SharedFolder:
         """Write the newest files into the folder, unless it has files of an earlier attempt.
 
         Raises:
-            DataError: a file is not that of the manifest.
+            DataError: a file differs from its entry in the manifest.
             StorageError: a file could not be transferred.
         """
         names = self.look()

@@ -48,8 +48,8 @@ _PINNED = re.compile(r"s3://[^\x00-\x1f#]+?#sha256=[0-9a-f]{64}")
 class Workspace:
     """The folder on this machine, and its copy in S3.
 
-    What a step hands to the next ones has the addresses of published files in the place of paths.
-    Without a copy in S3, all steps share the folder, and paths stay paths.
+    Between steps, records hold S3 addresses instead of paths. Without a copy in S3, all steps share
+    the folder, and records hold paths.
     """
 
     folder: str
@@ -104,7 +104,7 @@ class Workspace:
         """
         from pipeline.storage.upload import publish_by_content
 
-        # A fetched folder has the name of its content, not that of the input.
+        # A fetched folder is named after its content, not after the input.
         name = Path(original_names(str(path)).partition("#")[0]).name
         return str(publish_by_content(path, S3Address.parse(self.store).below(f"inputs/{name}")))
 
@@ -149,16 +149,16 @@ class Workspace:
 
         return read_file(S3Address.parse(address), name)
 
-    def share(self, record: Record) -> Record:
+    def publish_files(self, record: Record) -> Record:
         """Publish the files of a record; return the record with their addresses.
 
-        The fields with paths are those that PLACES of the record's class names.
+        The fields with paths are those that FILE_FIELDS of the record's class names.
         """
         if not self.store:
             return record
         return _changed(record, self._shared)
 
-    def at_hand(self, record: Record) -> Record:
+    def fetch_files(self, record: Record) -> Record:
         """Fetch the files of a record; return the record with their paths on this machine.
 
         Of the models in `Settings`, only configuration and tokenizer are fetched. A step that reads
@@ -195,7 +195,7 @@ class Workspace:
 
     def _shared(self, record: Any, name: str, value: str) -> str:
         """Return the address of a file that the step has made or fetched; other texts unchanged."""
-        if name not in getattr(record, "PLACES", ()):
+        if name not in getattr(record, "FILE_FIELDS", ()):
             return value
         if value in _fetched:
             return _fetched[value]
@@ -243,7 +243,7 @@ def is_address(name: str) -> bool:
 
 
 def _changed(record: Record, change: Any) -> Record:
-    """Return a record with its texts changed, also those of the records within it."""
+    """Return a record with its texts changed, also in the records within it."""
     if not dataclasses.is_dataclass(record) or isinstance(record, type):
         return record
     fields = {

@@ -27,7 +27,7 @@ def connect() -> MlflowClient:
     """Return a client of the tracking server and the registry, without sending a request.
 
     Raises:
-        ModelError: the address is that of a file that is no database of MLflow.
+        ModelError: the address names a file that is no database of MLflow.
     """
     check_databases()
     logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -39,7 +39,7 @@ def connect() -> MlflowClient:
 
 
 def check_databases(*, must_exist: bool = False, is_written: bool = False) -> None:
-    """Raise if the address of MLflow is that of a file that MLflow cannot use.
+    """Raise if the address of MLflow names a file that MLflow cannot use.
 
     Raises:
         ModelError: see `serving.database.check_database`.

@@ -75,7 +75,7 @@ class Rows:
     """Reason -> number of rows that were left out for it."""
 
     key: str
-    """Name that tells the rows from all others in the cache, also by the numbers of the rows."""
+    """Cache key of these rows and their row numbers."""
 
     left_out_files: tuple[Path, ...] = ()
     """JSON lines of the rows that were left out, each with its number and the reason."""
@@ -226,7 +226,7 @@ def derive(
         name: name of the conversion, and of its folder in the cache.
         inputs: everything beside `rows` that decides the result; must be serializable as JSON.
         convert: function that converts a batch of rows.
-        schema: types of the converted rows; those of `rows` by default.
+        schema: types of the converted rows; by default the types of `rows`.
 
     Raises:
         DataError: more than `rows.max_left_out` of the rows are left out, or `convert` raises it.

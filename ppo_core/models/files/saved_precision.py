@@ -18,7 +18,7 @@ def half_precision(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def cast_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weights with those of floating point as `dtype`; tied weights stay tied."""
+    """Return weights, floating-point weights as `dtype`; tied weights stay tied."""
     cast = {
         id(tensor): tensor.to(dtype) if tensor.is_floating_point() else tensor
         for tensor in weights.values()

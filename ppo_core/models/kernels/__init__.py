@@ -1,1 +1,1 @@
-"""Faster computation than that of transformers, mostly for small models on a CPU."""
+"""Faster computation than in transformers, mostly for small models on a CPU."""

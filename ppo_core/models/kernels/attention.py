@@ -1,6 +1,6 @@
 """Attention for the forward pass of `decoder_forward`.
 
-Dimensions beside those of `algorithm.masking`: H query heads, G key-value heads, E size of a head.
+Dimensions: H query heads, G key-value heads, E size of a head; others as in `algorithm.masking`.
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ them, and they run before any forward pass."""
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether a module has a hook, or a `forward` that replaces that of its class.
+    """Return whether a module has a hook, or a `forward` that replaces its class's.
 
     Its children are not checked. A global module hook counts as a hook of every module.
     """

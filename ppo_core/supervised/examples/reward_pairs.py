@@ -34,7 +34,7 @@ PAIR_SCHEMA = pyarrow.schema(
         "length": pyarrow.int32(),
     }
 )
-"""Types of an encoded pair on disk; `length` is that of the longer sequence."""
+"""Types of an encoded pair on disk; `length` is the longer sequence's."""
 
 
 def pair_encoding(

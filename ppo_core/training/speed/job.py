@@ -48,7 +48,7 @@ class SpeedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class PassSeconds:
-    """Times of a policy with few layers, each that of the slowest process."""
+    """Times of a policy with few layers, each from the slowest process."""
 
     layers: int
     """Number of layers."""

@@ -120,7 +120,7 @@ class ClassicStep:
             device=self._engine.device,
         )
         policy, size, sampled = self._models.policy, self._config.mini_batch_size, self.sampled
-        equal_passes = self._engine.passes_meet()
+        equal_passes = self._engine.requires_equal_passes()
         with self.full_policy():
             # Recompute log-probabilities, because generation rounds differently (TRL #2358).
             rollout.logprobs.copy_(

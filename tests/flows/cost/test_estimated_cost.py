@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from pipeline.cost.gpu_table import read_gpus
-from pipeline.cost.measured_speed import Line, MeasuredSpeed
+from pipeline.cost.measured_speed import LinearCost, MeasuredSpeed
 from pipeline.cost.memory_table import choices, memory_of, recommended
 from pipeline.cost.run_size import describe_memory, describe_time, measure_run
 from pipeline.cost.run_time import (
@@ -200,11 +200,11 @@ def test_the_measured_speed_counts_frozen_weights_and_recomputed_layers_by_hand(
     model = LLAMA["1B"][0]
     speed = MeasuredSpeed(
         model=model,
-        scoring=Line(outside=1.0, layer=2.0),
-        updating=Line(outside=3.0, layer=6.0),
-        drawing=Line(outside=0.0, layer=0.0),
-        gathered=Line(outside=0.0, layer=0.0),
-        reduced=Line(outside=0.0, layer=0.0),
+        scoring=LinearCost(outside=1.0, layer=2.0),
+        updating=LinearCost(outside=3.0, layer=6.0),
+        drawing=LinearCost(outside=0.0, layer=0.0),
+        gathered=LinearCost(outside=0.0, layer=0.0),
+        reduced=LinearCost(outside=0.0, layer=0.0),
         answered=0.5,
         adam=0.0,
     )

@@ -39,7 +39,7 @@ def database(tmp_path_factory) -> str:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """One at a time is at work, the others are stopped or dead: nobody is worth waiting for."""
-    monkeypatch.setattr("pipeline.registry.alias_sync.PATIENCE", 0.1)
+    monkeypatch.setattr("pipeline.registry.alias_sync.TIMEOUT", 0.1)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def assert_nothing_was_lost(model: str, versions: Sequence[int]) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy stops a process for seconds, and it is no less at work."""
-    monkeypatch.setattr("pipeline.registry.alias_sync.PATIENCE", 60.0)
+    monkeypatch.setattr("pipeline.registry.alias_sync.TIMEOUT", 60.0)
 
 
 def test_concurrent_promotions_all_count(server, patient):

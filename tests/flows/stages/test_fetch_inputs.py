@@ -87,7 +87,7 @@ def test_shared_inputs_are_the_same_on_each_machine(tmp_path: Path, store: str):
     settings = given(tmp_path, store=f"{store}/rlhf")
     shared = share_inputs(fetch_inputs(settings), run_in(settings))
     assert str(tmp_path) not in str(replace(shared, output_dir=""))
-    found = Workspace(str(tmp_path / "other"), settings.store).at_hand(shared)
+    found = Workspace(str(tmp_path / "other"), settings.store).fetch_files(shared)
     assert Path(found.preferences).read_text() == Path(settings.preferences).read_text()
 
 
@@ -111,7 +111,7 @@ def test_a_data_set_of_the_hub_is_read_there_once(tmp_path: Path, store: str):
         del hub.names[main]
         shared = share_inputs(fetched, run_in(settings))
         assert share_inputs(fetched, run_in(settings)) == shared
-    found = Workspace(str(tmp_path / "other"), settings.store).at_hand(shared)
+    found = Workspace(str(tmp_path / "other"), settings.store).fetch_files(shared)
     prompts = [json.loads(row)["prompt"] for row in rows]
     assert read_rows(found.prompts, "prompts").column("prompt") == prompts
     assert read_rows(found.eval_prompts, "prompts").column("prompt") == prompts[:-6:-1]

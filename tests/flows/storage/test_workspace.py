@@ -17,7 +17,7 @@ INPUTS = {"policy": "policy", "preferences": "pairs", "prompts": "prompts", "jud
 
 @dataclass(frozen=True)
 class Made:
-    PLACES: ClassVar = ("path",)
+    FILE_FIELDS: ClassVar = ("path",)
     path: str
     text: str = ""
     inner: "Made | None" = None
@@ -43,24 +43,24 @@ def test_a_record_reaches_another_machine(faults: S3Faults, tmp_path: Path):
     first, second = machine(tmp_path / "a"), machine(tmp_path / "b")
     model = write_model(first.cache / "sft-1")
     text = "the text of a warning"
-    shared = first.share(Made(str(model), text, Made(str(model / "config.json"))))
+    shared = first.publish_files(Made(str(model), text, Made(str(model / "config.json"))))
     assert str(tmp_path) not in str(shared)
     assert shared.text == text
-    found = second.at_hand(shared)
+    found = second.fetch_files(shared)
     assert Path(found.path).is_relative_to(tmp_path / "b")
     assert (Path(found.path) / "model.safetensors").read_bytes() == b"weights"
     assert found.inner is not None and Path(found.inner.path).read_text() == "{}"
     # What was fetched has its address already.
     faults.received = 0
-    assert second.share(found) == shared
+    assert second.publish_files(found) == shared
     assert faults.received == 0
 
 
 def test_on_one_disk_nothing_changes(tmp_path: Path):
     workspace = machine(tmp_path / "a", "")
     record = Made(str(write_model(workspace.cache / "sft-1")))
-    assert workspace.share(record) is record
-    assert workspace.at_hand(record) is record
+    assert workspace.publish_files(record) is record
+    assert workspace.fetch_files(record) is record
     assert workspace.find(workspace.cache / "sft-1") is None
 
 
@@ -69,7 +69,7 @@ def test_of_the_models_in_the_settings_no_weights_are_fetched(faults: S3Faults, 
     policy = first.publish_input(write_model(tmp_path / "a" / "given"))
     (tmp_path / "judge.py").write_text("def judge(): ...")
     judge = f"python:{first.publish_input(tmp_path / 'judge.py')}:judge"
-    found = second.at_hand(settings(policy=policy, judge=judge))
+    found = second.fetch_files(settings(policy=policy, judge=judge))
     assert [path.name for path in Path(found.policy).iterdir()] == ["config.json"]
     kind, file, function = found.judge.split(":")
     assert (kind, Path(file).name, function) == ("python", "judge.py", "judge")

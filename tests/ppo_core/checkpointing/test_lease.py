@@ -54,7 +54,7 @@ def test_a_lease_that_cannot_be_read_is_not_overwritten(tmp_path):
 
 
 def test_waiting_for_a_frozen_writer_ends_with_an_error_that_names_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease_module, "PATIENCE", 0.1)
+    monkeypatch.setattr(lease_module, "TIMEOUT", 0.1)
     lease = Lease.claim(tmp_path)
     with FileLock(tmp_path / LOCK), pytest.raises(TrainingError) as raised:
         Lease.claim(tmp_path)

@@ -113,7 +113,7 @@ class Run:
                 SAMPLING,
                 batch_size=1,
                 callbacks=SamplingCallbacks(
-                    any_active=engine.any if engine.passes_meet() else None
+                    any_active=engine.any if engine.requires_equal_passes() else None
                 ),
             )
             values = critic_values(self.critic, sampled, 2)
@@ -150,7 +150,7 @@ def run_in_a_process(folder: str, settings: dict[str, Any], expected: str | None
     assert engine.sharding == (expected or settings["sharding"])
     check_sums(engine)
     shard_wise = not settings.get("gather_for_generation", True)
-    assert engine.passes_meet() == (engine.shards_weights and shard_wise)
+    assert engine.requires_equal_passes() == (engine.shards_weights and shard_wise)
     run = Run(engine)
     learned = run.learn(disturbed=True)
     said, states = run.say(), run.states()

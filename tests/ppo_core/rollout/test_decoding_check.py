@@ -153,13 +153,17 @@ class TwoProcesses:
         return first or second
 
 
-@pytest.mark.parametrize("passes_meet", [False, True])
-def test_processes_with_prompts_of_other_lengths_call_each_other_equally_often(passes_meet):
+@pytest.mark.parametrize("requires_equal_passes", [False, True])
+def test_processes_with_prompts_of_other_lengths_call_each_other_equally_often(
+    requires_equal_passes,
+):
     processes = TwoProcesses()
 
     def run(rank: int) -> None:
         policy = LanguageModel(make(BY_LENGTH["positions that ignore the mask"]))
-        meeting = {"any_active": partial(processes.any, rank, "active")} if passes_meet else {}
+        meeting = (
+            {"any_active": partial(processes.any, rank, "active")} if requires_equal_passes else {}
+        )
         before = partial(processes.any, rank, "batch", True)
         lengths = [LENGTHS, [4] * len(LENGTHS)][rank]
         assert_own_logprobs(policy, sample(policy, lengths, before_batch=before, **meeting))
