@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from deployment.deployed import tags_of
-from deployment.deployment import Deployment
+from deployment.deployment import JUDGING_STEP, Deployment
 from deployment.flow_commands import (
     FILES,
     DeploymentFiles,
@@ -13,9 +13,11 @@ from deployment.flow_commands import (
     start_flow,
 )
 from deployment.overview import render_deployment, render_status
-from deployment.settings_check import check_settings
+from pipeline.judges.judge_names import read_judges
+from pipeline.settings.settings import Settings, make_settings
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
+from ppo_core.io.text_files import read_toml_file
 
 if TYPE_CHECKING:
     from deployment.argo import ArgoDeployment
@@ -116,3 +118,27 @@ def _scheduler_of(deployment: Deployment) -> "ArgoDeployment | StepFunctionsDepl
     from deployment.step_functions import StepFunctionsDeployment
 
     return StepFunctionsDeployment(deployment)
+
+
+def check_settings(files: DeploymentFiles) -> Settings:
+    """Return the settings of the runs.
+
+    Raises:
+        ConfigError: a setting is wrong, or the judge needs a key and the judging step has no
+            secret.
+    """
+    try:
+        settings = make_settings(read_toml_file(files.settings, ConfigError), {})
+        judges = read_judges(settings.judge) if settings.judge else []
+    except ConfigError as error:
+        raise ConfigError(f"{files.settings}: {error}") from error
+    step = files.deployment.resources_of(JUDGING_STEP)
+    has_server = settings.judging.base_url or "OPENAI_BASE_URL" in step.environment
+    needs_key = any(judge.kind == "openai" for judge in judges) and not has_server
+    if needs_key and not step.secrets:
+        raise ConfigError(
+            f"judge={settings.judge!r} needs a key, and steps.{JUDGING_STEP} has no secret. Store "
+            f"the key as OPENAI_API_KEY in a secret of the scheduler, and name it in "
+            f"steps.{JUDGING_STEP}.secrets."
+        )
+    return settings

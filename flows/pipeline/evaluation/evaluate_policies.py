@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pipeline.evaluation.comparison import contests_between
@@ -14,7 +15,6 @@ from pipeline.evaluation.results import (
     TrainedJudge,
     write_report,
 )
-from pipeline.evaluation.text_statistics import mean_words, repeated_share
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.judges.budget import Budget, Spent
@@ -22,6 +22,7 @@ from pipeline.judges.spec import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.launch.answers import answer_in_run
 from pipeline.settings.settings import Settings
+from ppo_core.algorithm.repetition import repeated_ngrams
 from ppo_core.models.loading import is_same_architecture
 from ppo_core.rollout.sampler import server_of
 from ppo_core.training.answers import AnswerJob
@@ -208,3 +209,16 @@ def _sample(
         **options,
     )
     return answer_in_run(job, settings, folder)
+
+
+def mean_words(texts: Sequence[str]) -> float:
+    """Return the mean number of words per text; `texts` must not be empty."""
+    return fmean(len(text.split()) for text in texts)
+
+
+def repeated_share(texts: Sequence[str], n: int = 3) -> float:
+    """Return the mean fraction of word n-grams that repeat an earlier n-gram, over distinct texts.
+
+    Equal texts count once, so that a stock answer does not hide the repetition in other answers.
+    """
+    return fmean(repeated_ngrams(text.split(), n) for text in dict.fromkeys(texts))

@@ -1,6 +1,6 @@
 """Check the inputs of a run before anything is trained."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from pipeline.evaluation.notes import WITHOUT_REFERENCES
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.preference_pairs import label_pairs
-from pipeline.inputs.repeated_prompts import describe_repeats
+from pipeline.inputs.training_prompts import prompt_key
 from pipeline.judges.judge_names import read_judges
 from pipeline.judges.spec import check_judge
 from pipeline.launch.commands import gpus
@@ -21,7 +21,9 @@ from pipeline.settings.training_sections import SupervisedSection
 from pipeline.storage.workspace import original_names
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
+from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import Rows
+from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.data.sources.source import named_data
 from ppo_core.distributed.strategy import choose_sharding
 from ppo_core.errors import ConfigError, DataError, ModelError
@@ -44,6 +46,9 @@ from ppo_core.training.preflight import require_stop_token
 
 QUARANTINE = "quarantine"
 """Folder of the workspace for rows that were left out."""
+
+MIN_DISTINCT = 0.5
+"""Smallest fraction of distinct training prompts without a warning."""
 
 
 def check_inputs(settings: Settings) -> None:
@@ -206,3 +211,27 @@ def _report(rows: Rows, name: str, settings: Settings) -> None:
 
 def _show(name: str, settings: Settings, ids: Sequence[int]) -> None:
     print(f"{name}: {describe_first(data_sets.policy_tokenizer(settings), ids)}", flush=True)
+
+
+def describe_repeats(training: Rows, evaluated: Sequence[Row]) -> Iterator[str]:
+    """Yield a warning for training prompts that are mostly equal, or are evaluated on as well."""
+    asked = {prompt_key(row["prompt"]) for row in evaluated}
+    # Hashes, because all prompts of a large data set would fill the memory.
+    distinct: set[int] = set()
+    shared: set[str] = set()
+    for batch in training.table.select_columns(["prompt"]).iter(ROWS_AT_ONCE):
+        keys = {prompt_key(prompt) for prompt in batch["prompt"]}
+        distinct.update(map(hash, keys))
+        shared |= keys & asked
+    if len(distinct) < MIN_DISTINCT * len(training):
+        yield (
+            f"warning: only {len(distinct)} of the {len(training)} prompts of {training.source} "
+            "are distinct, so PPO samples from the same prompts again and again. Check the file, "
+            "or add prompts."
+        )
+    if shared:
+        yield (
+            f"warning: {len(shared)} of the {len(asked)} prompts to evaluate on are also training "
+            f"prompts, in {training.source}, so the win rate would not be that of unseen prompts. "
+            "Remove them from one of the two, or hold out other prompts as eval_prompts."
+        )

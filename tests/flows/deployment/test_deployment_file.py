@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deployment.actions import check_settings
 from deployment.deployment import Deployment
 from deployment.deployment_file import (
     STEPS,
@@ -15,7 +16,6 @@ from deployment.deployment_file import (
     read_deployment,
 )
 from deployment.flow_commands import read_deployment_file
-from deployment.settings_check import check_settings
 from pipeline.settings.overrides import merge_tables
 from ppo_core.errors import ConfigError
 from tests.helpers.canaries import CANARY, VARIABLES

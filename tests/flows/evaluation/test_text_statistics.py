@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.evaluation.text_statistics import mean_words, repeated_share
+from pipeline.evaluation.evaluate_policies import mean_words, repeated_share
 from ppo_core.algorithm.repetition import repeated_share as of_tokens
 from ppo_core.data.batching import pad_rows
 

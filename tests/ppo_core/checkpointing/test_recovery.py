@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
-from ppo_core.checkpointing.async_writer import AsyncWriter
+from ppo_core.checkpointing.checkpointer import AsyncWriter
 from ppo_core.checkpointing.contents import CheckpointContents
 from ppo_core.checkpointing.files import STATE, read_newest
 from ppo_core.checkpointing.lease import Lease

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from deployment.next_run import next_run
+from deployment.overview import next_run
 from ppo_core.errors import ConfigError
 
 
