@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -107,7 +108,16 @@ def test_a_process_that_was_ended_is_started_again():
     assert render_chat(tokenizer, say("w1"), answer_follows=True) == text
 
 
-def test_an_interrupt_does_not_mix_up_the_replies(monkeypatch):
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """Shells start programs in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
+def test_an_interrupt_does_not_mix_up_the_replies():
     tokenizer = make_chat_tokenizer("{{ messages[0].content }}")
     render_chat(tokenizer, say("w1"), answer_follows=True)
     slow = make_chat_tokenizer(BOMBS["nested loops"])
