@@ -11,7 +11,7 @@ from pipeline.cost.exchange_time import (
     supervised_exchange_seconds,
 )
 from pipeline.cost.gpu_table import read_gpus
-from pipeline.cost.measured_speed import Line, MeasuredSpeed, measure_speed
+from pipeline.cost.measured_speed import LinearCost, MeasuredSpeed, measure_speed
 from pipeline.cost.memory.model_size import model_size
 from pipeline.cost.memory.ppo_memory import PPOSize
 from pipeline.cost.memory.sizes import ModelSize
@@ -176,14 +176,17 @@ def test_exchange_measured_at_two_depths_is_extrapolated_to_all_layers():
     # gradients in 5 s and 7 s for each layer.
     found = FoundSpeed(passes=[passes(1, 5, 7 + 13), passes(3, 11, 7 + 39)], adam=0.0)
     speed = MeasuredSpeed.of(found, replace(SIZE, sharding="fsdp2"))
-    assert (speed.gathered, speed.reduced) == (Line(outside=2, layer=3), Line(outside=5, layer=7))
+    assert (speed.gathered, speed.reduced) == (
+        LinearCost(outside=2, layer=3),
+        LinearCost(outside=5, layer=7),
+    )
     # The reward model has 30 layers like those of the policy, and 2.5 times as much outside.
     assert speed.gathering(ParameterCount.of(REWARD)) == pytest.approx(2.5 * 2 + 30 * 3)
     # zero3 gathers small models once, and without sharded weights a pass only reduces.
     speed = MeasuredSpeed.of(found, replace(SIZE, sharding="zero3"))
-    assert speed.reduced == Line(outside=5, layer=10)
+    assert speed.reduced == LinearCost(outside=5, layer=10)
     speed = MeasuredSpeed.of(found, replace(SIZE, sharding="ddp"))
-    assert speed.reduced == Line(outside=7, layer=13)
+    assert speed.reduced == LinearCost(outside=7, layer=13)
 
 
 @pytest.mark.parametrize(
