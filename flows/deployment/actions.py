@@ -121,7 +121,7 @@ def _scheduler_of(deployment: Deployment) -> "ArgoDeployment | StepFunctionsDepl
 
 
 def check_settings(files: DeploymentFiles) -> Settings:
-    """Return the settings of the runs.
+    """Return the settings of the runs, without reading their inputs, as only the first step does.
 
     Raises:
         ConfigError: a setting is wrong, or the judge needs a key and the judging step has no

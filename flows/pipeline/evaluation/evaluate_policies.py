@@ -212,7 +212,10 @@ def _sample(
 
 
 def mean_words(texts: Sequence[str]) -> float:
-    """Return the mean number of words per text; `texts` must not be empty."""
+    """Return the mean number of words per text; `texts` must not be empty.
+
+    In scripts without spaces a whole text counts as one word, also in `repeated_share`.
+    """
     return fmean(len(text.split()) for text in texts)
 
 

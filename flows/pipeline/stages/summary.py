@@ -29,10 +29,8 @@ def summarize(
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
     """Log, print and return the summary of the run, and write it to `summary_json` if set."""
-    validation, registered = (
-        run.workspace.fetch_files(validation),
-        run.workspace.fetch_files(registered),
-    )
+    fetch_files = run.workspace.fetch_files
+    validation, registered = fetch_files(validation), fetch_files(registered)
     summary = {
         **registered.evaluation.report(),
         "reward_model": validation.report(),

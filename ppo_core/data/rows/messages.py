@@ -25,7 +25,7 @@ _MEDIA = (
 def plain_messages(value: Any) -> Any:
     """Return messages of any form with the keys role and content, and any other value unchanged.
 
-    The forms are ShareGPT's, `{"from": "human", "value": TEXT}`, and of messages whose
+    The forms are ShareGPT's `{"from": "human", "value": TEXT}`, and messages whose
     content is a list of parts, `{"type": "text", "text": TEXT}`. A single message is a list of one.
 
     Raises:

@@ -34,7 +34,7 @@ PAIR_SCHEMA = pyarrow.schema(
         "length": pyarrow.int32(),
     }
 )
-"""Types of an encoded pair on disk; `length` is the longer sequence's."""
+"""Types of an encoded pair on disk; `length` counts the tokens of the longer sequence."""
 
 
 def pair_encoding(
