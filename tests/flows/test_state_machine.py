@@ -62,6 +62,9 @@ if __name__ == "__main__":
 '''
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def machines() -> Iterator[StateMachines]:
     with pytest.MonkeyPatch.context() as here, state_machines({"CHOSEN": "by the test"}) as made:

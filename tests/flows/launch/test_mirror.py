@@ -124,6 +124,7 @@ def whole(inputs, store, tmp_path_factory) -> Machine:
     return machine
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_lost_is_replaced(inputs, store, whole: Machine, tmp_path: Path):
     lost, new = (Machine(tmp_path / name, inputs, store) for name in ("lost", "new"))
     process = lost.start(0, 1, 1, "lost")

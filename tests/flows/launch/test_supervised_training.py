@@ -138,6 +138,7 @@ def test_a_training_that_is_killed_ends_as_one_that_is_not(
     assert left_behind(tmp_path) == undisturbed[training], (step, delay)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_next_attempt_resumes(
     start: Start, undisturbed: dict[str, Any], tmp_path: Path
 ):

@@ -44,52 +44,45 @@ def start(mlflow_client) -> Callable[[Settings], FlowRun]:
     return lambda settings: start_run(settings, settings, "RLHF", "1", steps)
 
 
-def test_a_judge_is_trained_beside_the_reward_model_once(tmp_path: Path, start, capsys):
+def encoded_rows(cache: Path) -> set[str]:
+    return {path.name for path in (cache / "ppo_core").glob("*-tokens-*")}
+
+
+def test_a_judge_is_trained_beside_the_reward_model_once(
+    tmp_path: Path, start, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    cache = tmp_path / "rows"
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(cache))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+    # The largest seed: the judge is trained with the next one.
     settings = bare(tmp_path)
+    last = replace(settings.reward_model_training, seed=2**32 - 1)
+    settings = replace(settings, reward_model_training=last)
+    for encode in (encoded_demonstrations, encoded_pairs, encoded_judge_pairs):
+        encode(settings)
+    encoded = encoded_rows(cache)
+    assert len(encoded) == 3
     run = start(settings)
     reward_model, judge = load(settings, run)
     assert judge is not None
     assert "/cache/reward-model-" in reward_model.path and "/cache/judge-" in judge.path
     weights = [Path(one.path, "model.safetensors").read_bytes() for one in (reward_model, judge)]
     assert weights[0] != weights[1]
+    # The processes of a training need no store: the step has fetched and encoded the rows.
+    load_policy(settings, run)
+    assert encoded_rows(cache) == encoded
     capsys.readouterr()
     assert load(settings, run) == (reward_model, judge)
     assert f"judge: reused {judge.path}" in capsys.readouterr().out
+    # A named judge leaves all pairs to the reward model.
+    alone, none = load(bare(tmp_path, judge="rule"), run)
+    assert none is None
+    assert alone.path != reward_model.path
     # The usable rows decide, and neither the limit of the others nor the file.
     with Path(settings.preferences).open("a") as file:
         file.write('{"prompt": "w1", "chosen": 7, "rejected": "w2"}\n')
     settings = replace(settings, max_left_out=0.1)
     assert load(settings, run) == (reward_model, judge)
-    # Another seed than the reward model's, also after the largest one.
-    last = replace(settings.reward_model_training, seed=2**32 - 1)
-    assert load(replace(settings, reward_model_training=last), run)[1] != judge
-
-
-def test_a_training_finds_the_rows_that_the_step_has_encoded(
-    tmp_path: Path, start, monkeypatch: pytest.MonkeyPatch
-):
-    """So the processes of a training need no store: the step has fetched the rows from there."""
-    cache = tmp_path / "rows"
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(cache))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
-    settings = bare(tmp_path)
-    for encode in (encoded_demonstrations, encoded_pairs, encoded_judge_pairs):
-        encode(settings)
-    encoded = {path.name for path in (cache / "ppo_core").glob("*-tokens-*")}
-    assert len(encoded) == 3
-    run = start(settings)
-    load(settings, run)
-    load_policy(settings, run)
-    assert {path.name for path in (cache / "ppo_core").glob("*-tokens-*")} == encoded
-
-
-def test_a_named_judge_leaves_all_pairs_to_the_reward_model(tmp_path: Path, start):
-    settings = bare(tmp_path, judge="rule")
-    run = start(settings)
-    both, _ = load(bare(tmp_path), run)
-    alone, judge = load(settings, run)
-    assert judge is None
-    assert alone.path != both.path
 
 
 def test_the_judge_of_a_given_reward_model_is_trained_and_measured(tmp_path: Path, start, capsys):

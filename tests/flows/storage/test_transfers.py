@@ -158,7 +158,12 @@ def test_two_hundred_transfers_of_up_to_300_mb(
 
 
 @pytest.mark.parametrize(
-    ("word", "is_ours"), [("fetch", True), ("fetch", False), ("publish", True)]
+    ("word", "is_ours"),
+    [
+        ("fetch", True),
+        pytest.param("fetch", False, marks=pytest.mark.slow),
+        pytest.param("publish", True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_transfer_continues(word: str, is_ours: bool, faults: S3Faults, tmp_path: Path):
     """Killed halfway; what was transferred before and after is at most 110 % of the files."""
