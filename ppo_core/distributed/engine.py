@@ -115,6 +115,11 @@ class Engine:
         return self._accelerator.is_main_process
 
     @property
+    def computes_in_bf16(self) -> bool:
+        """Whether passes compute in bfloat16 by autocast."""
+        return self._bf16
+
+    @property
     def is_deepspeed(self) -> bool:
         """Whether DeepSpeed trains the prepared module."""
         return self._accelerator.distributed_type == DistributedType.DEEPSPEED

@@ -1,14 +1,20 @@
-"""LoRA in supervised training: adapters for a task, on a model without adapters."""
+"""LoRA in supervised training: adapters for a task, on a frozen model without adapters."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError
-from ppo_core.models.adapters import add_adapter
+from ppo_core.models.adapters import add_adapter, plain_model
 from ppo_core.models.files.model_folder import adapter_refusal
+from ppo_core.models.loading import load_policy
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -44,3 +50,44 @@ def add_task_adapter(
     config = copy.deepcopy(peft_config)
     config.task_type = task_type
     return add_adapter(model, config)
+
+
+def keep_frozen_in_bf16(adapted: "PeftModel", engine: Engine) -> None:
+    """Keep frozen matrices in bfloat16 if each pass rounds them to bfloat16 anyway.
+
+    Losses and gradients stay the same, bit for bit, and the matrices need half the memory.
+    `exact_weights` returns them unrounded. Matrices stay in fp32 if passes compute in fp32; if
+    they are sharded, because shards have one precision; and if the adapter is not LoRA alone,
+    because it may read or copy them.
+    """
+    config: Any = adapted.peft_config[adapted.active_adapter]
+    is_lora = config.peft_type == "LORA" and not (config.use_dora or config.layer_replication)
+    if engine.computes_in_bf16 and engine.sharding in ("none", "ddp") and is_lora:
+        for _, weight in _frozen_matrices(adapted):
+            weight.data = weight.data.bfloat16()
+
+
+def exact_weights(adapted: "PeftModel", start: str | Path) -> dict[str, Tensor] | None:
+    """Return all weights on the CPU, with the matrices of `keep_frozen_in_bf16` unrounded.
+
+    Return None if no matrix was rounded. `start` is the folder or hub id of the model before its
+    training, which has the matrices as they were.
+    """
+    rounded = [name for name, weight in _frozen_matrices(adapted) if weight.dtype == torch.bfloat16]
+    if not rounded:
+        return None
+    loaded = load_policy(start)
+    exact = loaded.base_model.state_dict()
+    weights = {name: weight.cpu() for name, weight in adapted.state_dict().items()}
+    for name in rounded:
+        own = f"base_model.model.{plain_model(adapted).base_model_prefix}.{name}"
+        weights[own] = exact[name.replace(".base_layer.", ".")]
+    return weights
+
+
+def _frozen_matrices(adapted: "PeftModel") -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the frozen weights of the backbone's linear layers, by their names in the backbone."""
+    for name, module in plain_model(adapted).base_model.named_modules():
+        # A subclass of nn.Linear may compute with its weight in another way.
+        if type(module) in (nn.Linear, Conv1D) and not module.weight.requires_grad:
+            yield f"{name}.weight", module.weight

@@ -32,7 +32,12 @@ from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows,
 from ppo_core.supervised.examples.reward_pairs import collate_pairs
 from ppo_core.supervised.examples.sft_examples import collate_examples
 from ppo_core.supervised.learning_rate import find_learning_rate
-from ppo_core.supervised.lora import add_task_adapter, require_plain
+from ppo_core.supervised.lora import (
+    add_task_adapter,
+    exact_weights,
+    keep_frozen_in_bf16,
+    require_plain,
+)
 from ppo_core.supervised.next_token_loss import NextTokenLoss
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.supervised.supervised_config import RATE_FILE, SupervisedConfig
@@ -96,23 +101,23 @@ def train_sft(
     rows = _rows(examples, "demonstrations", tokenizer)
     limit = max_tokens(model, config)
     encoded = encode_rows("demonstrations", rows, tokenizer, config, limit=limit, overlong=overlong)
+    engine = connect_processes(config, model)
     seed_global_generators(config.seed)
     policy = _load_start(model)
     if config.learning_rate is None:
         sized = sized_defaults(policy.num_parameters(), lora=peft_config is not None)
         config = replace(config, learning_rate=sized.sft_learning_rate)
     _checkpoint_activations(policy, config)
-    adapted = None if peft_config is None else add_task_adapter(policy, peft_config, "CAUSAL_LM")
+    adapted = _adapted(policy, peft_config, "CAUSAL_LM", engine)
     data = TrainingData(
         rows=encoded.table, digest=encoded.digest, collate=collate_examples, texts_per_row=1
     )
-    engine = connect_processes(config, model)
     module = NextTokenLoss(adapted or policy)
     loop = TrainingLoop(
         module, data, config, "SFT", adapted=adapted, engine=engine, output_dir=output
     )
     metrics = loop.train(resume, anyway=resume_anyway)
-    _save(policy, adapted, tokenizer, engine, saved)
+    _save(policy, adapted, tokenizer, engine, saved, start=model)
     return metrics
 
 
@@ -165,8 +170,8 @@ def train_reward_model(
     rows = _rows(pairs, "pairs", tokenizer)
     limit = max_tokens(model, config)
     encoded = encode_rows("pairs", rows, tokenizer, config, limit=limit, overlong=overlong)
-    make = partial(_make_ranker, model, tokenizer.pad_token_id, config, peft_config)
     engine = connect_processes(config, model)
+    make = partial(_make_ranker, model, tokenizer.pad_token_id, config, peft_config, engine)
     data = TrainingData(
         rows=encoded.table, digest=encoded.digest, collate=collate_pairs, texts_per_row=2
     )
@@ -193,7 +198,7 @@ def train_reward_model(
         ranker, data, config, "reward model", adapted=adapted, engine=engine, output_dir=output
     )
     metrics = loop.train(resume, anyway=resume_anyway)
-    _save(ranker.classifier, adapted, tokenizer, engine, saved)
+    _save(ranker.classifier, adapted, tokenizer, engine, saved, start=model)
     return metrics | tried
 
 
@@ -224,16 +229,26 @@ def _make_ranker(
     pad_token_id: int | None,
     config: SupervisedConfig,
     peft_config: "PeftConfig | None",
+    engine: Engine,
 ) -> tuple[PairRanker, "PeftModel | None"]:
     """Return the reward model before its training, and the PeftModel in it if there is one."""
     seed_global_generators(config.seed)
     classifier = make_classifier(_load_start(model), pad_token_id)
     _checkpoint_activations(classifier, config)
     ranker = PairRanker(classifier, centre_rewards_coefficient=config.centre_rewards_coefficient)
+    # Adapters are added in place, so the ranker uses them as well.
+    return ranker, _adapted(classifier, peft_config, "SEQ_CLS", engine)
+
+
+def _adapted(
+    model: PreTrainedModel, peft_config: "PeftConfig | None", task_type: str, engine: Engine
+) -> "PeftModel | None":
+    """Add the adapters of a training to a model, in place; return None without a peft_config."""
     if peft_config is None:
-        return ranker, None
-    # This adds the adapters in place, so the ranker uses them as well.
-    return ranker, add_task_adapter(classifier, peft_config, "SEQ_CLS")
+        return None
+    adapted = add_task_adapter(model, peft_config, task_type)
+    keep_frozen_in_bf16(adapted, engine)
+    return adapted
 
 
 def connect_processes(config: SupervisedConfig, model: str | Path) -> Engine:
@@ -255,10 +270,13 @@ def _save(
     tokenizer: PreTrainedTokenizerBase,
     engine: Engine,
     folder: Path,
+    *,
+    start: str | Path,
 ) -> None:
     """Write the trained model and its tokenizer completely or not at all; all processes must call.
 
-    An adapter is saved separately, and also merged into the written model.
+    An adapter is saved separately, and also merged into the written model. `start` is the model
+    before its training.
 
     Raises:
         TrainingError: a file cannot be written, for example because the disk is full.
@@ -266,6 +284,8 @@ def _save(
     weights = gather_weights(engine, model, adapted)
     if not engine.is_main:
         return
+    if adapted is not None and weights is None:
+        weights = exact_weights(adapted, start)
     with replaced_together(folder) as unfinished:
         if adapted is not None:
             save_adapter(adapted, unfinished / ADAPTER, weights=weights)

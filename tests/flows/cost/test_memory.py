@@ -176,6 +176,19 @@ def test_supervised_training_with_an_adapter_by_hand():
     assert (step.weights, step.gradients, step.optimizer) == (4_000 + 200, 200, 400)
     assert step.activations == 7 * 4 * (210 + 6 * 10 + 30) * 2
     assert (loading.weights, saving.copies) == (4_200, 3 * 200)
+    # The base is loaded again to merge the adapter.
+    assert saving.weights == 4_200 + 4_000
+
+
+def test_a_frozen_base_in_bfloat16_by_hand():
+    """Of 1,000 parameters, the layers' are in bfloat16, unless they are sharded."""
+    size = SupervisedSize(model=MODEL, writes=False, adapter=50, tokens=7, autocast=True)
+    (step,) = supervised_phases(size)
+    outside = MODEL.outside_layers
+    assert 0 < outside < 1_000
+    assert step.weights == 4 * outside + 2 * (1_000 - outside) + 200
+    (sharded,) = supervised_phases(replace(size, processes=2, sharding="zero2"))
+    assert sharded.weights == 4_000 + 200
 
 
 def test_the_line_names_the_phase_and_the_parts():

@@ -6,9 +6,10 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.loading import load_policy
-from ppo_core.supervised.lora import add_task_adapter, require_plain
+from ppo_core.supervised.lora import add_task_adapter, keep_frozen_in_bf16, require_plain
 from ppo_core.supervised.pair_ranker import make_classifier
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
@@ -99,6 +100,49 @@ def test_checkpointing_and_bf16_train_adapters_too(base, tmp_path):
     )
     train_sft(base, EXAMPLES, config, tmp_path / "sft", peft_config=lora())
     assert moved(load_policy(base), load_policy(tmp_path / "sft")) == ADAPTED
+
+
+IN_BF16 = SupervisedConfig(learning_rate=1e-2, num_epochs=3, max_length=64, bf16=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
+@pytest.mark.parametrize(("train", "rows"), [(train_sft, EXAMPLES), (train_reward_model, PAIRS)])
+def test_frozen_matrices_in_bf16_train_the_same_model_bit_for_bit(
+    train, rows, family, tmp_path, monkeypatch
+):
+    start = tmp_path / "start"
+    make_policy(family=family).save_pretrained(start)
+    make_chat_tokenizer().save_pretrained(start)
+    halved = []
+
+    def keep(adapted, engine):
+        keep_frozen_in_bf16(adapted, engine)
+        halved.extend(p for p in adapted.parameters() if p.dtype == torch.bfloat16)
+
+    for name, how in (("fp32", lambda adapted, engine: None), ("bf16", keep)):
+        monkeypatch.setattr("ppo_core.supervised.training.keep_frozen_in_bf16", how)
+        changes = {"target_modules": "all-linear", "lora_dropout": 0.1}
+        train(start, rows, IN_BF16, tmp_path / name, peft_config=lora(**changes))
+    assert halved
+    assert not any(parameter.requires_grad for parameter in halved)
+    for file in ("model.safetensors", "adapter/adapter_model.safetensors", "metrics.jsonl"):
+        assert (tmp_path / "bf16" / file).read_bytes() == (tmp_path / "fp32" / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("bf16", "changes", "expected"),
+    [
+        (True, {}, {torch.float32, torch.bfloat16}),
+        (False, {}, {torch.float32}),
+        (True, {"use_dora": True}, {torch.float32}),
+        (True, {"layer_replication": [(0, 2), (1, 2)]}, {torch.float32}),
+    ],
+)
+def test_frozen_matrices_keep_their_precision_where_it_counts(bf16, changes, expected):
+    adapted = add_task_adapter(make_policy(), lora(**changes), "CAUSAL_LM")
+    keep_frozen_in_bf16(adapted, Engine(bf16=bf16))
+    assert {parameter.dtype for parameter in adapted.parameters()} == expected
+    assert adapted.get_output_embeddings().weight.dtype == torch.float32
 
 
 def test_the_peft_config_is_left_as_it_was():

@@ -53,10 +53,11 @@ def peak_supervised_memory(size: SupervisedSize) -> Memory:
 def supervised_phases(size: SupervisedSize) -> list[Memory]:
     """Return the memory of a step, and on a CPU also while loading and saving.
 
-    The weights of a frozen base are in fp32, too.
+    A frozen base is loaded in fp32, and again to merge the adapter into it.
     """
-    frozen = size.model.parameters if size.adapter else 0
-    full = FP32 * (size.trained + frozen)
+    frozen = FP32 * size.model.parameters if size.adapter else 0
+    loaded = FP32 * size.trained + frozen
+    full = FP32 * size.trained + (_kept_base(size) if size.adapter else 0)
     process = PROCESS if size.on_cpu else 0
     buffers, optimizer = size.send_buffers(size.trained), size.optimizer(size.trained)
     step = Memory(
@@ -70,11 +71,11 @@ def supervised_phases(size: SupervisedSize) -> list[Memory]:
     if not size.on_cpu:
         return [step]
     loading = Memory(
-        phase="loading", weights=full, gradients=0, optimizer=0, activations=0, process=process
+        phase="loading", weights=loaded, gradients=0, optimizer=0, activations=0, process=process
     )
     saving = Memory(
         phase="saving",
-        weights=size.weights(full),
+        weights=size.weights(full) + frozen,
         gradients=buffers,
         optimizer=optimizer,
         activations=0,
@@ -82,6 +83,13 @@ def supervised_phases(size: SupervisedSize) -> list[Memory]:
         process=process,
     )
     return [step, loading, saving]
+
+
+def _kept_base(size: SupervisedSize) -> int:
+    """Bytes of a frozen base: its layers are in bfloat16 if `keep_frozen_in_bf16` rounds them."""
+    outside = size.model.outside_layers
+    in_bf16 = size.autocast and size.sharding in ("none", "ddp")
+    return FP32 * outside + (BF16 if in_bf16 else FP32) * (size.model.parameters - outside)
 
 
 def _activations(size: SupervisedSize) -> int:
