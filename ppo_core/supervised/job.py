@@ -63,10 +63,10 @@ def read_result(folder: Path) -> dict[str, float]:
     return result
 
 
-def run_job(file: Path, prepare: Callable[[str | None], None]) -> dict[str, float]:
+def run_job(file: Path, prepare: Callable[..., None]) -> dict[str, float]:
     """Run a job, or resume it from its newest checkpoint; return its metrics.
 
-    `prepare` takes the sharding of the training, and sets up the process for it.
+    `prepare` sets up the process for the sharding of the training, and for an adapter.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -82,7 +82,7 @@ def run_job(file: Path, prepare: Callable[[str | None], None]) -> dict[str, floa
             f"'{file}' is no job of this version: {error}. To train from a shell, give flags: "
             "python -m ppo_core.supervised sft --help."
         ) from error
-    prepare(job.config.get("sharding"))
+    prepare(job.config.get("sharding"), trains_adapter=job.lora is not None)
     # Imported here: reading the file needs no torch.
     with large_imports():
         from ppo_core.data.rows.handed_over import read_written_rows

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -24,6 +24,9 @@ from ppo_core.supervised.training_loop import (
     identity_of,
 )
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 FACTORS = (1 / 3, 1, 3)
 """The rates that a search tries, as factors of the rate in the middle."""
 
@@ -37,8 +40,12 @@ MOST_JUDGED = 1_000
 """Maximum number of other pairs on which a search measures the loss."""
 
 
+RankerMaker = Callable[[], tuple[PairRanker, "PeftModel | None"]]
+"""Makes a reward model before its training, and the PeftModel in it if there is one."""
+
+
 def find_learning_rate(
-    make_ranker: Callable[[], PairRanker],
+    make_ranker: RankerMaker,
     pairs: TrainingData,
     config: SupervisedConfig,
     middle: float,
@@ -101,7 +108,7 @@ def refuse_sharded_search(sharding: str | None) -> None:
 
 
 def search_learning_rate(
-    make_ranker: Callable[[], PairRanker],
+    make_ranker: RankerMaker,
     pairs: Dataset,
     config: SupervisedConfig,
     middle: float,
@@ -113,7 +120,7 @@ def search_learning_rate(
     measured on other pairs. A rate whose training diverges has an infinite loss.
 
     Args:
-        make_ranker: function that returns the model before its training, always the same.
+        make_ranker: function that returns the same model each time.
         pairs: encoded pairs, with the types of `PAIR_SCHEMA`.
         config: settings of the training; its learning rate is not read.
         middle: the rate in the middle, which is the default for the model's size.
@@ -127,7 +134,7 @@ def search_learning_rate(
     losses: dict[float, float] = {}
     for rate in (factor * middle for factor in FACTORS):
         tried = replace(config, learning_rate=rate, num_epochs=1)
-        losses[rate] = _loss_after(make_ranker(), trained, judged, tried, engine)
+        losses[rate] = _loss_after(*make_ranker(), trained, judged, tried, engine)
         # The next model may not fit beside this one.
         free_unused()
     best = min(losses, key=lambda rate: losses[rate])
@@ -155,12 +162,17 @@ def _parts(pairs: Dataset, seed: int) -> tuple[Dataset, Dataset]:
 
 
 def _loss_after(
-    ranker: PairRanker, trained: Dataset, judged: Dataset, config: SupervisedConfig, engine: Engine
+    ranker: PairRanker,
+    adapted: "PeftModel | None",
+    trained: Dataset,
+    judged: Dataset,
+    config: SupervisedConfig,
+    engine: Engine,
 ) -> float:
     """Train a ranker; return its loss on other pairs, which is infinite if it diverges."""
     data = TrainingData(rows=trained, digest="", collate=collate_pairs, texts_per_row=2)
     name = f"learning rate {config.learning_rate:.1e}"
-    loop = TrainingLoop(ranker, data, config, name, engine=engine, output_dir=None)
+    loop = TrainingLoop(ranker, data, config, name, adapted=adapted, engine=engine, output_dir=None)
     try:
         loop.train()
     except NotFiniteError:

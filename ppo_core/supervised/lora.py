@@ -65,6 +65,10 @@ def keep_frozen_in_bf16(adapted: "PeftModel", engine: Engine) -> None:
     if engine.computes_in_bf16 and engine.sharding in ("none", "ddp") and is_lora:
         for _, weight in _frozen_matrices(adapted):
             weight.data = weight.data.bfloat16()
+        for parameter in adapted.parameters():
+            if parameter.dtype != torch.bfloat16:
+                # As long as one tensor is in the mapped file of the weights, all its pages stay.
+                parameter.data = parameter.data.clone()
 
 
 def exact_weights(adapted: "PeftModel", start: str | Path) -> dict[str, Tensor] | None:

@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def prepare_process(sharding: str | None) -> None:
+def prepare_process(sharding: str | None, *, trains_adapter: bool) -> None:
     """Set the memory of a process of a training; call before its first matmul.
 
     Without GPUs, freed memory is reused, see `prepare_cpu_process`.
@@ -124,7 +124,7 @@ def prepare_process(sharding: str | None) -> None:
     if torch.cuda.is_available():
         keep_few_compiled_matmuls()
     else:
-        prepare_cpu_process(shards_weights=sharding in SHARD_WEIGHTS)
+        prepare_cpu_process(shards_weights=sharding in SHARD_WEIGHTS, trains_adapter=trains_adapter)
 
 
 def train_supervised(argv: Sequence[str]) -> dict[str, float]:
@@ -147,7 +147,7 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
             f"--help lists the flags."
         )
     arguments, config, lora = parse_supervised(kind, flags if kind in TRAININGS else ["--help"])
-    prepare_process(config.sharding)
+    prepare_process(config.sharding, trains_adapter=lora.use_peft)
     # Imported here: --help and a wrong flag need no torch.
     with large_imports():
         from ppo_core.data.rows.describe import (

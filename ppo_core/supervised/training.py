@@ -35,7 +35,6 @@ from ppo_core.supervised.learning_rate import find_learning_rate
 from ppo_core.supervised.lora import (
     add_task_adapter,
     exact_weights,
-    keep_frozen_in_bf16,
     require_plain,
 )
 from ppo_core.supervised.next_token_loss import NextTokenLoss
@@ -101,17 +100,17 @@ def train_sft(
     rows = _rows(examples, "demonstrations", tokenizer)
     limit = max_tokens(model, config)
     encoded = encode_rows("demonstrations", rows, tokenizer, config, limit=limit, overlong=overlong)
-    engine = connect_processes(config, model)
     seed_global_generators(config.seed)
     policy = _load_start(model)
     if config.learning_rate is None:
         sized = sized_defaults(policy.num_parameters(), lora=peft_config is not None)
         config = replace(config, learning_rate=sized.sft_learning_rate)
     _checkpoint_activations(policy, config)
-    adapted = _adapted(policy, peft_config, "CAUSAL_LM", engine)
+    adapted = None if peft_config is None else add_task_adapter(policy, peft_config, "CAUSAL_LM")
     data = TrainingData(
         rows=encoded.table, digest=encoded.digest, collate=collate_examples, texts_per_row=1
     )
+    engine = connect_processes(config, model)
     module = NextTokenLoss(adapted or policy)
     loop = TrainingLoop(
         module, data, config, "SFT", adapted=adapted, engine=engine, output_dir=output
@@ -170,8 +169,8 @@ def train_reward_model(
     rows = _rows(pairs, "pairs", tokenizer)
     limit = max_tokens(model, config)
     encoded = encode_rows("pairs", rows, tokenizer, config, limit=limit, overlong=overlong)
+    make = partial(_make_ranker, model, tokenizer.pad_token_id, config, peft_config)
     engine = connect_processes(config, model)
-    make = partial(_make_ranker, model, tokenizer.pad_token_id, config, peft_config, engine)
     data = TrainingData(
         rows=encoded.table, digest=encoded.digest, collate=collate_pairs, texts_per_row=2
     )
@@ -183,7 +182,7 @@ def train_reward_model(
             if config.save_steps and not resume:
                 engine.peers.together(lambda: refuse_earlier_run(output))
             rate, tried = find_learning_rate(
-                lambda: make()[0],
+                make,
                 data,
                 config,
                 rate,
@@ -229,26 +228,16 @@ def _make_ranker(
     pad_token_id: int | None,
     config: SupervisedConfig,
     peft_config: "PeftConfig | None",
-    engine: Engine,
 ) -> tuple[PairRanker, "PeftModel | None"]:
     """Return the reward model before its training, and the PeftModel in it if there is one."""
     seed_global_generators(config.seed)
     classifier = make_classifier(_load_start(model), pad_token_id)
     _checkpoint_activations(classifier, config)
     ranker = PairRanker(classifier, centre_rewards_coefficient=config.centre_rewards_coefficient)
-    # Adapters are added in place, so the ranker uses them as well.
-    return ranker, _adapted(classifier, peft_config, "SEQ_CLS", engine)
-
-
-def _adapted(
-    model: PreTrainedModel, peft_config: "PeftConfig | None", task_type: str, engine: Engine
-) -> "PeftModel | None":
-    """Add the adapters of a training to a model, in place; return None without a peft_config."""
     if peft_config is None:
-        return None
-    adapted = add_task_adapter(model, peft_config, task_type)
-    keep_frozen_in_bf16(adapted, engine)
-    return adapted
+        return ranker, None
+    # This adds the adapters in place, so the ranker uses them as well.
+    return ranker, add_task_adapter(classifier, peft_config, "SEQ_CLS")
 
 
 def connect_processes(config: SupervisedConfig, model: str | Path) -> Engine:

@@ -25,9 +25,11 @@ from ppo_core.errors import NotFiniteError, RunInterruptedError
 from ppo_core.errors.out_of_memory import explained_out_of_memory
 from ppo_core.io.progress_bar import progress
 from ppo_core.models.adapters import adapter_settings
+from ppo_core.models.kernels.freed_memory import release_freed_memory
 from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.reporting.metrics_file import MetricsFile
 from ppo_core.supervised.checkpoint import Progress, SupervisedContents
+from ppo_core.supervised.lora import keep_frozen_in_bf16
 from ppo_core.supervised.step_order import StepOrder
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
@@ -130,6 +132,8 @@ class TrainingLoop:
         )
         if adapted is not None:
             start.models["adapter"] = adapter_settings(adapted.peft_config[adapted.active_adapter])
+            # After the fingerprint, which is the same on a machine that computes in fp32.
+            keep_frozen_in_bf16(adapted, engine)
         optimizer = make_optimizer(module, config)
         warmup = math.ceil(config.warmup_ratio * self._order.steps)
         scheduler = get_scheduler("linear", optimizer, warmup, self._order.steps)
@@ -138,6 +142,7 @@ class TrainingLoop:
         seed_global_generators(config.seed + engine.rank)
         self._scheduler = scheduler
         self._progress = Progress()
+        self._trains_adapter = adapted is not None
         self._interruption = Interruption()
         self._metrics_file = MetricsFile(output_dir) if output_dir and engine.is_main else None
         self._checkpoints: Checkpointer | None = None
@@ -223,6 +228,8 @@ class TrainingLoop:
         units = engine.sum(own_units.double().cpu())
         sums = torch.zeros(1 + len(self._objective.metrics), dtype=torch.float64)
         for number, batch in enumerate(batches):
+            if self._trains_adapter and engine.device.type == "cpu":
+                release_freed_memory()
             with engine.accumulate_only(module, number < len(batches) - 1):
                 loss, metrics = module(**batch)
                 engine.backward(loss / float(units))

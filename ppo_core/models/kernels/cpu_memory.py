@@ -10,7 +10,7 @@ import platform
 
 # Parameters of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_FOUR_MIB, _ONE_GIB = 2**22, 2**30
+_ONE_MIB, _FOUR_MIB, _ONE_GIB = 2**20, 2**22, 2**30
 
 KEPT_MATMULS = 48
 """Capacity of each cache, in compiled matmuls. A forward and backward pass through one bfloat16
@@ -19,12 +19,14 @@ layer needs about 30; with a capacity of 24, training in bfloat16 is slower."""
 _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
-def prepare_cpu_process(*, shards_weights: bool = False) -> None:
+def prepare_cpu_process(*, shards_weights: bool = False, trains_adapter: bool = False) -> None:
     """Reuse freed memory and limit the caches of compiled matmuls; call before the first matmul.
 
-    `shards_weights` says that the process will hold shards of the weights, see `keep_freed_memory`.
+    `shards_weights` says that the process will hold shards of the weights, and `trains_adapter`
+    that it will train an adapter on rows of many lengths; see `keep_freed_memory`.
     """
-    keep_freed_memory(below=_FOUR_MIB if shards_weights else _ONE_GIB)
+    below = _FOUR_MIB if shards_weights else _ONE_GIB
+    keep_freed_memory(below=_ONE_MIB if trains_adapter else below)
     keep_few_compiled_matmuls()
 
 
@@ -34,9 +36,10 @@ def keep_freed_memory(*, below: int = _ONE_GIB) -> None:
     By default glibc returns freed blocks above 32 MiB to the system, which must then clear the
     pages of the next block. A process with sharded weights should return large blocks: it gathers
     layers into blocks of many sizes, which rarely fit the blocks freed before, so a process that
-    keeps all of them needs up to twice the memory. Other C libraries are not changed. glibc before
-    2.35 is not changed either: it refuses an mmap threshold above 32 MiB, and setting only the trim
-    threshold would stop glibc from adapting both.
+    keeps all of them needs up to twice the memory. The training of an adapter is alike, because
+    most of its memory has activations, whose sizes change with the lengths of the rows. Other C
+    libraries are not changed. glibc before 2.35 is not changed either: it refuses an mmap threshold
+    above 32 MiB, and setting only the trim threshold would stop glibc from adapting both.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

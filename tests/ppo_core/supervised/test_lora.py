@@ -120,7 +120,7 @@ def test_frozen_matrices_in_bf16_train_the_same_model_bit_for_bit(
         halved.extend(p for p in adapted.parameters() if p.dtype == torch.bfloat16)
 
     for name, how in (("fp32", lambda adapted, engine: None), ("bf16", keep)):
-        monkeypatch.setattr("ppo_core.supervised.training.keep_frozen_in_bf16", how)
+        monkeypatch.setattr("ppo_core.supervised.training_loop.keep_frozen_in_bf16", how)
         changes = {"target_modules": "all-linear", "lora_dropout": 0.1}
         train(start, rows, IN_BF16, tmp_path / name, peft_config=lora(**changes))
     assert halved
