@@ -19,10 +19,10 @@ import ppo_core.__main__
 from pipeline import stages
 from pipeline.demo.task import build_demo_task
 from pipeline.evaluation.evaluate_policies import evaluate_policies
-from pipeline.evaluation.results import PreparedModel
 from pipeline.inputs import data_sets
 from pipeline.launch.job import write_job
 from pipeline.preflight.check_inputs import check_inputs
+from pipeline.results.step_records import PreparedModel
 from pipeline.settings.settings import Settings, make_settings, read_preset
 from pipeline.settings.settings_file import settings_text
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls

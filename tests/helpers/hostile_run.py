@@ -8,7 +8,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 from pipeline import stages
-from pipeline.evaluation.results import (
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.json_lines import write_jsonl
+from pipeline.registry.champions import promote_by_hand
+from pipeline.reports.log_reports import log_evaluation, log_reward_report
+from pipeline.results.step_records import (
     JUDGEMENTS,
     SAMPLES,
     Change,
@@ -16,10 +20,6 @@ from pipeline.evaluation.results import (
     PreparedModel,
     TrainedPolicy,
 )
-from pipeline.inputs.flow_run import FlowRun
-from pipeline.inputs.json_lines import write_jsonl
-from pipeline.registry.champions import promote_by_hand
-from pipeline.reports.log_reports import log_evaluation, log_reward_report
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.registration import Candidate, register_policy
 from pipeline.stages.tracked import track

@@ -15,10 +15,10 @@ import torch
 
 from flows.champion import load_champion
 from pipeline.evaluation.evaluate_policies import evaluate_policies
-from pipeline.evaluation.results import FetchedChampion, PreparedModel
 from pipeline.judges.chat_model import Question
 from pipeline.judges.reward_model_judge import RewardModelJudge
 from pipeline.judges.transformers_model import TransformersModel
+from pipeline.results.step_records import FetchedChampion, PreparedModel
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings, make_settings

@@ -10,7 +10,11 @@ import numpy as np
 from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.contests import evaluate
 from pipeline.evaluation.notes import notes_on
-from pipeline.evaluation.results import (
+from pipeline.evaluation.win_rate import compare_policies
+from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.judges.function_judge import FunctionJudge
+from pipeline.registry.decisions import Decision
+from pipeline.results.step_records import (
     EVALUATION_FILE,
     REWARD_REPORT_FILE,
     EvaluatedPolicy,
@@ -18,10 +22,6 @@ from pipeline.evaluation.results import (
     ValidatedReward,
     write_report,
 )
-from pipeline.evaluation.win_rate import compare_policies
-from pipeline.inputs.preference_pairs import LabelledPair
-from pipeline.judges.function_judge import FunctionJudge
-from pipeline.registry.decisions import Decision
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
 from pipeline.reward_validation.contract import Contract

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from pipeline.evaluation.results import write_report
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.launch.launcher import _MetricsFollower
+from pipeline.results.step_records import write_report
 from pipeline.tracking.journal import Journal
 from ppo_core.__main__ import main
 from ppo_core.checkpointing.files import read_newest

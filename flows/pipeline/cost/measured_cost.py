@@ -5,9 +5,9 @@ from typing import Any
 
 from pipeline.cost.gpu_table import Gpu, price_per_hour, read_gpus
 from pipeline.cost.usage import Attempt, recorded_attempts
-from pipeline.evaluation.results import EvaluatedPolicy, TrainedPolicy
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import FoundGpu
+from pipeline.results.step_records import EvaluatedPolicy, TrainedPolicy
 from pipeline.settings.hardware_config import HardwareConfig
 
 

@@ -8,19 +8,19 @@ from typing import Any
 
 from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.notes import doubts_about_trained_judge, notes_on
-from pipeline.evaluation.results import (
-    EVALUATION_FILE,
-    EvaluatedPolicy,
-    FetchedChampion,
-    TrainedJudge,
-    write_report,
-)
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.judges.budget import Budget, Spent
 from pipeline.judges.spec import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.launch.answers import answer_in_run
+from pipeline.results.step_records import (
+    EVALUATION_FILE,
+    EvaluatedPolicy,
+    FetchedChampion,
+    TrainedJudge,
+    write_report,
+)
 from pipeline.settings.settings import Settings
 from ppo_core.algorithm.repetition import repeated_ngrams
 from ppo_core.models.loading import is_same_architecture

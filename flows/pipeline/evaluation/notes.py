@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeline.evaluation.results import Report, TrainedJudge
+from pipeline.results.step_records import Report, TrainedJudge
 
 WITHOUT_REFERENCES = (
     "There are no references, so the policies are compared only with each other, and the judge is "

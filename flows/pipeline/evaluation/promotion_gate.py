@@ -2,7 +2,7 @@
 
 from math import isfinite
 
-from pipeline.evaluation.results import Report
+from pipeline.results.step_records import Report
 from pipeline.settings.gate_configs import PromotionConfig
 from ppo_core.errors import DataError
 

@@ -27,9 +27,9 @@ from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
 
 import ppo_core
-from pipeline.evaluation.results import Report
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.lineage import installed_distributions
+from pipeline.results.step_records import Report
 from ppo_core.training.model_card import without_folders
 
 PROPERTY = "rlhf-flow:"

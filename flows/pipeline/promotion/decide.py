@@ -4,12 +4,12 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.evaluation.promotion_gate import reasons_to_promote, reasons_to_refuse
-from pipeline.evaluation.results import EvaluatedPolicy, TrainedJudge, ValidatedReward
 from pipeline.promotion.champion import fetch_version
 from pipeline.registry import champions
 from pipeline.registry.alias_sync import settle
 from pipeline.registry.champion_history import Champions
 from pipeline.registry.decisions import Decision
+from pipeline.results.step_records import EvaluatedPolicy, TrainedJudge, ValidatedReward
 from pipeline.settings.settings import Settings
 from ppo_core.distributed.process import large_imports
 from ppo_core.io.folder_cache import make_once

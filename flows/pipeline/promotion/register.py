@@ -8,13 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cost.measured_cost import cost_of_run
-from pipeline.evaluation.results import (
-    EvaluatedPolicy,
-    PreparedModel,
-    RegisteredPolicy,
-    TrainedPolicy,
-    ValidatedReward,
-)
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.model_digests import require_unchanged
@@ -26,6 +19,13 @@ from pipeline.registry.champions import challenge
 from pipeline.registry.decisions import Decision
 from pipeline.registry.versions import register_version, write_card
 from pipeline.reports.headline_metrics import evaluation_numbers
+from pipeline.results.step_records import (
+    EvaluatedPolicy,
+    PreparedModel,
+    RegisteredPolicy,
+    TrainedPolicy,
+    ValidatedReward,
+)
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.storage.workspace import original_names

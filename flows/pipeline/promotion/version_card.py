@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipeline.evaluation.results import Report
 from pipeline.reports.document import as_equal_length_rate, as_interval, as_percent
 from pipeline.reports.terminal import CONTEST_TITLES, cost_in_words
+from pipeline.results.step_records import Report
 from pipeline.settings.settings import flatten
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.data.rows.row_error import list_reasons

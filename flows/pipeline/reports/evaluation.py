@@ -1,7 +1,6 @@
 """The document about an evaluation."""
 
 from pipeline.evaluation.length_control import RATIO_NAMES
-from pipeline.evaluation.results import Report
 from pipeline.reports.document import (
     Document,
     Plot,
@@ -16,6 +15,7 @@ from pipeline.reports.document import (
 )
 from pipeline.reports.figures import win_rate_plot
 from pipeline.reports.terminal import CONTEST_TITLES
+from pipeline.results.step_records import Report
 
 WHO = {"reference": "References", "sft": "SFT", "ppo": "PPO", "champion": "Champion"}
 """Titles of the contestants."""

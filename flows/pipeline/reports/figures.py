@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipeline.evaluation.results import Report
 from pipeline.reports.terminal import CONTEST_TITLES
+from pipeline.results.step_records import Report
 
 INCHES = 6.0
 """Width of a figure in inches."""

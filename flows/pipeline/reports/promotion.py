@@ -1,10 +1,10 @@
 """Make the report on the promotion or refusal of a version."""
 
 from pipeline.evaluation.promotion_gate import direct_contest, words_of_both
-from pipeline.evaluation.results import Report
 from pipeline.registry.decisions import Decision
 from pipeline.reports.document import Document, Section, as_interval, as_number, as_percent
 from pipeline.reports.terminal import CONTEST_TITLES, decision_in_words
+from pipeline.results.step_records import Report
 from pipeline.settings.gate_configs import PromotionConfig
 
 

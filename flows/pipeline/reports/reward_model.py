@@ -1,6 +1,5 @@
 """Make the report on a reward model."""
 
-from pipeline.evaluation.results import Report
 from pipeline.reports.document import (
     Document,
     Plot,
@@ -11,6 +10,7 @@ from pipeline.reports.document import (
     as_percent,
 )
 from pipeline.reports.figures import MARGINS, reward_model_figures
+from pipeline.results.step_records import Report
 
 RATE_HEADERS = ("", "Right", "95 % interval", "Pairs")
 

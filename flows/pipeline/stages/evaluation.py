@@ -3,16 +3,16 @@
 from pathlib import Path
 
 from pipeline.evaluation.evaluate_policies import evaluate_policies
-from pipeline.evaluation.results import (
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.model_digests import require_unchanged
+from pipeline.reports.log_reports import log_evaluation
+from pipeline.results.step_records import (
     EvaluatedPolicy,
     FetchedChampion,
     PreparedModel,
     TrainedJudge,
     TrainedPolicy,
 )
-from pipeline.inputs.flow_run import FlowRun
-from pipeline.inputs.model_digests import require_unchanged
-from pipeline.reports.log_reports import log_evaluation
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
 from ppo_core.distributed.process import large_imports

@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.demo import task
 from pipeline.evaluation.contests import Evaluation, evaluate, judgements
-from pipeline.evaluation.results import JUDGEMENTS, write_report
 from pipeline.evaluation.win_rate import describe
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import write_jsonl
@@ -19,6 +18,7 @@ from pipeline.preflight.check_inputs import check_outputs
 from pipeline.promotion.champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
 from pipeline.reports.document import as_equal_length_rate, as_number, as_percent
+from pipeline.results.step_records import JUDGEMENTS, write_report
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments

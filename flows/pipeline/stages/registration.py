@@ -1,8 +1,8 @@
 """Register the policy as a version of the registered model, and promote or refuse it."""
 
-from pipeline.evaluation.results import RegisteredPolicy
 from pipeline.promotion.register import Candidate, register
 from pipeline.reports.log_reports import log_evaluation
+from pipeline.results.step_records import RegisteredPolicy
 from pipeline.stages.tracked import track
 
 __all__ = ["Candidate", "register_policy"]

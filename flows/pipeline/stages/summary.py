@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cost.measured_cost import cost_numbers, cost_of_run
-from pipeline.evaluation.results import (
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.reports.terminal import decision_in_words, render_summary
+from pipeline.results.step_records import (
     RegisteredPolicy,
     TrainedPolicy,
     ValidatedReward,
     write_report,
 )
-from pipeline.inputs.flow_run import FlowRun
-from pipeline.reports.terminal import decision_in_words, render_summary
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.stages.tracked import track
 from pipeline.storage.workspace import original_names

@@ -7,19 +7,19 @@ from shlex import quote
 from typing import Any, NoReturn
 
 from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_judge
-from pipeline.evaluation.results import (
-    REWARD_REPORT_FILE,
-    PreparedModel,
-    TrainedJudge,
-    ValidatedReward,
-    write_report,
-)
 from pipeline.inputs import data_sets
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.launch.answers import answer_in_run
 from pipeline.reports.log_reports import log_reward_report
 from pipeline.reports.terminal import reward_model_in_words
+from pipeline.results.step_records import (
+    REWARD_REPORT_FILE,
+    PreparedModel,
+    TrainedJudge,
+    ValidatedReward,
+    write_report,
+)
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer, score_pairs

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.cost.measured_cost import cost_numbers, cost_of_run
-from pipeline.evaluation.results import TrainedPolicy
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.judges.budget import Budget
 from pipeline.reports.terminal import cost_in_words
+from pipeline.results.step_records import TrainedPolicy
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.storage.workspace import Workspace
 from tests.helpers.sample_reports import evaluated, evaluation_result

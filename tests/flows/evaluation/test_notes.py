@@ -4,8 +4,8 @@ import pytest
 
 from pipeline.evaluation.contests import evaluate
 from pipeline.evaluation.notes import notes_on
-from pipeline.evaluation.results import TrainedJudge
 from pipeline.judges.verdict import Verdict
+from pipeline.results.step_records import TrainedJudge
 from pipeline.settings.evaluation_config import EvaluationConfig
 
 TRAINED = TrainedJudge(path="judge", accuracy=0.718, low=0.685, high=0.748, n=800)

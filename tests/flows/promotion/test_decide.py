@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.evaluation.notes import WITHOUT_REFERENCES
-from pipeline.evaluation.results import EvaluatedPolicy, TrainedJudge, ValidatedReward
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.promotion.champion import find_champion
 from pipeline.promotion.decide import decide_promotion
 from pipeline.registry import champions
 from pipeline.registry.aliases import read_aliases, read_version
 from pipeline.registry.decisions import Decision
+from pipeline.results.step_records import EvaluatedPolicy, TrainedJudge, ValidatedReward
 from pipeline.settings.decoding import Decoding
 from pipeline.stages.evaluation import fetch_again
 from pipeline.tracking.mlflow_client import connect

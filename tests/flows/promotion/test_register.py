@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from pipeline import stages
-from pipeline.evaluation.results import (
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.json_lines import read_jsonl
+from pipeline.promotion import register as register_module
+from pipeline.registry import champions
+from pipeline.results.step_records import (
     EvaluatedPolicy,
     FetchedChampion,
     RegisteredPolicy,
     ValidatedReward,
 )
-from pipeline.inputs.flow_run import FlowRun
-from pipeline.inputs.json_lines import read_jsonl
-from pipeline.promotion import register as register_module
-from pipeline.registry import champions
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.settings_file import settings_text
 from pipeline.storage.workspace import Workspace

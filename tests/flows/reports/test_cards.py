@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.evaluation.results import RegisteredPolicy, TrainedJudge
 from pipeline.registry.decisions import Decision
 from pipeline.reports.document import Document
 from pipeline.reports.evaluation import evaluation_document
@@ -24,6 +23,7 @@ from pipeline.reports.html_page import reward_model_page
 from pipeline.reports.promotion import promotion_document
 from pipeline.reports.reward_model import reward_document
 from pipeline.reports.terminal import render_summary
+from pipeline.results.step_records import RegisteredPolicy, TrainedJudge
 from pipeline.settings.gate_configs import PromotionConfig
 from pipeline.stages.cards import evaluation_card, promotion_card, reward_model_card
 from tests.helpers.paths import ROOT

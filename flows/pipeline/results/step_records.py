@@ -1,0 +1,228 @@
+"""Records that the stages of the flow pass on: places of files and small numbers.
+
+A place is a path, a hub id, or the address of a published file; see `Workspace`. FILE_FIELDS of a
+record names the fields whose files the step publishes if the steps share no disk.
+
+Metaflow pickles these records between steps, so this module imports nothing large. Reports are
+JSON files, which `ValidatedReward.report` and `EvaluatedPolicy.report` read.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ppo_core.errors import DataError
+from ppo_core.errors.redaction import mask_secrets
+from ppo_core.io.atomic_files import explained_writes, write_atomically
+from ppo_core.io.text_files import read_json_file
+
+if TYPE_CHECKING:
+    from pipeline.registry.decisions import Decision
+
+SAMPLES, JUDGEMENTS = "samples.jsonl", "judgements.jsonl"
+"""Files in an evaluation's folder: SAMPLES has the answers to each prompt, JUDGEMENTS all verdicts.
+"""
+
+Report = Mapping[str, Any]
+"""Measurements of a reward model or an evaluation, or some of them, as JSON values."""
+
+EVALUATION_FILE, REWARD_REPORT_FILE = "evaluation.json", "reward-model.json"
+"""Report in the folder of an evaluation, and report on the reward model in the folder of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedModel:
+    """A policy or a reward model that is ready for PPO."""
+
+    FILE_FIELDS: ClassVar = ("path",)
+
+    path: str
+    """Place of the model."""
+
+    digest: str
+    """Digest of the model, as `model_digests.digest_of_model` returns it."""
+
+    metrics: dict[str, float]
+    """Final training metrics; empty if the flow did not train the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedJudge:
+    """The reward model that judges if no judge is named, and its accuracy on held-out pairs."""
+
+    FILE_FIELDS: ClassVar = ("path",)
+
+    path: str
+    """Place of the model."""
+
+    accuracy: float
+    """Fraction of the held-out pairs whose preferred response scores higher."""
+
+    low: float
+    """Lower end of the 95 % interval of `accuracy`."""
+
+    high: float
+    """Upper end of the 95 % interval of `accuracy`."""
+
+    n: int
+    """Number of held-out pairs without ties."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchedChampion:
+    """The champion on this machine; its files were verified if it has a manifest."""
+
+    version: int
+    model: str
+    """Folder or hub id of the model."""
+    tokenizer: str
+    """Folder or hub id of the tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidatedReward:
+    """Result of validating a reward model, with the scaling of its scores for PPO."""
+
+    FILE_FIELDS: ClassVar = ("report_file",)
+
+    fit: bool
+    """Whether the reward model passed the gate."""
+
+    accepted_by_hand: bool
+    """Whether a person accepted the reward model although it failed the gate."""
+
+    reasons: list[str]
+    """Reasons why the reward model failed the gate; empty if it passed."""
+
+    bias: float
+    """Offset of the scores: PPO's reward is gain * (score - bias)."""
+
+    gain: float
+    """Factor of the scores, see `bias`."""
+
+    report_file: str
+    """JSON file with all measurements."""
+
+    judge: TrainedJudge | None = None
+    """The judge that the run trained; None if a judge is named."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether PPO must not train against the reward model."""
+        return not (self.fit or self.accepted_by_hand)
+
+    def report(self) -> dict[str, Any]:
+        """Read all measurements from `report_file`."""
+        return _read(Path(self.report_file))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Values of a PPO metric in the first and the last update."""
+
+    first: float
+    last: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedPolicy:
+    """The policy after PPO."""
+
+    FILE_FIELDS: ClassVar = ("path",)
+
+    path: str
+    """Place of the policy."""
+
+    digest: str
+    """Digest of the folder's files when training ended."""
+
+    objective: dict[str, Change]
+    """First and last values of PPO's metrics, by metric name."""
+
+    warnings: list[str]
+    """Warnings of PPO in the order in which they were logged, each with its update."""
+
+    episodes_per_second: float
+    """Throughput that the last update reported."""
+
+    peak_rss_bytes: int
+    """Peak resident memory of the largest training process."""
+
+    tokens_sampled: int
+    """Number of tokens of all responses."""
+
+    tokens_trained: int
+    """Number of tokens of responses that policy and critic were trained on, over all epochs."""
+
+    self_check: dict[str, str | float]
+    """How the policy decoded, and the difference of each model's numbers to its own forward; see
+    `ppo_core.training.self_check`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedPolicy:
+    """An evaluation of the trained policy, stored in its own folder."""
+
+    FILE_FIELDS: ClassVar = ("folder",)
+
+    champion: int | None
+    """Champion version that the policy was compared with; None if there was no champion."""
+
+    kl: float | None
+    """KL divergence from SFT in nats per answer; None for decoding that allows no estimate."""
+
+    folder: str
+    """Folder of the report, the samples and the judgements."""
+
+    @property
+    def samples(self) -> Path:
+        """File of the prompts with all answers."""
+        return Path(self.folder) / SAMPLES
+
+    @property
+    def judgements(self) -> Path:
+        """File of all verdicts."""
+        return Path(self.folder) / JUDGEMENTS
+
+    def report(self) -> dict[str, Any]:
+        """Read all measurements, and add the paths of the samples and judgements."""
+        measured = _read(Path(self.folder) / EVALUATION_FILE)
+        return measured | {"samples": str(self.samples), "judgements": str(self.judgements)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredPolicy:
+    """The registered version of a policy, and the decision on its promotion."""
+
+    model: dict[str, str]
+    """Name, version, URI, run id and manifest digest, as `register_version` returns them."""
+
+    promotion: "Decision"
+    """Whether the version became the champion, and why."""
+
+    evaluation: EvaluatedPolicy
+    """The evaluation on which the decision is based."""
+
+    kl: float
+    """KL divergence from the SFT policy in nats per answer, as used for the decision."""
+
+
+def write_report(path: Path, report: Report, *, indent: int | None = None) -> None:
+    """Write a report as JSON, with secrets masked, to a file or a device such as /dev/stdout.
+
+    Raises:
+        TrainingError: the file cannot be written.
+    """
+    text = mask_secrets(json.dumps(report, indent=indent))
+    with explained_writes(path):
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_atomically(path, text)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    report: dict[str, Any] = read_json_file(path, DataError)
+    return report
