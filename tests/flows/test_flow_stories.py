@@ -46,7 +46,7 @@ def test_ppo_makes_stories_happier(tmp_path: Path, monkeypatch):
 
     assert policy.path == settings.policy
     assert validation.fit, validation.reasons
-    assert validation.report()["accuracy"]["low"] > 0.58
+    assert validation.report().accuracy.low > 0.58
     report = evaluation.report()
     assert report["win_rate"]["ppo_vs_sft"]["low"] > 0.5
     assert report["kl"]["ppo"] < 10

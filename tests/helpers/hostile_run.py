@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,6 +12,7 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.registry.champions import promote_by_hand
 from pipeline.reports.log_reports import log_evaluation, log_reward_report
+from pipeline.results.reward_report import RewardReport
 from pipeline.results.step_records import (
     JUDGEMENTS,
     SAMPLES,
@@ -96,8 +97,12 @@ def log_hostile_run(folder: Path) -> HostileRun:
     settings = _settings(folder)
     with patch.dict("os.environ", MLFLOW_RUN_CONTEXT=json.dumps(ORIGIN)):
         run = stages.start.start_run(settings, settings, "RLHF", "hostile", STEPS)
-    report = reward_report(quoted=HOSTILE) | {"fit": False, "accepted_by_hand": True}
-    report["reasons"] = [f"It likes {text}" for text in TEXTS]
+    report = replace(
+        reward_report(quoted=HOSTILE),
+        fit=False,
+        accepted_by_hand=True,
+        reasons=[f"It likes {text}" for text in TEXTS],
+    )
     with track(run, "validate_reward_model") as tracker:
         log_reward_report(tracker, report)
     with suppress(ProcessError), track(run, "train_policy"):
@@ -145,7 +150,7 @@ def _evaluation(folder: Path) -> EvaluatedPolicy:
 
 
 def _candidate(
-    settings: Settings, run: FlowRun, evaluation: EvaluatedPolicy, report: Mapping[str, object]
+    settings: Settings, run: FlowRun, evaluation: EvaluatedPolicy, report: RewardReport
 ) -> Candidate:
     model = PreparedModel(path=settings.policy, digest="", metrics={})
     names = ("scores", "rlhf_reward", "kl", "entropy")
@@ -165,6 +170,6 @@ def _candidate(
             tokens_trained=4_000,
             self_check={"backend": "fast", "policy_padded": 1e-7},
         ),
-        validation=validated(dict(report), run.folder),
+        validation=validated(report, run.folder),
         evaluation=evaluation,
     )

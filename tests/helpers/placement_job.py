@@ -18,6 +18,7 @@ from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.judges.chat_model import Question
 from pipeline.judges.reward_model_judge import RewardModelJudge
 from pipeline.judges.transformers_model import TransformersModel
+from pipeline.results.report_files import as_json
 from pipeline.results.step_records import FetchedChampion, PreparedModel
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
@@ -41,7 +42,7 @@ def places(folder: Path, settings: Settings) -> dict[str, Place]:
 
     def validation() -> Any:
         judged = PreparedModel(path=judge, digest="", metrics={})
-        return examine_reward_model(settings, policy, judged, folder)
+        return as_json(examine_reward_model(settings, policy, judged, folder))
 
     def trained_judge() -> Any:
         return _measure_judge(settings, PreparedModel(path=judge, digest="", metrics={})).accuracy

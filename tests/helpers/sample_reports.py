@@ -1,9 +1,9 @@
 """Reports as the pipeline makes them, of made-up scores and a judge that is a rule."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -14,24 +14,29 @@ from pipeline.evaluation.win_rate import compare_policies
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.registry.decisions import Decision
+from pipeline.results.report_files import EVALUATION_FILE, REWARD_REPORT_FILE, write_report
+from pipeline.results.reward_report import (
+    Contract,
+    Difference,
+    EndOfText,
+    Probe,
+    Probes,
+    RewardReport,
+    Samples,
+    Vocabulary,
+)
 from pipeline.results.step_records import (
-    EVALUATION_FILE,
-    REWARD_REPORT_FILE,
     EvaluatedPolicy,
     TrainedJudge,
     ValidatedReward,
-    write_report,
 )
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
-from pipeline.reward_validation.contract import Contract
-from pipeline.reward_validation.end_of_text import EndOfText
 from pipeline.reward_validation.lengths import measure_lengths
-from pipeline.reward_validation.padding import Difference
-from pipeline.reward_validation.probes import Probe, Probes
 from pipeline.reward_validation.samples import duplicates, measure_samples
-from pipeline.reward_validation.vocabulary import Vocabulary
 from pipeline.settings.evaluation_config import EvaluationConfig
+
+Record = TypeVar("Record")
 
 HOSTILE = (
     "<script>document.title='fell'</script>"
@@ -41,7 +46,7 @@ HOSTILE = (
 """What a model or a data set may write, and a browser must not run or fetch."""
 
 
-def reward_report(*, quoted: str = "", margins: bool = True) -> dict[str, Any]:
+def reward_report(*, quoted: str = "", margins: bool = True) -> RewardReport:
     """A report on a reward model that is fit; `quoted` stands wherever it quotes anybody."""
     rng = np.random.default_rng(0)
     pairs = [
@@ -61,20 +66,32 @@ def reward_report(*, quoted: str = "", margins: bool = True) -> dict[str, Any]:
     rejected = rng.normal(0, 1, 600)
     samples = [["c" * int(rng.integers(20, 200)) for _ in range(8)] for _ in range(64)]
     sample_scores = rng.normal(0, 1, (64, 8))
-    return {
-        "fit": True,
-        "accepted_by_hand": False,
-        "reasons": [],
-        "accuracy": asdict(measure_accuracy(chosen, rejected, pairs)),
-        "calibration": asdict(calibrate(chosen - rejected)),
-        "lengths": asdict(measure_lengths(chosen, rejected, pairs, sample_scores, samples)),
-        "samples": asdict(measure_samples(sample_scores, rng.normal(1, 1, 64), seed=0))
-        | {"duplicates": duplicates(samples)},
-        "contract": asdict(_contract()),
-        "probes": asdict(_probes()),
-        "bias": 0.4213,
-        "gain": 1.0,
-    }
+    scores = measure_samples(sample_scores, rng.normal(1, 1, 64), seed=0)
+    return RewardReport(
+        fit=True,
+        reasons=[],
+        training={"loss": 0.6, "steps": 4},
+        accuracy=measure_accuracy(chosen, rejected, pairs),
+        calibration=calibrate(chosen - rejected),
+        lengths=measure_lengths(chosen, rejected, pairs, sample_scores, samples),
+        samples=Samples(**vars(scores), duplicates=duplicates(samples)),
+        contract=_contract(),
+        probes=_probes(),
+        bias=0.4213,
+        gain=1.0,
+    )
+
+
+def changed(record: Record, changes: Mapping[str, Any]) -> Record:
+    """The record with other values; `accuracy.n` names the field n of the record `accuracy`."""
+    for name, value in changes.items():
+        first, _, rest = name.partition(".")
+        if isinstance(record, dict):
+            record = {**record, first: changed(record[first], {rest: value}) if rest else value}
+        else:
+            inner = changed(getattr(record, first), {rest: value}) if rest else value
+            record = replace(record, **{first: inner})
+    return record
 
 
 def _contract() -> Contract:
@@ -163,11 +180,12 @@ def evaluation_result(
     }
 
 
-def validated(report: dict[str, Any], folder: Path) -> ValidatedReward:
+def validated(report: RewardReport, folder: Path) -> ValidatedReward:
     """What the flow hands on of a report on a reward model."""
     file = folder / REWARD_REPORT_FILE
     write_report(file, report)
-    given = {name: report[name] for name in ("fit", "accepted_by_hand", "reasons", "bias", "gain")}
+    names = ("fit", "accepted_by_hand", "reasons", "bias", "gain")
+    given = {name: getattr(report, name) for name in names}
     return ValidatedReward(**given, report_file=str(file))
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.launch.launcher import _MetricsFollower
-from pipeline.results.step_records import write_report
+from pipeline.results.report_files import write_report
 from pipeline.tracking.journal import Journal
 from ppo_core.__main__ import main
 from ppo_core.checkpointing.files import read_newest

@@ -15,7 +15,7 @@ from metaflow import metaflow_git
 
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.judges.openai_model import OpenAIModel
-from pipeline.results.step_records import write_report
+from pipeline.results.report_files import write_report
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow, redacted_exception
 from pipeline.settings.settings import make_settings

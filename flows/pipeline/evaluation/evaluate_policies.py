@@ -14,12 +14,11 @@ from pipeline.judges.budget import Budget, Spent
 from pipeline.judges.spec import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.launch.answers import answer_in_run
+from pipeline.results.report_files import EVALUATION_FILE, write_report
 from pipeline.results.step_records import (
-    EVALUATION_FILE,
     EvaluatedPolicy,
     FetchedChampion,
     TrainedJudge,
-    write_report,
 )
 from pipeline.settings.settings import Settings
 from ppo_core.algorithm.repetition import repeated_ngrams

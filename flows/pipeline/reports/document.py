@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Tone = Literal["success", "warning", "danger"]
 
@@ -60,8 +60,24 @@ def as_percent(share: float | None) -> str:
     return "none" if share is None else f"{share:.1%}"
 
 
-def as_interval(of: Mapping[str, Any]) -> str:
+class Interval(Protocol):
+    """A record with the ends of an interval."""
+
+    @property
+    def low(self) -> float:
+        """Lower end."""
+        ...
+
+    @property
+    def high(self) -> float:
+        """Upper end."""
+        ...
+
+
+def as_interval(of: Interval | Mapping[str, Any]) -> str:
     """Return the interval from `low` to `high` as text, in percent."""
+    if not isinstance(of, Mapping):
+        return f"{of.low:.1%} .. {of.high:.1%}"
     return f"{of['low']:.1%} .. {of['high']:.1%}"
 
 

@@ -6,23 +6,24 @@ The full reports are logged as artifacts. Names of metrics never come from a dat
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.results.reward_report import RewardReport
+
 Numbers = dict[str, float]
 
 
-def reward_model_numbers(report: Mapping[str, Any]) -> Numbers:
+def reward_model_numbers(report: RewardReport) -> Numbers:
     """Return the headline numbers of a report on a reward model."""
-    accuracy, samples = report["accuracy"], report["samples"]
     numbers = {
-        "accuracy": accuracy["accuracy"],
-        "accuracy_low": accuracy["low"],
-        "accuracy_high": accuracy["high"],
-        "accuracy_of_longer_wins": accuracy["longer"]["accuracy"],
-        "calibration_error": report["calibration"]["error"],
-        "length_correlation": report["lengths"]["correlation"],
-        "sample_deviation": samples["deviation"],
-        "bias": report["bias"],
-        "gain": report["gain"],
-        "fit": report["fit"],
+        "accuracy": report.accuracy.accuracy,
+        "accuracy_low": report.accuracy.low,
+        "accuracy_high": report.accuracy.high,
+        "accuracy_of_longer_wins": report.accuracy.longer.accuracy,
+        "calibration_error": report.calibration.error,
+        "length_correlation": report.lengths.correlation,
+        "sample_deviation": report.samples.deviation,
+        "bias": report.bias,
+        "gain": report.gain,
+        "fit": report.fit,
     }
     return _under("reward_model", numbers)
 

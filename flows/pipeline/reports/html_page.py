@@ -9,6 +9,7 @@ from jinja2 import Environment, StrictUndefined
 from pipeline.reports.document import Document
 from pipeline.reports.evaluation import evaluation_document
 from pipeline.reports.reward_model import reward_document
+from pipeline.results.reward_report import RewardReport
 
 TEMPLATE = """\
 <!doctype html>
@@ -61,7 +62,7 @@ img { display: block; width: 600px; max-width: 100%; margin: 1rem 0 }
 """
 
 
-def reward_model_page(report: Mapping[str, Any]) -> str:
+def reward_model_page(report: RewardReport) -> str:
     """Return the report on a reward model as HTML with embedded figures; all text is escaped."""
     return _page(reward_document(report))
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.reports.document import as_decimal, as_equal_length_rate, as_interval, as_points
+from pipeline.results.reward_report import RewardReport
 
 CONTEST_TITLES = {
     "sft_vs_reference": "SFT against the references",
@@ -47,15 +48,19 @@ def decision_in_words(version: int, champion: int | None) -> str:
     return f"refused, and version {champion} stays champion"
 
 
-def reward_model_in_words(report: Mapping[str, Any]) -> str:
+def reward_verdict(report: RewardReport) -> str:
+    """Return the verdict on a reward model: `fit`, `refused` or `accepted by hand`."""
+    if report.accepted_by_hand:
+        return "accepted by hand"
+    return "fit" if report.fit else "refused"
+
+
+def reward_model_in_words(report: RewardReport) -> str:
     """Return the verdict on a reward model and its accuracy."""
-    accuracy = report["accuracy"]
-    verdict = "fit" if report["fit"] else "refused"
-    if report["accepted_by_hand"]:
-        verdict = "accepted by hand"
+    accuracy = report.accuracy
     return (
-        f"{verdict}, right in {accuracy['accuracy']:.1%} of {accuracy['n']} held-out pairs, "
-        f"95 % interval {as_interval(accuracy)}"
+        f"{reward_verdict(report)}, right in {accuracy.accuracy:.1%} of {accuracy.n} held-out "
+        f"pairs, 95 % interval {as_interval(accuracy)}"
     )
 
 

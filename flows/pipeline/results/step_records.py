@@ -7,15 +7,14 @@ Metaflow pickles these records between steps, so this module imports nothing lar
 JSON files, which `ValidatedReward.report` and `EvaluatedPolicy.report` read.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pipeline.results.report_files import EVALUATION_FILE, read_report
+from pipeline.results.reward_report import RewardReport
 from ppo_core.errors import DataError
-from ppo_core.errors.redaction import mask_secrets
-from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.io.text_files import read_json_file
 
 if TYPE_CHECKING:
@@ -27,9 +26,6 @@ SAMPLES, JUDGEMENTS = "samples.jsonl", "judgements.jsonl"
 
 Report = Mapping[str, Any]
 """Measurements of a reward model or an evaluation, or some of them, as JSON values."""
-
-EVALUATION_FILE, REWARD_REPORT_FILE = "evaluation.json", "reward-model.json"
-"""Report in the folder of an evaluation, and report on the reward model in the folder of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +109,9 @@ class ValidatedReward:
         """Whether PPO must not train against the reward model."""
         return not (self.fit or self.accepted_by_hand)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> RewardReport:
         """Read all measurements from `report_file`."""
-        return _read(Path(self.report_file))
+        return read_report(Path(self.report_file), RewardReport)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,20 +203,6 @@ class RegisteredPolicy:
 
     kl: float
     """KL divergence from the SFT policy in nats per answer, as used for the decision."""
-
-
-def write_report(path: Path, report: Report, *, indent: int | None = None) -> None:
-    """Write a report as JSON, with secrets masked, to a file or a device such as /dev/stdout.
-
-    Raises:
-        TrainingError: the file cannot be written.
-    """
-    text = mask_secrets(json.dumps(report, indent=indent))
-    with explained_writes(path):
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-        else:
-            write_atomically(path, text)
 
 
 def _read(path: Path) -> dict[str, Any]:

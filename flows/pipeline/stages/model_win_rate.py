@@ -18,7 +18,8 @@ from pipeline.preflight.check_inputs import check_outputs
 from pipeline.promotion.champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
 from pipeline.reports.document import as_equal_length_rate, as_number, as_percent
-from pipeline.results.step_records import JUDGEMENTS, write_report
+from pipeline.results.report_files import write_report
+from pipeline.results.step_records import JUDGEMENTS
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments

@@ -8,11 +8,11 @@ from typing import Any
 from pipeline.cost.measured_cost import cost_numbers, cost_of_run
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.reports.terminal import decision_in_words, render_summary
+from pipeline.results.report_files import as_json, write_report
 from pipeline.results.step_records import (
     RegisteredPolicy,
     TrainedPolicy,
     ValidatedReward,
-    write_report,
 )
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.stages.tracked import track
@@ -52,15 +52,16 @@ def summarize(
         cost = cost_of_run(run, settings.hardware, policy, registered.evaluation)
         summary["cost"] = cost
         tracker.parent.log_metrics(cost_numbers(cost))
-        tracker.parent.log_json(summary, "summary.json")
+        plain = summary | {"reward_model": as_json(summary["reward_model"])}
+        tracker.parent.log_json(plain, "summary.json")
         outcome, reasons = _outcome(registered)
         warnings = [f"Warning: {warning}" for warning in policy.warnings]
         tracker.parent.describe(outcome, [*reasons, *summary["notes"], *warnings])
         tracker.require_all_sent()
     if settings.summary_json:
-        write_report(Path(settings.summary_json), summary, indent=2)
+        write_report(Path(settings.summary_json), plain, indent=2)
     print(render_summary(summary), flush=True)
-    return summary
+    return plain
 
 
 def _outcome(registered: RegisteredPolicy) -> tuple[str, list[str]]:

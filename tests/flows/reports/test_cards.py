@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from pipeline.stages.cards import evaluation_card, promotion_card, reward_model_
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_reports import (
     HOSTILE,
+    changed,
     decision,
     evaluated,
     evaluation_result,
@@ -152,7 +154,7 @@ def register(made: Decision, evaluation: dict[str, Any], folder: Path) -> Regist
 def cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The cards of a run: its reward model and its policy are refused, and nothing is certain."""
     folder = tmp_path_factory.mktemp("cards")
-    report = reward_report(quoted=HOSTILE) | {"fit": False, "reasons": [f"It likes {HOSTILE}"]}
+    report = replace(reward_report(quoted=HOSTILE), fit=False, reasons=[f"It likes {HOSTILE}"])
     evaluation = evaluation_result(judge=f"python:{HOSTILE}", champion=2)
     evaluation |= {"conclusive": False, "reasons": [f"The judge said {HOSTILE}"]}
     refused = decision("refused", reasons=(f"The judge said {HOSTILE}",))
@@ -236,7 +238,7 @@ def test_what_others_wrote_is_inert_in_a_card(name: str, cards: dict[str, Path],
 
 
 def quoting_page() -> str:
-    report = reward_report(quoted=HOSTILE) | {"fit": False, "reasons": [f"It likes {HOSTILE}"]}
+    report = replace(reward_report(quoted=HOSTILE), fit=False, reasons=[f"It likes {HOSTILE}"])
     return reward_model_page(report)
 
 
@@ -289,7 +291,7 @@ def test_the_page_and_the_card_say_the_same(tmp_path: Path):
 def test_the_verdict_on_a_reward_model(fit: bool, accepted: bool, verdict: str, tone: str):
     reasons = [] if fit else ["It counts characters."]
     changes = {"fit": fit, "accepted_by_hand": accepted, "reasons": reasons}
-    document = reward_document(reward_report() | changes)
+    document = reward_document(replace(reward_report(), **changes))
     assert (document.verdict, document.tone) == (verdict, tone)
     assert document.reasons == tuple(reasons or ["It keeps every limit of the gate."])
 
@@ -315,22 +317,22 @@ def test_the_verdict_on_a_policy(
 
 
 def test_the_accuracy_stands_beside_the_baselines_and_the_published_ones():
-    report = reward_report()
-    report["accuracy"] |= {"accuracy": 0.7025, "low": 0.66, "high": 0.74, "n": 570}
+    measured = {"accuracy": 0.7025, "low": 0.66, "high": 0.74, "n": 570}
+    report = changed(reward_report(), {f"accuracy.{name}": measured[name] for name in measured})
     document = reward_document(report)
     title = "Accuracy on held-out preferences"
     assert row_of(document, title, "This model") == ("This model", "70.2%", "66.0% .. 74.0%", "570")
     assert row_of(document, title, "A tossed coin")[1] == "50.0%"
     assert row_of(document, title, "Published for TL;DR, 2.8B")[1] == "66.9%"
-    longer = report["accuracy"]["longer"]["accuracy"]
+    longer = report.accuracy.longer.accuracy
     assert row_of(document, title, "Always the longer response")[1] == f"{longer:.1%}"
 
 
 def test_what_was_not_measured_is_not_shown(evaluation: dict[str, Any]):
     report = reward_report()
     before = [section.title for section in reward_document(report).sections]
-    report["accuracy"] |= {"by_category": {}, "people": None}
-    report["accuracy"]["ties"] |= {"n": 0, "identical": 0}
+    gone = {"by_category": {}, "people": None, "ties.n": 0, "ties.identical": 0}
+    report = changed(report, {f"accuracy.{name}": value for name, value in gone.items()})
     after = [section.title for section in reward_document(report).sections]
     gone = {"Accuracy by category", "Pairs between which people see no difference"}
     assert set(before) - set(after) == gone
@@ -343,12 +345,11 @@ def test_what_was_not_measured_is_not_shown(evaluation: dict[str, Any]):
 
 
 def test_what_could_not_be_said_is_said_so():
-    report = reward_report()
-    report["contract"]["end_of_text"] = None
-    report["samples"]["references"] = None
-    report["lengths"] |= {"correlation": None, "shorter": None}
-    report["calibration"]["temperature"] = None
-    report["contract"]["batch"] = {"largest": None, "share": None}
+    unknown = (
+        "contract.end_of_text samples.references lengths.correlation lengths.shorter "
+        "calibration.temperature contract.batch.largest contract.batch.share"
+    )
+    report = changed(reward_report(), dict.fromkeys(unknown.split()))
     page = reward_model_page(report)
     assert page.count("cannot be said") == 2
     title = "Contract: the same text has the same score, and every text has one"
