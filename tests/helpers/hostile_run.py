@@ -109,7 +109,7 @@ def log_hostile_run(folder: Path) -> HostileRun:
         raise ProcessError(f"It said {HOSTILE} {MARKDOWN[2]}")
     evaluation = _evaluation(run.folder)
     with track(run, "evaluate_win_rate") as tracker:
-        log_evaluation(tracker, evaluation.report())
+        log_evaluation(tracker, evaluation)
     candidate = _candidate(settings, run, evaluation, report)
     registered = register_policy(candidate)
     version = registered.model["version"]
@@ -139,8 +139,11 @@ def _settings(folder: Path) -> Settings:
 
 
 def _evaluation(folder: Path) -> EvaluatedPolicy:
-    report = evaluation_result(judge=f"python:{FOLDER}:judge")
-    report |= {"conclusive": False, "reasons": [f"The judge said {text}" for text in TEXTS]}
+    report = replace(
+        evaluation_result(judge=f"python:{FOLDER}:judge"),
+        conclusive=False,
+        reasons=[f"The judge said {text}" for text in TEXTS],
+    )
     write_jsonl(
         folder / SAMPLES,
         [dict.fromkeys(("prompt", "reference", "sft", "ppo"), text) for text in TEXTS],

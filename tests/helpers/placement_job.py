@@ -50,7 +50,7 @@ def places(folder: Path, settings: Settings) -> dict[str, Place]:
     def answers() -> Any:
         other = str(folder / "other-policy")
         evaluated = evaluate_policies(settings, settings.policy, other, champion, folder)
-        return [evaluated.report()["kl"], Path(evaluated.samples).read_text()]
+        return [evaluated.report().kl, Path(evaluated.samples).read_text()]
 
     def chat_judge() -> Any:
         model, replies = (
@@ -72,7 +72,9 @@ def places(folder: Path, settings: Settings) -> dict[str, Place]:
             response_length=6,
             output_dir=str(folder / "win-rate"),
         )
-        return compare_with_references(arguments, EvaluationConfig(), JudgingConfig()).result
+        return as_json(
+            compare_with_references(arguments, EvaluationConfig(), JudgingConfig()).result
+        )
 
     def service() -> Any:
         served = load_champion("rlhf-policy", cache=folder / "served")

@@ -24,6 +24,7 @@ from ppo_core.reporting.metrics_file import METRICS_FILE, MetricsFile, read_metr
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
 from tests.helpers.full_disk import full_disk
+from tests.helpers.sample_reports import summary
 from tests.helpers.tiny import make_tokenizer
 from tests.ppo_core.checkpointing.test_recovery import vouch_for
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer
@@ -415,7 +416,7 @@ def write_artifact(folder: Path) -> None:
 
 
 def write_summary(folder: Path) -> None:
-    write_report(folder / "summary.json", {"text": "x" * WEIGHTS * 2})
+    write_report(folder / "summary.json", summary(warnings=["x" * WEIGHTS * 2]))
 
 
 def write_judgements(folder: Path) -> None:

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pipeline.reports.terminal import CONTEST_TITLES
+from pipeline.results.evaluation import WinRate
 from pipeline.results.reward_report import Accuracy, Calibration, RewardReport, SampleScores
-from pipeline.results.step_records import Report
 
 INCHES = 6.0
 """Width of a figure in inches."""
@@ -92,13 +92,13 @@ def _dashed(samples: SampleScores) -> str:
     return "; dashed: mean of the references" if samples.references else ""
 
 
-def win_rate_plot(win_rates: Mapping[str, Report]) -> bytes:
+def win_rate_plot(win_rates: Mapping[str, WinRate]) -> bytes:
     """Plot the win rate of each contest with its interval, and a line at 50 %."""
-    judges = ", ".join(dict.fromkeys(rate["judge"] for rate in win_rates.values()))
+    judges = ", ".join(dict.fromkeys(rate.judge for rate in win_rates.values()))
     figure, axes = _draw_rates(
         f"Judged by {judges}",
         {
-            CONTEST_TITLES[name]: (rate["rate"], rate["low"], rate["high"])
+            CONTEST_TITLES[name]: (rate.rate, rate.low, rate.high)
             for name, rate in win_rates.items()
         },
     )

@@ -1,14 +1,13 @@
 """Render each report as one HTML page that needs no other file and no network."""
 
 from base64 import b64encode
-from collections.abc import Mapping
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
 from pipeline.reports.document import Document
 from pipeline.reports.evaluation import evaluation_document
 from pipeline.reports.reward_model import reward_document
+from pipeline.results.evaluation import Evaluation
 from pipeline.results.reward_report import RewardReport
 
 TEMPLATE = """\
@@ -67,7 +66,7 @@ def reward_model_page(report: RewardReport) -> str:
     return _page(reward_document(report))
 
 
-def evaluation_page(evaluation: Mapping[str, Any]) -> str:
+def evaluation_page(evaluation: Evaluation) -> str:
     """Return the report on an evaluation as HTML with embedded figures; all text is escaped."""
     return _page(evaluation_document(evaluation))
 

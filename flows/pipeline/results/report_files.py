@@ -1,7 +1,6 @@
 """Write records as JSON files, and read them back."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,14 +19,12 @@ EVALUATION_FILE, REWARD_REPORT_FILE = "evaluation.json", "reward-model.json"
 """Report in the folder of an evaluation, and report on the reward model in the folder of a run."""
 
 
-def as_json(record: "DataclassInstance | Mapping[str, Any]") -> dict[str, Any]:
+def as_json(record: "DataclassInstance") -> dict[str, Any]:
     """Return a record and the records in it as JSON values, in the order of their fields."""
-    return dict(record) if isinstance(record, Mapping) else asdict(record)
+    return asdict(record)
 
 
-def write_report(
-    path: Path, report: "DataclassInstance | Mapping[str, Any]", *, indent: int | None = None
-) -> None:
+def write_report(path: Path, report: "DataclassInstance", *, indent: int | None = None) -> None:
     """Write a report as JSON, with secrets masked, to a file or a device such as /dev/stdout.
 
     Raises:

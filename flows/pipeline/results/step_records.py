@@ -7,15 +7,13 @@ Metaflow pickles these records between steps, so this module imports nothing lar
 JSON files, which `ValidatedReward.report` and `EvaluatedPolicy.report` read.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from pipeline.results.evaluation import Evaluation, TrainedJudge
 from pipeline.results.report_files import EVALUATION_FILE, read_report
 from pipeline.results.reward_report import RewardReport
-from ppo_core.errors import DataError
-from ppo_core.io.text_files import read_json_file
 
 if TYPE_CHECKING:
     from pipeline.registry.decisions import Decision
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
 SAMPLES, JUDGEMENTS = "samples.jsonl", "judgements.jsonl"
 """Files in an evaluation's folder: SAMPLES has the answers to each prompt, JUDGEMENTS all verdicts.
 """
-
-Report = Mapping[str, Any]
-"""Measurements of a reward model or an evaluation, or some of them, as JSON values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,28 +37,6 @@ class PreparedModel:
 
     metrics: dict[str, float]
     """Final training metrics; empty if the flow did not train the model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainedJudge:
-    """The reward model that judges if no judge is named, and its accuracy on held-out pairs."""
-
-    FILE_FIELDS: ClassVar = ("path",)
-
-    path: str
-    """Place of the model."""
-
-    accuracy: float
-    """Fraction of the held-out pairs whose preferred response scores higher."""
-
-    low: float
-    """Lower end of the 95 % interval of `accuracy`."""
-
-    high: float
-    """Upper end of the 95 % interval of `accuracy`."""
-
-    n: int
-    """Number of held-out pairs without ties."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +155,9 @@ class EvaluatedPolicy:
         """File of all verdicts."""
         return Path(self.folder) / JUDGEMENTS
 
-    def report(self) -> dict[str, Any]:
-        """Read all measurements, and add the paths of the samples and judgements."""
-        measured = _read(Path(self.folder) / EVALUATION_FILE)
-        return measured | {"samples": str(self.samples), "judgements": str(self.judgements)}
+    def report(self) -> Evaluation:
+        """Read all measurements."""
+        return read_report(Path(self.folder) / EVALUATION_FILE, Evaluation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +175,3 @@ class RegisteredPolicy:
 
     kl: float
     """KL divergence from the SFT policy in nats per answer, as used for the decision."""
-
-
-def _read(path: Path) -> dict[str, Any]:
-    report: dict[str, Any] = read_json_file(path, DataError)
-    return report

@@ -15,7 +15,7 @@ def register_policy(candidate: Candidate) -> RegisteredPolicy:
         candidate = candidate.run.workspace.fetch_files(candidate)
         registered = register(candidate)
         if registered.evaluation != candidate.evaluation:
-            log_evaluation(tracker, registered.evaluation.report())
+            log_evaluation(tracker, registered.evaluation)
         decision = registered.promotion
         tracker.parent.set_tags({"version": str(decision.version), "promotion": decision.action})
         return candidate.run.workspace.publish_files(registered)

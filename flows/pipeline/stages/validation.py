@@ -14,9 +14,10 @@ from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.launch.answers import answer_in_run
 from pipeline.reports.log_reports import log_reward_report
 from pipeline.reports.terminal import reward_model_in_words
+from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.report_files import REWARD_REPORT_FILE, write_report
 from pipeline.results.reward_report import RewardReport
-from pipeline.results.step_records import PreparedModel, TrainedJudge, ValidatedReward
+from pipeline.results.step_records import PreparedModel, ValidatedReward
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer, score_pairs

@@ -19,8 +19,9 @@ from pipeline.reports.figures import (
     score_plot,
     win_rate_plot,
 )
+from pipeline.results.evaluation import WinRate
 from pipeline.results.reward_report import Bin, Rate, References, Samples
-from tests.helpers.sample_reports import evaluation_result, reward_report
+from tests.helpers.sample_reports import evaluation_result, reward_report, win_rate
 
 
 def pixels(png: bytes) -> np.ndarray:
@@ -34,9 +35,9 @@ def blue(png: bytes) -> np.ndarray:
     return (pixels(png) == colour).all(axis=2)
 
 
-def rate(value: float, *, judge: str = "rule") -> dict[str, Any]:
+def rate(value: float, *, judge: str = "rule") -> WinRate:
     """A rate without an interval to speak of."""
-    return {"rate": value, "low": value, "high": value, "n": 10, "judge": judge}
+    return win_rate(rate=value, low=value, high=value, n=10, judge=judge)
 
 
 def samples(**changes: Any) -> Samples:
@@ -59,7 +60,7 @@ def figures() -> dict[str, bytes]:
 
 def test_every_figure_of_a_report_is_a_picture_900_pixels_wide(figures: dict[str, bytes]):
     assert set(figures) == {"accuracy-by-margin", "reliability", "sample-scores", "best-of-k"}
-    for png in (*figures.values(), win_rate_plot(evaluation_result()["win_rate"])):
+    for png in (*figures.values(), win_rate_plot(evaluation_result().win_rate)):
         height, width, _ = pixels(png).shape
         assert width == 6 * DPI == 900
         assert 250 < height < 900
@@ -86,8 +87,8 @@ def test_rates_of_0_50_and_100_percent_are_drawn_evenly_from_the_left_to_the_rig
 
 def test_an_interval_is_drawn_as_wide_as_it_is():
     def width(low: float, high: float) -> int:
-        win_rate = rate(0.5) | {"low": low, "high": high}
-        return int(blue(win_rate_plot({"ppo_vs_sft": win_rate})).any(axis=0).sum())
+        contest = replace(rate(0.5), low=low, high=high)
+        return int(blue(win_rate_plot({"ppo_vs_sft": contest})).any(axis=0).sum())
 
     # 0.2 .. 0.8 is three times as wide as 0.4 .. 0.6.
     assert width(0.2, 0.8) == pytest.approx(3 * width(0.4, 0.6), rel=0.03)

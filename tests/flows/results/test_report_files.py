@@ -2,19 +2,40 @@
 
 import json
 import math
+import pickle
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.results.evaluation import EnsembleAgreement, PairAgreement, TrainedJudge
 from pipeline.results.report_files import REWARD_REPORT_FILE, as_json, read_report, write_report
 from pipeline.results.reward_report import RewardReport
+from pipeline.results.step_records import (
+    Change,
+    EvaluatedPolicy,
+    FetchedChampion,
+    PreparedModel,
+    ValidatedReward,
+)
 from ppo_core.errors import DataError
 from tests.helpers.paths import ROOT
-from tests.helpers.sample_reports import reward_report
+from tests.helpers.sample_reports import changed, evaluation_result, reward_report
+
+TRAINED = TrainedJudge(path="cache/judge-1", accuracy=0.7, low=0.6, high=0.79, n=90)
+
+ENSEMBLE = EnsembleAgreement(
+    outcomes={"one": ("first", "tie"), "other": ("second", "invalid")},
+    rates={"one": 0.75, "other": None},
+    pairs=[PairAgreement(judges=("one", "other"), n=1, share=0.0, kappa=None)],
+    fleiss_kappa=None,
+    n=1,
+)
 
 
 def rewritten(report: Any, folder: Path) -> tuple[Any, bytes, bytes]:
@@ -26,12 +47,23 @@ def rewritten(report: Any, folder: Path) -> tuple[Any, bytes, bytes]:
     return read, first.read_bytes(), second.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "report", [reward_report(), reward_report(margins=False)], ids=["by people", "by the model"]
-)
-def test_a_report_is_read_as_it_was_written(report: RewardReport, tmp_path: Path):
-    read, first, second = rewritten(report, tmp_path)
-    assert read == report
+REPORTS = {
+    "a reward model": reward_report(),
+    "a reward model without people's margins": reward_report(margins=False),
+    "an evaluation": evaluation_result(),
+    "an evaluation with a champion": evaluation_result(champion=2),
+    "an evaluation without references": evaluation_result(references=False, trained_judge=TRAINED),
+    "an evaluation by an ensemble": changed(
+        evaluation_result(),
+        {"win_rate.ppo_vs_sft.agreement": ENSEMBLE, "kl.ppo": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REPORTS)
+def test_a_report_is_read_as_it_was_written(what: str, tmp_path: Path):
+    read, first, second = rewritten(REPORTS[what], tmp_path)
+    assert read == REPORTS[what]
     assert first == second
 
 
@@ -71,7 +103,43 @@ DAMAGED = {
     "reasons": "none",
     "samples.counts.0": True,
     "samples.quantiles": [],
+    "win_rate": [],
+    "win_rate.ppo_vs_sft": None,
+    "win_rate.ppo_vs_sft.low": "high",
+    "win_rate.ppo_vs_sft.by_length_ratio.0.n": 0.5,
+    "win_rate.ppo_vs_sft.agreement": "none",
+    "judge.version": 1,
+    "canaries.kinds.empty.fell": 0,
+    "people.confusion.tie.first": "1",
+    "conclusive": None,
+    "improvement.p_value": "small",
+    "champion": "2",
+    "length.ppo": None,
+    "kl.ppo": "0.1",
+    "spent": None,
 }
+"""Values that a field of a report cannot have."""
+
+MISSING = (
+    "accuracy",
+    "accuracy.ties.auc",
+    "bias",
+    "calibration.bins.1.n",
+    "contract.reasons",
+    "win_rate.ppo_vs_sft.flip_rate",
+    "win_rate.ppo_vs_sft.by_length_ratio.0.ratio",
+    "canaries.kinds.empty.won",
+    "people.kappa",
+    "judge.name",
+    "improvement",
+    "spent",
+)
+
+
+def record_with(field: str) -> Any:
+    """The sample report that has the field."""
+    report, evaluation = reward_report(), evaluation_result()
+    return report if hasattr(report, field.partition(".")[0]) else evaluation
 
 
 def parent_of(report: dict[str, Any], field: str) -> tuple[Any, Any]:
@@ -82,32 +150,29 @@ def parent_of(report: dict[str, Any], field: str) -> tuple[Any, Any]:
     return report, last
 
 
-def refusal_of(report: dict[str, Any], file: Path) -> str:
+def refusal_of(field: str, change: Callable[[Any, Any], object], file: Path) -> str:
+    """Why a report is refused; `change` gets the part that has the field, and the field's key."""
+    record = record_with(field)
+    report = json.loads(json.dumps(as_json(record)))
+    change(*parent_of(report, field))
     file.write_text(json.dumps(report))
     with pytest.raises(DataError) as refused:
-        read_report(file, RewardReport)
+        read_report(file, type(record))
+    assert f"'{file}' is damaged" in str(refused.value)
     return str(refused.value)
 
 
 @pytest.mark.parametrize("field", DAMAGED)
 def test_a_value_of_another_type_is_refused_by_its_file_and_field(field: str, tmp_path: Path):
-    report = json.loads(json.dumps(as_json(reward_report())))
-    inner, key = parent_of(report, field)
-    inner[key] = DAMAGED[field]
-    refusal = refusal_of(report, tmp_path / REWARD_REPORT_FILE)
-    assert f"'{tmp_path / REWARD_REPORT_FILE}' is damaged" in refusal
-    assert f": {field}: " in refusal
+    def replace_it(part: Any, key: Any) -> None:
+        part[key] = DAMAGED[field]
+
+    assert f": {field}: " in refusal_of(field, replace_it, tmp_path / "report.json")
 
 
-@pytest.mark.parametrize(
-    "field", ["accuracy", "accuracy.ties.auc", "bias", "calibration.bins.1.n", "contract.reasons"]
-)
+@pytest.mark.parametrize("field", MISSING)
 def test_a_field_that_is_missing_is_refused_by_its_file_and_name(field: str, tmp_path: Path):
-    report = json.loads(json.dumps(as_json(reward_report())))
-    inner, key = parent_of(report, field)
-    del inner[key]
-    refusal = refusal_of(report, tmp_path / REWARD_REPORT_FILE)
-    assert f"{REWARD_REPORT_FILE}' is damaged" in refusal
+    refusal = refusal_of(field, lambda part, key: part.pop(key), tmp_path / "report.json")
     assert f": {field}: Field required." in refusal
 
 
@@ -119,7 +184,37 @@ def test_a_file_that_is_no_report_is_refused_by_its_name(text: str, tmp_path: Pa
         read_report(file, RewardReport)
 
 
-@pytest.mark.parametrize("module", ["step_records", "report_files", "reward_report"])
+OLD_PATH = b"cpipeline.evaluation.results\n"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        PreparedModel(path="policy", digest="d", metrics={"loss": 0.5}),
+        FetchedChampion(version=1, model="m", tokenizer="t"),
+        Change(first=0.0, last=1.0),
+        EvaluatedPolicy(champion=None, kl=0.5, folder="evaluation"),
+        ValidatedReward(
+            fit=True,
+            accepted_by_hand=False,
+            reasons=[],
+            bias=0.0,
+            gain=1.0,
+            report_file="reward-model.json",
+            judge=TRAINED,
+        ),
+    ],
+    ids=lambda record: type(record).__name__,
+)
+def test_a_record_that_an_earlier_version_pickled_is_read(record: Any):
+    # Protocol 0 has the path of a class as text.
+    now = pickle.dumps(record, protocol=0)
+    then = re.sub(rb"cpipeline\.results\.(step_records|evaluation)\n", OLD_PATH, now)
+    assert then != now
+    assert pickle.loads(then) == record
+
+
+@pytest.mark.parametrize("module", ["step_records", "report_files"])
 def test_unpickling_a_record_imports_nothing_large(module: str):
     code = (
         f"import sys; import pipeline.results.{module}; import pipeline.evaluation.results; "
