@@ -1,9 +1,10 @@
 """Structure of a report (text, tables and figures) before it is rendered as a card or a page."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from pipeline.results.evaluation import ContestResult, PairedDifference
+from pipeline.results.evaluation import ContestResult, PairedDifference, WinRate
+from pipeline.results.reward_report import Probe, Rate, References
 
 Tone = Literal["success", "warning", "danger"]
 
@@ -61,21 +62,7 @@ def as_percent(share: float | None) -> str:
     return "none" if share is None else f"{share:.1%}"
 
 
-class Interval(Protocol):
-    """A record with the ends of an interval."""
-
-    @property
-    def low(self) -> float:
-        """Lower end."""
-        ...
-
-    @property
-    def high(self) -> float:
-        """Upper end."""
-        ...
-
-
-def as_interval(of: Interval) -> str:
+def as_interval(of: WinRate | Rate | Probe | References) -> str:
     """Return the interval from `low` to `high` as text, in percent."""
     return f"{of.low:.1%} .. {of.high:.1%}"
 
