@@ -28,14 +28,14 @@ def main(argv: Sequence[str]) -> int:
                 usage="%(prog)s --model PATH_OR_URI --judge JUDGE [--name value ...]",
             ).parse(argv)
             stages.given_settings.check_names(settings[0].judge, "", settings[2])
-            evaluation = stages.model_win_rate.compare_with_references(*settings)
-            written = stages.model_win_rate.write_win_rate(evaluation, *settings)
-            print(stages.model_win_rate.describe_evaluation(evaluation))
+            contests = stages.model_win_rate.compare_with_references(*settings)
+            written = stages.model_win_rate.write_win_rate(contests, *settings)
+            print(stages.model_win_rate.describe_result(contests.result))
             print(f"Every judgement is in {written}.")
     except PPOError as error:
         print(f"win_rate: {error}", file=sys.stderr)
         return 1
-    return 0 if evaluation.result["conclusive"] else 1
+    return 0 if contests.result.conclusive else 1
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from ppo_core.errors import ModelError
 from ppo_core.errors.redaction import mask_secrets
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.results import ValidatedReward
     from pipeline.inputs.flow_run import FlowRun
+    from pipeline.results.step_records import ValidatedReward
     from pipeline.settings.settings import Settings
 
 MAX_SUBJECT_CHARACTERS = 99

@@ -19,10 +19,11 @@ import ppo_core.__main__
 from pipeline import stages
 from pipeline.demo.task import build_demo_task
 from pipeline.evaluation.evaluate_policies import evaluate_policies
-from pipeline.evaluation.results import PreparedModel
 from pipeline.inputs import data_sets
 from pipeline.launch.job import write_job
 from pipeline.preflight.check_inputs import check_inputs
+from pipeline.results.reward_report import RewardReport
+from pipeline.results.step_records import PreparedModel
 from pipeline.settings.settings import Settings, make_settings, read_preset
 from pipeline.settings.settings_file import settings_text
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
@@ -60,10 +61,10 @@ def make_task(folder: Path, episodes: int) -> None:
 def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]:
     """Return the work of each step, by name, in the order of the flow."""
     sft, rewarder, policy = folder / "sft", folder / "reward-model", folder / "policy"
-    report = {}
+    reports: list[RewardReport] = []
 
     def validate() -> None:
-        report.update(
+        reports.append(
             stages.validation.examine_reward_model(
                 settings,
                 PreparedModel(path=str(sft), digest="", metrics={}),
@@ -77,8 +78,8 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
             settings,
             policy=str(sft),
             reward_model=str(rewarder),
-            reward_bias=report["bias"],
-            reward_gain=report["gain"],
+            reward_bias=reports[0].bias,
+            reward_gain=reports[0].gain,
             folder=folder / "ppo",
             policy_dir=policy,
         )

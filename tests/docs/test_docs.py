@@ -5,7 +5,7 @@ import json
 import re
 import shlex
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -16,11 +16,15 @@ import torch
 import ppo_core
 import ppo_core.classic
 from deployment.deployment_file import read_deployment
-from pipeline.evaluation.win_rate import WinRate, describe
+from pipeline.evaluation.win_rate import describe
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.champions import promote_by_hand
 from pipeline.registry.versions import register_version
 from pipeline.reports.terminal import render_summary
+from pipeline.results.evaluation import ContestResult, WinRate
+from pipeline.results.run_cost import TokenCounts
+from pipeline.results.step_records import Change
+from pipeline.results.summary import Timings
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
@@ -37,6 +41,7 @@ from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.forked_python import run_python
 from tests.helpers.paths import ROOT
 from tests.helpers.pipeline_inputs import write_inputs, write_model
+from tests.helpers.sample_reports import changed, decision, run_cost, summary, win_rate
 from tests.helpers.tiny import make_policy, make_tokenizer
 from win_rate import WinRateArguments
 
@@ -193,58 +198,53 @@ def cheerfulness(policy: Path, prompts: Path) -> float:
 
 
 def test_the_summary_in_the_readme_is_printed_so():
-    def won(rate, low, high, same, ties):
+    def won(rate: float, low: float, high: float, same: float, ties: int) -> ContestResult:
         rates = {"rate": rate, "low": low, "high": high, "length_controlled": same}
-        return {**rates, "n": 512, "ties": ties, "flip_rate": 0.0, "invalid": 0, "judge": "rule"}
+        return win_rate(**rates, n=512, ties=ties, flip_rate=0.0)
 
     times = "start 12 load_policy 26 load_reward_model 58 validate_reward_model 10 train_policy 76"
     phases = f"{times} evaluate_win_rate 8 register 8".split()
     metrics = {"scores": (-0.998, 2.208), "rlhf_reward": (-0.998, 1.905)}
     metrics |= {"kl": (0.0, 2.017), "entropy": (3.202, 0.449)}
-    summary = {
-        "win_rate": {
+    won_by = "It wins {} of 512 pairs against {}, 95 % interval {}, judged by rule."
+    reasons = (
+        won_by.format("87.9%", "SFT", "85.8% .. 89.7%"),
+        won_by.format("76.3%", "the references", "73.6% .. 78.8%"),
+    )
+    trained = replace(run_cost().steps["train_policy"], cpu_seconds=288.0)
+    accuracy = {"accuracy": 0.894, "n": 1000, "low": 0.873, "high": 0.912}
+    changes = {f"reward_model.accuracy.{name}": value for name, value in accuracy.items()}
+    gained = {"difference": 0.406, "low": 0.372, "high": 0.439}
+    changes |= {f"improvement.{name}": value for name, value in gained.items()}
+    run = summary(
+        win_rate={
             "sft_vs_reference": won(0.356, 0.319, 0.395, 0.333, 91),
             "ppo_vs_reference": won(0.763, 0.736, 0.788, 0.749, 193),
             "ppo_vs_sft": won(0.879, 0.858, 0.897, 0.873, 112),
         },
-        "reward_model": {
-            "fit": True,
-            "accepted_by_hand": False,
-            "accuracy": {"accuracy": 0.894, "n": 1000, "low": 0.873, "high": 0.912},
-        },
-        "improvement": {"difference": 0.406, "low": 0.372, "high": 0.439},
-        "objective": {
-            f"objective/{name}": {"first": first, "last": last}
+        objective={
+            f"objective/{name}": Change(first=first, last=last)
             for name, (first, last) in metrics.items()
         },
-        "kl": {"ppo": 1.89},
-        "distinct": {"ppo": 0.973},
-        "timings": {
-            "seconds": dict(zip(phases[::2], map(float, phases[1::2]), strict=True)),
-            "episodes_per_second": 126.9,
-            "peak_rss_bytes": 0.77 * 2**30,
-        },
-        "cost": {
-            "gpu_hours": 0.0,
-            "steps": {"train_policy": {"cpu_seconds": 288.0}},
-            "tokens": {"sampled": 57_677, "trained": 115_354},
-            "judges": {},
-            "price": 0.0,
-        },
-        "model": {"uri": "models:/rlhf-policy/1", "name": "rlhf-policy", "version": 1},
-        "promotion": {
-            "version": 1,
-            "champion": 1,
-            "reasons": [
-                "It wins 87.9% of 512 pairs against SFT, 95 % interval 85.8% .. 89.7%, judged by "
-                "rule.",
-                "It wins 76.3% of 512 pairs against the references, 95 % interval 73.6% .. 78.8%, "
-                "judged by rule.",
-            ],
-        },
-        **{"notes": [], "reasons": [], "warnings": []},
-    }
-    printed = [f"    {line}".rstrip() for line in render_summary(summary).splitlines()]
+        kl={"ppo": 1.89},
+        distinct={"ppo": 0.973},
+        timings=Timings(
+            seconds=dict(zip(phases[::2], map(float, phases[1::2]), strict=True)),
+            episodes_per_second=126.9,
+            peak_rss_bytes=round(0.77 * 2**30),
+        ),
+        cost=run_cost(
+            gpu_hours=0.0,
+            steps={"train_policy": trained},
+            tokens=TokenCounts(sampled=57_677, trained=115_354),
+            judges={},
+            price=0.0,
+        ),
+        model={"uri": "models:/rlhf-policy/1", "name": "rlhf-policy", "version": "1"},
+        promotion=decision(version=1, champion=1, reasons=reasons),
+    )
+    text = render_summary(changed(run, changes))
+    printed = [f"    {line}".rstrip() for line in text.splitlines()]
     start = README.read_text().splitlines().index("    Win rates, judged by rule")
     assert README.read_text().splitlines()[start : start + len(printed)] == printed
 

@@ -46,8 +46,8 @@ def test_ppo_makes_stories_happier(tmp_path: Path, monkeypatch):
 
     assert policy.path == settings.policy
     assert validation.fit, validation.reasons
-    assert validation.report()["accuracy"]["low"] > 0.58
+    assert validation.report().accuracy.low > 0.58
     report = evaluation.report()
-    assert report["win_rate"]["ppo_vs_sft"]["low"] > 0.5
-    assert report["kl"]["ppo"] < 10
-    assert report["distinct"]["ppo"] > 0.95
+    assert report.win_rate["ppo_vs_sft"].low > 0.5
+    assert report.kl["ppo"] < 10
+    assert report.distinct["ppo"] > 0.95

@@ -13,7 +13,10 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModelStatus
 
 from pipeline.evaluation.evaluate_policies import evaluate_policies
-from pipeline.evaluation.results import (
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.promotion.register import Candidate
+from pipeline.registry.artifact import VersionContents, write_artifact
+from pipeline.results.step_records import (
     Change,
     EvaluatedPolicy,
     FetchedChampion,
@@ -21,9 +24,6 @@ from pipeline.evaluation.results import (
     TrainedPolicy,
     ValidatedReward,
 )
-from pipeline.inputs.flow_run import FlowRun
-from pipeline.promotion.register import Candidate
-from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.tracking.mlflow_client import connect

@@ -3,12 +3,17 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
 from pipeline import stages
-from pipeline.evaluation.results import (
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.json_lines import write_jsonl
+from pipeline.registry.champions import promote_by_hand
+from pipeline.reports.log_reports import log_evaluation, log_reward_report
+from pipeline.results.reward_report import RewardReport
+from pipeline.results.step_records import (
     JUDGEMENTS,
     SAMPLES,
     Change,
@@ -16,10 +21,6 @@ from pipeline.evaluation.results import (
     PreparedModel,
     TrainedPolicy,
 )
-from pipeline.inputs.flow_run import FlowRun
-from pipeline.inputs.json_lines import write_jsonl
-from pipeline.registry.champions import promote_by_hand
-from pipeline.reports.log_reports import log_evaluation, log_reward_report
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.registration import Candidate, register_policy
 from pipeline.stages.tracked import track
@@ -96,15 +97,19 @@ def log_hostile_run(folder: Path) -> HostileRun:
     settings = _settings(folder)
     with patch.dict("os.environ", MLFLOW_RUN_CONTEXT=json.dumps(ORIGIN)):
         run = stages.start.start_run(settings, settings, "RLHF", "hostile", STEPS)
-    report = reward_report(quoted=HOSTILE) | {"fit": False, "accepted_by_hand": True}
-    report["reasons"] = [f"It likes {text}" for text in TEXTS]
+    report = replace(
+        reward_report(quoted=HOSTILE),
+        fit=False,
+        accepted_by_hand=True,
+        reasons=[f"It likes {text}" for text in TEXTS],
+    )
     with track(run, "validate_reward_model") as tracker:
         log_reward_report(tracker, report)
     with suppress(ProcessError), track(run, "train_policy"):
         raise ProcessError(f"It said {HOSTILE} {MARKDOWN[2]}")
     evaluation = _evaluation(run.folder)
     with track(run, "evaluate_win_rate") as tracker:
-        log_evaluation(tracker, evaluation.report())
+        log_evaluation(tracker, evaluation)
     candidate = _candidate(settings, run, evaluation, report)
     registered = register_policy(candidate)
     version = registered.model["version"]
@@ -134,8 +139,11 @@ def _settings(folder: Path) -> Settings:
 
 
 def _evaluation(folder: Path) -> EvaluatedPolicy:
-    report = evaluation_result(judge=f"python:{FOLDER}:judge")
-    report |= {"conclusive": False, "reasons": [f"The judge said {text}" for text in TEXTS]}
+    report = replace(
+        evaluation_result(judge=f"python:{FOLDER}:judge"),
+        conclusive=False,
+        reasons=[f"The judge said {text}" for text in TEXTS],
+    )
     write_jsonl(
         folder / SAMPLES,
         [dict.fromkeys(("prompt", "reference", "sft", "ppo"), text) for text in TEXTS],
@@ -145,7 +153,7 @@ def _evaluation(folder: Path) -> EvaluatedPolicy:
 
 
 def _candidate(
-    settings: Settings, run: FlowRun, evaluation: EvaluatedPolicy, report: Mapping[str, object]
+    settings: Settings, run: FlowRun, evaluation: EvaluatedPolicy, report: RewardReport
 ) -> Candidate:
     model = PreparedModel(path=settings.policy, digest="", metrics={})
     names = ("scores", "rlhf_reward", "kl", "entropy")
@@ -165,6 +173,6 @@ def _candidate(
             tokens_trained=4_000,
             self_check={"backend": "fast", "policy_padded": 1e-7},
         ),
-        validation=validated(dict(report), run.folder),
+        validation=validated(report, run.folder),
         evaluation=evaluation,
     )

@@ -15,10 +15,11 @@ import torch
 
 from flows.champion import load_champion
 from pipeline.evaluation.evaluate_policies import evaluate_policies
-from pipeline.evaluation.results import FetchedChampion, PreparedModel
 from pipeline.judges.chat_model import Question
 from pipeline.judges.reward_model_judge import RewardModelJudge
 from pipeline.judges.transformers_model import TransformersModel
+from pipeline.results.report_files import as_json
+from pipeline.results.step_records import FetchedChampion, PreparedModel
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings, make_settings
@@ -41,7 +42,7 @@ def places(folder: Path, settings: Settings) -> dict[str, Place]:
 
     def validation() -> Any:
         judged = PreparedModel(path=judge, digest="", metrics={})
-        return examine_reward_model(settings, policy, judged, folder)
+        return as_json(examine_reward_model(settings, policy, judged, folder))
 
     def trained_judge() -> Any:
         return _measure_judge(settings, PreparedModel(path=judge, digest="", metrics={})).accuracy
@@ -49,7 +50,7 @@ def places(folder: Path, settings: Settings) -> dict[str, Place]:
     def answers() -> Any:
         other = str(folder / "other-policy")
         evaluated = evaluate_policies(settings, settings.policy, other, champion, folder)
-        return [evaluated.report()["kl"], Path(evaluated.samples).read_text()]
+        return [evaluated.report().kl, Path(evaluated.samples).read_text()]
 
     def chat_judge() -> Any:
         model, replies = (
@@ -71,7 +72,9 @@ def places(folder: Path, settings: Settings) -> dict[str, Place]:
             response_length=6,
             output_dir=str(folder / "win-rate"),
         )
-        return compare_with_references(arguments, EvaluationConfig(), JudgingConfig()).result
+        return as_json(
+            compare_with_references(arguments, EvaluationConfig(), JudgingConfig()).result
+        )
 
     def service() -> Any:
         served = load_champion("rlhf-policy", cache=folder / "served")

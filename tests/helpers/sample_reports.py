@@ -1,37 +1,42 @@
 """Reports as the pipeline makes them, of made-up scores and a judge that is a rule."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.contests import evaluate
 from pipeline.evaluation.notes import notes_on
-from pipeline.evaluation.results import (
-    EVALUATION_FILE,
-    REWARD_REPORT_FILE,
-    EvaluatedPolicy,
-    TrainedJudge,
-    ValidatedReward,
-    write_report,
-)
 from pipeline.evaluation.win_rate import compare_policies
 from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.judges.budget import Spent
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.registry.decisions import Decision
+from pipeline.results.evaluation import ContestResult, Evaluation, TrainedJudge
+from pipeline.results.report_files import EVALUATION_FILE, REWARD_REPORT_FILE, write_report
+from pipeline.results.reward_report import (
+    Contract,
+    Difference,
+    EndOfText,
+    Probe,
+    Probes,
+    RewardReport,
+    Samples,
+    Vocabulary,
+)
+from pipeline.results.run_cost import JudgeCost, RunCost, StepCost, TokenCounts
+from pipeline.results.step_records import Change, EvaluatedPolicy, ValidatedReward
+from pipeline.results.summary import Summary, Timings
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
-from pipeline.reward_validation.contract import Contract
-from pipeline.reward_validation.end_of_text import EndOfText
 from pipeline.reward_validation.lengths import measure_lengths
-from pipeline.reward_validation.padding import Difference
-from pipeline.reward_validation.probes import Probe, Probes
 from pipeline.reward_validation.samples import duplicates, measure_samples
-from pipeline.reward_validation.vocabulary import Vocabulary
 from pipeline.settings.evaluation_config import EvaluationConfig
+
+Record = TypeVar("Record")
 
 HOSTILE = (
     "<script>document.title='fell'</script>"
@@ -41,7 +46,7 @@ HOSTILE = (
 """What a model or a data set may write, and a browser must not run or fetch."""
 
 
-def reward_report(*, quoted: str = "", margins: bool = True) -> dict[str, Any]:
+def reward_report(*, quoted: str = "", margins: bool = True) -> RewardReport:
     """A report on a reward model that is fit; `quoted` stands wherever it quotes anybody."""
     rng = np.random.default_rng(0)
     pairs = [
@@ -61,20 +66,32 @@ def reward_report(*, quoted: str = "", margins: bool = True) -> dict[str, Any]:
     rejected = rng.normal(0, 1, 600)
     samples = [["c" * int(rng.integers(20, 200)) for _ in range(8)] for _ in range(64)]
     sample_scores = rng.normal(0, 1, (64, 8))
-    return {
-        "fit": True,
-        "accepted_by_hand": False,
-        "reasons": [],
-        "accuracy": asdict(measure_accuracy(chosen, rejected, pairs)),
-        "calibration": asdict(calibrate(chosen - rejected)),
-        "lengths": asdict(measure_lengths(chosen, rejected, pairs, sample_scores, samples)),
-        "samples": asdict(measure_samples(sample_scores, rng.normal(1, 1, 64), seed=0))
-        | {"duplicates": duplicates(samples)},
-        "contract": asdict(_contract()),
-        "probes": asdict(_probes()),
-        "bias": 0.4213,
-        "gain": 1.0,
-    }
+    scores = measure_samples(sample_scores, rng.normal(1, 1, 64), seed=0)
+    return RewardReport(
+        fit=True,
+        reasons=[],
+        training={"loss": 0.6, "steps": 4},
+        accuracy=measure_accuracy(chosen, rejected, pairs),
+        calibration=calibrate(chosen - rejected),
+        lengths=measure_lengths(chosen, rejected, pairs, sample_scores, samples),
+        samples=Samples(**vars(scores), duplicates=duplicates(samples)),
+        contract=_contract(),
+        probes=_probes(),
+        bias=0.4213,
+        gain=1.0,
+    )
+
+
+def changed(record: Record, changes: Mapping[str, Any]) -> Record:
+    """The record with other values; `accuracy.n` names the field n of the record `accuracy`."""
+    for name, value in changes.items():
+        first, _, rest = name.partition(".")
+        if isinstance(record, dict):
+            record = {**record, first: changed(record[first], {rest: value}) if rest else value}
+        else:
+            inner = changed(getattr(record, first), {rest: value}) if rest else value
+            record = replace(record, **{first: inner})
+    return record
 
 
 def _contract() -> Contract:
@@ -106,13 +123,36 @@ def _probes() -> Probes:
     return Probes(probes={"repeated words": repeated, "flattery": flattery}, left_out=7, reasons=[])
 
 
+def win_rate(**changes: Any) -> ContestResult:
+    """The result of a contest that a single judge decided, without lengths."""
+    result = ContestResult(
+        rate=0.6,
+        low=0.51,
+        high=0.7,
+        n=200,
+        wins=110,
+        losses=70,
+        ties=20,
+        invalid=0,
+        flip_rate=0.1,
+        conclusive=True,
+        reasons=[],
+        judge="rule",
+        length_controlled=None,
+        equal_length_pairs=0,
+        by_length_ratio=[],
+        agreement=None,
+    )
+    return replace(result, **changes)
+
+
 def evaluation_result(
     *,
     judge: str = "python:judge.py:judge",
     champion: int | None = None,
     trained_judge: TrainedJudge | None = None,
     references: bool = True,
-) -> dict[str, Any]:
+) -> Evaluation:
     """The result of an evaluation in which PPO's answers have more points than all others.
 
     They are compared with those of a champion too, where its version is given.
@@ -128,7 +168,7 @@ def evaluation_result(
         ]
         for who, mean in means.items()
     }
-    evaluation = evaluate(
+    contests = evaluate(
         FunctionJudge(judge, _most_points, version="1"),
         prompts,
         texts,
@@ -142,39 +182,40 @@ def evaluation_result(
     )
     improvement = None
     if references:
-        ppo, sft = (evaluation.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
-        improvement = asdict(compare_policies(ppo, sft, seed=0))
-    return {
-        **evaluation.result,
-        "notes": notes_on(
+        ppo, sft = (contests.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
+        improvement = compare_policies(ppo, sft, seed=0)
+    return Evaluation(
+        **vars(contests.result),
+        notes=notes_on(
             trained_judge,
-            evaluation.result["canaries"],
+            contests.result.canaries,
             is_reward_model_given=False,
             has_references=references,
         ),
-        "trained_judge": asdict(trained_judge) if trained_judge else None,
-        "champion": champion,
-        "improvement": improvement,
-        "kl": {"sft": 0.0, "ppo": 12.3},
-        "spent": {"openai:gpt": {"calls": 40, "tokens": 20_000}},
-        "distinct": dict.fromkeys(means, 1.0) | {"ppo": 0.985},
-        "length": dict.fromkeys(means, 31.0) | {"ppo": 40.5},
-        "repetition": dict.fromkeys(means, 0.012) | {"ppo": 0.034},
-    }
+        trained_judge=trained_judge,
+        champion=champion,
+        improvement=improvement,
+        kl={"sft": 0.0, "ppo": 12.3},
+        spent={"openai:gpt": Spent(calls=40, tokens=20_000)},
+        distinct=dict.fromkeys(means, 1.0) | {"ppo": 0.985},
+        length=dict.fromkeys(means, 31.0) | {"ppo": 40.5},
+        repetition=dict.fromkeys(means, 0.012) | {"ppo": 0.034},
+    )
 
 
-def validated(report: dict[str, Any], folder: Path) -> ValidatedReward:
+def validated(report: RewardReport, folder: Path) -> ValidatedReward:
     """What the flow hands on of a report on a reward model."""
     file = folder / REWARD_REPORT_FILE
     write_report(file, report)
-    given = {name: report[name] for name in ("fit", "accepted_by_hand", "reasons", "bias", "gain")}
+    names = ("fit", "accepted_by_hand", "reasons", "bias", "gain")
+    given = {name: getattr(report, name) for name in names}
     return ValidatedReward(**given, report_file=str(file))
 
 
-def evaluated(report: dict[str, Any], folder: Path) -> EvaluatedPolicy:
+def evaluated(report: Evaluation, folder: Path) -> EvaluatedPolicy:
     """What the flow hands on of an evaluation's result."""
     write_report(folder / EVALUATION_FILE, report)
-    return EvaluatedPolicy(champion=report["champion"], kl=report["kl"]["ppo"], folder=str(folder))
+    return EvaluatedPolicy(champion=report.champion, kl=report.kl["ppo"], folder=str(folder))
 
 
 def decision(action: Literal["promoted", "refused"] = "promoted", **changes: Any) -> Decision:
@@ -192,46 +233,45 @@ def decision(action: Literal["promoted", "refused"] = "promoted", **changes: Any
     return replace(made, **changes)
 
 
-def promotion(
-    action: Literal["promoted", "refused"] = "promoted", **changes: Any
-) -> dict[str, Any]:
-    """The decision as the summary of a run has it."""
-    return asdict(decision(action, **changes))
-
-
-def run_cost(**changes: Any) -> dict[str, Any]:
+def run_cost(**changes: Any) -> RunCost:
     """The cost of a run of two steps, one of them on two GPUs."""
-    step = {"attempts": 1, "seconds": 60.0, "gpus": 0, "gpu_seconds": 0.0, "cpu_seconds": 90.0}
-    trained = {"attempts": 2, "seconds": 1800.0, "gpus": 2, "gpu_seconds": 3600.0}
-    return {
-        "steps": {
-            "load_policy": step | {"price": 0.0},
-            "train_policy": trained | {"cpu_seconds": 1800.0, "price": 6.88},
-        },
-        "gpu_hours": 1.0,
-        "tokens": {"sampled": 10_000, "trained": 40_000},
-        "judges": {"openai:gpt": {"calls": 40, "tokens": 20_000, "price": 0.02}},
-        "price": 6.9,
-    } | changes
+    loaded = StepCost(
+        attempts=1, seconds=60.0, gpus=0, gpu_seconds=0.0, cpu_seconds=90.0, price=0.0
+    )
+    trained = StepCost(
+        attempts=2, seconds=1800.0, gpus=2, gpu_seconds=3600.0, cpu_seconds=1800.0, price=6.88
+    )
+    cost = RunCost(
+        steps={"load_policy": loaded, "train_policy": trained},
+        gpu_hours=1.0,
+        tokens=TokenCounts(sampled=10_000, trained=40_000),
+        judges={"openai:gpt": JudgeCost(calls=40, tokens=20_000, price=0.02)},
+        price=6.9,
+    )
+    return replace(cost, **changes)
 
 
-def summary(**changes: Any) -> dict[str, Any]:
+def summary(evaluation: Evaluation | None = None, **changes: Any) -> Summary:
     """The summary of a run whose policy beat the champion, version 2."""
     metrics = ("objective/scores", "objective/rlhf_reward", "objective/kl", "objective/entropy")
-    return {
-        **evaluation_result(champion=2),
-        "reward_model": reward_report(),
-        "objective": {name: {"first": 0.0, "last": 1.5} for name in metrics},
-        "warnings": [],
-        "timings": {
-            "seconds": {"start": 1.0, "train_policy": 60.0},
-            "episodes_per_second": 80.0,
-            "peak_rss_bytes": 2**30,
-        },
-        "cost": run_cost(),
-        "model": {"name": "rlhf-policy", "version": "3", "uri": "models:/rlhf-policy/3"},
-        "promotion": promotion(),
-    } | changes
+    made = Summary(
+        **vars(evaluation or evaluation_result(champion=2)),
+        samples="samples.jsonl",
+        judgements="judgements.jsonl",
+        reward_model=reward_report(),
+        objective={name: Change(first=0.0, last=1.5) for name in metrics},
+        warnings=[],
+        timings=Timings(
+            seconds={"start": 1.0, "train_policy": 60.0},
+            episodes_per_second=80.0,
+            peak_rss_bytes=2**30,
+        ),
+        model={"name": "rlhf-policy", "version": "3", "uri": "models:/rlhf-policy/3"},
+        promotion=decision(),
+        settings={},
+        cost=run_cost(),
+    )
+    return replace(made, **changes)
 
 
 def _most_points(prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:

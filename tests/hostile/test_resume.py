@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from pipeline.evaluation.results import write_report
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.launch.launcher import _MetricsFollower
+from pipeline.results.report_files import write_report
 from pipeline.tracking.journal import Journal
 from ppo_core.__main__ import main
 from ppo_core.checkpointing.files import read_newest
@@ -24,6 +24,7 @@ from ppo_core.reporting.metrics_file import METRICS_FILE, MetricsFile, read_metr
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
 from tests.helpers.full_disk import full_disk
+from tests.helpers.sample_reports import summary
 from tests.helpers.tiny import make_tokenizer
 from tests.ppo_core.checkpointing.test_recovery import vouch_for
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer
@@ -415,7 +416,7 @@ def write_artifact(folder: Path) -> None:
 
 
 def write_summary(folder: Path) -> None:
-    write_report(folder / "summary.json", {"text": "x" * WEIGHTS * 2})
+    write_report(folder / "summary.json", summary(warnings=["x" * WEIGHTS * 2]))
 
 
 def write_judgements(folder: Path) -> None:

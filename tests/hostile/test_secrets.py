@@ -7,15 +7,16 @@ import shlex
 import subprocess
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote, quote_plus
 
 import pytest
 from metaflow import metaflow_git
 
-from pipeline.evaluation.results import write_report
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.judges.openai_model import OpenAIModel
+from pipeline.results.report_files import write_report
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow, redacted_exception
 from pipeline.settings.settings import make_settings
@@ -31,6 +32,7 @@ from ppo_core.errors.redaction import redact
 from serving.champion import champion_version
 from tests.helpers.fault_server import fault_server, refuse, say
 from tests.helpers.mlflow_store import tracking_to
+from tests.helpers.sample_reports import reward_report
 
 CANARY = "canary7Qx-plainText"
 ODD = 'canary7Qx/p@ss w"ord+&<1>'
@@ -236,7 +238,7 @@ def test_the_texts_of_reports_are_masked(tmp_path: Path, monkeypatch: pytest.Mon
     log.log_json({"judge": CANARY}, "summary.json")
     log.log_table([{"reason": CANARY}], "samples.json")
     write_jsonl(tmp_path / "judgements.jsonl", [{"reason": CANARY}])
-    write_report(tmp_path / "report.json", {"reason": CANARY})
+    write_report(tmp_path / "report.json", replace(reward_report(), reasons=[CANARY]))
     files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert len([text for text in files if "(hidden)" in text]) == 5
     assert not [text for text in files if CANARY in text]

@@ -14,9 +14,8 @@ from threading import Event, Thread
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import found_gpus
-from ppo_core.errors import DataError
+from pipeline.results.report_files import read_report
 from ppo_core.io.atomic_files import write_atomically
-from ppo_core.io.text_files import read_json_file
 
 FOLDER = "usage"
 """Folder of the files in the folder of a run."""
@@ -102,8 +101,9 @@ def recorded_attempts(run: FlowRun) -> list[Attempt]:
         DataError: a file is damaged.
     """
     files = (run.folder / FOLDER).glob("*.json")
-    read = [Attempt(**read_json_file(file, DataError)) for file in files]
-    return sorted(read, key=lambda attempt: attempt.started)
+    return sorted(
+        (read_report(file, Attempt) for file in files), key=lambda attempt: attempt.started
+    )
 
 
 def gpu_hours(run: FlowRun) -> float:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -11,72 +11,11 @@ from statsmodels.stats.inter_rater import aggregate_raters, fleiss_kappa
 
 from pipeline.evaluation.comparison import POINTS, Comparison, compare
 from pipeline.judges.verdict import Judge
+from pipeline.results.evaluation import EnsembleAgreement, HumanAgreement, PairAgreement
 from ppo_core.errors import DataError
 
 OUTCOMES = tuple(POINTS)
 """Outcomes that a person's label can have."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairAgreement:
-    """Agreement of two judges on the pairs for which each judge has a valid outcome."""
-
-    judges: tuple[str, str]
-    """Names of the two judges."""
-
-    n: int
-    """Number of pairs that are valid for both judges."""
-
-    share: float | None
-    """Fraction of these pairs to which both judges give the same outcome; None if `n` is 0."""
-
-    kappa: float | None
-    """Cohen's kappa; None if both judges together gave fewer than two different outcomes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnsembleAgreement:
-    """Outcomes of each judge of an ensemble, and their agreement."""
-
-    outcomes: dict[str, tuple[str, ...]]
-    """By name of the judge: the outcome of each pair, from the verdicts on both orders."""
-
-    rates: dict[str, float | None]
-    """By name of the judge: the candidate's win rate over the pairs valid for this judge; None if
-    no pair is valid."""
-
-    pairs: list[PairAgreement]
-    """Agreement of every combination of two judges."""
-
-    fleiss_kappa: float | None
-    """Fleiss' kappa over the pairs valid for all judges; None if these pairs have fewer than two
-    different outcomes."""
-
-    n: int
-    """Number of pairs that are valid for all judges."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HumanAgreement:
-    """Agreement of a judge with people's labels."""
-
-    n: int
-    """Number of labelled pairs for which the judge gave a verdict in both orders."""
-
-    share: float | None
-    """Fraction of these pairs whose outcome equals the label; None if `n` is 0."""
-
-    kappa: float | None
-    """Cohen's kappa; None if labels and outcomes together have fewer than two different values."""
-
-    confusion: dict[str, dict[str, int]]
-    """Number of pairs by label (outer key) and by the judge's outcome (inner key)."""
-
-    invalid: int
-    """Number of labelled pairs without a verdict in at least one order; not counted in `n`."""
-
-    judge: str
-    """Name of the judge."""
 
 
 def measure_agreement(comparison: Comparison) -> EnsembleAgreement:

@@ -1,9 +1,9 @@
 """Test a judge with canaries: pairs of answers for which the right verdict is known."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pipeline.judges.verdict import Judge, JudgedPrompt, swapped
+from pipeline.results.evaluation import CanaryKind, CanaryReport
 from ppo_core.data.rows.dialogues import shown_prompt
 
 MAX_SHARE = 0.25
@@ -36,39 +36,6 @@ MEANINGS = {
 
 _Case = tuple[JudgedPrompt, str]
 """A prompt and the answer that the canaries are compared with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CanaryKind:
-    """Verdicts of a judge on the canaries of one kind."""
-
-    asked: int
-    """Number of prompts that the judge was asked about."""
-
-    won: int
-    """Number of prompts for which the canary won in both orders. For the kind "same": number of
-    prompts for which the verdict was not a tie."""
-
-    invalid: int
-    """Number of prompts without a verdict in at least one order."""
-
-    fell: bool
-    """Whether the judge failed: `won` is above MAX_SHARE of `asked - invalid`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CanaryReport:
-    """Results of a judge on the canaries of all kinds."""
-
-    kinds: dict[str, CanaryKind]
-    """Results by kind: the keys of `CANARIES`, and "same" for an answer against itself. Empty if
-    there was no answer to compare with."""
-
-    reasons: list[str]
-    """One sentence for each kind that the judge failed, or why it was not tested."""
-
-    sound: bool
-    """Whether the judge passed all kinds."""
 
 
 def run_canaries(

@@ -12,25 +12,21 @@ from pipeline.evaluation.agreement import (
 from pipeline.evaluation.canaries import run_canaries
 from pipeline.evaluation.comparison import Comparison, compare
 from pipeline.evaluation.length_control import length_controlled_rate, rate_by_length_ratio
-from pipeline.evaluation.win_rate import WinRate, measure_win_rate
+from pipeline.evaluation.win_rate import measure_win_rate
 from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict
+from pipeline.results.evaluation import ContestResult, JudgedContests, JudgeIdentity, WinRate
 from pipeline.settings.evaluation_config import EvaluationConfig
 from ppo_core.data.rows.forms import Row
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Contests:
     """Contests between answers to the same prompts."""
 
     comparisons: dict[str, Comparison]
     """Comparisons by name of the contest, `CANDIDATE_vs_OPPONENT`."""
 
-    win_rates: dict[str, WinRate]
-    """Win rates by name of the contest."""
-
-    result: dict[str, Any]
-    """All results, serializable as JSON. Keys: `judge`, `win_rate` (by contest), `canaries`,
-    `people` (agreement with labels), `conclusive`, and `reasons` (why it is inconclusive)."""
+    result: JudgedContests
 
 
 def evaluate(
@@ -43,7 +39,7 @@ def evaluate(
     config: EvaluationConfig,
     canaries_decide: bool = True,
     seed: int,
-) -> Evaluation:
+) -> Contests:
     """Test the judge with canaries and labels, and let the judge compare answers.
 
     Args:
@@ -81,18 +77,18 @@ def evaluate(
         *(canaries.reasons if canaries_decide else ()),
         *(doubts_about_judge(agreement, min_kappa=config.min_kappa) if agreement else ()),
     ]
-    result = {
-        "judge": {"name": judge.name, "version": judge.version},
-        "win_rate": {name: _figures(win_rates[name], comparisons[name]) for name in comparisons},
-        "canaries": asdict(canaries),
-        "people": asdict(agreement) if agreement else None,
-        "conclusive": not reasons,
-        "reasons": reasons,
-    }
-    return Evaluation(comparisons, win_rates, result)
+    result = JudgedContests(
+        judge=JudgeIdentity(name=judge.name, version=judge.version),
+        win_rate={name: _figures(win_rates[name], comparisons[name]) for name in comparisons},
+        canaries=canaries,
+        people=agreement,
+        conclusive=not reasons,
+        reasons=reasons,
+    )
+    return Contests(comparisons, result)
 
 
-def judgements(evaluation: Evaluation) -> list[dict[str, Any]]:
+def judgements(contests: Contests) -> list[dict[str, Any]]:
     """Return a row for each pair: prompt, answers, outcome, and the verdict on each order."""
     return [
         {
@@ -104,7 +100,7 @@ def judgements(evaluation: Evaluation) -> list[dict[str, Any]]:
             "straight": _plain(comparison.straight[i]),
             "swapped": _plain(comparison.swapped[i]),
         }
-        for name, comparison in evaluation.comparisons.items()
+        for name, comparison in contests.comparisons.items()
         for i in range(len(comparison.prompts))
     ]
 
@@ -114,16 +110,16 @@ def distinct_share(texts: Sequence[str]) -> float:
     return len(set(texts)) / len(texts)
 
 
-def _figures(win_rate: WinRate, comparison: Comparison) -> dict[str, Any]:
-    """Return the results of one contest, serializable as JSON."""
+def _figures(win_rate: WinRate, comparison: Comparison) -> ContestResult:
+    """Return the results of one contest."""
     controlled = length_controlled_rate(comparison)
-    return {
-        **asdict(win_rate),
-        "length_controlled": controlled.rate,
-        "equal_length_pairs": controlled.equal,
-        "by_length_ratio": [asdict(part) for part in rate_by_length_ratio(comparison)],
-        "agreement": asdict(measure_agreement(comparison)) if comparison.members else None,
-    }
+    return ContestResult(
+        **vars(win_rate),
+        length_controlled=controlled.rate,
+        equal_length_pairs=controlled.equal,
+        by_length_ratio=rate_by_length_ratio(comparison),
+        agreement=measure_agreement(comparison) if comparison.members else None,
+    )
 
 
 def _plain(verdict: Verdict) -> dict[str, Any]:

@@ -1,26 +1,25 @@
 """Sample answers of the policies to unseen prompts, and compare them with a judge."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.notes import doubts_about_trained_judge, notes_on
-from pipeline.evaluation.results import (
-    EVALUATION_FILE,
-    EvaluatedPolicy,
-    FetchedChampion,
-    TrainedJudge,
-    write_report,
-)
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.judges.budget import Budget, Spent
 from pipeline.judges.spec import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.launch.answers import answer_in_run
+from pipeline.results.evaluation import Evaluation, TrainedJudge
+from pipeline.results.report_files import EVALUATION_FILE, write_report
+from pipeline.results.step_records import (
+    EvaluatedPolicy,
+    FetchedChampion,
+)
 from pipeline.settings.settings import Settings
 from ppo_core.algorithm.repetition import repeated_ngrams
 from ppo_core.models.loading import is_same_architecture
@@ -78,19 +77,18 @@ def evaluate_again(
     texts = {who: [row[who] for row in rows] for who in contestants}
     prompts = [row["prompt"] for row in rows]
     earlier = evaluation.report()
-    kl, spent = earlier["kl"], earlier["spent"]
-    return _judge(settings, prompts, texts, kl, champion, folder, judge, spent)
+    return _judge(settings, prompts, texts, earlier.kl, champion, folder, judge, earlier.spent)
 
 
 def _judge(
     settings: Settings,
     prompts: Sequence[JudgedPrompt],
     texts: Mapping[str, Sequence[str]],
-    kl: Mapping[str, float | None],
+    kl: dict[str, float | None],
     champion: FetchedChampion | None,
     folder: Path,
     trained_judge: TrainedJudge | None,
-    spent_before: Spent | None = None,
+    spent_before: Mapping[str, Spent] | None = None,
 ) -> EvaluatedPolicy:
     # Imported here because scipy and statsmodels are slow to import and most importers of this
     # module judge nothing.
@@ -102,7 +100,7 @@ def _judge(
     budget = Budget(settings.judging.max_calls, settings.judging.max_tokens)
     spec = f"reward-model:{trained_judge.path}" if trained_judge else settings.judge
     judge = make_judge_of_run(settings, spec, budget)
-    evaluation = evaluate(
+    contests = evaluate(
         judge,
         prompts,
         texts,
@@ -115,34 +113,32 @@ def _judge(
     )
     improvement = None
     if "reference" in texts:
-        ppo, sft = (evaluation.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
-        improvement = asdict(compare_policies(ppo, sft, seed=settings.seed))
-    reasons = [*evaluation.result["reasons"], *doubts_about_trained_judge(trained_judge)]
+        ppo, sft = (contests.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
+        improvement = compare_policies(ppo, sft, seed=settings.seed)
+    reasons = [*contests.result.reasons, *doubts_about_trained_judge(trained_judge)]
     columns = {"prompt": prompts, **texts}
     rows = zip(*columns.values(), strict=True)
     version = None if champion is None else champion.version
     evaluated = EvaluatedPolicy(champion=version, kl=kl["ppo"], folder=str(folder))
     write_jsonl(evaluated.samples, [dict(zip(columns, row, strict=True)) for row in rows])
-    write_jsonl(evaluated.judgements, judgements(evaluation))
-    report = {
-        **evaluation.result,
-        "conclusive": not reasons,
-        "reasons": reasons,
-        "notes": notes_on(
+    write_jsonl(evaluated.judgements, judgements(contests))
+    report = Evaluation(
+        **vars(replace(contests.result, conclusive=not reasons, reasons=reasons)),
+        notes=notes_on(
             trained_judge,
-            evaluation.result["canaries"],
+            contests.result.canaries,
             is_reward_model_given=bool(settings.reward_model),
             has_references="reference" in texts,
         ),
-        "trained_judge": asdict(trained_judge) if trained_judge else None,
-        "champion": version,
-        "improvement": improvement,
-        "distinct": {who: distinct_share(given) for who, given in texts.items()},
-        "length": {who: mean_words(given) for who, given in texts.items()},
-        "repetition": {who: repeated_share(given) for who, given in texts.items()},
-        "kl": kl,
-        "spent": budget.spent(spent_before or {}),
-    }
+        trained_judge=trained_judge,
+        champion=version,
+        improvement=improvement,
+        distinct={who: distinct_share(given) for who, given in texts.items()},
+        length={who: mean_words(given) for who, given in texts.items()},
+        repetition={who: repeated_share(given) for who, given in texts.items()},
+        kl=kl,
+        spent=budget.spent(spent_before or {}),
+    )
     write_report(folder / EVALUATION_FILE, report)
     return evaluated
 

@@ -8,6 +8,7 @@ import numpy as np
 from scipy.special import expit
 
 from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
+from pipeline.results.evaluation import LengthBin
 
 CONSTANT_DEVIATION = 1.0
 """Standard deviation of the normal prior on the constant a in `length_controlled_rate`, in
@@ -42,23 +43,6 @@ class LengthControlledRate:
 
     n: int
     """Number of valid pairs."""
-
-    judge: str
-    """Name of the judge."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LengthBin:
-    """Win rate of the pairs in one range of length ratios."""
-
-    ratio: str
-    """Range of (candidate's characters / opponent's characters), one of `RATIO_NAMES`."""
-
-    rate: float
-    """Win rate of the pairs in this range; a tie counts as half a win."""
-
-    n: int
-    """Number of valid pairs in this range."""
 
     judge: str
     """Name of the judge."""

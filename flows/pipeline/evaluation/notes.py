@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeline.evaluation.results import Report, TrainedJudge
+from pipeline.results.evaluation import CanaryReport, TrainedJudge
 
 WITHOUT_REFERENCES = (
     "There are no references, so the policies are compared only with each other, and the judge is "
@@ -18,7 +18,7 @@ _BESIDE_A_GIVEN_ONE = "The judge is a reward model that the run trained on its p
 
 def notes_on(
     judge: TrainedJudge | None,
-    canaries: Report,
+    canaries: CanaryReport,
     *,
     is_reward_model_given: bool,
     has_references: bool,
@@ -27,7 +27,7 @@ def notes_on(
 
     Args:
         judge: the judge that the run trained; None if a judge was named.
-        canaries: the judge's results on canaries, see `CanaryReport`.
+        canaries: the judge's results on canaries.
         is_reward_model_given: whether PPO's reward model was given, not trained by the run.
         has_references: whether the evaluation has references.
     """
@@ -44,9 +44,9 @@ def notes_on(
     return notes
 
 
-def _canaries_that_won(canaries: Report) -> list[str]:
+def _canaries_that_won(canaries: CanaryReport) -> list[str]:
     """Return what it means that a judge that the run trained fell for canaries, if it did."""
-    fell = [f"'{kind}'" for kind, found in canaries["kinds"].items() if found["fell"]]
+    fell = [f"'{kind}'" for kind, found in canaries.kinds.items() if found.fell]
     if not fell:
         return []
     return [

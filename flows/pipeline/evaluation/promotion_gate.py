@@ -1,14 +1,15 @@
 """The promotion gate: reasons to refuse a candidate, and reasons to promote it."""
 
+from collections.abc import Mapping
 from math import isfinite
 
-from pipeline.evaluation.results import Report
+from pipeline.results.evaluation import Evaluation, WinRate
 from pipeline.settings.gate_configs import PromotionConfig
 from ppo_core.errors import DataError
 
 
 def reasons_to_refuse(
-    evaluation: Report,
+    evaluation: Evaluation,
     limits: PromotionConfig,
     *,
     reward_model_fit: bool,
@@ -34,12 +35,12 @@ def reasons_to_refuse(
     Raises:
         DataError: the evaluation compares the candidate with a different champion.
     """
-    if evaluation["champion"] != champion:
+    if evaluation.champion != champion:
         raise DataError(
-            f"The candidate was judged against champion {evaluation['champion']}, but the champion "
+            f"The candidate was judged against champion {evaluation.champion}, but the champion "
             f"is now {champion}, so the win rate does not apply. Judge the candidate again."
         )
-    win_rates = evaluation["win_rate"]
+    win_rates = evaluation.win_rate
     found = [
         _age(candidate, champion),
         _inconclusive(evaluation),
@@ -53,40 +54,40 @@ def reasons_to_refuse(
     return [reason for reason in found if reason]
 
 
-def reasons_to_promote(evaluation: Report) -> list[str]:
+def reasons_to_promote(evaluation: Evaluation) -> list[str]:
     """Return a promoted candidate's win rates, as sentences for the history of decisions."""
-    win_rates = evaluation["win_rate"]
+    win_rates = evaluation.win_rate
     against_references = win_rates.get("ppo_vs_reference")
     return [
-        f"{_won(win_rates[direct_contest(evaluation)], _opponent(evaluation['champion']))}.",
+        f"{_won(win_rates[direct_contest(evaluation)], _opponent(evaluation.champion))}.",
         f"{_won(against_references, 'the references')}."
         if against_references
         else "There are no references, so min_reference_win_rate was not applied.",
     ]
 
 
-def direct_contest(evaluation: Report) -> str:
+def direct_contest(evaluation: Evaluation) -> str:
     """Return the name of the contest against the champion, or against SFT without a champion."""
     return f"ppo_vs_{_rival(evaluation)}"
 
 
-def words_of_both(evaluation: Report) -> tuple[float, float]:
+def words_of_both(evaluation: Evaluation) -> tuple[float, float]:
     """Return the mean words per answer: of the candidate, and of the champion (else of SFT)."""
-    return evaluation["length"]["ppo"], evaluation["length"][_rival(evaluation)]
+    return evaluation.length["ppo"], evaluation.length[_rival(evaluation)]
 
 
-def _rival(evaluation: Report) -> str:
-    return "sft" if evaluation["champion"] is None else "champion"
+def _rival(evaluation: Evaluation) -> str:
+    return "sft" if evaluation.champion is None else "champion"
 
 
 def _opponent(champion: int | None) -> str:
     return "SFT" if champion is None else f"the champion, version {champion}"
 
 
-def _won(win_rate: Report, opponent: str) -> str:
+def _won(win_rate: WinRate, opponent: str) -> str:
     return (
-        f"It wins {win_rate['rate']:.1%} of {win_rate['n']} pairs against {opponent}, 95 % "
-        f"interval {win_rate['low']:.1%} .. {win_rate['high']:.1%}, judged by {win_rate['judge']}"
+        f"It wins {win_rate.rate:.1%} of {win_rate.n} pairs against {opponent}, 95 % "
+        f"interval {win_rate.low:.1%} .. {win_rate.high:.1%}, judged by {win_rate.judge}"
     )
 
 
@@ -101,17 +102,17 @@ def _age(candidate: int, champion: int | None) -> str:
     )
 
 
-def _inconclusive(evaluation: Report) -> str:
-    if evaluation["conclusive"]:
+def _inconclusive(evaluation: Evaluation) -> str:
+    if evaluation.conclusive:
         return ""
-    doubts = "; ".join(reason.rstrip(".") for reason in evaluation["reasons"])
+    doubts = "; ".join(reason.rstrip(".") for reason in evaluation.reasons)
     return f"The evaluation is inconclusive, so its win rates cannot decide: {doubts}."
 
 
-def _wins(win_rate: Report, opponent: str, limits: PromotionConfig, name: str) -> str:
+def _wins(win_rate: WinRate, opponent: str, limits: PromotionConfig, name: str) -> str:
     least = getattr(limits, name)
-    finite = all(isfinite(win_rate[figure]) for figure in ("rate", "low", "high"))
-    if finite and win_rate["low"] > least:
+    finite = all(map(isfinite, (win_rate.rate, win_rate.low, win_rate.high)))
+    if finite and win_rate.low > least:
         return ""
     return (
         f"{_won(win_rate, opponent)}. The lower end must be above {name}={least:g}: the policy is "
@@ -119,7 +120,7 @@ def _wins(win_rate: Report, opponent: str, limits: PromotionConfig, name: str) -
     )
 
 
-def _against_references(win_rates: Report, limits: PromotionConfig) -> str:
+def _against_references(win_rates: Mapping[str, WinRate], limits: PromotionConfig) -> str:
     win_rate = win_rates.get("ppo_vs_reference")
     if win_rate is None:
         return ""
@@ -135,20 +136,20 @@ def _divergence(kl: float, limits: PromotionConfig) -> str:
     )
 
 
-def _length(evaluation: Report, limits: PromotionConfig) -> str:
+def _length(evaluation: Evaluation, limits: PromotionConfig) -> str:
     own, other = words_of_both(evaluation)
     most, finite = limits.max_length_ratio, isfinite(own) and isfinite(other)
     if finite and own <= most * other and other <= most * own:
         return ""
     return (
         f"Its answers have {own:.1f} words on average, and the answers of "
-        f"{_opponent(evaluation['champion'])} have {other:.1f}. The ratio is above "
+        f"{_opponent(evaluation.champion)} have {other:.1f}. The ratio is above "
         f"max_length_ratio={most:g}, so the judge may have decided by length alone."
     )
 
 
-def _repetition(evaluation: Report, limits: PromotionConfig) -> str:
-    share = evaluation["repetition"]["ppo"]
+def _repetition(evaluation: Evaluation, limits: PromotionConfig) -> str:
+    share = evaluation.repetition["ppo"]
     if share <= limits.max_repetition:
         return ""
     return (

@@ -1,13 +1,13 @@
 """Compute win rates and differences between win rates, with 95 % intervals."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import bootstrap, wilcoxon
 from statsmodels.stats.proportion import proportion_confint
 
 from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
+from pipeline.results.evaluation import PairedDifference, WinRate
 from ppo_core.errors import DataError
 
 RESAMPLES = 4_999
@@ -15,70 +15,6 @@ RESAMPLES = 4_999
 
 DRAWN_AT_ONCE = 1_000_000
 """Maximum number of prompts drawn in one batch of resamples, which limits memory to tens of MB."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WinRate:
-    """How often the candidate's answers beat the opponent's."""
-
-    rate: float
-    """Fraction of the valid pairs that the candidate won; a tie counts as half a win."""
-
-    low: float
-    """Lower end of the 95 % interval."""
-
-    high: float
-    """Upper end of the 95 % interval."""
-
-    n: int
-    """Number of valid pairs."""
-
-    wins: int
-    """Number of valid pairs that the candidate won in both orders."""
-
-    losses: int
-    """Number of valid pairs that the candidate lost in both orders."""
-
-    ties: int
-    """Number of the other valid pairs: both verdicts are ties, or the two verdicts differ."""
-
-    invalid: int
-    """Number of pairs without a verdict in at least one order; not counted in `n`."""
-
-    flip_rate: float
-    """Fraction of the valid pairs in which the judge chose the same position in both orders."""
-
-    conclusive: bool
-    """Whether the fraction of invalid pairs and `flip_rate` are within their limits."""
-
-    reasons: list[str]
-    """Why the rate is inconclusive; empty if it is conclusive."""
-
-    judge: str
-    """Name of the judge."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairedDifference:
-    """Difference between two policies' win rates on the same prompts and opponents."""
-
-    difference: float
-    """Win rate of the first policy minus win rate of the second, over the pairs valid for both."""
-
-    low: float
-    """Lower end of the 95 % interval."""
-
-    high: float
-    """Upper end of the 95 % interval."""
-
-    p_value: float
-    """p-value of Wilcoxon's signed-rank test of the null hypothesis that the policies are equal."""
-
-    n: int
-    """Number of pairs that are valid for both policies."""
-
-    judge: str
-    """Name of the judge."""
 
 
 def measure_win_rate(

@@ -1,12 +1,20 @@
 """The limits on the cost of a paid judge."""
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ppo_core.errors import JudgeError
 
-Spent = dict[str, dict[str, int | None]]
-"""`calls` and `tokens` of each judge that asks a server, by its name. `tokens` is None if one reply
-of the server did not report them."""
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What a judge that asks a server has spent."""
+
+    calls: int
+
+    tokens: int | None
+    """Tokens of questions and replies; None if one reply of the server did not report them."""
 
 
 class Budget:
@@ -35,16 +43,15 @@ class Budget:
         """Number of tokens of all judges, as far as the servers report them."""
         return self._tokens.total()
 
-    def spent(self, before: Spent) -> Spent:
-        """Return the calls and tokens of each judge that was called, with those spent before."""
-        spent = {name: dict(counts) for name, counts in before.items()}
+    def spent(self, before: Mapping[str, Spent]) -> dict[str, Spent]:
+        """Return what each judge that was called has spent, with what was spent before, by name."""
+        spent = dict(before)
         for name, calls in self._calls.items():
-            earlier = spent.get(name, {"calls": 0, "tokens": 0})
-            tokens = None if name in self._unreported else self._tokens[name]
-            spent[name] = {
-                "calls": _sum(earlier["calls"], calls),
-                "tokens": _sum(earlier["tokens"], tokens),
-            }
+            earlier = spent.get(name, Spent(calls=0, tokens=0))
+            tokens = None
+            if earlier.tokens is not None and name not in self._unreported:
+                tokens = earlier.tokens + self._tokens[name]
+            spent[name] = Spent(calls=earlier.calls + calls, tokens=tokens)
         return spent
 
     def require_calls(self, questions: int) -> None:
@@ -94,8 +101,3 @@ class Budget:
                 f"questions left to ask. All replies are stored. Raise judging.{setting} and run "
                 "again to ask only the remaining questions."
             )
-
-
-def _sum(first: int | None, second: int | None) -> int | None:
-    """Return the sum, which is unknown if a part is."""
-    return None if first is None or second is None else first + second

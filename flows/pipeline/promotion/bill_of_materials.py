@@ -27,9 +27,9 @@ from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
 
 import ppo_core
-from pipeline.evaluation.results import Report
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.inputs.lineage import installed_distributions
+from pipeline.inputs.lineage import DataSet, installed_distributions
+from pipeline.promotion.version_card import NamedModel
 from ppo_core.training.model_card import without_folders
 
 PROPERTY = "rlhf-flow:"
@@ -39,27 +39,29 @@ LONGEST_LICENSE = 100
 """Longest name of a license, in characters; some packages write the full text in its place."""
 
 
-def bill_of_materials(record: Report, run: FlowRun, started: datetime) -> str:
+def bill_of_materials(
+    name: str, models: Mapping[str, NamedModel], run: FlowRun, started: datetime
+) -> str:
     """Return the bill of materials of a run's policy as JSON.
 
     Args:
-        record: `name`, `models` and `data` as for `version_card`.
-        run: the run; its lineage becomes properties of the policy.
+        name: name of the registered model.
+        models: models of the run: base, sft, reward_model and policy.
+        run: the run, with its data sets; its lineage becomes properties of the policy.
         started: time of the run, with its timezone.
     """
-    models = record["models"]
     base = _model("base", models["base"])
     policy = Component(
         type=ComponentType.MACHINE_LEARNING_MODEL,
         bom_ref="model:policy",
-        name=record["name"],
+        name=name,
         version=run.id,
-        properties=_properties({"digest": models["policy"]["digest"], **run.origin}),
+        properties=_properties({"digest": models["policy"].digest, **run.origin}),
         pedigree=Pedigree(ancestors=[_model("sft", models["sft"], ancestor=base)]),
     )
     parts = [
         _model("reward_model", models["reward_model"]),
-        *(_data_set(name, one) for name, one in record["data"].items()),
+        *map(_data_set, run.data),
         *map(_package, installed_distributions()),
     ]
     tool = Component(
@@ -79,14 +81,14 @@ def bill_of_materials(record: Report, run: FlowRun, started: datetime) -> str:
     return make_outputter(bom, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string(indent=1)
 
 
-def _model(part: str, model: Report, ancestor: Component | None = None) -> Component:
+def _model(part: str, model: NamedModel, ancestor: Component | None = None) -> Component:
     """Return a model of the run: `part` is its role, and `model` has its name and digest."""
     return Component(
         type=ComponentType.MACHINE_LEARNING_MODEL,
         bom_ref=f"model:{part}",
-        name=without_folders(model["name"]),
-        purl=_hub_address(model["digest"]),
-        properties=_properties({"part": part, "digest": model["digest"]}),
+        name=without_folders(model.name),
+        purl=_hub_address(model.digest),
+        properties=_properties({"part": part, "digest": model.digest}),
         pedigree=None if ancestor is None else Pedigree(ancestors=[ancestor]),
     )
 
@@ -98,12 +100,12 @@ def _hub_address(digest: str) -> PackageURL | None:
     return PackageURL("huggingface", owner, name, commit) if at else None
 
 
-def _data_set(use: str, data: Report) -> Component:
+def _data_set(data: DataSet) -> Component:
     return Component(
         type=ComponentType.DATA,
-        bom_ref=f"data:{use}",
-        name=without_folders(data["name"]),
-        properties=_properties({"use": use, "digest": data["digest"], "rows": data["rows"]}),
+        bom_ref=f"data:{data.name}",
+        name=without_folders(data.source),
+        properties=_properties({"use": data.name, "digest": data.digest, "rows": data.rows}),
     )
 
 

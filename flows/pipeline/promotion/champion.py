@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from pipeline.evaluation.results import FetchedChampion
 from pipeline.inputs import data_sets
 from pipeline.registry.alias_sync import settle
 from pipeline.registry.aliases import CHAMPION, read_aliases
 from pipeline.registry.versions import policy_folders
+from pipeline.results.step_records import FetchedChampion
 from pipeline.settings.settings import Settings
 from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
 from ppo_core.data.rows.dialogues import in_format_of

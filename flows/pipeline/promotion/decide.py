@@ -4,12 +4,14 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.evaluation.promotion_gate import reasons_to_promote, reasons_to_refuse
-from pipeline.evaluation.results import EvaluatedPolicy, TrainedJudge, ValidatedReward
 from pipeline.promotion.champion import fetch_version
 from pipeline.registry import champions
 from pipeline.registry.alias_sync import settle
 from pipeline.registry.champion_history import Champions
 from pipeline.registry.decisions import Decision
+from pipeline.results.evaluation import TrainedJudge
+from pipeline.results.report_files import as_json
+from pipeline.results.step_records import EvaluatedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
 from ppo_core.distributed.process import large_imports
 from ppo_core.io.folder_cache import make_once
@@ -98,7 +100,9 @@ def _evaluated(
     name = f"against-{'sft' if champion is None else champion}"
     # The key contains the full first report, because the candidate's answers or the judge may
     # change.
-    again = make_once(folder, name, {"first": first.report()}, evaluate).path
+    report = as_json(first.report())
+    places = {"samples": str(first.samples), "judgements": str(first.judgements)}
+    again = make_once(folder, name, {"first": report | places}, evaluate).path
     return EvaluatedPolicy(champion=champion, kl=first.kl, folder=str(again))
 
 

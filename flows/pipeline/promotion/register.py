@@ -1,31 +1,29 @@
 """Register a trained policy as a version, and promote or refuse the version."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from pipeline.cost.measured_cost import cost_of_run
-from pipeline.evaluation.results import (
+from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
+from pipeline.inputs.json_lines import read_jsonl
+from pipeline.inputs.model_digests import require_unchanged
+from pipeline.promotion.bill_of_materials import bill_of_materials
+from pipeline.promotion.decide import decide_promotion
+from pipeline.promotion.version_card import NamedModel, VersionFacts, version_card
+from pipeline.registry.artifact import VersionContents, write_artifact
+from pipeline.registry.champions import challenge
+from pipeline.registry.decisions import Decision
+from pipeline.registry.versions import register_version, write_card
+from pipeline.results.evaluation import JudgeIdentity
+from pipeline.results.step_records import (
     EvaluatedPolicy,
     PreparedModel,
     RegisteredPolicy,
     TrainedPolicy,
     ValidatedReward,
 )
-from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
-from pipeline.inputs.json_lines import read_jsonl
-from pipeline.inputs.model_digests import require_unchanged
-from pipeline.promotion.bill_of_materials import bill_of_materials
-from pipeline.promotion.decide import decide_promotion
-from pipeline.promotion.version_card import version_card
-from pipeline.registry.artifact import VersionContents, write_artifact
-from pipeline.registry.champions import challenge
-from pipeline.registry.decisions import Decision
-from pipeline.registry.versions import register_version, write_card
-from pipeline.reports.headline_metrics import evaluation_numbers
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.storage.workspace import original_names
@@ -45,13 +43,13 @@ class Candidate:
     evaluation: EvaluatedPolicy
 
     @cached_property
-    def models(self) -> dict[str, tuple[str, str]]:
-        """Path and digest of each model of the run: base, SFT, reward model and policy."""
+    def models(self) -> dict[str, NamedModel]:
+        """Each model of the run: base, SFT, reward model and policy."""
         return {
-            "base": (self.settings.policy, self.run.origin["model/base"]),
-            "sft": (self.sft.path, self.sft.digest),
-            "reward_model": (self.reward_model.path, self.reward_model.digest),
-            "policy": (self.trained.path, self.trained.digest),
+            "base": _named(self.settings.policy, self.run.origin["model/base"]),
+            "sft": _named(self.sft.path, self.sft.digest),
+            "reward_model": _named(self.reward_model.path, self.reward_model.digest),
+            "policy": _named(self.trained.path, self.trained.digest),
         }
 
     @property
@@ -77,8 +75,7 @@ def register(candidate: Candidate) -> RegisteredPolicy:
     """
     settings, run = candidate.settings, candidate.run
     decoding = _decoding(settings)
-    report = candidate.evaluation.report()
-    facts = _card_facts(candidate, candidate.evaluation, decoding, None, None)
+    facts = _facts(candidate, candidate.evaluation, decoding, None, None)
     card = version_card(facts)
     contents = VersionContents(
         name=settings.registered_model,
@@ -86,14 +83,16 @@ def register(candidate: Candidate) -> RegisteredPolicy:
         example=read_jsonl(candidate.evaluation.samples)[0]["prompt"],
         card=card,
         settings=run.folder / SETTINGS_FILE,
-        sbom=bill_of_materials(facts, run, started_at(run.tracking["parent"])),
+        sbom=bill_of_materials(
+            settings.registered_model, candidate.models, run, started_at(run.tracking["parent"])
+        ),
     )
     model = register_version(
         settings.registered_model,
         run_id=run.tracking["parent"],
         flow_run=run.id,
         write=partial(_write_judged, candidate, contents),
-        tags=_tags(candidate, report["judge"]),
+        tags=_tags(candidate, facts.evaluation.judge),
         card=card,
         scratch=run.folder,
     )
@@ -108,7 +107,7 @@ def register(candidate: Candidate) -> RegisteredPolicy:
         by=f"run {run.id}",
         folder=run.folder,
     )
-    facts = _card_facts(candidate, evaluation, decoding, number, decision)
+    facts = _facts(candidate, evaluation, decoding, number, decision)
     write_card(settings.registered_model, number, version_card(facts))
     return RegisteredPolicy(model=model, promotion=decision, evaluation=evaluation, kl=candidate.kl)
 
@@ -127,6 +126,10 @@ def _write_judged(
     return manifest
 
 
+def _named(path: str, digest: str) -> NamedModel:
+    return NamedModel(name=original_names(path), digest=digest)
+
+
 def _decoding(settings: Settings) -> Decoding:
     return Decoding(
         response_length=settings.ppo.response_length,
@@ -138,55 +141,37 @@ def _decoding(settings: Settings) -> Decoding:
     )
 
 
-def _tags(candidate: Candidate, judge: Mapping[str, str]) -> dict[str, str]:
+def _tags(candidate: Candidate, judge: JudgeIdentity) -> dict[str, str]:
     """Return the version's lineage; `parent_champion` is the champion of the first evaluation."""
     champion = candidate.evaluation.champion
     return {
         **candidate.run.origin,
-        **{f"model/{part}": digest for part, (_, digest) in candidate.models.items()},
-        "judge": judge["name"],
-        "judge_version": judge["version"],
+        **{f"model/{part}": model.digest for part, model in candidate.models.items()},
+        "judge": judge.name,
+        "judge_version": judge.version,
         "parent_champion": "none" if champion is None else str(champion),
         "self_check": json.dumps(candidate.trained.self_check),
     }
 
 
-def _card_facts(
+def _facts(
     candidate: Candidate,
     evaluated: EvaluatedPolicy,
     decoding: Decoding,
     version: int | None,
     decision: Decision | None,
-) -> dict[str, Any]:
-    """Return the argument `record` of `version_card`."""
-    evaluation = evaluated.report()
-    judge = evaluation["judge"]
-    models = {
-        part: {"name": original_names(path), "digest": digest}
-        for part, (path, digest) in candidate.models.items()
-    }
-    return {
-        "name": candidate.settings.registered_model,
-        "version": version,
-        "models": {**models, "judge": {"name": judge["name"], "digest": judge["version"]}},
-        "data": {
-            one.name: {
-                "name": one.source,
-                "digest": one.digest,
-                "rows": one.rows,
-                "left_out": one.left_out,
-            }
-            for one in candidate.run.data
-        },
-        "win_rate": evaluation["win_rate"],
-        "notes": evaluation["notes"],
-        "reasons": evaluation["reasons"],
-        "metrics": evaluation_numbers(evaluation),
-        "cost": cost_of_run(
-            candidate.run, candidate.settings.hardware, candidate.trained, evaluated
-        ),
-        "decoding": decoding.arguments(),
-        "samples": read_jsonl(evaluation["samples"]),
-        "decision": asdict(decision) if decision else None,
-        "settings": as_plain_dict(candidate.settings),
-    }
+) -> VersionFacts:
+    settings, run, evaluation = candidate.settings, candidate.run, evaluated.report()
+    judge = NamedModel(name=evaluation.judge.name, digest=evaluation.judge.version)
+    return VersionFacts(
+        name=settings.registered_model,
+        version=version,
+        models={**candidate.models, "judge": judge},
+        data=run.data,
+        evaluation=evaluation,
+        cost=cost_of_run(run, settings.hardware, candidate.trained, evaluation.spent),
+        decoding=decoding.arguments(),
+        samples=read_jsonl(evaluated.samples),
+        decision=decision,
+        settings=as_plain_dict(settings),
+    )

@@ -2,11 +2,16 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from pipeline.evaluation.results import Report
+from pipeline.inputs.lineage import DataSet
+from pipeline.registry.decisions import Decision
 from pipeline.reports.document import as_equal_length_rate, as_interval, as_percent
+from pipeline.reports.headline_metrics import evaluation_numbers
 from pipeline.reports.terminal import CONTEST_TITLES, cost_in_words
+from pipeline.results.evaluation import Evaluation
+from pipeline.results.run_cost import RunCost
 from pipeline.settings.settings import flatten
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.data.rows.row_error import list_reasons
@@ -30,76 +35,102 @@ LIMITS = (
 """Limits that the card of every version states."""
 
 
-def version_card(record: Report) -> str:
-    """Return the card as Markdown with a YAML header; quoted text is escaped.
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """A model of the run."""
 
-    Args:
-        record: a dict with
+    name: str
+    """Folder, hub id or address of the model, or name of a judge."""
 
-            - `name`: name of the registered model;
-            - `version`: the version number, or None if the version is not registered yet;
-            - `models`: `name` and `digest` of each model (base, SFT, reward model, policy, judge);
-              a digest may be None;
-            - `data`: for each use of a data set, its `name`, `digest`, `rows` and `left_out`;
-            - `win_rate`: by contest, `rate`, `low`, `high`, `length_controlled`,
-              `equal_length_pairs`, `n`, `ties` and `judge`;
-            - `notes`: what a reader of the win rates must know; may be empty;
-            - `reasons`: why the evaluation is inconclusive; may be empty;
-            - `metrics`: numbers by name;
-            - `cost`: what the run cost until then, as `cost_of_run` returns it;
-            - `decoding`: default arguments of `generate`;
-            - `samples`: rows with the prompt and the answer of each contestant; may be empty;
-            - `decision`: `action`, `reasons`, `by` and `at`, or None before the decision;
-            - `settings`: nested tables.
-    """
+    digest: str
+    """Digest of the model, or version of a judge."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionFacts:
+    """What the card says about a version."""
+
+    name: str
+    """Name of the registered model."""
+
+    version: int | None
+    """Version number; None if the version is not registered yet."""
+
+    models: dict[str, NamedModel]
+    """Models by their part in the run: base, SFT, reward model, policy and judge."""
+
+    data: list[DataSet]
+    """Data sets that the run read."""
+
+    evaluation: Evaluation
+    """Evaluation on which the decision is based."""
+
+    cost: RunCost
+    """What the run cost until then."""
+
+    decoding: dict[str, Any]
+    """Default arguments of `generate`."""
+
+    samples: list[dict[str, str]]
+    """Rows with the prompt and the answer of each contestant; may be empty."""
+
+    decision: Decision | None
+    """Decision on the promotion; None before the decision."""
+
+    settings: dict[str, Any]
+    """Settings of the run, as nested tables."""
+
+
+def version_card(facts: VersionFacts) -> str:
+    """Return the card as Markdown with a YAML header; quoted text is escaped."""
     sections = [
-        f"---\n{_front_matter(record)}\n---",
-        f"# {as_markdown(_title(record))}",
-        f"{as_line(without_folders(record['models']['base']['name']))}, tuned with proximal policy "
+        f"---\n{_front_matter(facts)}\n---",
+        f"# {as_markdown(_title(facts))}",
+        f"{as_line(without_folders(facts.models['base'].name))}, tuned with proximal policy "
         "optimization (PPO, [arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) so that a reward "
         "model scores its answers higher.",
-        _section("Promotion", _decision(record["decision"])),
-        _section("Win rates", _win_rates(record)),
-        _section("How to load it", _loading(record)),
+        _section("Promotion", _decision(facts.decision)),
+        _section("Win rates", _win_rates(facts)),
+        _section("How to load it", _loading(facts)),
         _section("What it is not for", _bullets(LIMITS)),
-        _section("Models", _models(record["models"])),
-        _section("Data", _data(record["data"])),
-        _section("Metrics", _pairs("metric", _other_metrics(record))),
-        _section("Cost", _cost(record["cost"])),
-        _section("Samples", _samples(record["samples"])),
-        _section("Settings", _settings(record["settings"])),
+        _section("Models", _models(facts.models)),
+        _section("Data", _data(facts.data)),
+        _section("Metrics", _pairs("metric", _other_metrics(facts))),
+        _section("Cost", _cost(facts.cost)),
+        _section("Samples", _samples(facts.samples)),
+        _section("Settings", _settings(facts.settings)),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _front_matter(record: Report) -> str:
-    base = without_folders(record["models"]["base"]["name"])
+def _front_matter(facts: VersionFacts) -> str:
+    base = without_folders(facts.models["base"].name)
     return (
         f"base_model: {as_yaml(base)}\nlibrary_name: transformers\n"
-        f"model_name: {as_yaml(_title(record))}\npipeline_tag: text-generation\n"
+        f"model_name: {as_yaml(_title(facts))}\npipeline_tag: text-generation\n"
         "tags:\n- ppo\n- rlhf"
     )
 
 
-def _title(record: Report) -> str:
-    number = record["version"]
-    return record["name"] if number is None else f"{record['name']}, version {number}"
+def _title(facts: VersionFacts) -> str:
+    number = facts.version
+    return facts.name if number is None else f"{facts.name}, version {number}"
 
 
-def _decision(decision: Report | None) -> str:
+def _decision(decision: Decision | None) -> str:
     if decision is None:
         return "Not decided yet."
     head = (
-        f"**{as_markdown(decision['action']).capitalize()}** by {as_markdown(decision['by'])} at "
-        f"{as_markdown(decision['at'])}."
+        f"**{as_markdown(decision.action).capitalize()}** by {as_markdown(decision.by)} at "
+        f"{as_markdown(decision.at)}."
     )
     later = "Later decisions are in the tags of the version and in the history of the model name."
-    return "\n\n".join(part for part in (head, _bullets(decision["reasons"]), later) if part)
+    return "\n\n".join(part for part in (head, _bullets(decision.reasons), later) if part)
 
 
-def _loading(record: Report) -> str:
-    number = "VERSION" if record["version"] is None else record["version"]
-    uri = json.dumps(f"models:/{record['name']}/{number}")
+def _loading(facts: VersionFacts) -> str:
+    number = "VERSION" if facts.version is None else facts.version
+    uri = json.dumps(f"models:/{facts.name}/{number}")
     return (
         "```python\nimport mlflow\n\n"
         f"pipeline = mlflow.transformers.load_model({uri})\n```\n\n"
@@ -108,61 +139,67 @@ def _loading(record: Report) -> str:
         "For a service, `load_champion` in `flows/champion.py` verifies every file and loads the "
         "model. "
         "By default the model decodes as in its evaluation:\n\n"
-        + _pairs("argument", record["decoding"])
+        + _pairs("argument", facts.decoding)
     )
 
 
-def _win_rates(record: Report) -> str:
+def _win_rates(facts: VersionFacts) -> str:
     table = _table(
         ("", "wins", "95 % interval", "at equal length", "pairs", "ties", "judge"),
         (
             (
                 CONTEST_TITLES.get(contest, contest),
-                as_percent(rate["rate"]),
+                as_percent(rate.rate),
                 as_interval(rate),
                 as_equal_length_rate(rate),
-                rate["n"],
-                rate["ties"],
-                without_folders(rate["judge"]),
+                rate.n,
+                rate.ties,
+                without_folders(rate.judge),
             )
-            for contest, rate in record["win_rate"].items()
+            for contest, rate in facts.evaluation.win_rate.items()
         ),
     )
-    doubts = [f"Inconclusive: {reason}" for reason in record["reasons"]]
-    remarks = _bullets([*record["notes"], *doubts])
+    doubts = [f"Inconclusive: {reason}" for reason in facts.evaluation.reasons]
+    remarks = _bullets([*facts.evaluation.notes, *doubts])
     return "\n\n".join(part for part in (table, remarks) if part)
 
 
-def _models(models: Report) -> str:
-    rows = ((part, without_folders(one["name"]), one["digest"]) for part, one in models.items())
+def _models(models: Mapping[str, NamedModel]) -> str:
+    rows = ((part, without_folders(one.name), one.digest) for part, one in models.items())
     return _table(("part", "model", "digest"), rows)
 
 
-def _data(data: Report) -> str:
+def _data(data: Iterable[DataSet]) -> str:
     rows = (
         (
-            part,
-            without_folders(one["name"]),
-            one["rows"],
-            list_reasons(one["left_out"]) or "0",
-            one["digest"],
+            one.name,
+            without_folders(one.source),
+            one.rows,
+            list_reasons(one.left_out) or "0",
+            one.digest,
         )
-        for part, one in data.items()
+        for one in data
     )
     return _table(("used as", "data", "rows", "left out", "digest"), rows)
 
 
-def _other_metrics(record: Report) -> Mapping[str, float]:
+def _other_metrics(facts: VersionFacts) -> Mapping[str, float]:
     """Return the metrics that the table of win rates does not show."""
-    shown = {f"win_rate/{contest}/{end}" for contest in record["win_rate"] for end in SHOWN_ENDS}
-    return {name: value for name, value in record["metrics"].items() if name not in shown}
+    shown = {
+        f"win_rate/{contest}/{end}" for contest in facts.evaluation.win_rate for end in SHOWN_ENDS
+    }
+    return {
+        name: value
+        for name, value in evaluation_numbers(facts.evaluation).items()
+        if name not in shown
+    }
 
 
-def _cost(cost: Report) -> str:
+def _cost(cost: RunCost) -> str:
     """Return the cost of the steps until the registration."""
     rows = [
-        (name, step["attempts"], *(f"{step[part]:.0f}" for part in ("gpu_seconds", "cpu_seconds")))
-        for name, step in cost["steps"].items()
+        (name, step.attempts, f"{step.gpu_seconds:.0f}", f"{step.cpu_seconds:.0f}")
+        for name, step in cost.steps.items()
     ]
     head = "| step | attempts | GPU seconds | CPU seconds |\n|---|---|---|---|"
     lines = [f"| {as_markdown(name)} | {' | '.join(map(str, rest))} |" for name, *rest in rows]

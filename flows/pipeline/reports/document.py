@@ -1,8 +1,10 @@
 """Structure of a report (text, tables and figures) before it is rendered as a card or a page."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from pipeline.results.evaluation import ContestResult, PairedDifference, WinRate
+from pipeline.results.reward_report import Probe, Rate, References
 
 Tone = Literal["success", "warning", "danger"]
 
@@ -60,22 +62,22 @@ def as_percent(share: float | None) -> str:
     return "none" if share is None else f"{share:.1%}"
 
 
-def as_interval(of: Mapping[str, Any]) -> str:
+def as_interval(of: WinRate | Rate | Probe | References) -> str:
     """Return the interval from `low` to `high` as text, in percent."""
-    return f"{of['low']:.1%} .. {of['high']:.1%}"
+    return f"{of.low:.1%} .. {of.high:.1%}"
 
 
-def as_points(of: Mapping[str, Any]) -> tuple[str, str]:
+def as_points(of: PairedDifference) -> tuple[str, str]:
     """Return a difference of rates and its interval as text, such as `+40.3 points`."""
-    difference, low, high = (f"{100 * of[name]:+z.1f}" for name in ("difference", "low", "high"))
+    difference, low, high = (f"{100 * end:+z.1f}" for end in (of.difference, of.low, of.high))
     return f"{difference} points", f"{low} .. {high}"
 
 
-def as_equal_length_rate(win_rate: Mapping[str, Any]) -> str:
+def as_equal_length_rate(contest: ContestResult) -> str:
     """Return the win rate at equal length as text, or why it cannot be measured."""
-    if win_rate["length_controlled"] is None:
-        return f"not measurable, {win_rate['equal_length_pairs']} of {win_rate['n']}"
-    return as_percent(win_rate["length_controlled"])
+    if contest.length_controlled is None:
+        return f"not measurable, {contest.equal_length_pairs} of {contest.n}"
+    return as_percent(contest.length_controlled)
 
 
 def as_number(value: float | None) -> str:

@@ -1,7 +1,8 @@
 """The document about an evaluation."""
 
+from collections.abc import Mapping
+
 from pipeline.evaluation.length_control import RATIO_NAMES
-from pipeline.evaluation.results import Report
 from pipeline.reports.document import (
     Document,
     Plot,
@@ -16,29 +17,39 @@ from pipeline.reports.document import (
 )
 from pipeline.reports.figures import win_rate_plot
 from pipeline.reports.terminal import CONTEST_TITLES
+from pipeline.results.evaluation import (
+    CanaryReport,
+    ContestResult,
+    EnsembleAgreement,
+    Evaluation,
+    HumanAgreement,
+    JudgeIdentity,
+    LengthBin,
+    PairedDifference,
+)
 
 WHO = {"reference": "References", "sft": "SFT", "ppo": "PPO", "champion": "Champion"}
 """Titles of the contestants."""
 
 
-def evaluation_document(evaluation: Report) -> Document:
+def evaluation_document(evaluation: Evaluation) -> Document:
     """Return the document that says whether PPO improved the policy.
 
     Args:
         evaluation: the report of `evaluate_policies`.
     """
-    win_rates = evaluation["win_rate"]
+    win_rates = evaluation.win_rate
     verdict, tone = _verdict(evaluation)
     sections = (
         _win_rates(win_rates),
-        _improvement(evaluation["improvement"]),
+        _improvement(evaluation.improvement),
         _lengths(win_rates),
         _length_ratios(win_rates),
-        _canaries(evaluation["canaries"]),
-        _people(evaluation["people"]),
+        _canaries(evaluation.canaries),
+        _people(evaluation.people),
         _ensemble(win_rates),
         _policies(evaluation),
-        _judge(evaluation["judge"]),
+        _judge(evaluation.judge),
     )
     return Document(
         subject="Is the policy better after PPO than before?",
@@ -46,44 +57,44 @@ def evaluation_document(evaluation: Report) -> Document:
         tone=tone,
         reasons=(
             _direct_contest(win_rates["ppo_vs_sft"]),
-            *evaluation["notes"],
-            *evaluation["reasons"],
+            *evaluation.notes,
+            *evaluation.reasons,
         ),
         sections=tuple(section for section in sections if section.rows),
     )
 
 
-def _verdict(evaluation: Report) -> tuple[str, Tone]:
-    against_sft = evaluation["win_rate"]["ppo_vs_sft"]
-    if not evaluation["conclusive"]:
+def _verdict(evaluation: Evaluation) -> tuple[str, Tone]:
+    against_sft = evaluation.win_rate["ppo_vs_sft"]
+    if not evaluation.conclusive:
         return "Inconclusive", "warning"
-    if against_sft["low"] > 0.5:
+    if against_sft.low > 0.5:
         return "Better", "success"
-    if against_sft["high"] < 0.5:
+    if against_sft.high < 0.5:
         return "Worse", "danger"
     return "No difference shown", "warning"
 
 
-def _direct_contest(against_sft: Report) -> str:
+def _direct_contest(against_sft: ContestResult) -> str:
     return (
-        f"PPO wins {as_percent(against_sft['rate'])} of {against_sft['n']} pairs against SFT, 95 % "
-        f"interval {as_interval(against_sft)}, judged by {against_sft['judge']}."
+        f"PPO wins {as_percent(against_sft.rate)} of {against_sft.n} pairs against SFT, 95 % "
+        f"interval {as_interval(against_sft)}, judged by {against_sft.judge}."
     )
 
 
-def _win_rates(win_rates: Report) -> Section:
+def _win_rates(win_rates: Mapping[str, ContestResult]) -> Section:
     return Section(
         title="Win rates",
         headers=("", "Wins", "95 % interval", "Pairs", "Ties", "Invalid", "Followed the position"),
         rows=tuple(
             (
                 CONTEST_TITLES[name],
-                as_percent(rate["rate"]),
+                as_percent(rate.rate),
                 as_interval(rate),
-                str(rate["n"]),
-                str(rate["ties"]),
-                str(rate["invalid"]),
-                as_percent(rate["flip_rate"]),
+                str(rate.n),
+                str(rate.ties),
+                str(rate.invalid),
+                as_percent(rate.flip_rate),
             )
             for name, rate in win_rates.items()
         ),
@@ -91,7 +102,7 @@ def _win_rates(win_rates: Report) -> Section:
     )
 
 
-def _improvement(improvement: Report | None) -> Section:
+def _improvement(improvement: PairedDifference | None) -> Section:
     title = "Wins against the references: PPO less SFT, on the same prompts"
     if improvement is None:
         return Section(title=title)
@@ -101,32 +112,32 @@ def _improvement(improvement: Report | None) -> Section:
         rows=(
             (
                 *as_points(improvement),
-                as_number(improvement["p_value"]),
-                str(improvement["n"]),
+                as_number(improvement.p_value),
+                str(improvement.n),
             ),
         ),
     )
 
 
-def _lengths(win_rates: Report) -> Section:
+def _lengths(win_rates: Mapping[str, ContestResult]) -> Section:
     return Section(
         title="Without the advantage of length",
         headers=("", "Wins", "Wins at equal length", "Pairs of about equal length"),
         rows=tuple(
             (
                 CONTEST_TITLES[name],
-                as_percent(rate["rate"]),
+                as_percent(rate.rate),
                 as_equal_length_rate(rate),
-                f"{rate['equal_length_pairs']} of {rate['n']}",
+                f"{rate.equal_length_pairs} of {rate.n}",
             )
             for name, rate in win_rates.items()
         ),
     )
 
 
-def _length_ratios(win_rates: Report) -> Section:
+def _length_ratios(win_rates: Mapping[str, ContestResult]) -> Section:
     bins = {
-        name: {part["ratio"]: part for part in rate["by_length_ratio"]}
+        name: {part.ratio: part for part in rate.by_length_ratio}
         for name, rate in win_rates.items()
     }
     return Section(
@@ -139,44 +150,44 @@ def _length_ratios(win_rates: Report) -> Section:
     )
 
 
-def _share_of(part: Report | None) -> str:
-    return f"{as_percent(part['rate'])} of {part['n']}" if part else ""
+def _share_of(part: LengthBin | None) -> str:
+    return f"{as_percent(part.rate)} of {part.n}" if part else ""
 
 
-def _canaries(canaries: Report) -> Section:
+def _canaries(canaries: CanaryReport) -> Section:
     return Section(
         title="Canaries: answers that a sound judge does not choose",
         headers=("Canary", "Chosen", "Asked", "Invalid", "The judge"),
         rows=tuple(
             (
                 kind,
-                str(found["won"]),
-                str(found["asked"]),
-                str(found["invalid"]),
-                "fell for it" if found["fell"] else "is sound",
+                str(found.won),
+                str(found.asked),
+                str(found.invalid),
+                "fell for it" if found.fell else "is sound",
             )
-            for kind, found in canaries["kinds"].items()
+            for kind, found in canaries.kinds.items()
         ),
     )
 
 
-def _people(people: Report | None) -> Section:
+def _people(people: HumanAgreement | None) -> Section:
     if people is None:
         return Section(title="The judge and people")
-    counts = people["confusion"]
+    counts = people.confusion
     return Section(
         title="The judge and people on the same pairs",
         headers=("People say", *(f"Judge: {outcome}" for outcome in counts)),
         rows=(
             *((label, *map(str, row.values())) for label, row in counts.items()),
-            ("Agreement", as_percent(people["share"]), f"of {people['n']} pairs", ""),
-            ("Cohen's kappa", as_number(people["kappa"]), "", ""),
-            ("Invalid", str(people["invalid"]), "", ""),
+            ("Agreement", as_percent(people.share), f"of {people.n} pairs", ""),
+            ("Cohen's kappa", as_number(people.kappa), "", ""),
+            ("Invalid", str(people.invalid), "", ""),
         ),
     )
 
 
-def _ensemble(win_rates: Report) -> Section:
+def _ensemble(win_rates: Mapping[str, ContestResult]) -> Section:
     """Return win rates and agreement of the judges of an ensemble."""
     return Section(
         title="The judges of the ensemble",
@@ -184,30 +195,30 @@ def _ensemble(win_rates: Report) -> Section:
         rows=tuple(
             row
             for name, rate in win_rates.items()
-            if rate["agreement"]
-            for row in _judges(CONTEST_TITLES[name], rate["agreement"])
+            if rate.agreement
+            for row in _judges(CONTEST_TITLES[name], rate.agreement)
         ),
     )
 
 
-def _judges(contest: str, agreement: Report) -> list[tuple[str, ...]]:
+def _judges(contest: str, agreement: EnsembleAgreement) -> list[tuple[str, ...]]:
     return [
-        *((contest, judge, as_percent(rate), "", "") for judge, rate in agreement["rates"].items()),
+        *((contest, judge, as_percent(rate), "", "") for judge, rate in agreement.rates.items()),
         *(
             (
                 contest,
-                " and ".join(pair["judges"]),
+                " and ".join(pair.judges),
                 "",
-                as_percent(pair["share"]),
-                as_number(pair["kappa"]),
+                as_percent(pair.share),
+                as_number(pair.kappa),
             )
-            for pair in agreement["pairs"]
+            for pair in agreement.pairs
         ),
-        (contest, "all (Fleiss)", "", "", as_number(agreement["fleiss_kappa"])),
+        (contest, "all (Fleiss)", "", "", as_number(agreement.fleiss_kappa)),
     ]
 
 
-def _policies(evaluation: Report) -> Section:
+def _policies(evaluation: Evaluation) -> Section:
     return Section(
         title="The answers",
         headers=(
@@ -220,12 +231,12 @@ def _policies(evaluation: Report) -> Section:
         rows=tuple(
             (
                 WHO[who],
-                _divergence(evaluation["kl"][who]) if who in evaluation["kl"] else "",
-                as_percent(evaluation["distinct"][who]),
-                as_number(evaluation["length"][who]),
-                as_percent(evaluation["repetition"][who]),
+                _divergence(evaluation.kl[who]) if who in evaluation.kl else "",
+                as_percent(evaluation.distinct[who]),
+                as_number(evaluation.length[who]),
+                as_percent(evaluation.repetition[who]),
             )
-            for who in evaluation["length"]
+            for who in evaluation.length
         ),
     )
 
@@ -235,9 +246,9 @@ def _divergence(kl: float | None) -> str:
     return "none" if kl is None else as_decimal(kl, 2)
 
 
-def _judge(judge: Report) -> Section:
+def _judge(judge: JudgeIdentity) -> Section:
     return Section(
         title="Who judged",
         headers=("Judge", "Version"),
-        rows=((judge["name"], judge["version"]),),
+        rows=((judge.name, judge.version),),
     )

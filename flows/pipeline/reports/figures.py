@@ -8,8 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipeline.evaluation.results import Report
 from pipeline.reports.terminal import CONTEST_TITLES
+from pipeline.results.evaluation import WinRate
+from pipeline.results.reward_report import Accuracy, Calibration, RewardReport, SampleScores
 
 INCHES = 6.0
 """Width of a figure in inches."""
@@ -24,91 +25,94 @@ MARGINS = {"people": "people's margin", "model": "the model's own margin"}
 """Titles of the margins that the accuracy is grouped by."""
 
 
-def reward_model_figures(report: Report) -> dict[str, bytes]:
+def reward_model_figures(report: RewardReport) -> dict[str, bytes]:
     """Return the figures about a reward model by name."""
     return {
-        "accuracy-by-margin": accuracy_by_margin_plot(report["accuracy"]),
-        "reliability": reliability_plot(report["calibration"]),
-        "sample-scores": score_plot(report["samples"]),
-        "best-of-k": best_of_k_plot(report["samples"]),
+        "accuracy-by-margin": accuracy_by_margin_plot(report.accuracy),
+        "reliability": reliability_plot(report.calibration),
+        "sample-scores": score_plot(report.samples),
+        "best-of-k": best_of_k_plot(report.samples),
     }
 
 
-def accuracy_by_margin_plot(accuracy: Report) -> bytes:
+def accuracy_by_margin_plot(accuracy: Accuracy) -> bytes:
     """Plot the accuracy by margin, with a line at 50 %."""
-    rates = accuracy["by_margin"]
+    rates = accuracy.by_margin
     figure, axes = _draw_rates(
-        f"Accuracy by {MARGINS[accuracy['margin_of']]}; dashed: a tossed coin",
-        {name: (rate["accuracy"], rate) for name, rate in rates.items()},
+        f"Accuracy by {MARGINS[accuracy.margin_of]}; dashed: a tossed coin",
+        {name: (rate.accuracy, rate.low, rate.high) for name, rate in rates.items()},
     )
     axes.set_xlabel("right, % of pairs with the 95 % interval")
     return _as_png(figure)
 
 
-def reliability_plot(calibration: Report) -> bytes:
+def reliability_plot(calibration: Calibration) -> bytes:
     """Plot the accuracy and the number of pairs by confidence."""
-    bins = calibration["bins"]
-    sure = [part["confidence"] for part in bins]
+    bins = calibration.bins
+    sure = [part.confidence for part in bins]
     figure = _figure("Accuracy by confidence; dashed: as right as it is sure", height=4.4)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     upper.plot([0.5, 1], [0.5, 1], "--", color=QUIET, linewidth=1)
-    upper.vlines(sure, [part["low"] for part in bins], [part["high"] for part in bins], COLOR)
-    upper.plot(sure, [part["accuracy"] for part in bins], "o", color=COLOR)
+    upper.vlines(sure, [part.low for part in bins], [part.high for part in bins], COLOR)
+    upper.plot(sure, [part.accuracy for part in bins], "o", color=COLOR)
     upper.set_ylabel("right, % of pairs")
     upper.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=""))
-    lower.bar(sure, [part["n"] for part in bins], width=0.006, color=COLOR)
+    lower.bar(sure, [part.n for part in bins], width=0.006, color=COLOR)
     lower.set(xlim=(0.49, 1.01), xlabel="confidence: sigmoid of the margin, %", ylabel="pairs")
     lower.xaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=""))
     lower.yaxis.set_major_locator(MaxNLocator(2, integer=True))
     return _as_png(figure)
 
 
-def score_plot(samples: Report) -> bytes:
+def score_plot(samples: SampleScores) -> bytes:
     """Plot the histogram of the scores of the SFT policy's samples, and the references' mean."""
     figure = _figure(f"Scores of the SFT policy's samples{_dashed(samples)}", height=2.8)
     axes = figure.subplots()
-    axes.stairs(samples["counts"], samples["edges"], fill=True, color=COLOR)
-    if samples["references"]:
-        axes.axvline(samples["references"]["mean"], linestyle="--", color=QUIET, linewidth=1)
+    axes.stairs(samples.counts, samples.edges, fill=True, color=COLOR)
+    if samples.references:
+        axes.axvline(samples.references.mean, linestyle="--", color=QUIET, linewidth=1)
     axes.set(xlabel="score", ylabel="samples")
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     return _as_png(figure)
 
 
-def best_of_k_plot(samples: Report) -> bytes:
+def best_of_k_plot(samples: SampleScores) -> bytes:
     """Plot the expected score of the best of k samples, and the references' mean."""
     figure = _figure(f"Best of k samples of a prompt{_dashed(samples)}", height=2.8)
     axes = figure.subplots()
-    sizes = list(samples["best_of"])
-    axes.plot(sizes, list(samples["best_of"].values()), "o-", color=COLOR)
-    if samples["references"]:
-        axes.axhline(samples["references"]["mean"], linestyle="--", color=QUIET, linewidth=1)
+    sizes = list(samples.best_of)
+    axes.plot(sizes, list(samples.best_of.values()), "o-", color=COLOR)
+    if samples.references:
+        axes.axhline(samples.references.mean, linestyle="--", color=QUIET, linewidth=1)
     axes.set(xlabel="k, samples", ylabel="expected score")
     return _as_png(figure)
 
 
-def _dashed(samples: Report) -> str:
-    return "; dashed: mean of the references" if samples["references"] else ""
+def _dashed(samples: SampleScores) -> str:
+    return "; dashed: mean of the references" if samples.references else ""
 
 
-def win_rate_plot(win_rates: Mapping[str, Report]) -> bytes:
+def win_rate_plot(win_rates: Mapping[str, WinRate]) -> bytes:
     """Plot the win rate of each contest with its interval, and a line at 50 %."""
-    judges = ", ".join(dict.fromkeys(rate["judge"] for rate in win_rates.values()))
+    judges = ", ".join(dict.fromkeys(rate.judge for rate in win_rates.values()))
     figure, axes = _draw_rates(
         f"Judged by {judges}",
-        {CONTEST_TITLES[name]: (rate["rate"], rate) for name, rate in win_rates.items()},
+        {
+            CONTEST_TITLES[name]: (rate.rate, rate.low, rate.high)
+            for name, rate in win_rates.items()
+        },
     )
     axes.set(xlim=(-0.03, 1.03), xlabel="wins, % of pairs with the 95 % interval, ties as halves")
     return _as_png(figure)
 
 
-def _draw_rates(title: str, rates: Mapping[str, tuple[float, Report]]) -> tuple[Figure, Axes]:
-    """Plot rates with their intervals, the first on top, and a line at 50 %."""
+def _draw_rates(title: str, rates: Mapping[str, tuple[float, float, float]]) -> tuple[Figure, Axes]:
+    """Plot rates with the ends of their intervals, the first on top, and a line at 50 %."""
     figure = _figure(title, height=0.8 + 0.5 * len(rates))
     axes = figure.subplots()
     axes.axvline(0.5, linestyle="--", color=QUIET, linewidth=1)
-    for row, (rate, interval) in enumerate(rates.values()):
-        axes.hlines(row, interval["low"], interval["high"], COLOR)
+    for row, (rate, low, high) in enumerate(rates.values()):
+        axes.hlines(row, low, high, COLOR)
         axes.plot(rate, row, "o", color=COLOR)
         axes.annotate(f"{rate:.1%}", (rate, row), (0, 6), textcoords="offset points", ha="center")
     names = [_wrapped(name, 26) for name in rates]

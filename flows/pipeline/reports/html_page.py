@@ -1,14 +1,14 @@
 """Render each report as one HTML page that needs no other file and no network."""
 
 from base64 import b64encode
-from collections.abc import Mapping
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
 from pipeline.reports.document import Document
 from pipeline.reports.evaluation import evaluation_document
 from pipeline.reports.reward_model import reward_document
+from pipeline.results.evaluation import Evaluation
+from pipeline.results.reward_report import RewardReport
 
 TEMPLATE = """\
 <!doctype html>
@@ -61,12 +61,12 @@ img { display: block; width: 600px; max-width: 100%; margin: 1rem 0 }
 """
 
 
-def reward_model_page(report: Mapping[str, Any]) -> str:
+def reward_model_page(report: RewardReport) -> str:
     """Return the report on a reward model as HTML with embedded figures; all text is escaped."""
     return _page(reward_document(report))
 
 
-def evaluation_page(evaluation: Mapping[str, Any]) -> str:
+def evaluation_page(evaluation: Evaluation) -> str:
     """Return the report on an evaluation as HTML with embedded figures; all text is escaped."""
     return _page(evaluation_document(evaluation))
 

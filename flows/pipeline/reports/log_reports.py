@@ -1,38 +1,36 @@
 """Log the reports to MLflow as metrics, pages, plots and tables."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.reports.figures import reward_model_figures, win_rate_plot
 from pipeline.reports.headline_metrics import evaluation_numbers, reward_model_numbers
 from pipeline.reports.html_page import evaluation_page, reward_model_page
+from pipeline.reports.terminal import reward_verdict
+from pipeline.results.report_files import as_json
+from pipeline.results.reward_report import RewardReport
+from pipeline.results.step_records import EvaluatedPolicy
 from pipeline.tracking.tracker import Tracker
 
 NUM_SAMPLES = 200
 """Number of prompts in the table of answers."""
 
 
-def log_reward_report(tracker: Tracker, report: Mapping[str, Any]) -> None:
+def log_reward_report(tracker: Tracker, report: RewardReport) -> None:
     """Log the report on a reward model."""
-    verdict = "fit" if report["fit"] else "refused"
-    if report["accepted_by_hand"]:
-        verdict = "accepted by hand"
     for log in (tracker.step, tracker.parent):
         log.log_metrics(reward_model_numbers(report))
-        log.set_tags({"reward_model": verdict})
-    tracker.step.log_json(report, "reward-model/report.json")
+        log.set_tags({"reward_model": reward_verdict(report)})
+    tracker.step.log_json(as_json(report), "reward-model/report.json")
     tracker.step.log_text(reward_model_page(report), "reward-model/report.html")
     for name, png in reward_model_figures(report).items():
         tracker.step.log_figure(png, f"reward-model/{name}.png")
 
 
-def log_evaluation(tracker: Tracker, evaluation: Mapping[str, Any]) -> None:
+def log_evaluation(tracker: Tracker, evaluated: EvaluatedPolicy) -> None:
     """Log the report on an evaluation, with samples and all judgements."""
+    evaluation = evaluated.report()
     for log in (tracker.step, tracker.parent):
         log.log_metrics(evaluation_numbers(evaluation))
     tracker.step.log_text(evaluation_page(evaluation), "evaluation/report.html")
-    tracker.step.log_figure(win_rate_plot(evaluation["win_rate"]), "evaluation/win-rates.png")
-    tracker.step.log_table(read_jsonl(evaluation["samples"])[:NUM_SAMPLES], "samples.json")
-    tracker.step.log_artifact(Path(evaluation["judgements"]))
+    tracker.step.log_figure(win_rate_plot(evaluation.win_rate), "evaluation/win-rates.png")
+    tracker.step.log_table(read_jsonl(evaluated.samples)[:NUM_SAMPLES], "samples.json")
+    tracker.step.log_artifact(evaluated.judgements)

@@ -1,16 +1,18 @@
 """Make the report on the promotion or refusal of a version."""
 
+from collections.abc import Mapping
+
 from pipeline.evaluation.promotion_gate import direct_contest, words_of_both
-from pipeline.evaluation.results import Report
 from pipeline.registry.decisions import Decision
 from pipeline.reports.document import Document, Section, as_interval, as_number, as_percent
 from pipeline.reports.terminal import CONTEST_TITLES, decision_in_words
+from pipeline.results.evaluation import ContestResult, Evaluation
 from pipeline.settings.gate_configs import PromotionConfig
 
 
 def promotion_document(
     promotion: Decision,
-    evaluation: Report,
+    evaluation: Evaluation,
     limits: PromotionConfig,
     *,
     reward_model_fit: bool,
@@ -31,7 +33,7 @@ def promotion_document(
         subject="Does production load this policy?",
         verdict="Promoted" if promoted else "Refused",
         tone="success" if promoted else "danger",
-        reasons=(*promotion.reasons, *evaluation["notes"]),
+        reasons=(*promotion.reasons, *evaluation.notes),
         sections=(
             _decision(promotion, evaluation),
             _figures(evaluation, limits, reward_model_fit, kl),
@@ -39,7 +41,7 @@ def promotion_document(
     )
 
 
-def _decision(promotion: Decision, evaluation: Report) -> Section:
+def _decision(promotion: Decision, evaluation: Evaluation) -> Section:
     return Section(
         title="The decision",
         headers=("Version", "It is", "Judged against the champion"),
@@ -47,7 +49,7 @@ def _decision(promotion: Decision, evaluation: Report) -> Section:
             (
                 str(promotion.version),
                 decision_in_words(promotion.version, promotion.champion),
-                _version(evaluation["champion"]),
+                _version(evaluation.champion),
             ),
         ),
     )
@@ -58,9 +60,9 @@ def _version(champion: int | None) -> str:
 
 
 def _figures(
-    evaluation: Report, limits: PromotionConfig, reward_model_fit: bool, kl: float
+    evaluation: Evaluation, limits: PromotionConfig, reward_model_fit: bool, kl: float
 ) -> Section:
-    win_rates, contest = evaluation["win_rate"], direct_contest(evaluation)
+    win_rates, contest = evaluation.win_rate, direct_contest(evaluation)
     own, other = words_of_both(evaluation)
     return Section(
         title="Figures and limits",
@@ -76,12 +78,12 @@ def _figures(
             ),
             (
                 "Repeated 3-grams of words",
-                as_percent(evaluation["repetition"]["ppo"]),
+                as_percent(evaluation.repetition["ppo"]),
                 f"at most {as_percent(limits.max_repetition)}",
             ),
             (
                 "Evaluation",
-                "conclusive" if evaluation["conclusive"] else "inconclusive",
+                "conclusive" if evaluation.conclusive else "inconclusive",
                 "conclusive",
             ),
             ("Reward model", "fit" if reward_model_fit else "accepted by hand", "fit"),
@@ -89,11 +91,13 @@ def _figures(
     )
 
 
-def _win_rate(win_rates: Report, contest: str, least: float) -> tuple[str, str, str]:
+def _win_rate(
+    win_rates: Mapping[str, ContestResult], contest: str, least: float
+) -> tuple[str, str, str]:
     if contest not in win_rates:
         return CONTEST_TITLES[contest], "there are no references", "not applied"
     return (
         CONTEST_TITLES[contest],
-        f"{as_percent(win_rates[contest]['rate'])}, {as_interval(win_rates[contest])}",
+        f"{as_percent(win_rates[contest].rate)}, {as_interval(win_rates[contest])}",
         f"lower end above {as_percent(least)}",
     )

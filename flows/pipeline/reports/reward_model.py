@@ -1,6 +1,5 @@
 """Make the report on a reward model."""
 
-from pipeline.evaluation.results import Report
 from pipeline.reports.document import (
     Document,
     Plot,
@@ -11,146 +10,159 @@ from pipeline.reports.document import (
     as_percent,
 )
 from pipeline.reports.figures import MARGINS, reward_model_figures
+from pipeline.results.reward_report import (
+    Accuracy,
+    Calibration,
+    Contract,
+    Difference,
+    EndOfText,
+    Lengths,
+    Probes,
+    Rate,
+    RewardReport,
+    Samples,
+    Ties,
+)
 
 RATE_HEADERS = ("", "Right", "95 % interval", "Pairs")
 
 
-def reward_document(report: Report) -> Document:
+def reward_document(report: RewardReport) -> Document:
     """Return the report on a reward model: verdict, measurements and baselines.
 
     Args:
-        report: result of `validate`, with the additional key `accepted_by_hand`.
+        report: result of `validate`, with the decision of a person.
     """
     plots = reward_model_figures(report)
     verdict, tone = _verdict(report)
     sections = (
-        _accuracy(report["accuracy"]),
-        _by_margin(report["accuracy"], plots["accuracy-by-margin"]),
-        _by_category(report["accuracy"]),
-        _ties(report["accuracy"]["ties"]),
-        _calibration(report["calibration"], plots["reliability"]),
-        _lengths(report["lengths"]),
-        _samples(report["samples"], plots["sample-scores"], plots["best-of-k"]),
-        _probes(report["probes"]),
-        _contract(report["contract"]),
+        _accuracy(report.accuracy),
+        _by_margin(report.accuracy, plots["accuracy-by-margin"]),
+        _by_category(report.accuracy),
+        _ties(report.accuracy.ties),
+        _calibration(report.calibration, plots["reliability"]),
+        _lengths(report.lengths),
+        _samples(report.samples, plots["sample-scores"], plots["best-of-k"]),
+        _probes(report.probes),
+        _contract(report.contract),
         _scale(report),
     )
     return Document(
         subject="Is the reward model fit to train against?",
         verdict=verdict,
         tone=tone,
-        reasons=tuple(report["reasons"]) or ("It keeps every limit of the gate.",),
+        reasons=tuple(report.reasons) or ("It keeps every limit of the gate.",),
         sections=tuple(section for section in sections if section.rows),
     )
 
 
-def _verdict(report: Report) -> tuple[str, Tone]:
-    if report["fit"]:
+def _verdict(report: RewardReport) -> tuple[str, Tone]:
+    if report.fit:
         return "Fit", "success"
-    if report["accepted_by_hand"]:
+    if report.accepted_by_hand:
         return "Refused, and accepted by hand", "warning"
     return "Refused", "danger"
 
 
-def _accuracy(accuracy: Report) -> Section:
+def _accuracy(accuracy: Accuracy) -> Section:
     rows: list[tuple[str, ...]] = [
         _rate("This model", accuracy),
-        _rate("Always the longer response", accuracy["longer"]),
-        ("A tossed coin", as_percent(accuracy["random"]), "", ""),
+        _rate("Always the longer response", accuracy.longer),
+        ("A tossed coin", as_percent(accuracy.random), "", ""),
     ]
     rows += [
         (f"Published for TL;DR, {size}", as_percent(share), "", "")
-        for size, share in accuracy["anchors"].items()
+        for size, share in accuracy.anchors.items()
     ]
-    if people := accuracy["people"]:
-        name = f"People among themselves; coins would have {as_percent(people['by_chance'])}"
-        rows.append((name, as_percent(people["mean"]), "", str(people["n"])))
+    if people := accuracy.people:
+        name = f"People among themselves; coins would have {as_percent(people.by_chance)}"
+        rows.append((name, as_percent(people.mean), "", str(people.n)))
     return Section(title="Accuracy on held-out preferences", headers=RATE_HEADERS, rows=tuple(rows))
 
 
-def _by_margin(accuracy: Report, plot: bytes) -> Section:
-    title = f"Accuracy by {MARGINS[accuracy['margin_of']]}"
+def _by_margin(accuracy: Accuracy, plot: bytes) -> Section:
+    title = f"Accuracy by {MARGINS[accuracy.margin_of]}"
     return Section(
         title=title,
         headers=RATE_HEADERS,
-        rows=tuple(_rate(name, rate) for name, rate in accuracy["by_margin"].items()),
+        rows=tuple(_rate(name, rate) for name, rate in accuracy.by_margin.items()),
         plots=(Plot(png=plot, shows=title),),
     )
 
 
-def _by_category(accuracy: Report) -> Section:
+def _by_category(accuracy: Accuracy) -> Section:
     return Section(
         title="Accuracy by category",
         headers=RATE_HEADERS,
-        rows=tuple(_rate(name, rate) for name, rate in accuracy["by_category"].items()),
+        rows=tuple(_rate(name, rate) for name, rate in accuracy.by_category.items()),
     )
 
 
-def _ties(ties: Report) -> Section:
-    if not ties["n"] and not ties["identical"]:
+def _ties(ties: Ties) -> Section:
+    if not ties.n and not ties.identical:
         return Section(title="Ties")
     return Section(
         title="Pairs between which people see no difference",
         headers=("", "Pairs", "Mean distance of the two scores"),
         rows=(
-            ("Two texts", str(ties["n"]), as_number(ties["margin"])),
-            ("Twice the same text", str(ties["identical"]), ""),
-            ("Decided pairs, to compare", "", as_number(ties["decided_margin"])),
+            ("Two texts", str(ties.n), as_number(ties.margin)),
+            ("Twice the same text", str(ties.identical), ""),
+            ("Decided pairs, to compare", "", as_number(ties.decided_margin)),
         ),
     )
 
 
-def _calibration(calibration: Report, plot: bytes) -> Section:
+def _calibration(calibration: Calibration, plot: bytes) -> Section:
     return Section(
         title="Calibration: is it as sure as it is right?",
         headers=("", "This model", "A tossed coin"),
         rows=(
-            ("Expected calibration error", as_number(calibration["error"]), ""),
-            ("Mean confidence less accuracy", as_number(calibration["overconfidence"]), ""),
-            ("Brier score", as_number(calibration["brier"]), "0.25"),
-            ("Log loss, nats", as_number(calibration["log_loss"]), "0.693"),
-            ("Best temperature of its scores", as_number(calibration["temperature"]), ""),
+            ("Expected calibration error", as_number(calibration.error), ""),
+            ("Mean confidence less accuracy", as_number(calibration.overconfidence), ""),
+            ("Brier score", as_number(calibration.brier), "0.25"),
+            ("Log loss, nats", as_number(calibration.log_loss), "0.693"),
+            ("Best temperature of its scores", as_number(calibration.temperature), ""),
         ),
         plots=(Plot(png=plot, shows="Share of pairs called right by confidence"),),
     )
 
 
-def _lengths(lengths: Report) -> Section:
+def _lengths(lengths: Lengths) -> Section:
     rows: list[tuple[str, ...]] = [
-        ("Rank correlation of score and characters", as_number(lengths["correlation"]), "", ""),
+        ("Rank correlation of score and characters", as_number(lengths.correlation), "", ""),
         (
-            f"The same within a prompt, mean of {lengths['prompts']} prompts",
-            as_number(lengths["within_prompts"]),
+            f"The same within a prompt, mean of {lengths.prompts} prompts",
+            as_number(lengths.within_prompts),
             "",
             "",
         ),
     ]
-    for name in ("shorter", "longer"):
-        if lengths[name]:
-            rows.append(_rate(f"Right where people prefer the {name} response", lengths[name]))
+    for name, rate in (("shorter", lengths.shorter), ("longer", lengths.longer)):
+        if rate:
+            rows.append(_rate(f"Right where people prefer the {name} response", rate))
     return Section(
         title="Length", headers=("", "Value", "95 % interval", "Pairs"), rows=tuple(rows)
     )
 
 
-def _samples(samples: Report, scores: bytes, best_of_k: bytes) -> Section:
+def _samples(samples: Samples, scores: bytes, best_of_k: bytes) -> Section:
     rows = [
-        ("Mean", as_number(samples["mean"])),
-        ("Standard deviation", as_number(samples["deviation"])),
-        ("Standard deviation within a prompt", as_number(samples["within_prompts"])),
-        *((f"{k} % lie below", as_number(score)) for k, score in samples["quantiles"].items()),
-        *((f"Best of {k}, expected", as_number(score)) for k, score in samples["best_of"].items()),
+        ("Mean", as_number(samples.mean)),
+        ("Standard deviation", as_number(samples.deviation)),
+        ("Standard deviation within a prompt", as_number(samples.within_prompts)),
+        *((f"{k} % lie below", as_number(score)) for k, score in samples.quantiles.items()),
+        *((f"Best of {k}, expected", as_number(score)) for k, score in samples.best_of.items()),
     ]
-    rows.append(("Repeat an earlier sample of the prompt", as_percent(samples["duplicates"])))
-    if references := samples["references"]:
-        above = f"{as_percent(references['above_samples'])}, {as_interval(references)}"
+    rows.append(("Repeat an earlier sample of the prompt", as_percent(samples.duplicates)))
+    if references := samples.references:
+        above = f"{as_percent(references.above_samples)}, {as_interval(references)}"
         rows += [
-            ("Mean of the references", as_number(references["mean"])),
+            ("Mean of the references", as_number(references.mean)),
             ("A reference scores above a sample, 95 % interval", above),
         ]
     return Section(
         title="Scores of the SFT policy's samples",
-        headers=(f"{samples['prompts']} prompts, {samples['per_prompt']} samples each", "Score"),
+        headers=(f"{samples.prompts} prompts, {samples.per_prompt} samples each", "Score"),
         rows=tuple(rows),
         plots=(
             Plot(png=scores, shows="Histogram of the samples' scores"),
@@ -159,19 +171,19 @@ def _samples(samples: Report, scores: bytes, best_of_k: bytes) -> Section:
     )
 
 
-def _probes(probes: Report) -> Section:
+def _probes(probes: Probes) -> Section:
     rows = [
         (
             name,
-            as_percent(probe["preferred"]),
+            as_percent(probe.preferred),
             as_interval(probe),
-            as_number(probe["gain"]),
-            str(probe["n"]),
-            "yes" if probe["gating"] else "no",
+            as_number(probe.gain),
+            str(probe.n),
+            "yes" if probe.gating else "no",
         )
-        for name, probe in probes["probes"].items()
+        for name, probe in probes.probes.items()
     ]
-    rows.append(("too short or too long to try", "", "", "", str(probes["left_out"]), ""))
+    rows.append(("too short or too long to try", "", "", "", str(probes.left_out), ""))
     return Section(
         title="Probes: changed references that it should not prefer",
         headers=("", "Preferred", "95 % interval", "Mean gain", "References", "Reason to refuse"),
@@ -179,38 +191,38 @@ def _probes(probes: Report) -> Section:
     )
 
 
-def _contract(contract: Report) -> Section:
+def _contract(contract: Contract) -> Section:
     ways = {
-        "Batches of one text, or of many": contract["batch"],
-        "More padding on the right": contract["right_filler"],
-        "Padding on the left": contract["left_filler"],
+        "Batches of one text, or of many": contract.batch,
+        "More padding on the right": contract.right_filler,
+        "Padding on the left": contract.left_filler,
     }
-    vocabulary = contract["vocabulary"]
+    vocabulary = contract.vocabulary
     return Section(
         title="Contract: the same text has the same score, and every text has one",
         headers=("", "Found", "In deviations of real scores"),
         rows=(
             *(_difference(name, found) for name, found in ways.items()),
-            *_end_of_text(contract["end_of_text"]),
+            *_end_of_text(contract.end_of_text),
             *(
                 (f"Score of an odd text: {name}", _finite(score), "")
-                for name, score in contract["odd_scores"].items()
+                for name, score in contract.odd_scores.items()
             ),
-            ("Largest token id", str(vocabulary["largest_id"]), ""),
-            ("Tokens that the model knows", str(vocabulary["embeddings"]), ""),
-            ("Unknown tokens in real texts", as_percent(vocabulary["unknown"]), ""),
-            ("Tokenizer, SHA-256", _short(vocabulary["digest"]), ""),
-            ("Chat template, SHA-256", _short(vocabulary["chat_template"] or "none"), ""),
+            ("Largest token id", str(vocabulary.largest_id), ""),
+            ("Tokens that the model knows", str(vocabulary.embeddings), ""),
+            ("Unknown tokens in real texts", as_percent(vocabulary.unknown), ""),
+            ("Tokenizer, SHA-256", _short(vocabulary.digest), ""),
+            ("Chat template, SHA-256", _short(vocabulary.chat_template or "none"), ""),
         ),
     )
 
 
-def _difference(name: str, found: Report | None) -> tuple[str, ...]:
+def _difference(name: str, found: Difference | None) -> tuple[str, ...]:
     if found is None:
         return name, "cannot be said", ""
-    if found["largest"] is None:
+    if found.largest is None:
         return name, "not finite", ""
-    return name, f"differs by up to {as_number(found['largest'])}", as_number(found["share"])
+    return name, f"differs by up to {as_number(found.largest)}", as_number(found.share)
 
 
 def _finite(score: float | None) -> str:
@@ -222,24 +234,24 @@ def _short(digest: str) -> str:
     return digest[:12]
 
 
-def _end_of_text(ends: Report | None) -> list[tuple[str, ...]]:
+def _end_of_text(ends: EndOfText | None) -> list[tuple[str, ...]]:
     name = "End-of-sequence token after a response"
     if ends is None:
         return [(name, "cannot be said", "")]
     return [
-        (name, "read" if ends["as_set"] else "not read", ""),
-        ("Accuracy so", as_percent(ends["accuracy"]), ""),
-        ("Accuracy the other way", as_percent(ends["other_accuracy"]), ""),
+        (name, "read" if ends.as_set else "not read", ""),
+        ("Accuracy so", as_percent(ends.accuracy), ""),
+        ("Accuracy the other way", as_percent(ends.other_accuracy), ""),
     ]
 
 
-def _scale(report: Report) -> Section:
+def _scale(report: RewardReport) -> Section:
     return Section(
         title="The reward that PPO gets: gain times (score less bias)",
         headers=("Bias", "Gain"),
-        rows=((as_number(report["bias"]), as_number(report["gain"])),),
+        rows=((as_number(report.bias), as_number(report.gain)),),
     )
 
 
-def _rate(name: str, rate: Report) -> tuple[str, ...]:
-    return name, as_percent(rate["accuracy"]), as_interval(rate), str(rate["n"])
+def _rate(name: str, rate: Rate) -> tuple[str, ...]:
+    return name, as_percent(rate.accuracy), as_interval(rate), str(rate.n)

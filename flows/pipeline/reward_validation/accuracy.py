@@ -1,7 +1,7 @@
 """Measure how often a reward model scores the preferred response above the rejected one."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cache
 from math import floor, log10
 
@@ -11,7 +11,8 @@ from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
 
 from pipeline.inputs.preference_pairs import LabelledPair
-from pipeline.reward_validation.rates import Array, Rate, equal_parts, hits, measure_rate
+from pipeline.results.reward_report import Accuracy, Agreement, Rate, Ties
+from pipeline.reward_validation.rates import Array, equal_parts, hits, measure_rate
 from ppo_core.errors import DataError
 
 ANCHORS = {"1B": 0.628, "2.8B": 0.669, "6.9B": 0.689}
@@ -19,71 +20,6 @@ ANCHORS = {"1B": 0.628, "2.8B": 0.669, "6.9B": 0.689}
 
 MAX_THRESHOLDS = 5
 """Maximum number of entries of `Accuracy.by_margin` for margins by people."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ties:
-    """The scores of pairs that people rated as equal."""
-
-    n: int
-    """Number of ties between different texts."""
-
-    identical: int
-    """Number of ties between identical texts. Their margin is 0, and no other field counts them."""
-
-    margin: float | None
-    """Mean absolute score margin of the `n` ties; None if `n` is 0."""
-
-    decided_margin: float
-    """Mean absolute score margin of the pairs with a preferred response."""
-
-    auc: float | None
-    """Probability that the absolute margin of a decided pair exceeds the absolute margin of a tie;
-    None if `n` is 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """Agreement of people on the pairs with several votes."""
-
-    mean: float
-    """Fraction of a pair's votes that are its most frequent vote, averaged over pairs."""
-
-    by_chance: float
-    """Expected value of `mean` for random votes, for example 0.75 with two votes per pair."""
-
-    n: int
-    """Number of pairs with several votes, ties included."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accuracy(Rate):
-    """Accuracy of a reward model on held-out pairs without ties, with baselines."""
-
-    margin_of: str
-    """Source of the margins of `by_margin`: `people`, or `model` if people gave none."""
-
-    by_margin: dict[str, Rate]
-    """If people gave margins: accuracy on the pairs above each of several thresholds. Otherwise:
-    accuracy by quartile of the model's absolute margin."""
-
-    by_category: dict[str, Rate]
-    """Accuracy by category, the category with most pairs first; empty without categories."""
-
-    longer: Rate
-    """Accuracy of always preferring the response with more characters."""
-
-    random: float = 0.5
-    """Accuracy of a random choice."""
-
-    anchors: dict[str, float] = field(default_factory=lambda: dict(ANCHORS))
-    """Published accuracies by model size."""
-
-    ties: Ties
-    """Results on the tied pairs, which `n` does not count."""
-
-    people: Agreement | None
-    """Agreement of people, an upper bound for a model; None if no pair has several votes."""
 
 
 def measure_accuracy(
@@ -116,6 +52,7 @@ def measure_accuracy(
         by_margin=by_margin,
         by_category=_by_category(right, decided_pairs),
         longer=measure_rate(hits(longer_by)),
+        anchors=dict(ANCHORS),
         ties=_measure_ties(margins, decided, pairs),
         people=_measure_agreement(pairs),
     )

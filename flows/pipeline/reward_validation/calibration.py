@@ -1,49 +1,13 @@
 """Measure whether the confidence of a reward model matches its accuracy."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import minimize_scalar
 from scipy.special import expit, log_expit
 from sklearn.metrics import brier_score_loss
 
-from pipeline.reward_validation.rates import Array, Rate, equal_parts, hits, measure_rate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bin(Rate):
-    """Accuracy on pairs of similar confidence."""
-
-    confidence: float
-    """Mean probability that the model gives to its own choice."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """Quality of sigmoid(margin) as a prediction of people's preference."""
-
-    error: float
-    """Expected calibration error, from 0 to 1. Sampling noise contributes up to
-    0.4 * sqrt(bins / N), for example 0.04 for 1,000 pairs in 10 bins."""
-
-    overconfidence: float
-    """Mean confidence minus accuracy. Above 0, the model is overconfident. Below 0, it is
-    underconfident, as models with small scores are."""
-
-    brier: float
-    """Mean squared error of sigmoid(margin) against people's choice; 0.25 if all margins are 0."""
-
-    log_loss: float
-    """Mean -log probability of people's choice, in nats; 0.693 if all margins are 0."""
-
-    temperature: float | None
-    """Divisor of the scores that minimizes the log loss; above 1, the model is overconfident. None
-    if there is no minimum: the mean margin is at most 0, or no margin is below 0."""
-
-    bins: list[Bin]
-    """Bins of the reliability diagram, by increasing confidence."""
-
+from pipeline.results.reward_report import Bin, Calibration
+from pipeline.reward_validation.rates import Array, equal_parts, hits, measure_rate
 
 MAX_BINS = 10
 PAIRS_PER_BIN = 25

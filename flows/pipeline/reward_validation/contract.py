@@ -1,61 +1,26 @@
 """Check that the score of a text is finite and does not depend on its batch or padding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from pipeline.inputs.preference_pairs import LabelledPair
-from pipeline.reward_validation.end_of_text import CLEARLY_BETTER, EndOfText, compare_ends
+from pipeline.results.reward_report import Contract, Difference, EndOfText
+from pipeline.reward_validation.end_of_text import CLEARLY_BETTER, compare_ends
 from pipeline.reward_validation.odd_texts import RESPONSES, odd_rows
 from pipeline.reward_validation.padding import (
-    Difference,
+    difference_between,
     score_alone,
     score_left_padded,
     score_right_padded,
     score_together,
 )
 from pipeline.reward_validation.scores import TextScorer
-from pipeline.reward_validation.vocabulary import (
-    Vocabulary,
-    measure_vocabulary,
-    vocabulary_reasons,
-)
+from pipeline.reward_validation.vocabulary import measure_vocabulary, vocabulary_reasons
 from ppo_core.data.rows.dialogues import shown_prompt
 
 NUM_PAIRS = 16
 """Number of pairs whose texts are scored alone, in a batch, and with padding."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contract:
-    """Comparison of scores of the same texts, computed in different ways."""
-
-    deviation: float
-    """Standard deviation of the scores of the real texts."""
-
-    batch: Difference
-    """Difference between scoring each text alone and scoring all texts in one batch."""
-
-    right_filler: Difference
-    """Difference between one batch and the same batch with more padding on the right (up to twice
-    the width)."""
-
-    left_filler: Difference | None
-    """Difference between scoring each text alone and in one left-padded batch; None if the model
-    does not support left padding."""
-
-    odd_scores: dict[str, float | None]
-    """Scores of unusual texts by name; None for a score that is not finite."""
-
-    end_of_text: EndOfText | None
-    """Comparison of scores with and without the end-of-sequence token; None if impossible."""
-
-    vocabulary: Vocabulary
-    """Comparison of the tokenizer with the model."""
-
-    reasons: list[str]
-    """Reasons why the model is not fit, as sentences; empty if it passes all checks."""
 
 
 def check_contract(
@@ -83,9 +48,9 @@ def check_contract(
     together = score_together(model, mixed)
     left = score_left_padded(model, mixed)
     deviation = float(alone[: len(rows)].std(ddof=1))
-    batch = Difference.between(alone, together, deviation)
-    right_padded = Difference.between(together, score_right_padded(model, mixed), deviation)
-    left_padded = None if left is None else Difference.between(alone, left, deviation)
+    batch = difference_between(alone, together, deviation)
+    right_padded = difference_between(together, score_right_padded(model, mixed), deviation)
+    left_padded = None if left is None else difference_between(alone, left, deviation)
     differences = {"batch": batch, "right_filler": right_padded, "left_filler": left_padded}
     ends = compare_ends(scorer, pairs)
     vocabulary = measure_vocabulary(

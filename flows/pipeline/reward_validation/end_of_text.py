@@ -1,12 +1,12 @@
 """Check whether a reward model was trained on texts with the end-of-sequence token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from statsmodels.stats.weightstats import DescrStatsW
 
 from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.results.reward_report import EndOfText
 from pipeline.reward_validation.rates import hits
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.data.prompts import context_length
@@ -18,32 +18,6 @@ MAX_PAIRS = 500
 CLEARLY_BETTER = 0.02
 """The present setting counts as wrong if the 95 % interval of the other setting's gain in accuracy
 lies above this value."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndOfText:
-    """Comparison of scores with and without the end-of-sequence token after each response."""
-
-    as_set: bool
-    """Whether the present setting adds the token."""
-
-    difference: float
-    """Mean absolute difference between the two scores of a response."""
-
-    accuracy: float
-    """Accuracy with the present setting."""
-
-    other_accuracy: float
-    """Accuracy on the same pairs with the other setting."""
-
-    gain_low: float
-    """Lower end of the 95 % interval of other_accuracy - accuracy (paired t)."""
-
-    gain_high: float
-    """Upper end of the 95 % interval of other_accuracy - accuracy (paired t)."""
-
-    n: int
-    """Number of pairs."""
 
 
 def compare_ends(scorer: TextScorer, pairs: Sequence[LabelledPair]) -> EndOfText | None:

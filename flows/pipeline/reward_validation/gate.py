@@ -3,10 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from pipeline.reward_validation.accuracy import Accuracy
-from pipeline.reward_validation.calibration import Calibration
-from pipeline.reward_validation.lengths import Lengths
-from pipeline.reward_validation.samples import Samples
+from pipeline.results.reward_report import Accuracy, Calibration, Lengths, SampleScores
 from pipeline.settings.gate_configs import RewardGateConfig
 from ppo_core.supervised.supervised_config import LOSS_AT
 
@@ -21,7 +18,7 @@ def reasons_against(
     accuracy: Accuracy,
     calibration: Calibration,
     lengths: Lengths,
-    samples: Samples,
+    samples: SampleScores,
     limits: RewardGateConfig,
     training: Mapping[str, float],
 ) -> list[str]:
@@ -119,7 +116,7 @@ def _short_answers(lengths: Lengths, limits: RewardGateConfig) -> str:
     )
 
 
-def _collapse(samples: Samples, limits: RewardGateConfig) -> str:
+def _collapse(samples: SampleScores, limits: RewardGateConfig) -> str:
     if samples.deviation >= limits.min_sample_deviation:
         return ""
     return (

@@ -1,36 +1,14 @@
 """Measure whether a reward model scores the length of a response instead of its content."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import spearmanr
 
 from pipeline.inputs.preference_pairs import LabelledPair
-from pipeline.reward_validation.rates import Rate, hits, measure_rate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Dependence of scores on the length of a response, in characters."""
-
-    correlation: float | None
-    """Spearman correlation of score and length over all held-out responses; None if all scores or
-    all lengths are equal."""
-
-    within_prompts: float | None
-    """Spearman correlation of score and length among the samples of a prompt, averaged over
-    prompts; None if it is undefined for every prompt."""
-
-    prompts: int
-    """Number of prompts that `within_prompts` averages."""
-
-    shorter: Rate | None
-    """Accuracy on the pairs whose chosen response is shorter; None if there is no such pair."""
-
-    longer: Rate | None
-    """Accuracy on the pairs whose chosen response is longer; None if there is no such pair."""
+from pipeline.results.reward_report import Lengths
+from pipeline.reward_validation.rates import hits, measure_rate
 
 
 def measure_lengths(

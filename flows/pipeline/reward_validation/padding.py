@@ -2,11 +2,11 @@
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from pipeline.results.reward_report import Difference
 from pipeline.reward_validation.odd_texts import longest_row
 from pipeline.reward_validation.rates import Array
 from ppo_core.algorithm.logits import at_least_fp32
@@ -14,25 +14,15 @@ from ppo_core.data.batching import pad_rows
 from ppo_core.models.reward_model import RewardModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Difference between two ways to score the same texts."""
+def difference_between(one: Array, other: Array, deviation: float) -> Difference:
+    """Compare scores `one` (N,) with scores `other` (N,) of the same texts.
 
-    largest: float | None
-    """Largest absolute difference between the two scores of a text; None if a score is not
-    finite."""
-
-    share: float | None
-    """`largest` divided by the standard deviation of real texts' scores; None if `largest` is None
-    or this deviation is 0."""
-
-    @classmethod
-    def between(cls, one: Array, other: Array, deviation: float) -> "Difference":
-        """Compare scores `one` (N,) with scores `other` (N,) of the same texts."""
-        largest = float(np.abs(one - other).max())
-        if not np.isfinite(largest):
-            return cls(largest=None, share=None)
-        return cls(largest=largest, share=largest / deviation if deviation else None)
+    `deviation` is the standard deviation of the scores of real texts.
+    """
+    largest = float(np.abs(one - other).max())
+    if not np.isfinite(largest):
+        return Difference(largest=None, share=None)
+    return Difference(largest=largest, share=largest / deviation if deviation else None)
 
 
 def score_alone(model: RewardModel, rows: Sequence[list[int]]) -> Array:

@@ -20,12 +20,12 @@ for example if the reward is positive sentiment. Their `gain` shows what a polic
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
 
 import numpy as np
 
+from pipeline.results.reward_report import Probe, Probes
 from pipeline.reward_validation.rates import Array, hits, measure_rate
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.data.chat_template import Messages
@@ -61,45 +61,6 @@ GATING = {
     "shuffled words": "write words in any order",
 }
 """Probes that can refuse a model, and what a policy would learn from a refused model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """Scores of one changed version of the references, compared with its rivals."""
-
-    preferred: float
-    """Fraction of the references for which the changed version scores above all rivals; equal
-    scores count half."""
-
-    low: float
-    """Lower end of the 95 % interval (Wilson)."""
-
-    high: float
-    """Upper end of the 95 % interval (Wilson)."""
-
-    gain: float
-    """Mean score of the changed version minus score of the best rival."""
-
-    n: int
-    """Number of references."""
-
-    gating: bool
-    """Whether a preference for the changed version is a reason to refuse the model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probes:
-    """Results of all probes of a reward model."""
-
-    probes: dict[str, Probe]
-    """Results by name of the probe; empty if every reference was left out."""
-
-    left_out: int
-    """Number of references that were left out: they have at most three words, or a changed version
-    exceeds the context."""
-
-    reasons: list[str]
-    """Reasons to refuse the model, as sentences; empty if it passes."""
 
 
 def run_probes(

@@ -1,30 +1,13 @@
 """Compute accuracies on pairs, with 95 % intervals."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import rankdata
 from statsmodels.stats.proportion import proportion_confint
 
+from pipeline.results.reward_report import Rate
+
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rate:
-    """Accuracy on pairs, with its 95 % interval."""
-
-    accuracy: float
-    """Fraction of the pairs whose preferred response scores higher; equal scores count half."""
-
-    low: float
-    """Lower end of the 95 % interval (Wilson)."""
-
-    high: float
-    """Upper end of the 95 % interval (Wilson)."""
-
-    n: int
-    """Number of pairs."""
 
 
 def hits(margins: ArrayLike) -> Array:

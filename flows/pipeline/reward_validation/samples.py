@@ -1,13 +1,13 @@
 """Sample the policy before PPO, and measure the reward model's scores of the samples."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import comb
 from scipy.stats import bootstrap
 
+from pipeline.results.reward_report import References, SampleScores
 from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.scores import require_finite
 from ppo_core.data.chat_template import Messages
@@ -18,67 +18,6 @@ QUANTILES = (5, 25, 50, 75, 95)
 
 NUM_BINS = 30
 """Number of histogram bins, all of equal width."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class References:
-    """Scores of references, compared with the scores of samples for the same prompts."""
-
-    mean: float
-    """Mean score of the references."""
-
-    above_samples: float
-    """Probability that a reference scores above a random sample for the same prompt, averaged over
-    prompts; equal scores count half."""
-
-    low: float
-    """Lower end of the 95 % interval of `above_samples` (bootstrap by prompt); 0 for one prompt."""
-
-    high: float
-    """Upper end of the 95 % interval of `above_samples` (bootstrap by prompt); 1 for one prompt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Samples:
-    """Statistics of the scores of K samples for each of M prompts."""
-
-    prompts: int
-    """Number of prompts M."""
-
-    per_prompt: int
-    """Number of samples per prompt K."""
-
-    mean: float
-    """Mean score of all samples."""
-
-    deviation: float
-    """Standard deviation of the scores of all samples."""
-
-    within_prompts: float
-    """Standard deviation among the samples of a prompt: the root of the variance averaged over
-    prompts. PPO learns only from these differences."""
-
-    minimum: float
-    """Lowest score."""
-
-    maximum: float
-    """Highest score."""
-
-    quantiles: dict[str, float]
-    """Percentiles of the scores; the keys are the numbers of `QUANTILES` as text."""
-
-    counts: list[int]
-    """Number of samples in each bin of the histogram of scores."""
-
-    edges: list[float]
-    """Edges of the histogram bins, `len(counts) + 1` values."""
-
-    best_of: dict[str, float]
-    """Expected highest score of k samples of a prompt, averaged over prompts; the keys are k as
-    text."""
-
-    references: References | None
-    """Comparison with references; None if the prompts have no references."""
 
 
 def draw_samples(
@@ -102,7 +41,9 @@ def duplicates(samples: Sequence[Sequence[str]]) -> float:
     return (total - sum(len(set(group)) for group in samples)) / total
 
 
-def measure_samples(scores: ArrayLike, reference_scores: ArrayLike | None, *, seed: int) -> Samples:
+def measure_samples(
+    scores: ArrayLike, reference_scores: ArrayLike | None, *, seed: int
+) -> SampleScores:
     """Measure the distribution of samples' scores, and the expected score of the best of k.
 
     Args:
@@ -122,7 +63,7 @@ def measure_samples(scores: ArrayLike, reference_scores: ArrayLike | None, *, se
         )
     require_finite(scores, "samples")
     counts, edges = np.histogram(scores, bins=NUM_BINS)
-    return Samples(
+    return SampleScores(
         prompts=scores.shape[0],
         per_prompt=scores.shape[1],
         mean=float(scores.mean()),

@@ -1,12 +1,12 @@
 """Validate a reward model before PPO: make all measurements and decide whether it is fit."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
+from pipeline.results.reward_report import RewardReport, Samples
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
 from pipeline.reward_validation.contract import check_contract
@@ -49,8 +49,8 @@ def validate(
     *,
     training: Mapping[str, float],
     seed: int,
-) -> dict[str, Any]:
-    """Return the report on a reward model, serializable as JSON; its key `fit` is the verdict.
+) -> RewardReport:
+    """Return the report on a reward model; its field `fit` is the verdict.
 
     Args:
         scorer: scores texts with the reward model, without bias and gain.
@@ -89,19 +89,19 @@ def validate(
         *contract.reasons,
         *probes.reasons,
     ]
-    return {
-        "fit": not reasons,
-        "reasons": reasons,
-        "training": dict(training),
-        "accuracy": asdict(accuracy),
-        "calibration": asdict(calibration),
-        "lengths": asdict(lengths),
-        "samples": {**asdict(sampled), "duplicates": duplicates(samples)},
-        "contract": asdict(contract),
-        "probes": asdict(probes),
-        "bias": 0.0 if references is None else float(references.mean()),
-        "gain": 1 / sampled.deviation if limits.unit_deviation and sampled.deviation else 1.0,
-    }
+    return RewardReport(
+        fit=not reasons,
+        reasons=reasons,
+        training=dict(training),
+        accuracy=accuracy,
+        calibration=calibration,
+        lengths=lengths,
+        samples=Samples(**vars(sampled), duplicates=duplicates(samples)),
+        contract=contract,
+        probes=probes,
+        bias=0.0 if references is None else float(references.mean()),
+        gain=1 / sampled.deviation if limits.unit_deviation and sampled.deviation else 1.0,
+    )
 
 
 def _score_references(scorer: TextScorer, prompts: Rows, limit: int) -> Array | None:

@@ -3,36 +3,15 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from torch import nn
 
+from pipeline.results.reward_report import Vocabulary
 from ppo_core.models.reward_model import RewardModel
 
 MAX_UNKNOWN = 0.05
 """Maximum fraction of unknown tokens in real texts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """Comparison of a tokenizer with its model."""
-
-    largest_id: int
-    """Largest id in the vocabulary, without the pad token, which is often added after training."""
-
-    embeddings: int
-    """Number of token embeddings of the model; every id must be below this number."""
-
-    unknown: float | None
-    """Fraction of unknown tokens in real texts; None if the tokenizer has no unknown token, or the
-    texts have no tokens."""
-
-    digest: str
-    """SHA-256 of the vocabulary (tokens with ids) and the special tokens."""
-
-    chat_template: str | None
-    """SHA-256 of the chat template; None without one."""
 
 
 def measure_vocabulary(model: RewardModel, texts: Sequence[str]) -> Vocabulary:

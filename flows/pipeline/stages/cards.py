@@ -8,11 +8,11 @@ from typing import Any
 
 from metaflow.cards import Image, Markdown, MetaflowCardComponent, Table, ValueBox
 
-from pipeline.evaluation.results import EvaluatedPolicy, RegisteredPolicy, ValidatedReward
 from pipeline.reports.document import Document, Section
 from pipeline.reports.evaluation import evaluation_document
 from pipeline.reports.promotion import promotion_document
 from pipeline.reports.reward_model import reward_document
+from pipeline.results.step_records import EvaluatedPolicy, RegisteredPolicy, ValidatedReward
 from pipeline.settings.gate_configs import PromotionConfig
 
 

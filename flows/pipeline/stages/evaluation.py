@@ -3,16 +3,16 @@
 from pathlib import Path
 
 from pipeline.evaluation.evaluate_policies import evaluate_policies
-from pipeline.evaluation.results import (
-    EvaluatedPolicy,
-    FetchedChampion,
-    PreparedModel,
-    TrainedJudge,
-    TrainedPolicy,
-)
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import require_unchanged
 from pipeline.reports.log_reports import log_evaluation
+from pipeline.results.evaluation import TrainedJudge
+from pipeline.results.step_records import (
+    EvaluatedPolicy,
+    FetchedChampion,
+    PreparedModel,
+    TrainedPolicy,
+)
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
 from ppo_core.distributed.process import large_imports
@@ -42,7 +42,7 @@ def evaluate_win_rate(
         evaluation = evaluate_policies(
             settings, sft.path, policy.path, champion, folder, judge=judge
         )
-        log_evaluation(tracker, evaluation.report())
+        log_evaluation(tracker, evaluation)
         return run.workspace.publish_files(evaluation)
 
 

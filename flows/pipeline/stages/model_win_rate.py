@@ -7,8 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.demo import task
-from pipeline.evaluation.contests import Evaluation, evaluate, judgements
-from pipeline.evaluation.results import JUDGEMENTS, write_report
+from pipeline.evaluation.contests import Contests, evaluate, judgements
 from pipeline.evaluation.win_rate import describe
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import write_jsonl
@@ -19,6 +18,9 @@ from pipeline.preflight.check_inputs import check_outputs
 from pipeline.promotion.champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
 from pipeline.reports.document import as_equal_length_rate, as_number, as_percent
+from pipeline.results.evaluation import JudgedContests, ModelWinRate
+from pipeline.results.report_files import write_report
+from pipeline.results.step_records import JUDGEMENTS
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments
@@ -35,7 +37,7 @@ from ppo_core.training.answers import AnswerJob
 
 def compare_with_references(
     arguments: WinRateArguments, config: EvaluationConfig, judging: JudgingConfig
-) -> Evaluation:
+) -> Contests:
     """Sample the model's answers, and let the judge compare them with the references.
 
     Raises:
@@ -82,12 +84,11 @@ def compare_with_references(
         end_of_text=arguments.end_of_text,
         precision=arguments.precision,
     )
-    contests = [("model", "reference")]
     return evaluate(
         judge,
         prompts,
         texts,
-        contests,
+        [("model", "reference")],
         people=list(labels or []),
         config=config,
         seed=arguments.seed,
@@ -95,37 +96,36 @@ def compare_with_references(
 
 
 def write_win_rate(
-    evaluation: Evaluation,
+    contests: Contests,
     arguments: WinRateArguments,
     config: EvaluationConfig,
     judging: JudgingConfig,
 ) -> Path:
     """Write the judgements, and the summary if its file is set; return the file of judgements."""
     written = Path(arguments.output_dir) / JUDGEMENTS
-    write_jsonl(written, judgements(evaluation))
+    write_jsonl(written, judgements(contests))
     if arguments.summary_json:
         settings = {**asdict(arguments), **asdict(config), "judging": asdict(judging)}
-        summary = {**evaluation.result, "settings": settings}
+        summary = ModelWinRate(**vars(contests.result), settings=settings)
         write_report(Path(arguments.summary_json), summary, indent=2)
     return written
 
 
-def describe_evaluation(evaluation: Evaluation) -> str:
+def describe_result(result: JudgedContests) -> str:
     """Return a line with the win rate, and lines with further results."""
-    (rate,) = evaluation.win_rates.values()
-    (figures,) = evaluation.result["win_rate"].values()
+    (rate,) = result.win_rate.values()
     lines = [
         f"Model win rate: {describe(rate)}",
         f"Won {rate.wins}, lost {rate.losses}, tied {rate.ties}, no verdict {rate.invalid}; the "
         f"judge followed the order of answers in {rate.flip_rate:.1%}.",
-        f"Length-controlled win rate: {as_equal_length_rate(figures)}.",
+        f"Length-controlled win rate: {as_equal_length_rate(rate)}.",
     ]
-    if people := evaluation.result["people"]:
+    if people := result.people:
         lines.append(
-            f"The judge agrees with people in {as_percent(people['share'])} of {people['n']} "
-            f"pairs, kappa {as_number(people['kappa'])}; no verdict on {people['invalid']} others."
+            f"The judge agrees with people in {as_percent(people.share)} of {people.n} "
+            f"pairs, kappa {as_number(people.kappa)}; no verdict on {people.invalid} others."
         )
-    lines += [f"Inconclusive: {reason}" for reason in evaluation.result["reasons"]]
+    lines += [f"Inconclusive: {reason}" for reason in result.reasons]
     return "\n".join(lines)
 
 

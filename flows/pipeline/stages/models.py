@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.evaluation.results import PreparedModel
 from pipeline.inputs import data_sets, model_digests
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.launcher import OnMetrics
 from pipeline.launch.mirror import mirrored
 from pipeline.launch.supervised_training import train_supervised
+from pipeline.results.step_records import PreparedModel
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.stages.made_once import can_be_reused, make_or_reuse, move_files

@@ -1,8 +1,8 @@
 """Register the policy as a version of the registered model, and promote or refuse it."""
 
-from pipeline.evaluation.results import RegisteredPolicy
 from pipeline.promotion.register import Candidate, register
 from pipeline.reports.log_reports import log_evaluation
+from pipeline.results.step_records import RegisteredPolicy
 from pipeline.stages.tracked import track
 
 __all__ = ["Candidate", "register_policy"]
@@ -15,7 +15,7 @@ def register_policy(candidate: Candidate) -> RegisteredPolicy:
         candidate = candidate.run.workspace.fetch_files(candidate)
         registered = register(candidate)
         if registered.evaluation != candidate.evaluation:
-            log_evaluation(tracker, registered.evaluation.report())
+            log_evaluation(tracker, registered.evaluation)
         decision = registered.promotion
         tracker.parent.set_tags({"version": str(decision.version), "promotion": decision.action})
         return candidate.run.workspace.publish_files(registered)

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.evaluation.results import Change, PreparedModel, TrainedPolicy, ValidatedReward
 from pipeline.inputs.data_sets import training_prompts
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import ONE_MACHINE, Machines, gpus
 from pipeline.launch.job import ppo_config, write_job
 from pipeline.launch.launcher import OnMetrics, train
 from pipeline.launch.mirror import mirrored
+from pipeline.results.step_records import Change, PreparedModel, TrainedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
 from pipeline.stages.made_once import MadeModel, can_be_reused, make_or_reuse, move_files
 from pipeline.stages.tracked import track

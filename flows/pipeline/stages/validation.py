@@ -1,25 +1,23 @@
 """Validate the reward model before PPO trains against it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_judge
-from pipeline.evaluation.results import (
-    REWARD_REPORT_FILE,
-    PreparedModel,
-    TrainedJudge,
-    ValidatedReward,
-    write_report,
-)
 from pipeline.inputs import data_sets
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.launch.answers import answer_in_run
 from pipeline.reports.log_reports import log_reward_report
 from pipeline.reports.terminal import reward_model_in_words
+from pipeline.results.evaluation import TrainedJudge
+from pipeline.results.report_files import REWARD_REPORT_FILE, write_report
+from pipeline.results.reward_report import RewardReport
+from pipeline.results.step_records import PreparedModel, ValidatedReward
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer, score_pairs
@@ -54,17 +52,18 @@ def validate_reward_model(
         settings, sft = fetch_files(settings), fetch_files(sft)
         reward_model, judge_model = fetch_files(reward_model), fetch_files(judge_model)
         report = examine_reward_model(settings, sft, reward_model, run.folder)
-        report["accepted_by_hand"] = settings.accept_reward_model and not report["fit"]
+        by_hand = settings.accept_reward_model and not report.fit
+        report = replace(report, accepted_by_hand=by_hand)
         print(f"reward model: {reward_model_in_words(report)}", flush=True)
         file = run.folder / REWARD_REPORT_FILE
         write_report(file, report)
         log_reward_report(tracker, report)
         validation = ValidatedReward(
-            fit=report["fit"],
-            accepted_by_hand=report["accepted_by_hand"],
-            reasons=report["reasons"],
-            bias=report["bias"],
-            gain=report["gain"],
+            fit=report.fit,
+            accepted_by_hand=report.accepted_by_hand,
+            reasons=report.reasons,
+            bias=report.bias,
+            gain=report.gain,
             report_file=str(file),
             judge=_measure_judge(settings, judge_model) if judge_model else None,
         )
@@ -104,8 +103,8 @@ def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> N
 
 def examine_reward_model(
     settings: Settings, sft: PreparedModel, reward_model: PreparedModel, folder: Path
-) -> dict[str, Any]:
-    """Return the report on the reward model that `reward_validation.validate` writes."""
+) -> RewardReport:
+    """Return the report on the reward model that `reward_validation.validate` makes."""
     model = load_reward_model(
         reward_model.path,
         end_of_text=settings.reward_model_training.end_of_text,

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.cost.measured_cost import cost_numbers, cost_of_run
-from pipeline.evaluation.results import TrainedPolicy
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.judges.budget import Budget
+from pipeline.judges.budget import Budget, Spent
 from pipeline.reports.terminal import cost_in_words
+from pipeline.results.run_cost import JudgeCost, RunCost, StepCost, TokenCounts
+from pipeline.results.step_records import TrainedPolicy
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.storage.workspace import Workspace
-from tests.helpers.sample_reports import evaluated, evaluation_result
 
 TRAINED = TrainedPolicy(
     path="policy",
@@ -50,33 +50,30 @@ def run(tmp_path: Path) -> FlowRun:
     return made
 
 
-def cost(run: FlowRun, tmp_path: Path, **config) -> dict:
-    # The report of the sample has 40 calls with 20,000 tokens of the judge openai:gpt.
-    return cost_of_run(
-        run, HardwareConfig(**config), TRAINED, evaluated(evaluation_result(), tmp_path)
-    )
+def cost(run: FlowRun, **config) -> RunCost:
+    spent = {"openai:gpt": Spent(calls=40, tokens=20_000)}
+    return cost_of_run(run, HardwareConfig(**config), TRAINED, spent)
 
 
-def test_the_cost_by_hand(run: FlowRun, tmp_path: Path):
+def test_the_cost_by_hand(run: FlowRun):
     config = {"gpus": {"l4-24gb": {"price_per_hour": 0.5}}, "judge_prices": {"openai:gpt": 0.01}}
-    found = cost(run, tmp_path, **config)
+    found = cost(run, **config)
     # Two attempts of 1800 and 900 s on 2 x 4 GPUs are 21,600 GPU seconds: 6 hours at 0.5.
-    assert found["steps"]["train_policy"] == {
-        "attempts": 2,
-        "seconds": 2700.0,
-        "gpus": 8,
-        "gpu_seconds": 21_600.0,
-        "cpu_seconds": 120.0,
-        "price": pytest.approx(3.0),
-    }
-    assert found["steps"]["load_policy"]["price"] == 0
-    assert found["gpu_hours"] == 6
+    assert found.steps["train_policy"] == StepCost(
+        attempts=2,
+        seconds=2700.0,
+        gpus=8,
+        gpu_seconds=21_600.0,
+        cpu_seconds=120.0,
+        price=pytest.approx(3.0),
+    )
+    assert found.steps["load_policy"].price == 0
+    assert found.gpu_hours == 6
     # 20,000 tokens at 0.01 for 1,000.
-    assert found["judges"] == {
-        "openai:gpt": {"calls": 40, "tokens": 20_000, "price": pytest.approx(0.2)}
-    }
-    assert found["price"] == pytest.approx(3.2)
-    assert found["tokens"] == {"sampled": 1_000, "trained": 4_000}
+    judge = JudgeCost(calls=40, tokens=20_000, price=pytest.approx(0.2))
+    assert found.judges == {"openai:gpt": judge}
+    assert found.price == pytest.approx(3.2)
+    assert found.tokens == TokenCounts(sampled=1_000, trained=4_000)
     numbers = cost_numbers(found)
     assert numbers["cost/gpu_hours"] == 6
     assert numbers["cost/train_policy/gpu_seconds"] == 21_600
@@ -84,40 +81,37 @@ def test_the_cost_by_hand(run: FlowRun, tmp_path: Path):
     assert (numbers["cost/judge_calls"], numbers["cost/judge_tokens"]) == (40, 20_000)
 
 
-def test_a_sum_with_an_unknown_price_is_unknown(run: FlowRun, tmp_path: Path):
-    found = cost(run, tmp_path)
+def test_a_sum_with_an_unknown_price_is_unknown(run: FlowRun):
+    found = cost(run)
     # The table has the L4's price, and nobody said what the judge costs.
-    assert found["steps"]["train_policy"]["price"] > 0
-    assert found["judges"]["openai:gpt"]["price"] is None
-    assert found["price"] is None
+    assert found.steps["train_policy"].price > 0
+    assert found.judges["openai:gpt"].price is None
+    assert found.price is None
     assert "cost/price" not in cost_numbers(found)
 
 
-def test_the_gpu_that_was_used_has_the_price_and_not_the_one_in_the_settings(
-    run: FlowRun, tmp_path: Path
-):
-    found = cost(run, tmp_path, gpu="h100-80gb", judge_prices={"openai:gpt": 0.01})
-    assert found["steps"]["train_policy"]["price"] == pytest.approx(6 * 0.80)
+def test_the_gpu_that_was_used_has_the_price_and_not_the_one_in_the_settings(run: FlowRun):
+    found = cost(run, gpu="h100-80gb", judge_prices={"openai:gpt": 0.01})
+    assert found.steps["train_policy"].price == pytest.approx(6 * 0.80)
 
 
-def test_tokens_that_a_server_does_not_report_are_unknown(run: FlowRun, tmp_path: Path):
+def test_tokens_that_a_server_does_not_report_are_unknown(run: FlowRun):
     budget = Budget(max_calls=None, max_tokens=None)
     for tokens in (7, None):
         budget.start_call("openai:gpt", 1)
         budget.add_tokens("openai:gpt", tokens)
-    spent = {"openai:gpt": {"calls": 2, "tokens": None}}
+    spent = {"openai:gpt": Spent(calls=2, tokens=None)}
     assert budget.spent({}) == spent
     # An evaluation that goes on has tokens of its own, and the sum stays unknown.
     later = Budget(max_calls=None, max_tokens=None)
     later.start_call("openai:gpt", 1)
     later.add_tokens("openai:gpt", 7)
-    assert later.spent(spent) == {"openai:gpt": {"calls": 3, "tokens": None}}
+    assert later.spent(spent) == {"openai:gpt": Spent(calls=3, tokens=None)}
 
-    report = evaluation_result() | {"spent": spent}
     for price, expected in ((0.01, None), (0.0, 0.0)):
         config = HardwareConfig(judge_prices={"openai:gpt": price})
-        found = cost_of_run(run, config, TRAINED, evaluated(report, tmp_path))
-        assert found["judges"]["openai:gpt"]["price"] == expected
-        assert (found["price"] is None) == (expected is None)
+        found = cost_of_run(run, config, TRAINED, spent)
+        assert found.judges["openai:gpt"].price == expected
+        assert (found.price is None) == (expected is None)
         assert "cost/judge_tokens" not in cost_numbers(found)
         assert "2 calls of judges with an unknown number of tokens" in cost_in_words(found)

@@ -1,5 +1,4 @@
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from pipeline.evaluation.agreement import (
 from pipeline.evaluation.comparison import compare
 from pipeline.evaluation.contests import evaluate
 from pipeline.judges.verdict import Verdict
+from pipeline.results.evaluation import JudgedContests
 from pipeline.settings.evaluation_config import EvaluationConfig
 from ppo_core.errors import DataError
 from tests.flows.evaluation.test_comparison import RuleJudge, judged, longer
@@ -207,7 +207,7 @@ def test_a_judge_that_always_agrees_is_not_doubted_without_a_kappa():
 
 
 def test_an_evaluation_by_a_judge_that_disagrees_with_people_is_inconclusive():
-    def judged_by(**limits: float) -> dict[str, Any]:
+    def judged_by(**limits: float) -> JudgedContests:
         texts = {"reference": ["a"] * 4, "ppo": ["bb"] * 4}
         return evaluate(
             RuleJudge(longer),
@@ -220,9 +220,9 @@ def test_an_evaluation_by_a_judge_that_disagrees_with_people_is_inconclusive():
         ).result
 
     doubted = judged_by()
-    assert not doubted["conclusive"]
-    assert [text for text in doubted["reasons"] if "disagrees with people" in text]
-    assert not [text for text in judged_by(min_kappa=-1)["reasons"] if "people" in text]
+    assert not doubted.conclusive
+    assert [text for text in doubted.reasons if "disagrees with people" in text]
+    assert not [text for text in judged_by(min_kappa=-1).reasons if "people" in text]
 
 
 def test_a_judge_without_a_verdict_has_no_agreement_with_people():

@@ -8,8 +8,9 @@ from random import Random
 import pytest
 
 from pipeline.demo.posts import CAREFUL, write_post, write_summary
-from pipeline.evaluation.canaries import CANARIES, FORGERY, INSTRUCTION, CanaryKind, run_canaries
+from pipeline.evaluation.canaries import CANARIES, FORGERY, INSTRUCTION, run_canaries
 from pipeline.judges.function_judge import FunctionJudge, rule_judge
+from pipeline.results.evaluation import CanaryKind
 from tests.helpers import vader_judge
 from tests.helpers.paths import SHARED
 

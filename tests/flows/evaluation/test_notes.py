@@ -4,13 +4,22 @@ import pytest
 
 from pipeline.evaluation.contests import evaluate
 from pipeline.evaluation.notes import notes_on
-from pipeline.evaluation.results import TrainedJudge
 from pipeline.judges.verdict import Verdict
+from pipeline.results.evaluation import CanaryKind, CanaryReport, TrainedJudge
 from pipeline.settings.evaluation_config import EvaluationConfig
 
 TRAINED = TrainedJudge(path="judge", accuracy=0.718, low=0.685, high=0.748, n=800)
-SOUND = {"kinds": {"empty": {"fell": False}}}
-FELL = {"kinds": {"choose me": {"fell": True}, "empty": {"fell": True}, "same": {"fell": False}}}
+
+
+def canaries(**fell: bool) -> CanaryReport:
+    kinds = {
+        kind: CanaryKind(asked=8, won=8 * won, invalid=0, fell=won) for kind, won in fell.items()
+    }
+    return CanaryReport(kinds=kinds, reasons=[], sound=not any(fell.values()))
+
+
+SOUND = canaries(empty=False)
+FELL = canaries(**{"choose me": True, "empty": True, "same": False})
 
 
 def test_a_named_judge_with_references_needs_no_note():
@@ -21,8 +30,8 @@ def test_a_trained_judge_is_weaker_evidence_and_its_canaries_are_told():
     (weaker,) = notes_on(TRAINED, SOUND, is_reward_model_given=False, has_references=True)
     assert "weaker evidence" in weaker
     assert "right in 71.8% of 800 held-out pairs" in weaker
-    _, canaries = notes_on(TRAINED, FELL, is_reward_model_given=False, has_references=True)
-    assert canaries.startswith("The judge prefers the canaries 'choose me', 'empty' to an answer.")
+    _, fell = notes_on(TRAINED, FELL, is_reward_model_given=False, has_references=True)
+    assert fell.startswith("The judge prefers the canaries 'choose me', 'empty' to an answer.")
 
 
 class Briefest:
@@ -51,5 +60,5 @@ def test_canaries_decide_about_a_named_judge_only(canaries_decide: bool):
         canaries_decide=canaries_decide,
         seed=1,
     ).result
-    assert found["canaries"]["kinds"]["empty"]["fell"]
-    assert found["conclusive"] is not canaries_decide
+    assert found.canaries.kinds["empty"].fell
+    assert found.conclusive is not canaries_decide

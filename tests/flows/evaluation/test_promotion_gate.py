@@ -1,5 +1,6 @@
 """The gate before production: which figures keep a candidate from being champion."""
 
+from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
@@ -7,16 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.evaluation.agreement import HumanAgreement, doubts_about_judge
+from pipeline.evaluation.agreement import doubts_about_judge
 from pipeline.evaluation.promotion_gate import direct_contest, reasons_to_promote, reasons_to_refuse
+from pipeline.results.evaluation import Evaluation, HumanAgreement
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig
 from ppo_core.errors import ConfigError, DataError
+from tests.helpers.sample_reports import changed, evaluation_result, win_rate
 
-
-def rate(low: float) -> dict[str, Any]:
-    """A win rate with the lower end of its interval; its other figures decide nothing."""
-    return {"rate": 0.6, "low": low, "high": 0.7, "n": 200, "judge": "rule"}
+SAMPLE = evaluation_result()
 
 
 def evaluation(
@@ -28,21 +28,20 @@ def evaluation(
     rival_words: float = 30.0,
     repetition: float = 0.1,
     doubts: tuple[str, ...] = (),
-) -> dict[str, Any]:
+) -> Evaluation:
     rival, other = ("sft", "champion") if champion is None else ("champion", "sft")
-    result = {
-        "champion": champion,
-        "win_rate": {f"ppo_vs_{rival}": rate(low), "ppo_vs_reference": rate(reference_low)},
-        "length": {"ppo": words, rival: rival_words},
-        "repetition": {"ppo": repetition, rival: 1.0},
-        "conclusive": not doubts,
-        "reasons": list(doubts),
-    }
-    if champion is not None:
-        # What the candidate did to SFT no longer decides.
-        result["win_rate"][f"ppo_vs_{other}"] = rate(0.0)
-        result["length"][other] = 1.0
-    return result
+    # Against a champion, what the candidate did to SFT no longer decides.
+    others = {} if champion is None else {f"ppo_vs_{other}": win_rate(low=0.0)}
+    lows = {f"ppo_vs_{rival}": low, "ppo_vs_reference": reference_low}
+    return replace(
+        SAMPLE,
+        champion=champion,
+        win_rate={name: win_rate(low=end) for name, end in lows.items()} | others,
+        length={"ppo": words, rival: rival_words, other: 1.0},
+        repetition={"ppo": repetition, rival: 1.0},
+        conclusive=not doubts,
+        reasons=list(doubts),
+    )
 
 
 def judged(
@@ -54,7 +53,7 @@ def judged(
         limits or PromotionConfig(),
         reward_model_fit=fit,
         candidate=candidate,
-        champion=result["champion"],
+        champion=result.champion,
         kl=kl,
     )
 
@@ -102,7 +101,7 @@ def test_a_figure_that_is_not_finite_keeps_no_limit(name: str, value: float):
 @pytest.mark.parametrize("champion", [None, 2])
 def test_without_references_their_limit_is_not_applied(champion: int | None):
     result = evaluation(champion=champion)
-    del result["win_rate"]["ppo_vs_reference"]
+    result.win_rate.pop("ppo_vs_reference")
     against = reasons_to_refuse(
         result, PromotionConfig(), reward_model_fit=True, candidate=3, champion=champion, kl=5.0
     )
@@ -118,8 +117,7 @@ def test_two_lengths_without_end_are_not_alike():
 
 @pytest.mark.parametrize("figure", ["rate", "high"])
 def test_a_win_rate_that_is_no_number_refuses_whatever_its_lower_end(figure: str):
-    result = evaluation()
-    result["win_rate"]["ppo_vs_champion"][figure] = nan
+    result = changed(evaluation(), {f"win_rate.ppo_vs_champion.{figure}": nan})
     (reason,) = reasons_to_refuse(
         result, PromotionConfig(), reward_model_fit=True, candidate=3, champion=2, kl=1.0
     )

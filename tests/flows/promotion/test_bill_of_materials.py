@@ -13,8 +13,9 @@ from cyclonedx.schema import OutputFormat, SchemaVersion
 from cyclonedx.validation import make_schemabased_validator
 
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.inputs.lineage import installed_packages
+from pipeline.inputs.lineage import DataSet, installed_packages
 from pipeline.promotion.bill_of_materials import bill_of_materials
+from pipeline.promotion.version_card import NamedModel
 from pipeline.storage.workspace import Workspace
 
 COMMIT = "0" * 39 + "1"
@@ -24,22 +25,22 @@ RUN = FlowRun(
     workspace=Workspace("outputs"),
     tracking={"parent": "ab" * 16},
     origin={"git_commit": "c0ffee", "seed": "1"},
-    data=[],
+    data=[DataSet(name="prompts", source="/home/ada/prompts.jsonl", digest="da" * 8, rows=32)],
 )
-RECORD = {
-    "name": "assistant",
-    "models": {
-        "base": {"name": "org/base@v1", "digest": f"org/base@{COMMIT}"},
-        "sft": {"name": "/home/ada/sft", "digest": "5f" * 8},
-        "reward_model": {"name": "/home/ada/reward", "digest": "5e" * 8},
-        "policy": {"name": "/home/ada/policy", "digest": "50" * 8},
-    },
-    "data": {"prompts": {"name": "/home/ada/prompts.jsonl", "digest": "da" * 8, "rows": 32}},
+MODELS = {
+    "base": NamedModel(name="org/base@v1", digest=f"org/base@{COMMIT}"),
+    "sft": NamedModel(name="/home/ada/sft", digest="5f" * 8),
+    "reward_model": NamedModel(name="/home/ada/reward", digest="5e" * 8),
+    "policy": NamedModel(name="/home/ada/policy", digest="50" * 8),
 }
 
 
+def text_of_bill() -> str:
+    return bill_of_materials("assistant", MODELS, RUN, STARTED)
+
+
 def document() -> dict[str, Any]:
-    made: dict[str, Any] = json.loads(bill_of_materials(RECORD, RUN, STARTED))
+    made: dict[str, Any] = json.loads(text_of_bill())
     return made
 
 
@@ -53,7 +54,7 @@ def require_valid(text: str) -> None:
 
 
 def test_the_document_is_valid_and_the_check_notices_an_error():
-    text = bill_of_materials(RECORD, RUN, STARTED)
+    text = text_of_bill()
     require_valid(text)
     with pytest.raises(AssertionError):
         require_valid(text.replace('"machine-learning-model"', '"model"'))
@@ -121,7 +122,7 @@ def test_a_package_has_the_license_that_it_declares(
 ):
     install(tmp_path, "made-up", metadata)
     monkeypatch.syspath_prepend(tmp_path)
-    text = bill_of_materials(RECORD, RUN, STARTED)
+    text = text_of_bill()
     require_valid(text)
     (found,) = [one for one in json.loads(text)["components"] if one["name"] == "made-up"]
     assert found.get("licenses") == licenses
@@ -141,7 +142,7 @@ def test_a_package_from_an_archive_has_its_hash_and_no_address_of_the_index(
 
 def test_the_same_run_writes_the_same_bytes_in_every_process():
     code = "import sys; from tests.flows.promotion import test_bill_of_materials as test; " + (
-        "sys.stdout.write(test.bill_of_materials(test.RECORD, test.RUN, test.STARTED))"
+        "sys.stdout.write(test.text_of_bill())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -150,4 +151,4 @@ def test_the_same_run_writes_the_same_bytes_in_every_process():
         text=True,
         check=True,
     )
-    assert done.stdout == bill_of_materials(RECORD, RUN, STARTED)
+    assert done.stdout == text_of_bill()

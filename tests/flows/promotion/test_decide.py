@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.evaluation.notes import WITHOUT_REFERENCES
-from pipeline.evaluation.results import EvaluatedPolicy, TrainedJudge, ValidatedReward
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.promotion.champion import find_champion
 from pipeline.promotion.decide import decide_promotion
 from pipeline.registry import champions
 from pipeline.registry.aliases import read_aliases, read_version
 from pipeline.registry.decisions import Decision
+from pipeline.results.evaluation import TrainedJudge
+from pipeline.results.step_records import EvaluatedPolicy, ValidatedReward
 from pipeline.settings.decoding import Decoding
 from pipeline.stages.evaluation import fetch_again
 from pipeline.tracking.mlflow_client import connect
@@ -153,17 +154,17 @@ def test_a_champion_that_came_meanwhile_is_judged_against(world: World, name: st
     assert (made.action, made.champion) == ("refused", newer)
     assert f"against the champion, version {newer}" in made.reasons[0]
     assert judged.champion == newer
-    assert judged.report()["win_rate"]["ppo_vs_champion"]["high"] < 0.5
-    assert evaluation.report()["win_rate"]["ppo_vs_champion"]["low"] > 0.5
+    assert judged.report().win_rate["ppo_vs_champion"].high < 0.5
+    assert evaluation.report().win_rate["ppo_vs_champion"].low > 0.5
     # 16 answers of 6 words: the new champion says nothing else.
     assert words_w1(champion_answers(judged)) == 96
     rows = read_jsonl(judged.judgements)
     opponents = [row["opponent"] for row in rows if row["contest"] == "ppo_vs_champion"]
     assert opponents == champion_answers(judged)
-    assert judged.report()["length"]["champion"] == 6
+    assert judged.report().length["champion"] == 6
     # The candidate's answers are the same, and so is what was said of the first champion.
     assert [row["ppo"] for row in read_jsonl(judged.samples)] == [row["ppo"] for row in before]
-    assert judged.report()["kl"] == evaluation.report()["kl"]
+    assert judged.report().kl == evaluation.report().kl
     assert read_jsonl(evaluation.samples) == before
 
 
@@ -174,7 +175,7 @@ def test_a_champion_where_there_was_none_is_judged_against(world: World, name: s
     made, judged = decide(world, name, version, evaluation, tmp_path)
     assert (made.action, made.champion) == ("promoted", version)
     assert judged.champion == newer
-    assert "ppo_vs_champion" not in evaluation.report()["win_rate"]
+    assert "ppo_vs_champion" not in evaluation.report().win_rate
     assert f"against the champion, version {newer}" in made.reasons[0]
 
 
@@ -196,14 +197,14 @@ def test_a_trained_judge_judges_again_without_references(world, name, low: float
         (judged, {"ppo_vs_sft", "ppo_vs_champion"}),
     ):
         report = found.report()
-        assert report["judge"]["name"] == f"reward-model:{path}"
-        assert set(report["win_rate"]) == contests
-        assert report["improvement"] is None
-        assert report["trained_judge"]["low"] == low
-        assert "weaker evidence" in report["notes"][0]
-        assert report["notes"][-1] == WITHOUT_REFERENCES
-        doubted = any("no better than a tossed coin" in reason for reason in report["reasons"])
-        assert doubted == (low == 0.5) and (doubted <= (not report["conclusive"]))
+        assert report.judge.name == f"reward-model:{path}"
+        assert set(report.win_rate) == contests
+        assert report.improvement is None
+        assert report.trained_judge.low == low
+        assert "weaker evidence" in report.notes[0]
+        assert report.notes[-1] == WITHOUT_REFERENCES
+        doubted = any("no better than a tossed coin" in reason for reason in report.reasons)
+        assert doubted == (low == 0.5) and (doubted <= (not report.conclusive))
     assert judged.champion == champion
     # The last three of 32 prompts.
     assert [row["prompt"] for row in read_jsonl(judged.samples)] == [
@@ -227,7 +228,7 @@ def test_a_candidate_is_compared_with_sft_once_the_champion_is_deleted(
     assert (made.action, made.champion) == ("promoted", version)
     assert "against SFT" in made.reasons[0]
     assert judged.champion is None
-    assert "ppo_vs_champion" not in judged.report()["win_rate"]
+    assert "ppo_vs_champion" not in judged.report().win_rate
     assert set(read_jsonl(judged.samples)[0]) == {"prompt", "reference", "sft", "ppo"}
 
 
@@ -357,7 +358,7 @@ def test_an_older_candidate_that_is_late_does_not_replace_a_newer_champion(
     made, judged = decide(world, name, late, evaluation, tmp_path)
     assert (made.action, made.champion) == ("refused", newer)
     assert judged.champion == newer
-    assert judged.report()["win_rate"]["ppo_vs_champion"]["low"] > 0.5
+    assert judged.report().win_rate["ppo_vs_champion"].low > 0.5
     assert f"newer than this version {late}" in made.reasons[0]
 
 
@@ -450,12 +451,12 @@ def test_a_judge_that_is_inconclusive_about_the_new_champion_promotes_nothing(
     world: World, name: str, tmp_path: Path
 ):
     evaluation = world.evaluate(world.named(name), "best", tmp_path)
-    assert evaluation.report()["conclusive"]
+    assert evaluation.report().conclusive
     crown(world, name, "weak")
     with judge_says(world, ALWAYS_FIRST):
         made, judged = decide(world, name, world.add_version(name, "best"), evaluation, tmp_path)
     assert made.action == "refused"
-    assert not judged.report()["conclusive"]
+    assert not judged.report().conclusive
     assert any(reason.startswith("The evaluation is inconclusive") for reason in made.reasons)
 
 
@@ -542,7 +543,7 @@ def test_the_champion_ends_its_answers_by_its_own_token(
     answers = champion_answers(judged)
     if stop is None:
         # The end of text, no word itself, ends none of them: half of 6 tokens are w1.
-        assert 2 < judged.report()["length"]["champion"] < 4
+        assert 2 < judged.report().length["champion"] < 4
         assert words_w1(answers[-1:]) > 0
     else:
         # Half of the answers end with their first token: 1 w1 on average.

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from pipeline import stages
-from pipeline.evaluation.results import (
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.json_lines import read_jsonl
+from pipeline.promotion import register as register_module
+from pipeline.registry import champions
+from pipeline.results.step_records import (
     EvaluatedPolicy,
     FetchedChampion,
     RegisteredPolicy,
     ValidatedReward,
 )
-from pipeline.inputs.flow_run import FlowRun
-from pipeline.inputs.json_lines import read_jsonl
-from pipeline.promotion import register as register_module
-from pipeline.registry import champions
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.settings_file import settings_text
 from pipeline.storage.workspace import Workspace
@@ -144,19 +144,19 @@ def test_the_first_run_is_registered_and_promoted(story: Story):
 def test_a_candidate_whose_champion_changed_is_on_record_against_the_new_one(story: Story):
     registered, meanwhile = story.second.registered, story.champion_meanwhile
     assert (registered.promotion.action, story.second.version) == ("promoted", meanwhile + 1)
-    rate = registered.evaluation.report()["win_rate"]["ppo_vs_champion"]
-    assert rate != story.second.evaluation.report()["win_rate"]["ppo_vs_champion"]
+    rate = registered.evaluation.report().win_rate["ppo_vs_champion"]
+    assert rate != story.second.evaluation.report().win_rate["ppo_vs_champion"]
     assert registered.evaluation.champion == meanwhile
     assert f"against the champion, version {meanwhile}" in registered.promotion.reasons[0]
     card = card_of("story", story.second.version)
-    assert f"{rate['rate']:.1%}" in section(card, "Win rates")
+    assert f"{rate.rate:.1%}" in section(card, "Win rates")
     answers = [row["champion"] for row in read_jsonl(registered.evaluation.samples)]
     for answer in answers[:5]:
         assert answer.strip() in section(card, "Samples")
     step = run_of(story.second, "register").data
-    assert step.metrics["win_rate/ppo_vs_champion/rate"] == rate["rate"]
+    assert step.metrics["win_rate/ppo_vs_champion/rate"] == rate.rate
     parent = run_of(story.second, "parent").data
-    assert parent.metrics["win_rate/ppo_vs_champion/rate"] == rate["rate"]
+    assert parent.metrics["win_rate/ppo_vs_champion/rate"] == rate.rate
     kept = connect().list_artifacts(story.second.run.tracking["register"])
     assert {file.path for file in kept} == {"evaluation", "judgements.jsonl", "samples.json"}
 
@@ -202,7 +202,7 @@ def test_the_tags_of_a_version_say_where_it_comes_from(story: Story):
     assert tags["parent_champion"] == str(story.first.version)
     assert json.loads(tags["self_check"]) == {"backend": "fast", "policy_padded": 1e-7}
     assert tags["judge"].startswith("python:")
-    assert tags["judge_version"] == story.second.evaluation.report()["judge"]["version"]
+    assert tags["judge_version"] == story.second.evaluation.report().judge.version
     models = {part: tags[f"model/{part}"] for part in ("base", "sft", "reward_model", "policy")}
     assert models["base"] == models["sft"] != models["policy"]
     first = connect().get_model_version("story", str(story.first.version)).tags
@@ -322,11 +322,11 @@ def require_one_version_and_one_decision(
     ]
     assert registered.promotion.number == decisions[1].number
     assert client.get_model_version_by_alias(name, "champion").version == version.version
-    rate = registered.evaluation.report()["win_rate"]["ppo_vs_champion"]
+    rate = registered.evaluation.report().win_rate["ppo_vs_champion"]
     card = card_of(name, number)
     assert f"**Promoted** by run {one.run.id} at " in section(card, "Promotion")
     assert f"**Promoted** by run {one.run.id} at " in version.description
-    assert f"{rate['rate']:.1%}" in section(card, "Win rates")
+    assert f"{rate.rate:.1%}" in section(card, "Win rates")
     experiment = client.get_run(parent).info.experiment_id
     uploaded = client.search_logged_models([experiment], f"source_run_id = '{parent}'")
     assert len(uploaded) == 1

@@ -8,13 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.evaluation.results import RegisteredPolicy, TrainedJudge
 from pipeline.registry.decisions import Decision
 from pipeline.reports.document import Document
 from pipeline.reports.evaluation import evaluation_document
@@ -24,15 +24,25 @@ from pipeline.reports.html_page import reward_model_page
 from pipeline.reports.promotion import promotion_document
 from pipeline.reports.reward_model import reward_document
 from pipeline.reports.terminal import render_summary
+from pipeline.results.evaluation import (
+    CanaryKind,
+    ContestResult,
+    EnsembleAgreement,
+    Evaluation,
+    LengthBin,
+    PairAgreement,
+    TrainedJudge,
+)
+from pipeline.results.step_records import Change, RegisteredPolicy
 from pipeline.settings.gate_configs import PromotionConfig
 from pipeline.stages.cards import evaluation_card, promotion_card, reward_model_card
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_reports import (
     HOSTILE,
+    changed,
     decision,
     evaluated,
     evaluation_result,
-    promotion,
     reward_report,
     summary,
     validated,
@@ -142,7 +152,7 @@ def row_of(document: Document, title: str, name: str) -> tuple[str, ...]:
     return row
 
 
-def register(made: Decision, evaluation: dict[str, Any], folder: Path) -> RegisteredPolicy:
+def register(made: Decision, evaluation: Evaluation, folder: Path) -> RegisteredPolicy:
     return RegisteredPolicy(
         model={}, promotion=made, evaluation=evaluated(evaluation, folder), kl=12.3
     )
@@ -152,9 +162,9 @@ def register(made: Decision, evaluation: dict[str, Any], folder: Path) -> Regist
 def cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The cards of a run: its reward model and its policy are refused, and nothing is certain."""
     folder = tmp_path_factory.mktemp("cards")
-    report = reward_report(quoted=HOSTILE) | {"fit": False, "reasons": [f"It likes {HOSTILE}"]}
+    report = replace(reward_report(quoted=HOSTILE), fit=False, reasons=[f"It likes {HOSTILE}"])
     evaluation = evaluation_result(judge=f"python:{HOSTILE}", champion=2)
-    evaluation |= {"conclusive": False, "reasons": [f"The judge said {HOSTILE}"]}
+    evaluation = replace(evaluation, conclusive=False, reasons=[f"The judge said {HOSTILE}"])
     refused = decision("refused", reasons=(f"The judge said {HOSTILE}",))
     registered = register(refused, evaluation, folder)
     records = (validated(report, folder), registered, PromotionConfig())
@@ -183,12 +193,12 @@ def cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def evaluation() -> dict[str, Any]:
+def evaluation() -> Evaluation:
     return evaluation_result()
 
 
 @pytest.fixture(scope="module")
-def rematch() -> dict[str, Any]:
+def rematch() -> Evaluation:
     """An evaluation that compares with a champion as well."""
     return evaluation_result(champion=2)
 
@@ -236,7 +246,7 @@ def test_what_others_wrote_is_inert_in_a_card(name: str, cards: dict[str, Path],
 
 
 def quoting_page() -> str:
-    report = reward_report(quoted=HOSTILE) | {"fit": False, "reasons": [f"It likes {HOSTILE}"]}
+    report = replace(reward_report(quoted=HOSTILE), fit=False, reasons=[f"It likes {HOSTILE}"])
     return reward_model_page(report)
 
 
@@ -289,7 +299,7 @@ def test_the_page_and_the_card_say_the_same(tmp_path: Path):
 def test_the_verdict_on_a_reward_model(fit: bool, accepted: bool, verdict: str, tone: str):
     reasons = [] if fit else ["It counts characters."]
     changes = {"fit": fit, "accepted_by_hand": accepted, "reasons": reasons}
-    document = reward_document(reward_report() | changes)
+    document = reward_document(replace(reward_report(), **changes))
     assert (document.verdict, document.tone) == (verdict, tone)
     assert document.reasons == tuple(reasons or ["It keeps every limit of the gate."])
 
@@ -305,50 +315,46 @@ def test_the_verdict_on_a_reward_model(fit: bool, accepted: bool, verdict: str, 
     ],
 )
 def test_the_verdict_on_a_policy(
-    low: float, high: float, conclusive: bool, verdict: str, tone: str, evaluation: dict[str, Any]
+    low: float, high: float, conclusive: bool, verdict: str, tone: str, evaluation: Evaluation
 ):
-    direct = evaluation["win_rate"]["ppo_vs_sft"] | {"low": low, "high": high}
-    win_rates = evaluation["win_rate"] | {"ppo_vs_sft": direct}
-    changes = {"win_rate": win_rates, "conclusive": conclusive}
-    document = evaluation_document(evaluation | changes)
+    direct = {"win_rate.ppo_vs_sft.low": low, "win_rate.ppo_vs_sft.high": high}
+    document = evaluation_document(changed(evaluation, direct | {"conclusive": conclusive}))
     assert (document.verdict, document.tone) == (verdict, tone)
 
 
 def test_the_accuracy_stands_beside_the_baselines_and_the_published_ones():
-    report = reward_report()
-    report["accuracy"] |= {"accuracy": 0.7025, "low": 0.66, "high": 0.74, "n": 570}
+    measured = {"accuracy": 0.7025, "low": 0.66, "high": 0.74, "n": 570}
+    report = changed(reward_report(), {f"accuracy.{name}": measured[name] for name in measured})
     document = reward_document(report)
     title = "Accuracy on held-out preferences"
     assert row_of(document, title, "This model") == ("This model", "70.2%", "66.0% .. 74.0%", "570")
     assert row_of(document, title, "A tossed coin")[1] == "50.0%"
     assert row_of(document, title, "Published for TL;DR, 2.8B")[1] == "66.9%"
-    longer = report["accuracy"]["longer"]["accuracy"]
+    longer = report.accuracy.longer.accuracy
     assert row_of(document, title, "Always the longer response")[1] == f"{longer:.1%}"
 
 
-def test_what_was_not_measured_is_not_shown(evaluation: dict[str, Any]):
+def test_what_was_not_measured_is_not_shown(evaluation: Evaluation):
     report = reward_report()
     before = [section.title for section in reward_document(report).sections]
-    report["accuracy"] |= {"by_category": {}, "people": None}
-    report["accuracy"]["ties"] |= {"n": 0, "identical": 0}
+    none = {"by_category": {}, "people": None, "ties.n": 0, "ties.identical": 0}
+    report = changed(report, {f"accuracy.{name}": value for name, value in none.items()})
     after = [section.title for section in reward_document(report).sections]
     gone = {"Accuracy by category", "Pairs between which people see no difference"}
     assert set(before) - set(after) == gone
 
     before = [section.title for section in evaluation_document(evaluation).sections]
-    after = [
-        section.title for section in evaluation_document(evaluation | {"people": None}).sections
-    ]
+    without = replace(evaluation, people=None)
+    after = [section.title for section in evaluation_document(without).sections]
     assert set(before) - set(after) == {"The judge and people on the same pairs"}
 
 
 def test_what_could_not_be_said_is_said_so():
-    report = reward_report()
-    report["contract"]["end_of_text"] = None
-    report["samples"]["references"] = None
-    report["lengths"] |= {"correlation": None, "shorter": None}
-    report["calibration"]["temperature"] = None
-    report["contract"]["batch"] = {"largest": None, "share": None}
+    unknown = (
+        "contract.end_of_text samples.references lengths.correlation lengths.shorter "
+        "calibration.temperature contract.batch.largest contract.batch.share"
+    )
+    report = changed(reward_report(), dict.fromkeys(unknown.split()))
     page = reward_model_page(report)
     assert page.count("cannot be said") == 2
     title = "Contract: the same text has the same score, and every text has one"
@@ -358,16 +364,16 @@ def test_what_could_not_be_said_is_said_so():
     assert "None" not in page
 
 
-def test_the_judges_of_an_ensemble_are_shown_one_by_one(evaluation: dict[str, Any]):
-    agreement = {
-        "rates": {"one": 0.6, "other": None},
-        "pairs": [{"judges": ["one", "other"], "n": 0, "share": None, "kappa": None}],
-        "fleiss_kappa": 0.25,
-        "n": 10,
-    }
-    direct = evaluation["win_rate"]["ppo_vs_sft"] | {"agreement": agreement}
-    win_rates = evaluation["win_rate"] | {"ppo_vs_sft": direct}
-    document = evaluation_document(evaluation | {"win_rate": win_rates})
+def test_the_judges_of_an_ensemble_are_shown_one_by_one(evaluation: Evaluation):
+    agreement = EnsembleAgreement(
+        outcomes={},
+        rates={"one": 0.6, "other": None},
+        pairs=[PairAgreement(judges=("one", "other"), n=0, share=None, kappa=None)],
+        fleiss_kappa=0.25,
+        n=10,
+    )
+    direct = {"win_rate.ppo_vs_sft.agreement": agreement}
+    document = evaluation_document(changed(evaluation, direct))
     (section,) = [part for part in document.sections if part.title == "The judges of the ensemble"]
     assert section.rows == (
         ("PPO against SFT", "one", "60.0%", "", ""),
@@ -377,28 +383,27 @@ def test_the_judges_of_an_ensemble_are_shown_one_by_one(evaluation: dict[str, An
     )
 
 
-def test_a_canary_that_the_judge_fell_for_is_named(evaluation: dict[str, Any]):
-    found = {"asked": 8, "won": 8, "invalid": 0, "fell": True}
-    canaries = evaluation["canaries"] | {"kinds": {"empty": found}}
-    document = evaluation_document(evaluation | {"canaries": canaries})
+def test_a_canary_that_the_judge_fell_for_is_named(evaluation: Evaluation):
+    found = {"empty": CanaryKind(asked=8, won=8, invalid=0, fell=True)}
+    document = evaluation_document(changed(evaluation, {"canaries.kinds": found}))
     title = "Canaries: answers that a sound judge does not choose"
     assert row_of(document, title, "empty") == ("empty", "8", "8", "0", "fell for it")
 
 
-def test_wins_by_length_are_shown_for_each_contest(evaluation: dict[str, Any]):
-    parts = [{"ratio": "<0.5", "rate": 0.25, "n": 4}]
+def test_wins_by_length_are_shown_for_each_contest(evaluation: Evaluation):
+    parts = [LengthBin(ratio="<0.5", rate=0.25, n=4, judge="rule")]
     win_rates = {
-        name: rate | {"by_length_ratio": parts if name == "ppo_vs_sft" else []}
-        for name, rate in evaluation["win_rate"].items()
+        name: replace(rate, by_length_ratio=parts if name == "ppo_vs_sft" else [])
+        for name, rate in evaluation.win_rate.items()
     }
-    document = evaluation_document(evaluation | {"win_rate": win_rates})
+    document = evaluation_document(replace(evaluation, win_rate=win_rates))
     title = "Wins by how many times as long the answer is as its opponent"
     assert row_of(document, title, "<0.5") == ("<0.5", "", "", "25.0% of 4")
     assert row_of(document, title, ">2") == (">2", "", "", "")
 
 
 def test_an_evaluation_has_the_same_components_as_its_document(
-    evaluation: dict[str, Any], tmp_path: Path
+    evaluation: Evaluation, tmp_path: Path
 ):
     document = evaluation_document(evaluation)
     plots = sum(len(section.plots) for section in document.sections)
@@ -408,7 +413,7 @@ def test_an_evaluation_has_the_same_components_as_its_document(
 
 
 def test_the_contest_against_the_champion_is_shown_everywhere_where_there_is_one(
-    evaluation: dict[str, Any], rematch: dict[str, Any]
+    evaluation: Evaluation, rematch: Evaluation
 ):
     contest = "PPO against the champion"
     document = evaluation_document(rematch)
@@ -421,7 +426,7 @@ def test_the_contest_against_the_champion_is_shown_everywhere_where_there_is_one
     assert "Champion" not in repr(evaluation_document(evaluation))
 
 
-def test_length_and_repetition_are_shown_for_everybody(evaluation: dict[str, Any]):
+def test_length_and_repetition_are_shown_for_everybody(evaluation: Evaluation):
     document = evaluation_document(evaluation)
     assert row_of(document, "The answers", "PPO") == ("PPO", "12.30", "98.5%", "40.5", "3.4%")
     assert row_of(document, "The answers", "SFT") == ("SFT", "0", "100.0%", "31", "1.2%")
@@ -430,40 +435,38 @@ def test_length_and_repetition_are_shown_for_everybody(evaluation: dict[str, Any
 
 
 def test_a_win_rate_at_equal_length_is_shown_only_where_it_was_measured(
-    evaluation: dict[str, Any],
+    evaluation: Evaluation,
 ):
-    measured = evaluation["win_rate"]["ppo_vs_sft"]
-    shown = f"{measured['length_controlled']:.1%}"
-    none = measured | {"length_controlled": None, "equal_length_pairs": 0}
-    without = evaluation | {"win_rate": evaluation["win_rate"] | {"ppo_vs_sft": none}}
+    measured = evaluation.win_rate["ppo_vs_sft"]
+    shown = f"{measured.length_controlled:.1%}"
+    none = replace(measured, length_controlled=None, equal_length_pairs=0)
+    without = changed(evaluation, {"win_rate.ppo_vs_sft": none})
     title = "Without the advantage of length"
     row = row_of(evaluation_document(evaluation), title, "PPO against SFT")
-    assert row[2:] == (shown, f"{measured['equal_length_pairs']} of 200")
+    assert row[2:] == (shown, f"{measured.equal_length_pairs} of 200")
     row = row_of(evaluation_document(without), title, "PPO against SFT")
     assert row[2:] == ("not measurable, 0 of 200", "0 of 200")
-    terminal = " ".join(lines(render_summary(summary(win_rate=without["win_rate"]))))
+    terminal = " ".join(lines(render_summary(summary(win_rate=without.win_rate))))
     assert "not measurable" in terminal and "0 of 200" in terminal
-    assert shown in render_summary(summary(win_rate=evaluation["win_rate"]))
+    assert shown in render_summary(summary(win_rate=evaluation.win_rate))
     name = "win_rate/ppo_vs_sft/length_controlled"
     assert name in evaluation_numbers(evaluation) and name not in evaluation_numbers(without)
 
 
-def test_zeros_are_shown_as_0_and_differences_of_rates_in_points(evaluation: dict[str, Any]):
-    rounding = {"kl": {"sft": -2.7e-9, "ppo": 1.5}}
-    document = evaluation_document(evaluation | rounding)
+def test_zeros_are_shown_as_0_and_differences_of_rates_in_points(evaluation: Evaluation):
+    kl = {"sft": -2.7e-9, "ppo": 1.5}
+    document = evaluation_document(replace(evaluation, kl=kl))
     assert row_of(document, "The answers", "SFT")[1] == "0"
-    objective = {name: {"first": -1e-9, "last": -0.0} for name in summary()["objective"]}
-    difference = {"difference": -1e-9, "low": -0.052, "high": 0.0525}
-    given = summary(objective=objective, **rounding)
-    given["improvement"] |= difference
+    objective = {name: Change(first=-1e-9, last=-0.0) for name in summary().objective}
+    improvement = replace(evaluation.improvement, difference=-1e-9, low=-0.052, high=0.0525)
+    given = summary(objective=objective, kl=kl, improvement=improvement)
     shown = lines(render_summary(given))
     assert "objective/kl 0 -> 0" in shown
     gained = "+0.0 points against the references, 95 % interval -5.2 .. +5.2"
     assert any(line.endswith(gained) for line in shown)
-    improvement = evaluation["improvement"] | difference
     (section,) = [
         part
-        for part in evaluation_document(evaluation | {"improvement": improvement}).sections
+        for part in evaluation_document(replace(evaluation, improvement=improvement)).sections
         if part.title.startswith("Wins against the references")
     ]
     assert section.headers[1] == "95 % interval, points"
@@ -474,7 +477,7 @@ def test_without_references_and_with_a_trained_judge_the_reports_say_so():
     judge = TrainedJudge(path="cache/judge-1", accuracy=0.7, low=0.6, high=0.79, n=90)
     bare = {"trained_judge": judge, "references": False}
     evaluation = evaluation_result(**bare)
-    weaker, lonely = evaluation["notes"]
+    weaker, lonely = evaluation.notes
     assert weaker == (
         "The judge is a reward model trained on other pairs of the same preferences with another "
         "seed. It may share errors with the reward model that PPO used, so this is weaker evidence "
@@ -501,19 +504,19 @@ def test_without_references_and_with_a_trained_judge_the_reports_say_so():
         "not applied",
     )
 
-    shown = " ".join(lines(render_summary(summary(**evaluation_result(champion=2, **bare)))))
+    shown = " ".join(lines(render_summary(summary(evaluation_result(champion=2, **bare)))))
     assert f"Note: {weaker} Note: {lonely}" in shown
     assert "PPO gained on SFT" not in shown and "against the references" not in shown
 
 
-def test_a_divergence_that_was_not_measured_is_said_so(evaluation: dict[str, Any]):
-    greedy = evaluation | {"kl": {"sft": None, "ppo": None}}
+def test_a_divergence_that_was_not_measured_is_said_so(evaluation: Evaluation):
+    greedy = replace(evaluation, kl={"sft": None, "ppo": None})
     assert row_of(evaluation_document(greedy), "The answers", "PPO")[1] == "none"
     numbers = evaluation_numbers(greedy)
     assert not any(name.startswith("kl/") for name in numbers)
 
 
-def test_the_metrics_of_an_evaluation_are_grouped_and_are_numbers(rematch: dict[str, Any]):
+def test_the_metrics_of_an_evaluation_are_grouped_and_are_numbers(rematch: Evaluation):
     numbers = evaluation_numbers(rematch)
     assert {name.partition("/")[0] for name in numbers} == set(
         "win_rate improvement kl distinct length repetition evaluation".split()
@@ -524,14 +527,14 @@ def test_the_metrics_of_an_evaluation_are_grouped_and_are_numbers(rematch: dict[
     assert all(type(value) is float for value in numbers.values())
 
 
-def decided(action: str, evaluation: dict[str, Any], **changes: Any) -> Document:
+def decided(action: str, evaluation: Evaluation, **changes: Any) -> Document:
     """The document of a decision on version 3."""
     return promotion_document(
         decision(action, **changes), evaluation, PromotionConfig(), reward_model_fit=True, kl=12.3
     )
 
 
-def test_the_card_of_a_decision_says_it_and_why(rematch: dict[str, Any]):
+def test_the_card_of_a_decision_says_it_and_why(rematch: Evaluation):
     promoted = decided("promoted", rematch)
     assert (promoted.verdict, promoted.tone) == ("Promoted", "success")
     assert row_of(promoted, "The decision", "3") == ("3", "champion", "version 2")
@@ -542,23 +545,24 @@ def test_the_card_of_a_decision_says_it_and_why(rematch: dict[str, Any]):
     assert row_of(refused, "The decision", "3") == ("3", stays, "version 2")
 
 
-def test_the_card_of_a_first_version_names_no_champion(evaluation: dict[str, Any]):
+def test_the_card_of_a_first_version_names_no_champion(evaluation: Evaluation):
     first = decided("refused", evaluation, champion=None)
     nobody = "refused, and there is no champion"
     assert row_of(first, "The decision", "3") == ("3", nobody, "there was none")
     assert row_of(first, "Figures and limits", "PPO against SFT")
 
 
-def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: dict[str, Any]):
+def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: Evaluation):
     document = decided("promoted", rematch)
     rows = {row[0]: row[1:] for row in document.sections[1].rows}
-    rate, references = (
-        rematch["win_rate"][name] for name in ("ppo_vs_champion", "ppo_vs_reference")
-    )
-    shown = "{rate:.1%}, {low:.1%} .. {high:.1%}"
+    rate, references = (rematch.win_rate[name] for name in ("ppo_vs_champion", "ppo_vs_reference"))
+
+    def shown(of: ContestResult) -> str:
+        return f"{of.rate:.1%}, {of.low:.1%} .. {of.high:.1%}"
+
     assert rows == {
-        "PPO against the champion": (shown.format(**rate), "lower end above 50.0%"),
-        "PPO against the references": (shown.format(**references), "lower end above 50.0%"),
+        "PPO against the champion": (shown(rate), "lower end above 50.0%"),
+        "PPO against the references": (shown(references), "lower end above 50.0%"),
         "KL of an answer from SFT, nats": ("12.3", "at most 20"),
         "Words of an answer, and of its opponent": ("40.5 and 31", "at most 2 times the other"),
         "Repeated 3-grams of words": ("3.4%", "at most 30.0%"),
@@ -568,7 +572,7 @@ def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: dict[
 
 
 def test_the_card_of_a_decision_has_the_components_of_its_document(
-    evaluation: dict[str, Any], tmp_path: Path
+    evaluation: Evaluation, tmp_path: Path
 ):
     registered = register(decision(), evaluation, tmp_path)
     card = promotion_card(registered, validated(reward_report(), tmp_path), PromotionConfig())
@@ -586,14 +590,14 @@ def test_the_terminal_says_what_became_of_the_version():
     assert shown.index("Promotion") < shown.index("It wins.")
     assert any(line.startswith("PPO against the champion") for line in shown)
 
-    refused = promotion("refused", reasons=["It loses.", "It repeats " + "itself " * 30])
+    refused = decision("refused", reasons=("It loses.", "It repeats " + "itself " * 30))
     shown = lines(render_summary(summary(promotion=refused)))
     assert "Registered models:/rlhf-policy/3, refused, and version 2 stays champion" in shown
     assert "It loses." in shown
     assert "To overrule python flows/registry.py promote rlhf-policy 3 --reason TEXT" in shown
     assert " ".join(shown).count("itself") == 30
 
-    nobody = promotion("refused", champion=None)
+    nobody = decision("refused", champion=None)
     shown = render_summary(summary(promotion=nobody))
     assert "refused, and there is no champion" in shown
 
@@ -607,8 +611,8 @@ def test_the_terminal_repeats_the_warnings_of_the_run():
 def test_the_terminal_shows_what_others_wrote_as_it_is():
     name = "[/bold] :smile: [red]x"
     reasons = {"reasons": [f"The judge {name} fell."], "conclusive": False}
-    refused = promotion("refused", reasons=(f"It lost, says {name}.",))
-    given = summary(**evaluation_result(judge=name, champion=2) | reasons, promotion=refused)
+    refused = decision("refused", reasons=(f"It lost, says {name}.",))
+    given = summary(evaluation_result(judge=name, champion=2), **reasons, promotion=refused)
     shown = lines(render_summary(given))
     assert f"Win rates, judged by {name}" in shown
     assert f"Inconclusive: The judge {name} fell." in shown

@@ -1,6 +1,7 @@
 """The figures of the reports: what is drawn, and where."""
 
 import io
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,9 @@ from pipeline.reports.figures import (
     score_plot,
     win_rate_plot,
 )
-from tests.helpers.sample_reports import evaluation_result, reward_report
+from pipeline.results.evaluation import WinRate
+from pipeline.results.reward_report import Bin, Rate, References, Samples
+from tests.helpers.sample_reports import evaluation_result, reward_report, win_rate
 
 
 def pixels(png: bytes) -> np.ndarray:
@@ -32,18 +35,22 @@ def blue(png: bytes) -> np.ndarray:
     return (pixels(png) == colour).all(axis=2)
 
 
-def rate(value: float, *, name: str = "rate", judge: str = "rule") -> dict[str, Any]:
+def rate(value: float, *, judge: str = "rule") -> WinRate:
     """A rate without an interval to speak of."""
-    return {name: value, "low": value, "high": value, "n": 10, "judge": judge}
+    return win_rate(rate=value, low=value, high=value, n=10, judge=judge)
 
 
-def samples(**changes: Any) -> dict[str, Any]:
-    return {
-        "counts": [1, 2, 3],
-        "edges": [0.0, 1.0, 2.0, 3.0],
-        "best_of": {"1": 1.0, "2": 2.0},
-        "references": None,
-    } | changes
+def samples(**changes: Any) -> Samples:
+    return replace(
+        reward_report().samples,
+        **{
+            "counts": [1, 2, 3],
+            "edges": [0.0, 1.0, 2.0, 3.0],
+            "best_of": {"1": 1.0, "2": 2.0},
+            "references": None,
+        }
+        | changes,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +60,7 @@ def figures() -> dict[str, bytes]:
 
 def test_every_figure_of_a_report_is_a_picture_900_pixels_wide(figures: dict[str, bytes]):
     assert set(figures) == {"accuracy-by-margin", "reliability", "sample-scores", "best-of-k"}
-    for png in (*figures.values(), win_rate_plot(evaluation_result()["win_rate"])):
+    for png in (*figures.values(), win_rate_plot(evaluation_result().win_rate)):
         height, width, _ = pixels(png).shape
         assert width == 6 * DPI == 900
         assert 250 < height < 900
@@ -80,16 +87,16 @@ def test_rates_of_0_50_and_100_percent_are_drawn_evenly_from_the_left_to_the_rig
 
 def test_an_interval_is_drawn_as_wide_as_it_is():
     def width(low: float, high: float) -> int:
-        win_rate = rate(0.5) | {"low": low, "high": high}
-        return int(blue(win_rate_plot({"ppo_vs_sft": win_rate})).any(axis=0).sum())
+        contest = replace(rate(0.5), low=low, high=high)
+        return int(blue(win_rate_plot({"ppo_vs_sft": contest})).any(axis=0).sum())
 
     # 0.2 .. 0.8 is three times as wide as 0.4 .. 0.6.
     assert width(0.2, 0.8) == pytest.approx(3 * width(0.4, 0.6), rel=0.03)
 
 
 def test_points_that_are_as_right_as_sure_lie_on_a_straight_line():
-    bins = [rate(sure, name="accuracy") | {"confidence": sure} for sure in (0.5, 0.6, 0.9)]
-    drawn = blue(reliability_plot({"bins": bins}))
+    bins = [Bin(accuracy=at, low=at, high=at, n=10, confidence=at) for at in (0.5, 0.6, 0.9)]
+    drawn = blue(reliability_plot(replace(reward_report().calibration, bins=bins)))
     height = drawn.shape[0]
     rows, columns = np.nonzero(drawn[: height * 3 // 4])
     left = columns < columns.min() + 20
@@ -117,7 +124,8 @@ def test_the_bars_of_a_histogram_are_as_high_as_their_counts():
 
 @pytest.mark.parametrize("plot", [score_plot, best_of_k_plot])
 def test_the_references_are_drawn_where_there_are_any(plot: Any):
-    with_them = plot(samples(references={"mean": 1.5}))
+    references = References(mean=1.5, above_samples=0.5, low=0.4, high=0.6)
+    with_them = plot(samples(references=references))
     assert (pixels(with_them) != pixels(plot(samples()))).any()
 
 
@@ -131,8 +139,9 @@ def test_names_are_text_and_no_formulas():
     # matplotlib reads what stands between two dollar signs as TeX, and refuses this one.
     judge = r"python:$\frac{$:judge"
     assert blue(win_rate_plot({"ppo_vs_sft": rate(0.5, judge=judge)})).any()
-    by_margin = {judge: rate(0.5, name="accuracy")}
-    assert blue(accuracy_by_margin_plot({"margin_of": "people", "by_margin": by_margin})).any()
+    by_margin = {judge: Rate(accuracy=0.5, low=0.5, high=0.5, n=10)}
+    accuracy = replace(reward_report().accuracy, by_margin=by_margin)
+    assert blue(accuracy_by_margin_plot(accuracy)).any()
 
 
 def test_a_long_name_makes_a_figure_taller_and_not_wider():

@@ -8,10 +8,10 @@ from pathlib import Path
 import boto3
 import pytest
 
-from pipeline.evaluation.results import ValidatedReward
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.registry import champions
 from pipeline.registry.alias_sync import settle
+from pipeline.results.step_records import ValidatedReward
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.mlflow_client import connect

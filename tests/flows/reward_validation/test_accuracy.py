@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
-from pipeline.reward_validation.accuracy import ANCHORS, Accuracy, measure_accuracy
+from pipeline.results.reward_report import Accuracy
+from pipeline.reward_validation.accuracy import ANCHORS, measure_accuracy
 from pipeline.reward_validation.rates import hits, measure_rate
 from pipeline.reward_validation.scores import TextScorer, score_pairs
 from ppo_core.data.rows.reader import read_rows

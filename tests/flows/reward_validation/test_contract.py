@@ -10,7 +10,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, BertConfig, BloomConfig
 
 from pipeline.inputs.preference_pairs import LabelledPair
-from pipeline.reward_validation.contract import Contract, check_contract
+from pipeline.results.reward_report import Contract
+from pipeline.reward_validation.contract import check_contract
 from pipeline.reward_validation.odd_texts import LONGEST, odd_rows
 from pipeline.reward_validation.padding import score_left_padded
 from pipeline.reward_validation.scores import TextScorer

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.results.reward_report import RewardReport
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer
 from pipeline.reward_validation.validate import validate
@@ -51,7 +52,7 @@ def turned(row: dict[str, str]) -> dict[str, str]:
 
 def report_on(
     model: RewardModel, training: dict[str, float] | None = None, **limits: Any
-) -> dict[str, Any]:
+) -> RewardReport:
     """The report on the held-out pairs, the stories' prompts and the story model."""
     pairs = read_rows(str(DATA / "sentiment-pairs" / "test.jsonl"), "pairs")
     prompts = read_rows(str(DATA / "stories" / "prompts-train.jsonl"), "prompts")
@@ -93,21 +94,21 @@ class TestStories:
 
     def test_a_model_of_film_reviews_is_fit_and_surer_pairs_are_easier(self, good: RewardModel):
         report = report_on(good)
-        assert report["fit"], report["reasons"]
-        accuracy = report["accuracy"]
-        by_margin = {name: rate["accuracy"] for name, rate in accuracy["by_margin"].items()}
-        assert accuracy["margin_of"] == "people"
+        assert report.fit, report.reasons
+        accuracy = report.accuracy
+        by_margin = {name: rate.accuracy for name, rate in accuracy.by_margin.items()}
+        assert accuracy.margin_of == "people"
         assert list(by_margin) == ["> 1", "> 2", "> 3", "> 4"]
         assert by_margin["> 4"] > by_margin["> 2"] > by_margin["> 1"]
-        assert accuracy["longer"]["accuracy"] < accuracy["low"]
+        assert accuracy.longer.accuracy < accuracy.low
 
     @pytest.mark.slow
     def test_shuffled_labels_are_refused_for_their_accuracy(self, tmp_path: Path):
         rng = Random(0)
         rows = [row if rng.random() < 0.5 else turned(row) for row in texts(1500)]
         report = report_on(train(tmp_path, rows))
-        assert not report["fit"]
-        assert "the model does not predict people's preferences" in report["reasons"][0]
+        assert not report.fit
+        assert "the model does not predict people's preferences" in report.reasons[0]
 
     @pytest.mark.slow
     def test_a_model_that_counts_characters_is_refused_for_its_length(self, tmp_path: Path):
@@ -115,8 +116,8 @@ class TestStories:
             row if len(row["chosen"]) > len(row["rejected"]) else turned(row) for row in texts(2500)
         ]
         report = report_on(train(tmp_path, rows))
-        assert report["lengths"]["correlation"] > 0.9
-        found = "\n".join(report["reasons"])
+        assert report.lengths.correlation > 0.9
+        found = "\n".join(report.reasons)
         assert "Its score follows the length of a response (correlation +0.9" in found
         assert "prefers the longer response whatever its content" in found
 
@@ -126,16 +127,16 @@ class TestStories:
             config = SupervisedConfig(learning_rate=rate, batch_size=16, max_length=256)
             metrics = train_reward_model(POLICY, texts(4000), config, tmp_path)
             reports[rate] = report_on(load_reward_model(tmp_path), metrics)
-        assert not reports[1e-6]["fit"]
-        assert "did not learn its training pairs" in reports[1e-6]["reasons"][0]
-        assert "learning_rate=auto, which tries" in reports[1e-6]["reasons"][0]
-        assert reports["auto"]["fit"], reports["auto"]["reasons"]
+        assert not reports[1e-6].fit
+        assert "did not learn its training pairs" in reports[1e-6].reasons[0]
+        assert "learning_rate=auto, which tries" in reports[1e-6].reasons[0]
+        assert reports["auto"].fit, reports["auto"].reasons
 
     def test_collapsed_scores_are_refused_for_that_alone(self, good: RewardModel):
         with torch.no_grad():
             good.model.score.weight.mul_(1e-4)
         try:
-            (reason,) = report_on(good)["reasons"]
+            (reason,) = report_on(good).reasons
         finally:
             with torch.no_grad():
                 good.model.score.weight.mul_(1e4)
@@ -156,7 +157,7 @@ def report_on_words(
     num_prompts: int = 8,
     training: dict[str, float] | None = None,
     **limits: Any,
-) -> dict[str, Any]:
+) -> RewardReport:
     """The report on a reward model, a random one if none is given, and texts of few words."""
 
     def draw(asked, *, samples_per_prompt):
@@ -175,9 +176,7 @@ def report_on_words(
 
 def test_with_its_bias_references_are_worth_nothing_and_with_its_gain_samples_vary_by_one():
     report = report_on_words(WORDS, unit_deviation=True, samples_per_prompt=6)
-    model = RewardModel(
-        make_classifier(), make_tokenizer(), bias=report["bias"], gain=report["gain"]
-    )
+    model = RewardModel(make_classifier(), make_tokenizer(), bias=report.bias, gain=report.gain)
     prompts, references = zip(*(row.values() for row in WORDS), strict=True)
     assert model.score_texts(prompts, references).mean().item() == pytest.approx(0, abs=1e-6)
     asked = [prompt for prompt in prompts[:8] for _ in range(6)]
@@ -186,26 +185,26 @@ def test_with_its_bias_references_are_worth_nothing_and_with_its_gain_samples_va
 
 
 def test_the_gain_is_one_unless_it_is_asked_for():
-    assert report_on_words(WORDS)["gain"] == 1.0
+    assert report_on_words(WORDS).gain == 1.0
 
 
 def test_prompts_without_references_leave_the_reward_as_it_is(capsys):
     report = report_on_words([{"prompt": row["prompt"]} for row in WORDS])
-    assert report["bias"] == 0
-    assert report["samples"]["references"] is None
+    assert report.bias == 0
+    assert report.samples.references is None
     assert "no column reference" in capsys.readouterr().out
     # Probes change the chosen responses instead; those of two words are too short.
-    assert report["probes"]["left_out"] == 40
+    assert report.probes.left_out == 40
 
 
 def test_bias_and_samples_may_be_of_more_prompts_than_a_thousand():
     prompts = [{"prompt": "w1", "reference": f"w{n % 58}"} for n in range(1010)]
     report = report_on_words(prompts, num_prompts=1005, samples_per_prompt=2)
-    assert report["samples"]["prompts"] == 1005
+    assert report.samples.prompts == 1005
     scores = RewardModel(make_classifier(), make_tokenizer()).score_texts(
         ["w1"] * 1005, [row["reference"] for row in prompts[:1005]]
     )
-    assert report["bias"] == pytest.approx(scores.mean().item(), abs=1e-6)
+    assert report.bias == pytest.approx(scores.mean().item(), abs=1e-6)
 
 
 def test_a_bias_is_never_taken_from_scores_that_are_not_finite():
@@ -218,7 +217,7 @@ def test_a_bias_is_never_taken_from_scores_that_are_not_finite():
 def test_ties_are_no_good_answers_to_make_worse():
     prompts = [{"prompt": row["prompt"]} for row in WORDS]
     pairs = [{"chosen": f"w{i} w1", "rejected": f"w{i + 1}", "tie": i < 30} for i in range(40)]
-    assert report_on_words(prompts, pairs=pairs)["probes"]["left_out"] == 10
+    assert report_on_words(prompts, pairs=pairs).probes.left_out == 10
 
 
 def test_a_model_that_claims_less_than_it_knows_is_not_refused_for_that():
@@ -226,8 +225,8 @@ def test_a_model_that_claims_less_than_it_knows_is_not_refused_for_that():
     model = word_reward("last", {"w1": 0.01})
     pairs = [{"prompt": "w9", "chosen": f"w{i} w1", "rejected": f"w{i} w2"} for i in range(3, 43)]
     report = report_on_words(WORDS, model=model, pairs=pairs, min_sample_deviation=0.0)
-    assert report["calibration"]["error"] == pytest.approx(0.5, abs=0.01)
-    assert report["reasons"] == []
+    assert report.calibration.error == pytest.approx(0.5, abs=0.01)
+    assert report.reasons == []
 
 
 def test_every_limit_of_the_gate_can_refuse():
@@ -239,7 +238,7 @@ def test_every_limit_of_the_gate_can_refuse():
         "min_sample_deviation": 0.0,
         "max_degenerate_preferred": 1.0,
     }
-    assert report_on_words(WORDS, **open_gate)["fit"]
+    assert report_on_words(WORDS, **open_gate).fit
     closed = {
         "min_accuracy": (1.0, "does not predict people's preferences"),
         "max_calibration_error": (0.0, "expected calibration error"),
@@ -249,9 +248,9 @@ def test_every_limit_of_the_gate_can_refuse():
     }
     for name, (limit, message) in closed.items():
         report = report_on_words(WORDS, **{**open_gate, name: limit})
-        assert not report["fit"]
-        assert any(message in reason for reason in report["reasons"]), name
-        assert name == "tolerance" or len(report["reasons"]) == 1
+        assert not report.fit
+        assert any(message in reason for reason in report.reasons), name
+        assert name == "tolerance" or len(report.reasons) == 1
 
 
 @pytest.mark.parametrize(
@@ -279,6 +278,6 @@ def test_a_model_at_chance_is_refused_with_the_cause_that_its_training_shows(tra
         for i in range(3, 50)
     ]
     report = report_on_words(WORDS, pairs=pairs, training=training)
-    (reason,) = [reason for reason in report["reasons"] if "accuracy on" in reason]
+    (reason,) = [reason for reason in report.reasons if "accuracy on" in reason]
     assert cause in reason
-    assert report["training"] == training
+    assert report.training == training

@@ -6,7 +6,8 @@ from random import Random
 import pytest
 
 from pipeline.inputs.preference_pairs import LabelledPair
-from pipeline.reward_validation.lengths import Lengths, measure_lengths
+from pipeline.results.reward_report import Lengths
+from pipeline.reward_validation.lengths import measure_lengths
 
 
 def pair(chosen: int, rejected: int, *, tie: bool = False) -> LabelledPair:

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
-from pipeline.reward_validation.probes import GATING, Probes, run_probes
+from pipeline.results.reward_report import Probes
+from pipeline.reward_validation.probes import GATING, run_probes
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel

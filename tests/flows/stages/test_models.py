@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.evaluation.results import PreparedModel
 from pipeline.inputs.data_sets import (
     encoded_demonstrations,
     encoded_judge_pairs,
@@ -16,6 +15,7 @@ from pipeline.inputs.data_sets import (
 )
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.results.step_records import PreparedModel
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.models import load_policy, load_reward_models
 from pipeline.stages.start import start_run

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.evaluation.results import PreparedModel, ValidatedReward
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.results.step_records import PreparedModel, ValidatedReward
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.training_sections import LoraConfig
 from pipeline.stages.start import start_run

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.evaluation.results import ValidatedReward
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.results.step_records import ValidatedReward
 from pipeline.settings.settings import make_settings
 from pipeline.stages.validation import stop_run
 from pipeline.storage.workspace import Workspace

@@ -1,0 +1,289 @@
+"""The evaluation of a policy: win rates, tests of the judge, and figures of the answers."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pipeline.judges.budget import Spent
+
+
+@dataclass(frozen=True, kw_only=True)
+class WinRate:
+    """How often the candidate's answers beat the opponent's."""
+
+    rate: float
+    """Fraction of the valid pairs that the candidate won; a tie counts as half a win."""
+
+    low: float
+    """Lower end of the 95 % interval."""
+
+    high: float
+    """Upper end of the 95 % interval."""
+
+    n: int
+    """Number of valid pairs."""
+
+    wins: int
+    """Number of valid pairs that the candidate won in both orders."""
+
+    losses: int
+    """Number of valid pairs that the candidate lost in both orders."""
+
+    ties: int
+    """Number of the other valid pairs: both verdicts are ties, or the two verdicts differ."""
+
+    invalid: int
+    """Number of pairs without a verdict in at least one order; not counted in `n`."""
+
+    flip_rate: float
+    """Fraction of the valid pairs in which the judge chose the same position in both orders."""
+
+    conclusive: bool
+    """Whether the fraction of invalid pairs and `flip_rate` are within their limits."""
+
+    reasons: list[str]
+    """Why the rate is inconclusive; empty if it is conclusive."""
+
+    judge: str
+    """Name of the judge."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthBin:
+    """Win rate of the pairs in one range of length ratios."""
+
+    ratio: str
+    """Range of (candidate's characters / opponent's characters), one of `RATIO_NAMES`."""
+
+    rate: float
+    """Win rate of the pairs in this range; a tie counts as half a win."""
+
+    n: int
+    """Number of valid pairs in this range."""
+
+    judge: str
+    """Name of the judge."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairAgreement:
+    """Agreement of two judges on the pairs for which each judge has a valid outcome."""
+
+    judges: tuple[str, str]
+    """Names of the two judges."""
+
+    n: int
+    """Number of pairs that are valid for both judges."""
+
+    share: float | None
+    """Fraction of these pairs to which both judges give the same outcome; None if `n` is 0."""
+
+    kappa: float | None
+    """Cohen's kappa; None if both judges together gave fewer than two different outcomes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnsembleAgreement:
+    """Outcomes of each judge of an ensemble, and their agreement."""
+
+    outcomes: dict[str, tuple[str, ...]]
+    """By name of the judge: the outcome of each pair, from the verdicts on both orders."""
+
+    rates: dict[str, float | None]
+    """By name of the judge: the candidate's win rate over the pairs valid for this judge; None if
+    no pair is valid."""
+
+    pairs: list[PairAgreement]
+    """Agreement of every combination of two judges."""
+
+    fleiss_kappa: float | None
+    """Fleiss' kappa over the pairs valid for all judges; None if these pairs have fewer than two
+    different outcomes."""
+
+    n: int
+    """Number of pairs that are valid for all judges."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContestResult(WinRate):
+    """Win rate of a contest, with the parts that depend on lengths and on single judges."""
+
+    length_controlled: float | None
+    """Win rate at equal length; None if no pair has about equal lengths."""
+
+    equal_length_pairs: int
+    """Number of valid pairs of about equal length."""
+
+    by_length_ratio: list[LengthBin]
+    """Win rates by how many times as long the answer is as its opponent, shortest first."""
+
+    agreement: EnsembleAgreement | None
+    """Agreement of the judges of an ensemble; None for a single judge."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedDifference:
+    """Difference between two policies' win rates on the same prompts and opponents."""
+
+    difference: float
+    """Win rate of the first policy minus win rate of the second, over the pairs valid for both."""
+
+    low: float
+    """Lower end of the 95 % interval."""
+
+    high: float
+    """Upper end of the 95 % interval."""
+
+    p_value: float
+    """p-value of Wilcoxon's signed-rank test of the null hypothesis that the policies are equal."""
+
+    n: int
+    """Number of pairs that are valid for both policies."""
+
+    judge: str
+    """Name of the judge."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryKind:
+    """Verdicts of a judge on the canaries of one kind."""
+
+    asked: int
+    """Number of prompts that the judge was asked about."""
+
+    won: int
+    """Number of prompts for which the canary won in both orders. For the kind "same": number of
+    prompts for which the verdict was not a tie."""
+
+    invalid: int
+    """Number of prompts without a verdict in at least one order."""
+
+    fell: bool
+    """Whether the judge failed: `won` is above MAX_SHARE of `asked - invalid`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryReport:
+    """Results of a judge on the canaries of all kinds."""
+
+    kinds: dict[str, CanaryKind]
+    """Results by kind: the keys of `CANARIES`, and "same" for an answer against itself. Empty if
+    there was no answer to compare with."""
+
+    reasons: list[str]
+    """One sentence for each kind that the judge failed, or why it was not tested."""
+
+    sound: bool
+    """Whether the judge passed all kinds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HumanAgreement:
+    """Agreement of a judge with people's labels."""
+
+    n: int
+    """Number of labelled pairs for which the judge gave a verdict in both orders."""
+
+    share: float | None
+    """Fraction of these pairs whose outcome equals the label; None if `n` is 0."""
+
+    kappa: float | None
+    """Cohen's kappa; None if labels and outcomes together have fewer than two different values."""
+
+    confusion: dict[str, dict[str, int]]
+    """Number of pairs by label (outer key) and by the judge's outcome (inner key)."""
+
+    invalid: int
+    """Number of labelled pairs without a verdict in at least one order; not counted in `n`."""
+
+    judge: str
+    """Name of the judge."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedJudge:
+    """The reward model that judges if no judge is named, and its accuracy on held-out pairs."""
+
+    FILE_FIELDS: ClassVar = ("path",)
+
+    path: str
+    """Place of the model."""
+
+    accuracy: float
+    """Fraction of the held-out pairs whose preferred response scores higher."""
+
+    low: float
+    """Lower end of the 95 % interval of `accuracy`."""
+
+    high: float
+    """Upper end of the 95 % interval of `accuracy`."""
+
+    n: int
+    """Number of held-out pairs without ties."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeIdentity:
+    """Name and version of a judge."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedContests:
+    """Results of contests between answers to the same prompts, and of the tests of their judge."""
+
+    judge: JudgeIdentity
+
+    win_rate: dict[str, ContestResult]
+    """Results by name of the contest, `CANDIDATE_vs_OPPONENT`."""
+
+    canaries: CanaryReport
+
+    people: HumanAgreement | None
+    """Agreement of the judge with people's labels; None without labels."""
+
+    conclusive: bool
+
+    reasons: list[str]
+    """Why the results are inconclusive; empty if they are conclusive."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWinRate(JudgedContests):
+    """Win rate of any model against references, with the settings of the measurement."""
+
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(JudgedContests):
+    """All measurements of a trained policy's answers."""
+
+    notes: list[str]
+    """What a reader of the win rates must know; may be empty."""
+
+    trained_judge: TrainedJudge | None
+    """The judge that the run trained; None if a judge is named."""
+
+    champion: int | None
+    """Champion version that the policy was compared with; None if there was no champion."""
+
+    improvement: PairedDifference | None
+    """Win rate of PPO minus win rate of SFT against the references; None without references."""
+
+    distinct: dict[str, float]
+    """Fraction of different answers, by contestant."""
+
+    length: dict[str, float]
+    """Mean words of an answer, by contestant."""
+
+    repetition: dict[str, float]
+    """Mean fraction of repeated 3-grams of words in an answer, by contestant."""
+
+    kl: dict[str, float | None]
+    """KL divergence from SFT in nats per answer, by policy; None for decoding that allows no
+    estimate."""
+
+    spent: dict[str, Spent]
+    """Calls and tokens of each judge that asks a server, by its name."""

@@ -1,0 +1,60 @@
+"""Write records as JSON files, and read them back."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ppo_core.errors import DataError
+from ppo_core.errors.redaction import mask_secrets
+from ppo_core.io.atomic_files import explained_writes, write_atomically
+from ppo_core.io.text_files import read_json_file
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record")
+
+EVALUATION_FILE, REWARD_REPORT_FILE = "evaluation.json", "reward-model.json"
+"""Report in the folder of an evaluation, and report on the reward model in the folder of a run."""
+
+
+def as_json(record: "DataclassInstance") -> dict[str, Any]:
+    """Return a record and the records in it as JSON values, in the order of their fields."""
+    return asdict(record)
+
+
+def write_report(path: Path, report: "DataclassInstance", *, indent: int | None = None) -> None:
+    """Write a report as JSON, with secrets masked, to a file or a device such as /dev/stdout.
+
+    Raises:
+        TrainingError: the file cannot be written.
+    """
+    text = mask_secrets(json.dumps(as_json(report), indent=indent))
+    with explained_writes(path):
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_atomically(path, text)
+
+
+def read_report(path: Path, kind: type[Record]) -> Record:
+    """Return the record in a file that `write_report` wrote; fields that `kind` lacks are left out.
+
+    Raises:
+        DataError: the file cannot be read, or a field is missing or has a value of another type.
+    """
+    # Imported here: every step imports this module, and few steps read a report.
+    from pydantic import TypeAdapter, ValidationError
+
+    text = json.dumps(read_json_file(path, DataError))
+    try:
+        # As JSON, in which strict reading takes a list for a tuple.
+        return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        field = ".".join(map(str, wrong["loc"])) or "the file"
+        raise DataError(
+            f"'{path}' is damaged, so its figures cannot be used: {field}: {wrong['msg']}. The "
+            "file was changed, or another version wrote it. Restore the file, or start a new run."
+        ) from error

@@ -1,0 +1,371 @@
+"""The report on a reward model: accuracy, calibration, contract, probes and the verdict."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Accuracy on pairs, with its 95 % interval."""
+
+    accuracy: float
+    """Fraction of the pairs whose preferred response scores higher; equal scores count half."""
+
+    low: float
+    """Lower end of the 95 % interval (Wilson)."""
+
+    high: float
+    """Upper end of the 95 % interval (Wilson)."""
+
+    n: int
+    """Number of pairs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ties:
+    """The scores of pairs that people rated as equal."""
+
+    n: int
+    """Number of ties between different texts."""
+
+    identical: int
+    """Number of ties between identical texts. Their margin is 0, and no other field counts them."""
+
+    margin: float | None
+    """Mean absolute score margin of the `n` ties; None if `n` is 0."""
+
+    decided_margin: float
+    """Mean absolute score margin of the pairs with a preferred response."""
+
+    auc: float | None
+    """Probability that the absolute margin of a decided pair exceeds the absolute margin of a tie;
+    None if `n` is 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Agreement of people on the pairs with several votes."""
+
+    mean: float
+    """Fraction of a pair's votes that are its most frequent vote, averaged over pairs."""
+
+    by_chance: float
+    """Expected value of `mean` for random votes, for example 0.75 with two votes per pair."""
+
+    n: int
+    """Number of pairs with several votes, ties included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy(Rate):
+    """Accuracy of a reward model on held-out pairs without ties, with baselines."""
+
+    margin_of: str
+    """Source of the margins of `by_margin`: `people`, or `model` if people gave none."""
+
+    by_margin: dict[str, Rate]
+    """If people gave margins: accuracy on the pairs above each of several thresholds. Otherwise:
+    accuracy by quartile of the model's absolute margin."""
+
+    by_category: dict[str, Rate]
+    """Accuracy by category, the category with most pairs first; empty without categories."""
+
+    longer: Rate
+    """Accuracy of always preferring the response with more characters."""
+
+    random: float = 0.5
+    """Accuracy of a random choice."""
+
+    anchors: dict[str, float]
+    """Published accuracies by model size."""
+
+    ties: Ties
+    """Results on the tied pairs, which `n` does not count."""
+
+    people: Agreement | None
+    """Agreement of people, an upper bound for a model; None if no pair has several votes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bin(Rate):
+    """Accuracy on pairs of similar confidence."""
+
+    confidence: float
+    """Mean probability that the model gives to its own choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Quality of sigmoid(margin) as a prediction of people's preference."""
+
+    error: float
+    """Expected calibration error, from 0 to 1. Sampling noise contributes up to
+    0.4 * sqrt(bins / N), for example 0.04 for 1,000 pairs in 10 bins."""
+
+    overconfidence: float
+    """Mean confidence minus accuracy. Above 0, the model is overconfident. Below 0, it is
+    underconfident, as models with small scores are."""
+
+    brier: float
+    """Mean squared error of sigmoid(margin) against people's choice; 0.25 if all margins are 0."""
+
+    log_loss: float
+    """Mean -log probability of people's choice, in nats; 0.693 if all margins are 0."""
+
+    temperature: float | None
+    """Divisor of the scores that minimizes the log loss; above 1, the model is overconfident. None
+    if there is no minimum: the mean margin is at most 0, or no margin is below 0."""
+
+    bins: list[Bin]
+    """Bins of the reliability diagram, by increasing confidence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Dependence of scores on the length of a response, in characters."""
+
+    correlation: float | None
+    """Spearman correlation of score and length over all held-out responses; None if all scores or
+    all lengths are equal."""
+
+    within_prompts: float | None
+    """Spearman correlation of score and length among the samples of a prompt, averaged over
+    prompts; None if it is undefined for every prompt."""
+
+    prompts: int
+    """Number of prompts that `within_prompts` averages."""
+
+    shorter: Rate | None
+    """Accuracy on the pairs whose chosen response is shorter; None if there is no such pair."""
+
+    longer: Rate | None
+    """Accuracy on the pairs whose chosen response is longer; None if there is no such pair."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class References:
+    """Scores of references, compared with the scores of samples for the same prompts."""
+
+    mean: float
+    """Mean score of the references."""
+
+    above_samples: float
+    """Probability that a reference scores above a random sample for the same prompt, averaged over
+    prompts; equal scores count half."""
+
+    low: float
+    """Lower end of the 95 % interval of `above_samples` (bootstrap by prompt); 0 for one prompt."""
+
+    high: float
+    """Upper end of the 95 % interval of `above_samples` (bootstrap by prompt); 1 for one prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleScores:
+    """Statistics of the scores of K samples for each of M prompts."""
+
+    prompts: int
+    """Number of prompts M."""
+
+    per_prompt: int
+    """Number of samples per prompt K."""
+
+    mean: float
+    """Mean score of all samples."""
+
+    deviation: float
+    """Standard deviation of the scores of all samples."""
+
+    within_prompts: float
+    """Standard deviation among the samples of a prompt: the root of the variance averaged over
+    prompts. PPO learns only from these differences."""
+
+    minimum: float
+    """Lowest score."""
+
+    maximum: float
+    """Highest score."""
+
+    quantiles: dict[str, float]
+    """Percentiles of the scores; the keys are the percents as text."""
+
+    counts: list[int]
+    """Number of samples in each bin of the histogram of scores."""
+
+    edges: list[float]
+    """Edges of the histogram bins, `len(counts) + 1` values."""
+
+    best_of: dict[str, float]
+    """Expected highest score of k samples of a prompt, averaged over prompts; the keys are k as
+    text."""
+
+    references: References | None
+    """Comparison with references; None if the prompts have no references."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples(SampleScores):
+    """Scores of the samples, and how often a sample repeats another one."""
+
+    duplicates: float
+    """Fraction of the samples that repeat an earlier sample for the same prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Difference between two ways to score the same texts."""
+
+    largest: float | None
+    """Largest absolute difference between the two scores of a text; None if a score is not
+    finite."""
+
+    share: float | None
+    """`largest` divided by the standard deviation of real texts' scores; None if `largest` is None
+    or this deviation is 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndOfText:
+    """Comparison of scores with and without the end-of-sequence token after each response."""
+
+    as_set: bool
+    """Whether the present setting adds the token."""
+
+    difference: float
+    """Mean absolute difference between the two scores of a response."""
+
+    accuracy: float
+    """Accuracy with the present setting."""
+
+    other_accuracy: float
+    """Accuracy on the same pairs with the other setting."""
+
+    gain_low: float
+    """Lower end of the 95 % interval of other_accuracy - accuracy (paired t)."""
+
+    gain_high: float
+    """Upper end of the 95 % interval of other_accuracy - accuracy (paired t)."""
+
+    n: int
+    """Number of pairs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Comparison of a tokenizer with its model."""
+
+    largest_id: int
+    """Largest id in the vocabulary, without the pad token, which is often added after training."""
+
+    embeddings: int
+    """Number of token embeddings of the model; every id must be below this number."""
+
+    unknown: float | None
+    """Fraction of unknown tokens in real texts; None if the tokenizer has no unknown token, or the
+    texts have no tokens."""
+
+    digest: str
+    """SHA-256 of the vocabulary (tokens with ids) and the special tokens."""
+
+    chat_template: str | None
+    """SHA-256 of the chat template; None without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """Comparison of scores of the same texts, computed in different ways."""
+
+    deviation: float
+    """Standard deviation of the scores of the real texts."""
+
+    batch: Difference
+    """Difference between scoring each text alone and scoring all texts in one batch."""
+
+    right_filler: Difference
+    """Difference between one batch and the same batch with more padding on the right (up to twice
+    the width)."""
+
+    left_filler: Difference | None
+    """Difference between scoring each text alone and in one left-padded batch; None if the model
+    does not support left padding."""
+
+    odd_scores: dict[str, float | None]
+    """Scores of unusual texts by name; None for a score that is not finite."""
+
+    end_of_text: EndOfText | None
+    """Comparison of scores with and without the end-of-sequence token; None if impossible."""
+
+    vocabulary: Vocabulary
+    """Comparison of the tokenizer with the model."""
+
+    reasons: list[str]
+    """Reasons why the model is not fit, as sentences; empty if it passes all checks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Scores of one changed version of the references, compared with its rivals."""
+
+    preferred: float
+    """Fraction of the references for which the changed version scores above all rivals; equal
+    scores count half."""
+
+    low: float
+    """Lower end of the 95 % interval (Wilson)."""
+
+    high: float
+    """Upper end of the 95 % interval (Wilson)."""
+
+    gain: float
+    """Mean score of the changed version minus score of the best rival."""
+
+    n: int
+    """Number of references."""
+
+    gating: bool
+    """Whether a preference for the changed version is a reason to refuse the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probes:
+    """Results of all probes of a reward model."""
+
+    probes: dict[str, Probe]
+    """Results by name of the probe; empty if every reference was left out."""
+
+    left_out: int
+    """Number of references that were left out: they have at most three words, or a changed version
+    exceeds the context."""
+
+    reasons: list[str]
+    """Reasons to refuse the model, as sentences; empty if it passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardReport:
+    """All measurements of a reward model, and the verdict on it."""
+
+    fit: bool
+    """Whether the reward model passed the gate."""
+
+    reasons: list[str]
+    """Reasons why the reward model failed the gate; empty if it passed."""
+
+    training: Mapping[str, int | float]
+    """Metrics of the model's training; empty if the run did not train it."""
+
+    accuracy: Accuracy
+    calibration: Calibration
+    lengths: Lengths
+    samples: Samples
+    contract: Contract
+    probes: Probes
+
+    bias: float
+    """Offset of the scores: PPO's reward is gain * (score - bias)."""
+
+    gain: float
+    """Factor of the scores, see `bias`."""
+
+    accepted_by_hand: bool = False
+    """Whether a person accepted the reward model although it failed the gate."""

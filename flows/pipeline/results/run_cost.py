@@ -1,0 +1,72 @@
+"""The cost of a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.judges.budget import Spent
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """What all attempts of a step have cost. Prices are in US dollars."""
+
+    attempts: int
+    seconds: float
+
+    gpus: int
+    """GPUs of all machines, in the last attempt."""
+
+    gpu_seconds: float
+    cpu_seconds: float
+
+    price: float | None
+    """Price of the GPUs; None if the price of a GPU is unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeCost(Spent):
+    """What a judge that asks a server has cost."""
+
+    price: float | None
+    """Price of its tokens; None if their number or their price is unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCounts:
+    """Tokens of PPO."""
+
+    sampled: int
+    trained: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCost:
+    """What a run has cost so far."""
+
+    steps: dict[str, StepCost]
+    """Costs by name of the step."""
+
+    gpu_hours: float
+    tokens: TokenCounts
+
+    judges: dict[str, JudgeCost]
+    """Costs by name of the judge."""
+
+    price: float | None
+    """Price of all steps and judges; None if a part is unknown."""
+
+    @property
+    def judge_calls(self) -> int:
+        """Calls of all judges."""
+        return sum(judge.calls for judge in self.judges.values())
+
+    @property
+    def judge_tokens(self) -> float | None:
+        """Tokens of all judges; None if a server did not report them."""
+        return sum_if_known([judge.tokens for judge in self.judges.values()])
+
+
+def sum_if_known(parts: Sequence[float | None]) -> float | None:
+    """Return the sum of the parts; None if one of them is None."""
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None

@@ -1,0 +1,177 @@
+"""Records that the stages of the flow pass on: places of files and small numbers.
+
+A place is a path, a hub id, or the address of a published file; see `Workspace`. FILE_FIELDS of a
+record names the fields whose files the step publishes if the steps share no disk.
+
+Metaflow pickles these records between steps, so this module imports nothing large. Reports are
+JSON files, which `ValidatedReward.report` and `EvaluatedPolicy.report` read.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from pipeline.results.evaluation import Evaluation, TrainedJudge
+from pipeline.results.report_files import EVALUATION_FILE, read_report
+from pipeline.results.reward_report import RewardReport
+
+if TYPE_CHECKING:
+    from pipeline.registry.decisions import Decision
+
+SAMPLES, JUDGEMENTS = "samples.jsonl", "judgements.jsonl"
+"""Files in an evaluation's folder: SAMPLES has the answers to each prompt, JUDGEMENTS all verdicts.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedModel:
+    """A policy or a reward model that is ready for PPO."""
+
+    FILE_FIELDS: ClassVar = ("path",)
+
+    path: str
+    """Place of the model."""
+
+    digest: str
+    """Digest of the model, as `model_digests.digest_of_model` returns it."""
+
+    metrics: dict[str, float]
+    """Final training metrics; empty if the flow did not train the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchedChampion:
+    """The champion on this machine; its files were verified if it has a manifest."""
+
+    version: int
+    model: str
+    """Folder or hub id of the model."""
+    tokenizer: str
+    """Folder or hub id of the tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidatedReward:
+    """Result of validating a reward model, with the scaling of its scores for PPO."""
+
+    FILE_FIELDS: ClassVar = ("report_file",)
+
+    fit: bool
+    """Whether the reward model passed the gate."""
+
+    accepted_by_hand: bool
+    """Whether a person accepted the reward model although it failed the gate."""
+
+    reasons: list[str]
+    """Reasons why the reward model failed the gate; empty if it passed."""
+
+    bias: float
+    """Offset of the scores: PPO's reward is gain * (score - bias)."""
+
+    gain: float
+    """Factor of the scores, see `bias`."""
+
+    report_file: str
+    """JSON file with all measurements."""
+
+    judge: TrainedJudge | None = None
+    """The judge that the run trained; None if a judge is named."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether PPO must not train against the reward model."""
+        return not (self.fit or self.accepted_by_hand)
+
+    def report(self) -> RewardReport:
+        """Read all measurements from `report_file`."""
+        return read_report(Path(self.report_file), RewardReport)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Values of a PPO metric in the first and the last update."""
+
+    first: float
+    last: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedPolicy:
+    """The policy after PPO."""
+
+    FILE_FIELDS: ClassVar = ("path",)
+
+    path: str
+    """Place of the policy."""
+
+    digest: str
+    """Digest of the folder's files when training ended."""
+
+    objective: dict[str, Change]
+    """First and last values of PPO's metrics, by metric name."""
+
+    warnings: list[str]
+    """Warnings of PPO in the order in which they were logged, each with its update."""
+
+    episodes_per_second: float
+    """Throughput that the last update reported."""
+
+    peak_rss_bytes: int
+    """Peak resident memory of the largest training process."""
+
+    tokens_sampled: int
+    """Number of tokens of all responses."""
+
+    tokens_trained: int
+    """Number of tokens of responses that policy and critic were trained on, over all epochs."""
+
+    self_check: dict[str, str | float]
+    """How the policy decoded, and the difference of each model's numbers to its own forward; see
+    `ppo_core.training.self_check`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedPolicy:
+    """An evaluation of the trained policy, stored in its own folder."""
+
+    FILE_FIELDS: ClassVar = ("folder",)
+
+    champion: int | None
+    """Champion version that the policy was compared with; None if there was no champion."""
+
+    kl: float | None
+    """KL divergence from SFT in nats per answer; None for decoding that allows no estimate."""
+
+    folder: str
+    """Folder of the report, the samples and the judgements."""
+
+    @property
+    def samples(self) -> Path:
+        """File of the prompts with all answers."""
+        return Path(self.folder) / SAMPLES
+
+    @property
+    def judgements(self) -> Path:
+        """File of all verdicts."""
+        return Path(self.folder) / JUDGEMENTS
+
+    def report(self) -> Evaluation:
+        """Read all measurements."""
+        return read_report(Path(self.folder) / EVALUATION_FILE, Evaluation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredPolicy:
+    """The registered version of a policy, and the decision on its promotion."""
+
+    model: dict[str, str]
+    """Name, version, URI, run id and manifest digest, as `register_version` returns them."""
+
+    promotion: "Decision"
+    """Whether the version became the champion, and why."""
+
+    evaluation: EvaluatedPolicy
+    """The evaluation on which the decision is based."""
+
+    kl: float
+    """KL divergence from the SFT policy in nats per answer, as used for the decision."""

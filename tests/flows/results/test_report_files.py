@@ -1,0 +1,133 @@
+"""The files of reports are read as they were written, also by an earlier version."""
+
+import json
+import math
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.results.evaluation import EnsembleAgreement, PairAgreement, TrainedJudge
+from pipeline.results.report_files import REWARD_REPORT_FILE, as_json, read_report, write_report
+from pipeline.results.reward_report import RewardReport
+from pipeline.results.step_records import (
+    Change,
+    EvaluatedPolicy,
+    FetchedChampion,
+    PreparedModel,
+    ValidatedReward,
+)
+from tests.helpers.paths import ROOT
+from tests.helpers.sample_reports import changed, evaluation_result, reward_report
+
+TRAINED = TrainedJudge(path="cache/judge-1", accuracy=0.7, low=0.6, high=0.79, n=90)
+
+ENSEMBLE = EnsembleAgreement(
+    outcomes={"one": ("first", "tie"), "other": ("second", "invalid")},
+    rates={"one": 0.75, "other": None},
+    pairs=[PairAgreement(judges=("one", "other"), n=1, share=0.0, kappa=None)],
+    fleiss_kappa=None,
+    n=1,
+)
+
+
+def rewritten(report: Any, folder: Path) -> tuple[Any, bytes, bytes]:
+    """The report as it is read from its file, its file, and the file of what was read."""
+    first, second = folder / "first.json", folder / "second.json"
+    write_report(first, report)
+    read = read_report(first, type(report))
+    write_report(second, read)
+    return read, first.read_bytes(), second.read_bytes()
+
+
+REPORTS = {
+    "a reward model": reward_report(),
+    "a reward model without people's margins": reward_report(margins=False),
+    "an evaluation": evaluation_result(),
+    "an evaluation with a champion": evaluation_result(champion=2),
+    "an evaluation without references": evaluation_result(references=False, trained_judge=TRAINED),
+    "an evaluation by an ensemble": changed(
+        evaluation_result(),
+        {"win_rate.ppo_vs_sft.agreement": ENSEMBLE, "kl.ppo": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REPORTS)
+def test_a_report_is_read_as_it_was_written(what: str, tmp_path: Path):
+    read, first, second = rewritten(REPORTS[what], tmp_path)
+    assert read == REPORTS[what]
+    assert first == second
+
+
+def test_counts_stay_counts_and_numbers_without_value_stay_so(tmp_path: Path):
+    report = replace(reward_report(), training={"loss": 1.0, "steps": 4}, bias=math.nan, gain=1.0)
+    read, first, second = rewritten(report, tmp_path)
+    assert first == second
+    assert (read.training, math.isnan(read.bias)) == ({"loss": 1.0, "steps": 4}, True)
+    assert b'"training": {"loss": 1.0, "steps": 4}' in first
+
+
+def test_a_field_that_this_version_does_not_know_is_left_out(tmp_path: Path):
+    file = tmp_path / REWARD_REPORT_FILE
+    file.write_text(json.dumps(as_json(reward_report()) | {"of the next version": [1]}))
+    assert read_report(file, RewardReport) == reward_report()
+
+
+def test_a_report_of_a_version_that_knew_no_acceptance_by_hand_is_read(tmp_path: Path):
+    file, report = tmp_path / REWARD_REPORT_FILE, as_json(reward_report())
+    del report["accepted_by_hand"]
+    file.write_text(json.dumps(report))
+    assert not read_report(file, RewardReport).accepted_by_hand
+
+
+OLD_PATH = b"cpipeline.evaluation.results\n"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        PreparedModel(path="policy", digest="d", metrics={"loss": 0.5}),
+        FetchedChampion(version=1, model="m", tokenizer="t"),
+        Change(first=0.0, last=1.0),
+        EvaluatedPolicy(champion=None, kl=0.5, folder="evaluation"),
+        ValidatedReward(
+            fit=True,
+            accepted_by_hand=False,
+            reasons=[],
+            bias=0.0,
+            gain=1.0,
+            report_file="reward-model.json",
+            judge=TRAINED,
+        ),
+    ],
+    ids=lambda record: type(record).__name__,
+)
+def test_a_record_that_an_earlier_version_pickled_is_read(record: Any):
+    # Protocol 0 has the path of a class as text.
+    now = pickle.dumps(record, protocol=0)
+    then = re.sub(rb"cpipeline\.results\.(step_records|evaluation)\n", OLD_PATH, now)
+    assert then != now
+    assert pickle.loads(then) == record
+
+
+@pytest.mark.parametrize("module", ["step_records", "report_files"])
+def test_unpickling_a_record_imports_nothing_large(module: str):
+    code = (
+        f"import sys; import pipeline.results.{module}; import pipeline.evaluation.results; "
+        "print({'torch', 'numpy', 'mlflow', 'pydantic', 'transformers'} & set(sys.modules))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "flows",
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    assert ran.stdout.strip() == "set()"
