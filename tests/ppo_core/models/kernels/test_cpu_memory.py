@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from ppo_core.models.kernels import cpu_memory
-from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls, keep_freed_memory
+from ppo_core.models.kernels.cpu_memory import (
+    keep_few_compiled_matmuls,
+    keep_freed_memory,
+    prepare_cpu_process,
+)
 from tests.helpers.paths import ROOT
 
 COUNT_FAULTS = """
@@ -89,17 +93,24 @@ class FakeLibc:
 
     def __init__(self, *, accepts: bool) -> None:
         self.accepts = accepts
-        self.parameters: list[int] = []
+        self.set: list[tuple[int, int]] = []
 
     def mallopt(self, parameter: int, value: int) -> int:
-        assert value == 2**30
-        self.parameters.append(parameter)
+        self.set.append((parameter, value))
         return int(self.accepts)
+
+
+CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+TRIM, MMAP = -1, -3
 
 
 @pytest.mark.parametrize(
     ("name", "accepts", "expected"),
-    [("glibc", True, [-3, -1]), ("glibc", False, [-3]), ("", True, [])],
+    [
+        ("glibc", True, [(MMAP, 2**30), (TRIM, 2**30)]),
+        ("glibc", False, [(MMAP, 2**30)]),
+        ("", True, []),
+    ],
     ids=["accepted", "refused by an older glibc", "another C library"],
 )
 def test_the_second_threshold_is_set_only_after_the_first(name, accepts, expected, monkeypatch):
@@ -107,10 +118,21 @@ def test_the_second_threshold_is_set_only_after_the_first(name, accepts, expecte
     monkeypatch.setattr(platform, "libc_ver", lambda: (name, ""))
     monkeypatch.setattr(ctypes, "CDLL", lambda _: libc)
     keep_freed_memory()
-    assert libc.parameters == expected
+    assert libc.set == expected
 
 
-CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+@pytest.mark.parametrize(
+    ("training", "below"),
+    [({}, 2**30), ({"shards_weights": True}, 2**22), ({"trains_adapter": True}, 2**20)],
+)
+def test_each_training_returns_the_blocks_that_it_rarely_reuses(training, below, monkeypatch):
+    libc = FakeLibc(accepts=True)
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", ""))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: libc)
+    for name in CAPACITIES:
+        monkeypatch.setenv(name, "48")
+    prepare_cpu_process(**training)
+    assert libc.set == [(MMAP, below), (TRIM, 2**30)]
 
 
 def test_capacities_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch):
