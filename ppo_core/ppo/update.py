@@ -1,10 +1,8 @@
 """The update: epochs, minibatches and microbatches of PPO's losses on one batch of experience."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import cast
 
 import torch
@@ -15,14 +13,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from ppo_core.algorithm.losses import aggregation_weights
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import token_batches
-from ppo_core.data.types import Experience, TokenRows, TokenSums, map_tensors
+from ppo_core.data.types import Experience, Rollout, TokenSums, map_tensors
 from ppo_core.distributed.engine import Engine
 from ppo_core.io.progress_bar import each_pass
 from ppo_core.models.actor_critic import ActorCritic
-from ppo_core.models.policy import LanguageModel, Predictions
+from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.objective import SUMS, CountedTokens, Objective
+from ppo_core.ppo.passes import Passes, may_run_both, two_threads
 from ppo_core.ppo.ptx import PretrainingTexts, add_pretraining_gradients
-from ppo_core.ppo.side_by_side import pays_concurrently, run_both, two_threads
 
 
 @dataclass(kw_only=True)
@@ -109,23 +107,6 @@ class UpdateProgress:
         self.steps_done += 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Update:
-    """What all microbatches of an update have in common."""
-
-    state: TrainState
-    experience: Experience
-    config: PPOConfig
-    critic_only: bool
-    second_thread: ThreadPoolExecutor | None
-    """The thread of the policy's passes, or None if both passes run in the same thread."""
-
-    @property
-    def policy_weight(self) -> float:
-        """Weight of the policy's loss: 0 keeps a gradient of every parameter."""
-        return 0.0 if self.critic_only else 1.0
-
-
 @dataclass(frozen=True)
 class _Microbatch:
     """One forward and backward pass of this process."""
@@ -159,25 +140,21 @@ def update_policy(
     `before_step` is called before each optimizer step, when the state is consistent. If it
     raises, calling `update_policy` again with the same `progress` continues the update.
     """
-    minibatches = progress.minibatches(config)
-    with (
-        two_threads(enabled=_runs_concurrently(state, config)) as second_thread,
-        _training_mode(state.module, enabled=config.gradient_checkpointing),
-    ):
-        update = _Update(
-            state=state,
-            experience=map_tensors(experience, lambda tensor: tensor.to(state.engine.device)),
-            config=config,
-            critic_only=critic_only,
-            second_thread=second_thread,
-        )
+    minibatches, engine = progress.minibatches(config), state.engine
+    experience = map_tensors(experience, lambda tensor: tensor.to(engine.device))
+    temperature = experience.rollout.temperature
+    with _passes(state, config, temperature, critic_only=critic_only) as passes:
         while progress.steps_done < len(minibatches):
             before_step()
-            minibatch = minibatches[progress.steps_done].to(state.engine.device)
-            sums = torch.zeros(len(SUMS), dtype=torch.float64, device=state.engine.device)
-            _add_pretraining_gradients(update, num_texts=len(minibatch))
-            for microbatch in each_pass(_own_microbatches(update, minibatch), "updating"):
-                sums += _add_gradients(update, microbatch)
+            minibatch = minibatches[progress.steps_done].to(engine.device)
+            if state.pretraining is not None and not critic_only:
+                add_pretraining_gradients(
+                    state.pretraining, state.module, engine, config, num_texts=len(minibatch)
+                )
+            sums = torch.zeros(len(SUMS), dtype=torch.float64, device=engine.device)
+            microbatches = _own_microbatches(experience.rollout, minibatch, config, engine)
+            for microbatch in each_pass(microbatches, "updating"):
+                sums += _add_gradients(passes, experience, microbatch, config)
             totals = _optimizer_step(state, sums, config)
             progress.add_step(totals)
             is_hopeless = state.skipped_in_a_row >= config.max_skipped_steps
@@ -190,25 +167,29 @@ def update_policy(
 
 
 @contextmanager
-def _training_mode(module: nn.Module, *, enabled: bool) -> Iterator[None]:
-    """Put a module into training mode, in which transformers recomputes activations.
+def _passes(
+    state: TrainState, config: PPOConfig, temperature: float, *, critic_only: bool
+) -> Iterator[Passes]:
+    """Yield the passes of an update; at the end the module is in evaluation mode.
 
-    Every dropout is 0 in any case. At the end the module is in evaluation mode.
+    With `gradient_checkpointing` the module is in training mode, in which transformers recomputes
+    activations. Every dropout is 0 in any case.
     """
-    module.train(enabled)
+    recomputes, module = config.gradient_checkpointing, state.actor_critic
+    at_once = may_run_both(state.engine, module, state.reference, recomputes=recomputes)
+    state.module.train(recomputes)
     try:
-        yield
+        with two_threads(enabled=at_once) as second_thread:
+            yield Passes(
+                engine=state.engine,
+                module=state.module,
+                reference=state.reference,
+                temperature=temperature,
+                critic_only=critic_only,
+                second_thread=second_thread,
+            )
     finally:
-        module.eval()
-
-
-def _add_pretraining_gradients(update: _Update, *, num_texts: int) -> None:
-    """Add the gradients of the pretraining term of the loss, if there is one."""
-    state = update.state
-    if state.pretraining is not None and not update.critic_only:
-        add_pretraining_gradients(
-            state.pretraining, state.module, state.engine, update.config, num_texts=num_texts
-        )
+        state.module.eval()
 
 
 def _moved_too_far(sums: TokenSums, config: PPOConfig) -> bool:
@@ -233,14 +214,15 @@ def _optimizer_step(state: TrainState, sums: Tensor, config: PPOConfig) -> Token
     return totals
 
 
-def _own_microbatches(update: _Update, minibatch: Tensor) -> list[_Microbatch]:
+def _own_microbatches(
+    rollout: Rollout, minibatch: Tensor, config: PPOConfig, engine: Engine
+) -> list[_Microbatch]:
     """Return this process's microbatches of a minibatch (sequences, over all processes).
 
     Sequences of similar length are dealt out to different processes, so that all do a similar
     amount of work. All processes make the same number of passes; the last of them may be of an
     empty microbatch.
     """
-    config, engine, rollout = update.config, update.state.engine, update.experience.rollout
     counted = rollout.response_mask[minibatch].sum(dim=1)
     weights = aggregation_weights(
         counted,
@@ -262,7 +244,9 @@ def _own_microbatches(update: _Update, minibatch: Tensor) -> list[_Microbatch]:
     ]
 
 
-def _add_gradients(update: _Update, microbatch: _Microbatch) -> Tensor:
+def _add_gradients(
+    passes: Passes, experience: Experience, microbatch: _Microbatch, config: PPOConfig
+) -> Tensor:
     """Pass one microbatch forward and backward; return its sums (len(SUMS),).
 
     An empty microbatch adds gradients of 0 from the first sequence of the batch: every process
@@ -272,72 +256,10 @@ def _add_gradients(update: _Update, microbatch: _Microbatch) -> Tensor:
     is_empty = len(sequences) == 0
     if is_empty:
         sequences, weights = sequences.new_zeros(1), weights.new_zeros(1)
-    rows = update.experience.rollout.token_rows(sequences)
-    objective = Objective(update.config, CountedTokens.of(update.experience, sequences, weights))
-    state, module = update.state, update.state.actor_critic
-    with state.engine.accumulate_only(state.module, not microbatch.is_last):
-        if not state.engine.is_plain or module.shares_backbone:
-            predicted, values = _joint_pass(update, rows, objective)
-        elif update.second_thread is not None:
-            predicted, values = run_both(
-                update.second_thread,
-                partial(_policy_pass, update, rows, objective),
-                partial(_critic_pass, update, rows, objective),
-            )
-        else:
-            predicted = _policy_pass(update, rows, objective)
-            values = _critic_pass(update, rows, objective)
-    sums = objective.sums(predicted, values)
+    objective = Objective(config, CountedTokens.of(experience, sequences, weights))
+    rows = experience.rollout.token_rows(sequences)
+    sums = passes.backward(rows, objective, is_last=microbatch.is_last)
     return torch.zeros_like(sums) if is_empty else sums
-
-
-def _policy_pass(update: _Update, rows: TokenRows, objective: Objective) -> Predictions:
-    """Add the gradients of the policy's loss; with `critic_only` they are 0."""
-    engine, policy = update.state.engine, update.state.actor_critic.policy
-    temperature, reference = update.experience.rollout.temperature, update.state.reference
-    with policy.backbone.products(rows.ids):
-        with engine.autocast():
-            states = policy.backbone.states(rows)
-            predicted = policy.predict(states, rows, temperature, objective.of_policy, reference)
-        engine.backward(update.policy_weight * objective.of_predictions(predicted))
-    return predicted
-
-
-def _critic_pass(update: _Update, rows: TokenRows, objective: Objective) -> Tensor:
-    """Add the gradients of the critic's loss; return its values (N,)."""
-    engine, critic = update.state.engine, update.state.actor_critic.critic
-    with critic.backbone.products(rows.ids):
-        with engine.autocast():
-            values: Tensor = critic(rows)
-        engine.backward(objective.of_critic(values))
-    return values
-
-
-def _joint_pass(
-    update: _Update, rows: TokenRows, objective: Objective
-) -> tuple[Predictions, Tensor]:
-    """Add the gradients of both losses in one pass of the prepared module."""
-    state, temperature = update.state, update.experience.rollout.temperature
-    with state.actor_critic.policy.backbone.products(rows.ids):
-        predicted, values = state.module(rows, temperature, objective.of_policy, state.reference)
-        policy_loss = update.policy_weight * objective.of_predictions(predicted)
-        state.engine.backward(policy_loss + objective.of_critic(values))
-    return predicted, values
-
-
-def _runs_concurrently(state: TrainState, config: PPOConfig) -> bool:
-    """Return whether policy and critic are small and separate enough for `run_both`.
-
-    Recomputed activations restore PyTorch's random state, which two threads share.
-    """
-    models = [one for one in (state.module, state.reference) if one is not None]
-    return (
-        state.engine.is_plain
-        and state.engine.device.type == "cpu"
-        and not config.gradient_checkpointing
-        and state.actor_critic.shares_nothing
-        and pays_concurrently(models)
-    )
 
 
 def _ratio_is_too_large(sums: TokenSums, config: PPOConfig) -> bool:

@@ -19,7 +19,7 @@ from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.kernels import matmul_backend
 from ppo_core.models.kernels.matmul_backend import uses_onednn
 from ppo_core.models.policy import LanguageModel
-from ppo_core.ppo import side_by_side
+from ppo_core.ppo import passes
 from ppo_core.ppo.objective import SUMS
 from ppo_core.ppo.optimizer import parameter_groups
 from ppo_core.ppo.ptx import PretrainingTexts, joined_texts
@@ -334,7 +334,7 @@ def test_large_layers_are_multiplied_by_onednn_on_the_way_back(
     largest_of_a_layer = 32 * 64
     least = largest_of_a_layer if is_large else largest_of_a_layer + 1
     monkeypatch.setattr(matmul_backend, "MAX_ERROR", 1.0)  # also on a processor that rounds
-    for module in (matmul_backend, side_by_side):
+    for module in (matmul_backend, passes):
         monkeypatch.setattr(module, "MIN_NUMEL", least)
     config, experience, engine = make_config(), make_experience(), WatchedEngine()
     train_state = dataclasses.replace(make(), engine=engine)

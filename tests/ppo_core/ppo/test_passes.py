@@ -8,8 +8,8 @@ import torch
 from torch.testing import assert_close
 
 from ppo_core.models.policy import LanguageModel
-from ppo_core.ppo import side_by_side
-from ppo_core.ppo.side_by_side import run_both, two_threads
+from ppo_core.ppo import passes
+from ppo_core.ppo.passes import run_both, two_threads
 from tests.helpers.tiny import make_policy
 from tests.ppo_core.ppo.test_update import (
     make_config,
@@ -80,19 +80,19 @@ def test_small_models_learn_at_the_same_time_and_large_ones_do_not(monkeypatch):
     torch.set_num_threads(2)
     train_state = make_train_state()
     most = max(weight.numel() for weight in train_state.module.parameters())
-    monkeypatch.setattr(side_by_side, "MIN_NUMEL", most + 1)
+    monkeypatch.setattr(passes, "MIN_NUMEL", most + 1)
     assert len(threads_of_an_update(train_state)) == 2
     train_state = make_train_state()
     train_state.reference = LanguageModel(make_policy())
     train_state.reference.register_parameter("large", torch.nn.Parameter(torch.ones(most + 1)))
     assert len(threads_of_an_update(train_state)) == 1
-    monkeypatch.setattr(side_by_side, "MIN_NUMEL", most)
+    monkeypatch.setattr(passes, "MIN_NUMEL", most)
     assert len(threads_of_an_update(make_train_state())) == 1
 
 
 def test_both_ways_end_at_the_same_weights(monkeypatch):
     config = make_config(num_ppo_epochs=2, num_mini_batches=2, per_device_train_batch_size=2)
     at_once, _ = weights_after(config, make_experience())
-    monkeypatch.setattr(side_by_side, "MIN_NUMEL", 1)
+    monkeypatch.setattr(passes, "MIN_NUMEL", 1)
     in_turn, _ = weights_after(config, make_experience())
     assert_close(at_once, in_turn, rtol=0, atol=1e-6)

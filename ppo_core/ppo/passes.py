@@ -1,0 +1,167 @@
+"""The forward and backward passes of an update, and how policy and critic share them.
+
+One pass of the prepared module trains both if they share a backbone or an engine. Otherwise each
+has a pass of its own, so that the activations of only one are in memory. On the CPU a small policy
+and a small critic are passed at the same time, in two threads: the matmuls of a model with a
+million weights are too small to keep several cores busy.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from ppo_core.data.types import TokenRows
+from ppo_core.distributed.engine import Engine
+from ppo_core.models.actor_critic import ActorCritic
+from ppo_core.models.kernels.matmul_backend import MIN_NUMEL, uses_onednn
+from ppo_core.models.policy import LanguageModel, Predictions
+from ppo_core.ppo.objective import Objective
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """Passes microbatches through policy and critic, forward and backward."""
+
+    engine: Engine
+
+    module: nn.Module
+    """An ActorCritic, as the engine prepared it."""
+
+    reference: LanguageModel | None
+    """The reference, if the exact KL divergence is part of the loss."""
+
+    temperature: float
+
+    critic_only: bool
+    """Whether the policy's loss counts 0, which keeps a gradient of every parameter."""
+
+    second_thread: ThreadPoolExecutor | None
+    """The thread of the policy's passes, or None if both passes run in the same thread."""
+
+    def backward(self, rows: TokenRows, objective: Objective, *, is_last: bool) -> Tensor:
+        """Add the gradients of both losses; return the sums of the objective.
+
+        `is_last` says that the optimizer step follows.
+        """
+        with self.engine.accumulate_only(self.module, not is_last):
+            if not self.engine.is_plain or self._models.shares_backbone:
+                predicted, values = self._joint_pass(rows, objective)
+            elif self.second_thread is not None:
+                predicted, values = run_both(
+                    self.second_thread,
+                    partial(self._policy_pass, rows, objective),
+                    partial(self._critic_pass, rows, objective),
+                )
+            else:
+                predicted = self._policy_pass(rows, objective)
+                values = self._critic_pass(rows, objective)
+        return objective.sums(predicted, values)
+
+    @property
+    def _models(self) -> ActorCritic:
+        return cast(ActorCritic, self.engine.unwrap(self.module))
+
+    @property
+    def _policy_weight(self) -> float:
+        return 0.0 if self.critic_only else 1.0
+
+    def _policy_pass(self, rows: TokenRows, objective: Objective) -> Predictions:
+        """Add the gradients of the policy's loss."""
+        policy = self._models.policy
+        with policy.backbone.products(rows.ids):
+            with self.engine.autocast():
+                predicted = policy.predict(
+                    policy.backbone.states(rows),
+                    rows,
+                    self.temperature,
+                    objective.of_policy,
+                    self.reference,
+                )
+            self.engine.backward(self._policy_weight * objective.of_predictions(predicted))
+        return predicted
+
+    def _critic_pass(self, rows: TokenRows, objective: Objective) -> Tensor:
+        """Add the gradients of the critic's loss; return its values (N,)."""
+        critic = self._models.critic
+        with critic.backbone.products(rows.ids):
+            with self.engine.autocast():
+                values: Tensor = critic(rows)
+            self.engine.backward(objective.of_critic(values))
+        return values
+
+    def _joint_pass(self, rows: TokenRows, objective: Objective) -> tuple[Predictions, Tensor]:
+        """Add the gradients of both losses in one pass of the prepared module."""
+        with self._models.policy.backbone.products(rows.ids):
+            predicted, values = self.module(
+                rows, self.temperature, objective.of_policy, self.reference
+            )
+            policy_loss = self._policy_weight * objective.of_predictions(predicted)
+            self.engine.backward(policy_loss + objective.of_critic(values))
+        return predicted, values
+
+
+def may_run_both(
+    engine: Engine, module: ActorCritic, reference: LanguageModel | None, *, recomputes: bool
+) -> bool:
+    """Return whether policy and critic are small and separate enough for `run_both`.
+
+    `recomputes` says that activations are recomputed, which restores PyTorch's random state; two
+    threads share it.
+    """
+    models = [one for one in (module, reference) if one is not None]
+    return (
+        engine.is_plain
+        and engine.device.type == "cpu"
+        and not recomputes
+        and module.shares_nothing
+        and _pays_concurrently(models)
+    )
+
+
+@contextmanager
+def two_threads(*, enabled: bool) -> Iterator[ThreadPoolExecutor | None]:
+    """Yield a second thread for `run_both`, or None if not enabled.
+
+    Inside the context each thread has half of PyTorch's threads.
+    """
+    if not enabled:
+        yield None
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // 2))
+    try:
+        with ThreadPoolExecutor(1) as second_thread:
+            yield second_thread
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_both(
+    second_thread: ThreadPoolExecutor, first: Callable[[], A], second: Callable[[], B]
+) -> tuple[A, B]:
+    """Call two functions in two threads; return both results. They must not change shared state.
+
+    If both functions raise, the error of `second` is raised.
+    """
+    future = second_thread.submit(first)
+    result = second()
+    return future.result(), result
+
+
+def _pays_concurrently(models: Sequence[nn.Module]) -> bool:
+    """Return whether concurrent passes are faster, because all weight matrices are small.
+
+    Return False if oneDNN runs the matmuls, because its matmul precision is a process-wide
+    setting that two threads cannot change independently.
+    """
+    is_small = all(weight.numel() < MIN_NUMEL for one in models for weight in one.parameters())
+    return is_small and torch.get_num_threads() > 1 and not uses_onednn()
