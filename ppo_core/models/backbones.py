@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,21 +22,24 @@ Within = Callable[[], AbstractContextManager[Any]]
 """Function that returns a context manager to run a forward pass in, such as `using_adapter`."""
 
 
+class Decoding(Enum):
+    """How a backbone is decoded, the fastest first."""
+
+    FAST = "the fast path"
+    PADDED = "transformers' cache with padding"
+    BY_LENGTH = "the model's own cache, prompts of one length at a time"
+    COUNTING = "the model's own cache and positions, prompts of one length at a time"
+    """RoBERTa's positions do not begin at 0, where `generate` begins."""
+
+
 class DecoderBackbone:
     """Backbone of a decoder-only model."""
 
-    uses_fast_path = True
-    """Whether the fast path may compute this backbone; False if a check found it wrong."""
-
-    pads_prompts = True
-    """Whether prompts of different lengths are decoded together, padded on the left."""
-
-    counts_positions = False
-    """Whether the model, decoded without padding, counts its positions itself. RoBERTa's do not
-    begin at 0, where `generate` begins."""
+    fastest = Decoding.FAST
+    """The fastest decoding that no check found wrong; the fast path also computes `states_at`."""
 
     is_checked = False
-    """Whether the backend that decodes this backbone was chosen by a check."""
+    """Whether a check chose `fastest`."""
 
     passes_mask = False
     """Whether the model needs a mask to ignore padding on the right."""
@@ -98,7 +102,19 @@ class DecoderBackbone:
 
     def fast_layers(self) -> DecoderLayers | None:
         """Return the modules that the fast path computes, or None where it is not used."""
-        return fast_path(self.module) if self.uses_fast_path else None
+        return fast_path(self.module) if self.fastest is Decoding.FAST else None
+
+    @property
+    def decoding(self) -> Decoding:
+        """How the backbone is decoded now: the fast path does not know every model."""
+        knows_fast_path = self.fast_layers() is not None
+        is_fast = self.fastest is Decoding.FAST
+        return Decoding.PADDED if is_fast and not knows_fast_path else self.fastest
+
+    @property
+    def pads_prompts(self) -> bool:
+        """Whether prompts of different lengths are decoded together, padded on the left."""
+        return self.fastest in (Decoding.FAST, Decoding.PADDED)
 
     def states_at(
         self, ids: Tensor, sequence: Tensor, position: Tensor, lengths: Tensor | None = None

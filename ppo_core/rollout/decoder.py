@@ -1,7 +1,6 @@
 """Sequences that a model extends by one token per forward pass."""
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import Protocol
 
 import torch
@@ -12,7 +11,7 @@ from ppo_core.data.batching import token_batches
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.text_config import text_config
 from ppo_core.io.progress_bar import each_pass
-from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.backbones import DecoderBackbone, Decoding
 from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.policy import LanguageModel
@@ -21,22 +20,6 @@ from ppo_core.rollout.fast_decoder import FastBackend
 from ppo_core.rollout.kv_cache import KVCache, SelectableCache, empty_cache, keeps_all_positions
 from ppo_core.rollout.transformers_decoder import TransformersBackend
 from ppo_core.rollout.whole_cache_decoder import WholeCacheBackend
-
-
-class BackendKind(Enum):
-    """The backends of the decoder, the fastest first."""
-
-    FAST = "the fast path"
-    PADDED = "transformers' cache with padding"
-    BY_LENGTH = "the model's own cache, prompts of one length at a time"
-    COUNTING = "the model's own cache and positions, prompts of one length at a time"
-
-
-def backend_of(backbone: DecoderBackbone) -> BackendKind:
-    """Return the backend that decodes a backbone now."""
-    if not backbone.pads_prompts:
-        return BackendKind.COUNTING if backbone.counts_positions else BackendKind.BY_LENGTH
-    return BackendKind.PADDED if backbone.fast_layers() is None else BackendKind.FAST
 
 
 class Backend(Protocol):
@@ -122,7 +105,7 @@ def new_decoder(
     *,
     splits_prompts: bool,
 ) -> Decoder:
-    """Return a decoder that has read the prompts, with the backend `backend_of(backbone)`.
+    """Return a decoder that has read the prompts, by the `decoding` of the backbone.
 
     The prompts must have equal lengths unless the backbone `pads_prompts`. The cache has memory for
     `max_new_tokens` more tokens of each sequence. With `splits_prompts`, prompts of different
@@ -132,10 +115,9 @@ def new_decoder(
         ModelError: the model's cache cannot drop sequences.
     """
     size = max(map(len, prompts)), max_new_tokens, policy.device
-    kind = backend_of(backbone)
     if not backbone.pads_prompts:
         return Decoder(WholeCacheBackend(policy, backbone, AlignedSequences(*size)), prompts)
-    if kind is BackendKind.FAST:
+    if backbone.decoding is Decoding.FAST:
         layers = fast_path(packed(backbone.module, len(prompts), passes=max_new_tokens))
         assert layers is not None, "The packed copy has the fast path, as its original."
         fast = FastBackend(layers, KVCache(len(prompts), *size), backbone.within)
@@ -155,10 +137,9 @@ def can_add_prompts(policy: LanguageModel, backbone: DecoderBackbone) -> bool:
     sequence in the batch.
     """
     config = text_config(policy.model.config)
-    kind = backend_of(backbone)
     if not backbone.pads_prompts:
         return False
-    keeps_all = kind is BackendKind.FAST or keeps_all_positions(empty_cache(config))
+    keeps_all = backbone.decoding is Decoding.FAST or keeps_all_positions(empty_cache(config))
     return keeps_all and _rotary_kinds(config).isdisjoint({"dynamic", "longrope"})
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ppo_core.data.prompts import Tokens, context_length
 from ppo_core.data.text_config import text_config
 from ppo_core.errors import ModelError, library_errors
-from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.backbones import DecoderBackbone, Decoding
 from ppo_core.models.policy import LanguageModel
-from ppo_core.rollout.decoder import BackendKind, Decoder, backend_of, can_add_prompts, new_decoder
+from ppo_core.rollout.decoder import Decoder, can_add_prompts, new_decoder
 from ppo_core.rollout.kv_cache import own_windows
 
 CHECKED_LENGTHS = (6, 13, 9)
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class DecodingCheck:
     """The backend that decodes a policy, and why it was chosen."""
 
-    kind: BackendKind
+    kind: Decoding
     difference: float
     """Difference of its log-probabilities to the model's own forward; see `difference_of`."""
 
@@ -88,11 +88,11 @@ def choose_backend(policy: LanguageModel, own: OwnForward) -> DecodingCheck:
     backbone, name = policy.backbone, type(policy.model).__name__
     assert isinstance(backbone, DecoderBackbone)
     limit = limit_of(policy.model)
-    found: dict[BackendKind, float] = {}
-    reasons: dict[BackendKind, str] = {}
+    found: dict[Decoding, float] = {}
+    reasons: dict[Decoding, str] = {}
     with torch.no_grad(), torch.autocast(policy.device.type, enabled=False):
         for kind in _candidates(backbone):
-            _use(backbone, kind)
+            backbone.fastest = kind
             try:
                 with library_errors(ModelError, f"{name} fails", ""):
                     difference = _decoded_difference(policy, backbone, own)
@@ -113,7 +113,7 @@ def choose_backend(policy: LanguageModel, own: OwnForward) -> DecodingCheck:
             f"{'; '.join(reasons.values())}. Allowed is a difference of {limit:.0e}. Use another "
             "model."
         )
-    _use(backbone, best)
+    backbone.fastest = best
     backbone.is_checked = True
     rejected = tuple(reason for kind, reason in reasons.items() if kind is not best)
     check = DecodingCheck(best, found[best], rejected)
@@ -131,13 +131,6 @@ def _tokens_to_decode(config: Any) -> int:
     past_window = [window + 2 for window in own_windows(text_config(config))]
     allowed = [each for each in past_window if each - SAMPLED <= context - max(CHECKED_LENGTHS)]
     return max([SAMPLED, *allowed])
-
-
-def _use(backbone: DecoderBackbone, kind: BackendKind) -> None:
-    """Let a backbone be decoded by a backend."""
-    backbone.uses_fast_path = kind is BackendKind.FAST
-    backbone.pads_prompts = kind in (BackendKind.FAST, BackendKind.PADDED)
-    backbone.counts_positions = kind is BackendKind.COUNTING
 
 
 def sequences_of(
@@ -203,13 +196,13 @@ def _require_causal(policy: LanguageModel, own: OwnForward, limit: float) -> Non
         )
 
 
-def _candidates(backbone: DecoderBackbone) -> Iterator[BackendKind]:
+def _candidates(backbone: DecoderBackbone) -> Iterator[Decoding]:
     """Yield the backends that may decode a model, the fastest first."""
-    if backend_of(backbone) is BackendKind.FAST:
-        yield BackendKind.FAST
-    yield BackendKind.PADDED
-    yield BackendKind.BY_LENGTH
-    yield BackendKind.COUNTING
+    if backbone.decoding is Decoding.FAST:
+        yield Decoding.FAST
+    yield Decoding.PADDED
+    yield Decoding.BY_LENGTH
+    yield Decoding.COUNTING
 
 
 def _decoded_difference(policy: LanguageModel, backbone: DecoderBackbone, own: OwnForward) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.text_config import text_config
-from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.backbones import DecoderBackbone, Decoding
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.alignment import AlignedSequences
 from ppo_core.rollout.kv_cache import empty_cache
@@ -35,6 +35,7 @@ class WholeCacheBackend:
         self._model: Any = policy.model
         self._pad_token = policy.pad_token
         self._backbone = backbone
+        self._counts_positions = backbone.decoding is Decoding.COUNTING
         self._ids: Tensor
         self._inputs: dict[str, Any]
 
@@ -48,7 +49,7 @@ class WholeCacheBackend:
         """Read the next token (B,) of each sequence; return its last hidden states (B, D)."""
         self._ids = torch.cat([self._ids, tokens[:, None]], dim=1)
         pad = self._pad_token
-        if self._backbone.counts_positions and pad is not None and bool((self._ids == pad).any()):
+        if self._counts_positions and pad is not None and bool((self._ids == pad).any()):
             # The model gives a pad token no position, but its cache counts it.
             return self._backbone.hidden_states(self._ids)[:, -1]
         return self._read(next_sequence_length=1)
@@ -57,7 +58,7 @@ class WholeCacheBackend:
         """Return the inputs that `generate` gives to a model beside the prompts."""
         inputs: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones_like(self._ids)}
         takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
-        if takes_positions and not self._backbone.counts_positions:
+        if takes_positions and not self._counts_positions:
             inputs["position_ids"] = self._model._prepare_position_ids_for_generation(
                 self._ids, inputs
             )

@@ -15,7 +15,7 @@ from ppo_core.data.text_config import text_config
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ModelError
 from ppo_core.models.actor_critic import Critic
-from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.backbones import DecoderBackbone, Decoding
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.model_bundle import ModelBundle
@@ -215,7 +215,8 @@ def _ways(backbone: object) -> Iterator[None]:
     """Set a backbone to each way of a padded pass, the fastest first."""
     yield
     if isinstance(backbone, DecoderBackbone):
-        backbone.uses_fast_path = False
+        if backbone.fastest is Decoding.FAST:
+            backbone.fastest = Decoding.PADDED
         yield
         backbone.passes_mask = True
         yield

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from ppo_core.errors import ModelError
+from ppo_core.models.backbones import Decoding
 from ppo_core.models.policy import LanguageModel
-from ppo_core.rollout.decoder import BackendKind, backend_of
 from ppo_core.rollout.decoding_check import (
     DecodingCheck,
     OwnForward,
@@ -102,7 +102,7 @@ def assert_own_logprobs(policy: LanguageModel, rollout) -> None:
 def test_models_that_take_no_padded_prompts_are_decoded_by_prompt_length(kind):
     policy = LanguageModel(make(BY_LENGTH[kind]))
     rollout = sample(policy)
-    assert backend_of(policy.backbone) is BackendKind.BY_LENGTH
+    assert policy.backbone.decoding is Decoding.BY_LENGTH
     assert_own_logprobs(policy, rollout)
     with torch.no_grad():
         together, _ = policy(rollout.token_rows(torch.arange(len(rollout))), 1.0)
@@ -113,7 +113,7 @@ def test_models_that_take_no_padded_prompts_are_decoded_by_prompt_length(kind):
 def test_a_sampled_pad_token_has_no_position_where_the_model_gives_it_none(name):
     policy = LanguageModel(small_model(name))
     rollout = sample(policy, pads=True)
-    assert backend_of(policy.backbone) is BackendKind.COUNTING
+    assert policy.backbone.decoding is Decoding.COUNTING
     assert PAD in rollout.response_ids[rollout.response_mask]
     assert_own_logprobs(policy, rollout)
 
@@ -174,7 +174,7 @@ def test_processes_with_prompts_of_other_lengths_call_each_other_equally_often(
 
 def test_the_choice_is_explained():
     fast = chosen(LanguageModel(make_policy()))
-    assert (fast.kind, fast.rejected) == (BackendKind.FAST, ())
+    assert (fast.kind, fast.rejected) == (Decoding.FAST, ())
     mamba = chosen(LanguageModel(make(BY_LENGTH["recurrent"])))
     assert "MambaForCausalLM does not keep keys and values by sequence" in str(mamba)
     assert "decoded by the model's own cache" in str(mamba)

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from ppo_core.errors import ModelError
 from ppo_core.models.actor_critic import Critic
+from ppo_core.models.backbones import Decoding
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.reward_functions import make_rewards
-from ppo_core.rollout.decoder import BackendKind
 from ppo_core.rollout.kv_cache import KVCache
 from ppo_core.training.model_setup import make_engine
 from ppo_core.training.self_check import SelfCheck, check_numbers
@@ -175,7 +175,7 @@ def test_a_fault_of_padded_decoding_leads_to_decoding_by_length(plant, monkeypat
     models = make_bundle()
     plant(monkeypatch, models)
     decoding = check(models).decoding
-    assert decoding.kind is BackendKind.BY_LENGTH
+    assert decoding.kind is Decoding.BY_LENGTH
     assert "transformers' cache with padding (difference" in str(decoding)
 
 
