@@ -2,24 +2,33 @@
 
 import base64
 import hashlib
+import sys
+import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
+from io import BytesIO
 from typing import Any, NamedTuple
 
 from botocore.exceptions import ClientError
 
 from pipeline.storage.addresses import S3Address
-from pipeline.storage.s3_client import is_missing, repeated, s3_client
+from pipeline.storage.s3_client import TransferFaultError, is_missing, repeated, s3_client
+
+CHUNK_BYTES = 8 << 10
+"""Bytes between two checks of the speed."""
+
+GRACE_SECONDS, LEAST_BYTES_PER_SECOND = 30.0, 20_000
+"""A transfer that takes longer than the grace and is slower than the speed is begun again."""
 
 
 def read_object(address: S3Address) -> tuple[bytes, str] | None:
     """Return the bytes and the version of a small object; None if there is none."""
 
     def read() -> tuple[bytes, str]:
-        reply = s3_client().get_object(Bucket=address.bucket, Key=address.key)
-        return reply["Body"].read(), reply["ETag"]
+        reply = get_object(Bucket=address.bucket, Key=address.key)
+        return TimedReply(reply["Body"]).read(), reply["ETag"]
 
     try:
         return repeated(address, read)
@@ -27,6 +36,67 @@ def read_object(address: S3Address) -> tuple[bytes, str] | None:
         if is_missing(error):
             return None
         raise
+
+
+def get_object(**call: str) -> dict[str, Any]:
+    """Make a call of GetObject; botocore compares the bytes with the checksum that S3 has of them.
+
+    Read the body through `TimedReply`.
+    """
+    reply: dict[str, Any] = s3_client().get_object(**call, ChecksumMode="ENABLED")
+    return reply
+
+
+class TimedBody:
+    """The body of a request; a read fails if the bytes before were sent too slowly."""
+
+    def __init__(self, body: Any) -> None:
+        """Take the body, an open file."""
+        self._body, self._started, self.count = body, 0.0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the open file."""
+        return getattr(self._body, name)
+
+    def seek(self, *place: int) -> Any:
+        """Move, so that the bytes are sent again."""
+        self.count = 0
+        return self._body.seek(*place)
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes.
+
+        Raises:
+            TransferFaultError: the bytes are transferred too slowly.
+        """
+        if self.count == 0:
+            self._started = time.monotonic()
+        content: bytes = self._body.read(size)
+        self.count += len(content)
+        seconds = time.monotonic() - self._started
+        if seconds > GRACE_SECONDS and self.count < seconds * LEAST_BYTES_PER_SECOND:
+            raise TransferFaultError(
+                f"the connection is too slow: it took {seconds:.0f} seconds for {self.count} bytes"
+            )
+        return content
+
+
+class TimedReply(TimedBody):
+    """The body of a reply; a read fails if the bytes arrive too slowly."""
+
+    def read(self, size: int = sys.maxsize) -> bytes:
+        """Return the next bytes, or all.
+
+        Raises:
+            TransferFaultError: see `TimedBody`.
+        """
+        content = bytearray()
+        while len(content) < size:
+            chunk = super().read(min(CHUNK_BYTES, size - len(content)))
+            if not chunk:
+                break
+            content += chunk
+        return bytes(content)
 
 
 class TimedObject(NamedTuple):
@@ -48,8 +118,8 @@ def read_timed_object(address: S3Address) -> TimedObject:
     """Return the bytes of a small object, if there is one, and the time by the clock of S3."""
 
     def read() -> TimedObject:
-        reply = s3_client().get_object(Bucket=address.bucket, Key=address.key)
-        content = reply["Body"].read()
+        reply = get_object(Bucket=address.bucket, Key=address.key)
+        content = TimedReply(reply["Body"]).read()
         return TimedObject(content, reply["ETag"], reply["LastModified"], _time_of(reply))
 
     try:
@@ -76,11 +146,15 @@ def write_object(address: S3Address, content: bytes, **condition: str) -> str:
     call = {
         "Bucket": address.bucket,
         "Key": address.key,
-        "Body": content,
         "ChecksumSHA256": checksum_of(content),
     }
-    version: str = repeated(address, lambda: s3_client().put_object(**call, **condition))["ETag"]
-    return version
+
+    def write() -> str:
+        body = TimedBody(BytesIO(content))
+        version: str = s3_client().put_object(Body=body, **call, **condition)["ETag"]
+        return version
+
+    return repeated(address, write)
 
 
 def head_object(address: S3Address) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from botocore.exceptions import (
     ResponseStreamingError,
 )
 from botocore.parsers import ResponseParserError
+from s3transfer.exceptions import RetriesExceededError
 from urllib3.exceptions import HTTPError
 
 from pipeline.storage.addresses import S3Address
@@ -81,6 +82,9 @@ def s3_client() -> Any:
         max_pool_connections=2 * CONNECTIONS,
         # Repeated by `repeated`, which also repeats calls whose body fails.
         retries={"mode": "standard", "total_max_attempts": 1},
+        # `get_object` asks for each checksum. Otherwise the transfer manager would ask S3 about
+        # each file before it downloads it.
+        response_checksum_validation="when_required",
     )
     return boto3.client("s3", config=config)
 
@@ -152,6 +156,8 @@ def _explained(address: S3Address) -> Iterator[None]:
             f"There are no credentials for '{address}'. Set AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or give this machine a role."
         ) from error
+    except RetriesExceededError as error:
+        raise _failed(address, error.last_exception) from error
     except (BotoCoreError, HTTPError, TransferFaultError) as error:
         raise _failed(address, error) from error
 
@@ -159,7 +165,7 @@ def _explained(address: S3Address) -> Iterator[None]:
 def _failed(address: S3Address, error: Exception) -> StorageError:
     return StorageError(
         f"'{address}' could not be transferred in {ATTEMPTS} attempts: {reason_of(error)}. The "
-        "parts that arrived are kept; start again to transfer the others."
+        "files that arrived are kept; start again to transfer the others."
     )
 
 

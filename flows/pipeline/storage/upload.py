@@ -4,16 +4,30 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+from boto3.s3.transfer import ProgressCallbackInvoker
 from botocore.exceptions import ClientError
 
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.manifest import MANIFEST, Manifest, StoredFile, files_of, manifest_of
-from pipeline.storage.multipart import PART_BYTES, checked_part, upload_parts
-from pipeline.storage.objects import list_objects, read_object, remove_objects, write_object
+from pipeline.storage.objects import (
+    head_object,
+    list_objects,
+    read_object,
+    remove_objects,
+    write_object,
+)
 from pipeline.storage.s3_client import CONNECTIONS, is_refused_write
-from ppo_core.errors import StorageError
+from pipeline.storage.transfer_manager import (
+    PART_BYTES,
+    RepeatingClient,
+    address_of,
+    transfer_manager,
+)
+from ppo_core.errors import ConfigError, StorageError
 from ppo_core.io.progress_bar import progress
 
 BAR_SECONDS = 5.0
@@ -23,8 +37,8 @@ BAR_SECONDS = 5.0
 def publish(source: Path, address: S3Address) -> S3Address:
     """Publish a file or a folder, unless something is published there; return the pinned address.
 
-    Each file has the key ADDRESS/DIGEST/NAME, so that files of two writers never mix, and what an
-    interrupted transfer has stored is not transferred again. The manifest is written last.
+    Each file has the key ADDRESS/DIGEST/NAME, so that files of two writers never mix, and files
+    that an interrupted transfer has stored are not transferred again. The manifest is written last.
 
     Raises:
         ConfigError: S3 refuses the access.
@@ -122,16 +136,62 @@ def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -
     ):
 
         def put(name: str) -> None:
-            file = missing[name]
-            write_object(_address(address, name, file), checked_part(files[name], 0, file))
+            path, file = files[name], missing[name]
+            content = path.read_bytes()
+            if not file.is_content(BytesIO(content)):
+                raise _changed(path)
+            write_object(_address(address, name, file), content)
             bar.update(file.size)
 
-        small = [name for name, file in missing.items() if file.size <= PART_BYTES]
+        small = [name for name, file in missing.items() if file.size < PART_BYTES]
         # Each call waits for its result, which may be an error.
         list(pool.map(put, small))
         for name in missing.keys() - set(small):
-            target = _address(address, name, missing[name])
-            upload_parts(files[name], missing[name], target, bar)
+            path, file, target = files[name], missing[name], _address(address, name, missing[name])
+            with transfer_manager(_UploadClient(path, file)) as manager:
+                manager.upload(
+                    str(path),
+                    target.bucket,
+                    target.key,
+                    {"ChecksumAlgorithm": "SHA256"},
+                    [ProgressCallbackInvoker(bar.update)],
+                ).result()
+
+
+class _UploadClient(RepeatingClient):
+    """Client for the upload of a file of several parts."""
+
+    def __init__(self, path: Path, file: StoredFile) -> None:
+        """Take the file and its description in the manifest."""
+        super().__init__()
+        self._path, self._file = path, file
+
+    def put_object(self, **_: Any) -> None:
+        """Refuse a file that became so small that it would not be sent in parts."""
+        raise _changed(self._path)
+
+    def complete_multipart_upload(self, **call: Any) -> Any:
+        """Make an object of the parts that were uploaded, unless the file was changed meanwhile.
+
+        Otherwise the object would not have the digest in its key.
+        """
+        if not self._file.is_at(self._path):
+            raise _changed(self._path)
+        try:
+            return self.send("complete_multipart_upload", **call)
+        except ConfigError:
+            # After a lost reply the upload is complete, and a second call finds no upload.
+            written = head_object(address_of(call))
+            if written is None or written["ContentLength"] != self._file.size:
+                raise
+            return written
+
+
+def _changed(path: Path) -> StorageError:
+    return StorageError(
+        f"'{path}' was changed while it was published, so the copy would be of no use. Find out "
+        "which program writes there, and start again."
+    )
 
 
 def _write_manifest(manifest: Manifest, address: S3Address, **condition: str) -> str:
