@@ -142,15 +142,16 @@ def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _is_digest(value: object) -> bool:
+def is_sha256(value: object) -> bool:
+    """Return whether a value is a SHA-256 in hexadecimal."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def _is_stored_file(value: object) -> bool:
     if isinstance(value, dict) and "sha256" in value:
-        check_form(value, {"bytes": is_count, "sha256": _is_digest})
+        check_form(value, {"bytes": is_count, "sha256": is_sha256})
     else:
-        check_form(value, {"size": is_count, "blocks": [_is_digest]})
+        check_form(value, {"size": is_count, "blocks": [is_sha256]})
     return True
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
-from io import BytesIO
 from typing import Any, NamedTuple
 
 from botocore.exceptions import ClientError
@@ -146,15 +145,11 @@ def write_object(address: S3Address, content: bytes, **condition: str) -> str:
     call = {
         "Bucket": address.bucket,
         "Key": address.key,
+        "Body": content,
         "ChecksumSHA256": checksum_of(content),
     }
-
-    def write() -> str:
-        body = TimedBody(BytesIO(content))
-        version: str = s3_client().put_object(Body=body, **call, **condition)["ETag"]
-        return version
-
-    return repeated(address, write)
+    version: str = repeated(address, lambda: s3_client().put_object(**call, **condition))["ETag"]
+    return version
 
 
 def head_object(address: S3Address) -> dict[str, Any] | None:

@@ -3,8 +3,6 @@
 import dataclasses
 import hashlib
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,8 @@ from pipeline.storage.objects import (
     remove_objects,
     write_object,
 )
-from pipeline.storage.s3_client import CONNECTIONS, is_refused_write
-from pipeline.storage.transfer_manager import (
-    PART_BYTES,
-    RepeatingClient,
-    address_of,
-    transfer_manager,
-)
+from pipeline.storage.s3_client import is_refused_write
+from pipeline.storage.transfer_manager import RepeatingClient, address_of, transfer_manager
 from ppo_core.errors import ConfigError, StorageError
 from ppo_core.io.progress_bar import progress
 
@@ -124,74 +117,60 @@ def _publish(files: Mapping[str, Path], manifest: Manifest, address: S3Address) 
 def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -> None:
     """Upload the files that are not stored yet."""
     stored = {each["Key"]: each["Size"] for each in list_objects(address)}
-    missing = {
-        name: file
-        for name, file in manifest.files.items()
-        if stored.get(key_of(address, name, file)) != file.size
+    described = {
+        key_of(address, name, file): (files[name], file) for name, file in manifest.files.items()
     }
-    total = sum(file.size for file in missing.values())
+    # Small files first: an error ends the other transfers once all files before it are finished.
+    missing = sorted(
+        (key for key, (_, file) in described.items() if stored.get(key) != file.size),
+        key=lambda key: described[key][1].size,
+    )
+    total = sum(described[key][1].size for key in missing)
     with (
         progress(total, f"publish {address.key}", "B", delay=BAR_SECONDS) as bar,
-        ThreadPoolExecutor(CONNECTIONS) as pool,
+        transfer_manager(_UploadClient(described)) as manager,
     ):
-
-        def put(name: str) -> None:
-            path, file = files[name], missing[name]
-            content = path.read_bytes()
-            if not file.is_content(BytesIO(content)):
-                raise _changed(path)
-            write_object(_address(address, name, file), content)
-            bar.update(file.size)
-
-        small = [name for name, file in missing.items() if file.size < PART_BYTES]
-        # Each call waits for its result, which may be an error.
-        list(pool.map(put, small))
-        for name in missing.keys() - set(small):
-            path, file, target = files[name], missing[name], _address(address, name, missing[name])
-            with transfer_manager(_UploadClient(path, file)) as manager:
-                manager.upload(
-                    str(path),
-                    target.bucket,
-                    target.key,
-                    {"ChecksumAlgorithm": "SHA256"},
-                    [ProgressCallbackInvoker(bar.update)],
-                ).result()
+        watch, checksum = ProgressCallbackInvoker(bar.update), {"ChecksumAlgorithm": "SHA256"}
+        for future in [
+            manager.upload(str(described[key][0]), address.bucket, key, checksum, [watch])
+            for key in missing
+        ]:
+            future.result()
 
 
 class _UploadClient(RepeatingClient):
-    """Client for the upload of a file of several parts."""
+    """Client for uploads, which makes no object that lacks the digest in its key."""
 
-    def __init__(self, path: Path, file: StoredFile) -> None:
-        """Take the file and its description in the manifest."""
+    def __init__(self, described: Mapping[str, tuple[Path, StoredFile]]) -> None:
+        """Take each file and its description in the manifest, by key."""
         super().__init__()
-        self._path, self._file = path, file
+        self._described = described
 
-    def put_object(self, **_: Any) -> None:
-        """Refuse a file that became so small that it would not be sent in parts."""
-        raise _changed(self._path)
+    def put_object(self, **call: Any) -> Any:
+        """Make an object of a small file, unless the file was changed meanwhile."""
+        self._check(call["Key"])
+        return self.send("put_object", **call)
 
     def complete_multipart_upload(self, **call: Any) -> Any:
-        """Make an object of the parts that were uploaded, unless the file was changed meanwhile.
-
-        Otherwise the object would not have the digest in its key.
-        """
-        if not self._file.is_at(self._path):
-            raise _changed(self._path)
+        """Make an object of the parts that were uploaded, unless the file was changed meanwhile."""
+        file = self._check(call["Key"])
         try:
             return self.send("complete_multipart_upload", **call)
         except ConfigError:
             # After a lost reply the upload is complete, and a second call finds no upload.
             written = head_object(address_of(call))
-            if written is None or written["ContentLength"] != self._file.size:
+            if written is None or written["ContentLength"] != file.size:
                 raise
             return written
 
-
-def _changed(path: Path) -> StorageError:
-    return StorageError(
-        f"'{path}' was changed while it was published, so the copy would be of no use. Find out "
-        "which program writes there, and start again."
-    )
+    def _check(self, key: str) -> StoredFile:
+        path, file = self._described[key]
+        if not file.is_at(path):
+            raise StorageError(
+                f"'{path}' was changed while it was published, so the copy would be of no use. "
+                "Find out which program writes there, and start again."
+            )
+        return file
 
 
 def _write_manifest(manifest: Manifest, address: S3Address, **condition: str) -> str:

@@ -71,7 +71,7 @@ def test_other_bytes_in_a_folder_of_version_0_1_are_refused(faults: S3Faults, tm
     write_object(published.below(key), b"[]")
     with pytest.raises(StorageError, match=r"small.json' has other bytes than its digest"):
         fetch(published, LocalCache(tmp_path / "cache"))
-    with pytest.raises(DataError, match="has no file 'small.json' with the content"):
+    with pytest.raises(DataError, match=r"has no file 'small.json' with the content"):
         read_file(published, "small.json")
 
 
@@ -94,13 +94,13 @@ def test_files_of_version_0_1_stay_beside_new_ones(faults: S3Faults, tmp_path: P
         ({"sha256": SHA256}, "'bytes'"),
         ({"bytes": -1, "sha256": SHA256}, "no count"),
         ({"bytes": True, "sha256": SHA256}, "no count"),
-        ({"bytes": 4, "sha256": SHA256.upper()}, "no digest"),
-        ({"bytes": 4, "sha256": SHA256[:-1]}, "no digest"),
-        ({"bytes": 4, "sha256": [SHA256]}, "no digest"),
+        ({"bytes": 4, "sha256": SHA256.upper()}, "no sha256"),
+        ({"bytes": 4, "sha256": SHA256[:-1]}, "no sha256"),
+        ({"bytes": 4, "sha256": [SHA256]}, "no sha256"),
         ({"size": 4, "blocks": []}, "4 bytes in 0 blocks"),
         ({"size": BLOCK_BYTES, "blocks": [SHA256] * 2}, "in 2 blocks"),
         ({"size": 4, "blocks": SHA256}, "no list"),
-        ({"size": 4, "blocks": ["../" + SHA256[3:]]}, "no digest"),
+        ({"size": 4, "blocks": ["../" + SHA256[3:]]}, "no sha256"),
         (SHA256, "no object"),
         (None, "no object"),
     ],

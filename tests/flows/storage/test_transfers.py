@@ -1,11 +1,15 @@
 """Files through S3, while the proxy in front of it spoils replies and processes are killed."""
 
+import fcntl
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -407,6 +411,28 @@ def test_an_object_whose_name_leads_out_of_the_folder_is_refused(
     s3_client().put_object(Bucket="artifacts", Key=f"{key}/{name}", Body=b"x")
     with pytest.raises(DataError, match="Rename the object"):
         fetch(at(key), LocalCache(tmp_path / "cache"))
+
+
+def test_the_cache_is_measured_while_another_process_fills_it(tmp_path: Path):
+    cache, over = LocalCache(tmp_path, limit_bytes=0), Event()
+
+    def fill() -> None:
+        while not over.is_set():
+            part = tmp_path / "other.part.part"
+            (part / "inner").mkdir(parents=True)
+            (part / "inner" / "0").write_bytes(b"bytes")
+            shutil.rmtree(part)
+
+    with ThreadPoolExecutor(1) as pool, (tmp_path / "other.used").open("wb") as used:
+        fcntl.flock(used, fcntl.LOCK_SH)
+        filling = pool.submit(fill)
+        try:
+            for _ in range(300):
+                with cache.filling("own"):
+                    pass
+        finally:
+            over.set()
+        filling.result()
 
 
 def test_the_cache_keeps_to_its_limit(faults: S3Faults, tmp_path: Path):
