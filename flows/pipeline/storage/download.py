@@ -3,10 +3,8 @@
 import dataclasses
 import hashlib
 import json
-import re
 import shutil
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,21 +13,14 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from botocore.exceptions import ClientError, FlexibleChecksumError, ResponseStreamingError
 from s3transfer.subscribers import BaseSubscriber
 
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.local_cache import LocalCache
 from pipeline.storage.manifest import MANIFEST, Manifest, StoredFile, safe_name, stored_file
-from pipeline.storage.objects import TimedReply, get_object, head_object, list_objects, read_object
-from pipeline.storage.s3_client import (
-    CONNECTIONS,
-    TransferFaultError,
-    is_missing,
-    is_refused_write,
-    repeated,
-)
-from pipeline.storage.transfer_manager import RepeatingClient, address_of, transfer_manager
+from pipeline.storage.objects import head_object, list_objects, read_object
+from pipeline.storage.s3_client import CONNECTIONS, TransferFaultError, repeated
+from pipeline.storage.transfer_manager import TransferClient, transfer_manager
 from pipeline.storage.upload import BAR_SECONDS, key_of
 from ppo_core.errors import DataError, StorageError
 from ppo_core.io.progress_bar import progress
@@ -202,7 +193,7 @@ def _fill(folder: Path, sources: Sequence[_Source], address: S3Address) -> None:
         with (
             progress(total, f"fetch {address.key}", "B", delay=BAR_SECONDS) as bar,
             ThreadPoolExecutor(CONNECTIONS) as pool,
-            transfer_manager(_DownloadClient()) as manager,
+            transfer_manager(TransferClient()) as manager,
         ):
 
             def complete(one: _Source, part: Path) -> None:
@@ -250,7 +241,7 @@ def _download(manager: Any, one: _Source, part: Path, bar: Any, wrong: set[str])
     with part.open("rb") as content:
         found = stored_file(content, in_blocks=in_blocks)
     if found.size != one.size:
-        raise TransferFaultError(f"{found.size} of {one.size} bytes arrived")
+        raise TransferFaultError(error=f"{found.size} of {one.size} bytes arrived")
     if one.file in (None, found):
         return found
     if found.digest in wrong:
@@ -259,7 +250,7 @@ def _download(manager: Any, one: _Source, part: Path, bar: Any, wrong: set[str])
             "out who writes there, remove the published folder, and start again."
         )
     wrong.add(found.digest)
-    raise TransferFaultError("the file has other bytes than its digest")
+    raise TransferFaultError(error="the file has other bytes than its digest")
 
 
 class _Watch(BaseSubscriber):  # type: ignore[misc]
@@ -277,54 +268,6 @@ class _Watch(BaseSubscriber):  # type: ignore[misc]
     def on_progress(self, bytes_transferred: int, **_: Any) -> None:
         """Advance the bar."""
         self._bar.update(bytes_transferred)
-
-
-class _DownloadClient(RepeatingClient):
-    """Client for downloads, which notices what the transfer manager does not."""
-
-    def get_object(self, **call: Any) -> Any:
-        """Return the reply with a part of an object.
-
-        Raises:
-            DataError: the object was replaced or removed.
-        """
-        address = address_of(call)
-        try:
-            reply = repeated(address, lambda: get_object(**call))
-        except ClientError as error:
-            if not (is_missing(error) or is_refused_write(error)):
-                raise
-            raise DataError(
-                f"'{address}' was removed or replaced while it was fetched, so the copy would mix "
-                "two contents. Start again when nobody writes there."
-            ) from error
-        return {**reply, "Body": _Part(reply)}
-
-
-class _Part(TimedReply):
-    """The body of a reply with a part of an object."""
-
-    def __init__(self, reply: Mapping[str, Any]) -> None:
-        """Take the reply, which names the range of the part."""
-        super().__init__(reply["Body"])
-        whole = f"0-{reply['ContentLength'] - 1}"
-        first, last = re.findall(r"\d+", reply.get("ContentRange", whole))[:2]
-        self._size = int(last) - int(first) + 1
-
-    def read(self, size: int = sys.maxsize) -> bytes:
-        """Return the next bytes of the part.
-
-        Raises:
-            ResponseStreamingError: the bytes are too few, too slow, or have another checksum. The
-                transfer manager then requests the part again.
-        """
-        try:
-            content = super().read(size)
-            if not content and self.count != self._size:
-                raise TransferFaultError(f"{self.count} of {self._size} bytes arrived")
-        except (FlexibleChecksumError, TransferFaultError) as error:
-            raise ResponseStreamingError(error=error) from error
-        return content
 
 
 class _Arrived:

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,7 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, FlexibleChecksumError
 
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.s3_client import TransferFaultError, is_missing, repeated, s3_client
@@ -27,7 +28,7 @@ def read_object(address: S3Address) -> tuple[bytes, str] | None:
 
     def read() -> tuple[bytes, str]:
         reply = get_object(Bucket=address.bucket, Key=address.key)
-        return TimedReply(reply["Body"]).read(), reply["ETag"]
+        return reply["Body"].read(), reply["ETag"]
 
     try:
         return repeated(address, read)
@@ -38,12 +39,9 @@ def read_object(address: S3Address) -> tuple[bytes, str] | None:
 
 
 def get_object(**call: str) -> dict[str, Any]:
-    """Make a call of GetObject; botocore compares the bytes with the checksum that S3 has of them.
-
-    Read the body through `TimedReply`.
-    """
+    """Make a call of GetObject; the body of the reply is a `TimedReply`."""
     reply: dict[str, Any] = s3_client().get_object(**call, ChecksumMode="ENABLED")
-    return reply
+    return {**reply, "Body": TimedReply(reply)}
 
 
 class TimedBody:
@@ -51,7 +49,7 @@ class TimedBody:
 
     def __init__(self, body: Any) -> None:
         """Take the body, an open file."""
-        self._body, self._started, self.count = body, 0.0, 0
+        self._body, self._started, self._count = body, 0.0, 0
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the open file."""
@@ -59,7 +57,7 @@ class TimedBody:
 
     def seek(self, *place: int) -> Any:
         """Move, so that the bytes are sent again."""
-        self.count = 0
+        self._count = 0
         return self._body.seek(*place)
 
     def read(self, size: int = -1) -> bytes:
@@ -68,30 +66,41 @@ class TimedBody:
         Raises:
             TransferFaultError: the bytes are transferred too slowly.
         """
-        if self.count == 0:
+        if self._count == 0:
             self._started = time.monotonic()
         content: bytes = self._body.read(size)
-        self.count += len(content)
+        self._count += len(content)
         seconds = time.monotonic() - self._started
-        if seconds > GRACE_SECONDS and self.count < seconds * LEAST_BYTES_PER_SECOND:
+        if seconds > GRACE_SECONDS and self._count < seconds * LEAST_BYTES_PER_SECOND:
             raise TransferFaultError(
-                f"the connection is too slow: it took {seconds:.0f} seconds for {self.count} bytes"
+                error=f"the connection is too slow: {self._count} bytes in {seconds:.0f} seconds"
             )
         return content
 
 
 class TimedReply(TimedBody):
-    """The body of a reply; a read fails if the bytes arrive too slowly."""
+    """The body of a reply; a read fails if the bytes are late, too few, or other bytes."""
+
+    def __init__(self, reply: Mapping[str, Any]) -> None:
+        """Take the reply, which names the range of its bytes, or their number."""
+        super().__init__(reply["Body"])
+        found = re.match(r"bytes (\d+)-(\d+)/", reply.get("ContentRange", ""))
+        self._size = int(found[2]) - int(found[1]) + 1 if found else reply["ContentLength"]
 
     def read(self, size: int = sys.maxsize) -> bytes:
         """Return the next bytes, or all.
 
         Raises:
-            TransferFaultError: see `TimedBody`.
+            TransferFaultError: the bytes are late, too few, or have another checksum.
         """
         content = bytearray()
         while len(content) < size:
-            chunk = super().read(min(CHUNK_BYTES, size - len(content)))
+            try:
+                chunk = super().read(min(CHUNK_BYTES, size - len(content)))
+            except FlexibleChecksumError as error:
+                raise TransferFaultError(error=error) from error
+            if not chunk and self._count != self._size:
+                raise TransferFaultError(error=f"{self._count} of {self._size} bytes arrived")
             if not chunk:
                 break
             content += chunk
@@ -118,7 +127,7 @@ def read_timed_object(address: S3Address) -> TimedObject:
 
     def read() -> TimedObject:
         reply = get_object(Bucket=address.bucket, Key=address.key)
-        content = TimedReply(reply["Body"]).read()
+        content = reply["Body"].read()
         return TimedObject(content, reply["ETag"], reply["LastModified"], _time_of(reply))
 
     try:

@@ -12,7 +12,6 @@ from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     ConnectionError,
-    FlexibleChecksumError,
     HTTPClientError,
     IncompleteReadError,
     NoCredentialsError,
@@ -65,8 +64,13 @@ ADVICE = {
 """What to do after errors that need a person, by code."""
 
 
-class TransferFaultError(Exception):
-    """The bytes of a transfer are wrong, incomplete or late; another attempt may give others."""
+class TransferFaultError(ResponseStreamingError):  # type: ignore[misc]
+    """The bytes of a transfer are wrong, incomplete or late; another attempt may give others.
+
+    The transfer manager, too, repeats the transfer of a part after its base class.
+    """
+
+    fmt = "{error}"
 
 
 @cache
@@ -126,12 +130,10 @@ def _is_temporary(error: BaseException) -> bool:
     # HTTPError: a connection that breaks within a reply that botocore reads as a whole.
     kinds = (
         ConnectionError,
-        FlexibleChecksumError,
         HTTPClientError,
         HTTPError,
         IncompleteReadError,
         ResponseParserError,
-        ResponseStreamingError,
         TransferFaultError,
     )
     return isinstance(error, kinds)
@@ -158,7 +160,7 @@ def _explained(address: S3Address) -> Iterator[None]:
         ) from error
     except RetriesExceededError as error:
         raise _failed(address, error.last_exception) from error
-    except (BotoCoreError, HTTPError, TransferFaultError) as error:
+    except (BotoCoreError, HTTPError) as error:
         raise _failed(address, error) from error
 
 

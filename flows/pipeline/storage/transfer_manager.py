@@ -6,10 +6,19 @@ from functools import partial
 from typing import Any
 
 from boto3.s3.transfer import TransferConfig, create_transfer_manager
+from botocore.exceptions import ClientError
 
 from pipeline.storage.addresses import S3Address
-from pipeline.storage.objects import TimedBody
-from pipeline.storage.s3_client import ATTEMPTS, CONNECTIONS, repeated, s3_client
+from pipeline.storage.objects import TimedBody, get_object
+from pipeline.storage.s3_client import (
+    ATTEMPTS,
+    CONNECTIONS,
+    is_missing,
+    is_refused_write,
+    repeated,
+    s3_client,
+)
+from ppo_core.errors import DataError
 
 PART_BYTES = 16 << 20
 """Number of bytes that one request transfers; parts of files above 160 GB are larger, because S3
@@ -21,14 +30,14 @@ CONFIG = TransferConfig(
     max_concurrency=CONNECTIONS,
     # Few pieces wait for the disk, so that they need little memory.
     max_io_queue=2 * CONNECTIONS,
-    # These are parts whose bytes fail; `RepeatingClient` repeats calls, which CRT would not use.
+    # These are parts whose bytes fail; `TransferClient` repeats calls, which CRT would not use.
     num_download_attempts=ATTEMPTS,
     preferred_transfer_client="classic",
 )
 
 
-class RepeatingClient:
-    """The client of this process, each of whose calls is made by `repeated`."""
+class TransferClient:
+    """The client of this process for the transfer manager; each call is made by `repeated`."""
 
     def __init__(self) -> None:
         """Use the client, and its handlers of events."""
@@ -50,8 +59,25 @@ class RepeatingClient:
 
         return repeated(address_of(arguments), attempt)
 
+    def get_object(self, **call: Any) -> Any:
+        """Return the reply with a part of an object.
 
-def transfer_manager(client: RepeatingClient) -> AbstractContextManager[Any]:
+        Raises:
+            DataError: the object was replaced or removed.
+        """
+        address = address_of(call)
+        try:
+            return repeated(address, lambda: get_object(**call))
+        except ClientError as error:
+            if not (is_missing(error) or is_refused_write(error)):
+                raise
+            raise DataError(
+                f"'{address}' was removed or replaced while it was fetched, so the copy would mix "
+                "two contents. Start again when nobody writes there."
+            ) from error
+
+
+def transfer_manager(client: TransferClient) -> AbstractContextManager[Any]:
     """Return the transfer manager, which ends all transfers if its context is left by an error."""
     manager: AbstractContextManager[Any] = create_transfer_manager(client, CONFIG)
     return manager

@@ -19,7 +19,7 @@ from pipeline.storage.objects import (
     write_object,
 )
 from pipeline.storage.s3_client import is_refused_write
-from pipeline.storage.transfer_manager import RepeatingClient, address_of, transfer_manager
+from pipeline.storage.transfer_manager import TransferClient, address_of, transfer_manager
 from ppo_core.errors import ConfigError, StorageError
 from ppo_core.io.progress_bar import progress
 
@@ -138,7 +138,7 @@ def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -
             future.result()
 
 
-class _UploadClient(RepeatingClient):
+class _UploadClient(TransferClient):
     """Client for uploads, which makes no object that lacks the digest in its key."""
 
     def __init__(self, described: Mapping[str, tuple[Path, StoredFile]]) -> None:
