@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from s3transfer.subscribers import BaseSubscriber
+from boto3.s3.transfer import ProgressCallbackInvoker
 
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.local_cache import LocalCache
@@ -253,21 +253,18 @@ def _download(manager: Any, one: _Source, part: Path, bar: Any, wrong: set[str])
     raise TransferFaultError(error="the file has other bytes than its digest")
 
 
-class _Watch(BaseSubscriber):  # type: ignore[misc]
-    """What one download does beside its transfer."""
+class _Watch(ProgressCallbackInvoker):  # type: ignore[misc]
+    """The progress of a download, which demands a version of the object."""
 
     def __init__(self, bar: Any, version: str) -> None:
-        """Take the progress bar, and the version that the object must have; empty for any."""
-        self._bar, self._version = bar, version
+        """Take the progress bar, and the version; empty for any."""
+        super().__init__(bar.update)
+        self._version = version
 
     def on_queued(self, future: Any, **_: Any) -> None:
         """Demand the version."""
         if self._version:
             future.meta.provide_object_etag(self._version)
-
-    def on_progress(self, bytes_transferred: int, **_: Any) -> None:
-        """Advance the bar."""
-        self._bar.update(bytes_transferred)
 
 
 class _Arrived:

@@ -30,14 +30,19 @@ CONFIG = TransferConfig(
     max_concurrency=CONNECTIONS,
     # Few pieces wait for the disk, so that they need little memory.
     max_io_queue=2 * CONNECTIONS,
-    # These are parts whose bytes fail; `TransferClient` repeats calls, which CRT would not use.
+    # For parts whose bytes fail; `TransferClient` repeats calls that fail.
     num_download_attempts=ATTEMPTS,
+    # The client of CRT makes its calls without `TransferClient`.
     preferred_transfer_client="classic",
 )
 
 
 class TransferClient:
-    """The client of this process for the transfer manager; each call is made by `repeated`."""
+    """The client of this process for the transfer manager.
+
+    It does what the transfer manager does not: it repeats calls after waits, names the object in
+    errors, and notices slow connections and parts with too few bytes.
+    """
 
     def __init__(self) -> None:
         """Use the client, and its handlers of events."""
