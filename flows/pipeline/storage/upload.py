@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -148,8 +149,9 @@ class _UploadClient(TransferClient):
 
     def put_object(self, **call: Any) -> Any:
         """Make an object of a small file, unless the file was changed meanwhile."""
-        self._check(call["Key"])
-        return self.send("put_object", **call)
+        digest = bytes.fromhex(self._check(call["Key"]).digest)
+        # S3 compares it with the bytes that arrive.
+        return self.send("put_object", **call, ChecksumSHA256=b64encode(digest).decode())
 
     def complete_multipart_upload(self, **call: Any) -> Any:
         """Make an object of the parts that were uploaded, unless the file was changed meanwhile."""
