@@ -24,7 +24,8 @@ ERRORS = {
 
 SPOILT = ("reset", "lost", "half", "short", "bytes", "checksum", "drip")
 """Faults of a reply: the connection breaks before S3 acts, after it, or after half of the body;
-there are fewer bytes than S3 has; a byte or the checksum is wrong; the body comes slowly."""
+there are fewer bytes than S3 has; a byte or the checksum is wrong; the body comes slowly. Beside
+these, the fault "sip" lets the body of a request pass slowly."""
 
 DRIP_SECONDS = 0.05
 """Wait between two pieces of 64 bytes."""
@@ -51,6 +52,11 @@ class S3Faults:
 
     received: int = 0
     """Bytes of bodies of requests."""
+
+    at_once: int = 0
+    """Requests that the proxy works on."""
+
+    most_at_once: int = 0
 
     number: Iterator[int] = field(default_factory=itertools.count)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -86,12 +92,26 @@ def faulty_s3(target: str) -> Iterator[tuple[S3Faults, str]]:
                 self.close_connection = True
 
         def pass_on(self) -> None:
+            with faults.lock:
+                faults.at_once += 1
+                faults.most_at_once = max(faults.most_at_once, faults.at_once)
+            try:
+                self.work()
+            finally:
+                with faults.lock:
+                    faults.at_once -= 1
+
+        def work(self) -> None:
             if self.headers.get("Expect", "").lower() == "100-continue":
                 pass  # http.server has answered it
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            fault, length = faults.next_fault(), int(self.headers.get("Content-Length", 0))
+            if fault == "sip":
+                for _ in range(0, length, 64 << 10):
+                    self.rfile.read(64 << 10)
+                    time.sleep(DRIP_SECONDS)
+            body = self.rfile.read(length)
             with faults.lock:
                 faults.received += len(body)
-            fault = faults.next_fault()
             if fault == "reset":
                 return self.reset()
             if fault in ERRORS:

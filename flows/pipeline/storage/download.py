@@ -3,52 +3,30 @@
 import dataclasses
 import hashlib
 import json
-import time
-from collections.abc import Callable, Collection, Sequence
+import shutil
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
-from botocore.exceptions import ClientError
-from botocore.response import StreamingBody
+from boto3.s3.transfer import ProgressCallbackInvoker
 
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.local_cache import LocalCache
-from pipeline.storage.manifest import (
-    BLOCK_BYTES,
-    MANIFEST,
-    Manifest,
-    block_size,
-    count_blocks,
-    digest_of_block,
-    safe_name,
-    stored_file,
-    write_block,
-)
-from pipeline.storage.multipart import BLOCKS
+from pipeline.storage.manifest import MANIFEST, Manifest, StoredFile, safe_name, stored_file
 from pipeline.storage.objects import head_object, list_objects, read_object
-from pipeline.storage.s3_client import (
-    CONNECTIONS,
-    TransferFaultError,
-    is_missing,
-    is_refused_write,
-    repeated,
-    s3_client,
-)
+from pipeline.storage.s3_client import CONNECTIONS, TransferFaultError, repeated
+from pipeline.storage.transfer_manager import TransferClient, transfer_manager
 from pipeline.storage.upload import BAR_SECONDS, key_of
-from ppo_core.errors import DataError
+from ppo_core.errors import DataError, StorageError
 from ppo_core.io.progress_bar import progress
 
 WEIGHTS = (".bin", ".pt", ".safetensors")
 """Endings of the files with a model's weights."""
-
-CHUNK_BYTES = 8 << 10
-"""Bytes between two checks of the speed."""
-
-GRACE_SECONDS, LEAST_BYTES_PER_SECOND = 30.0, 20_000
-"""A request that takes longer than the grace and is slower than the speed is repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +39,11 @@ class _Source:
     address: S3Address
     size: int
 
-    blocks: Sequence[str] | None
-    """Digests of the blocks; None if another program stored the object."""
+    file: StoredFile | None
+    """Description in the manifest; None if another program stored the object."""
 
     version: str
-    """ETag of the object; empty for an object whose blocks have digests."""
+    """ETag of the object; empty for an object whose digest is known."""
 
 
 def fetch(address: S3Address, cache: LocalCache, *, weights: bool = True) -> Path:
@@ -73,7 +51,7 @@ def fetch(address: S3Address, cache: LocalCache, *, weights: bool = True) -> Pat
 
     Without `weights`, the files with the weights of a published model are left out.
 
-    What an interrupted fetch has left is verified, and only the missing blocks are transferred.
+    Files that an interrupted fetch has left are verified, and only the others are transferred.
 
     Objects that `publish` did not write have no digests. They are checked by size and version, so
     they cannot change during the fetch.
@@ -160,7 +138,7 @@ def read_file(address: S3Address, name: str) -> bytes:
     manifest = published_manifest(address)
     file = None if manifest is None else manifest.files.get(name)
     content = None if file is None else read_object(address.below(f"{file.digest[:16]}/{name}"))
-    if file is None or content is None or file != stored_file(content[0]):
+    if file is None or content is None or not file.is_content(BytesIO(content[0])):
         raise DataError(f"'{address}' has no file {name!r} with the content of its manifest.")
     return content[0]
 
@@ -171,7 +149,7 @@ def _published(address: S3Address, manifest: Manifest) -> list[_Source]:
             name=name,
             address=S3Address(bucket=address.bucket, key=key_of(address, name, file)),
             size=file.size,
-            blocks=file.blocks,
+            file=file,
             version="",
         )
         for name, file in manifest.files.items()
@@ -201,135 +179,117 @@ def _foreign(address: S3Address, name: str, size: int, version: str) -> _Source:
         name = safe_name(name)
     except ValueError as error:
         raise DataError(f"'{address}' cannot become a file: {error}. Rename the object.") from error
-    return _Source(name=name, address=address, size=size, blocks=None, version=version)
+    return _Source(name=name, address=address, size=size, file=None, version=version)
 
 
 def _fill(folder: Path, sources: Sequence[_Source], address: S3Address) -> None:
-    """Complete the files of the sources in the folder; transfer only blocks that differ."""
+    """Complete the files of the sources in the folder; transfer only files that differ."""
     arrived = _Arrived(folder)
-    for one in sources:
-        path = folder / one.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    tasks = [
-        (one, range(first, min(first + BLOCKS, count_blocks(one.size))))
-        for one in sources
-        for first in range(0, count_blocks(one.size), BLOCKS)
-    ]
+    unfinished = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     total = sum(one.size for one in sources)
-    with (
-        progress(total, f"fetch {address.key}", "B", delay=BAR_SECONDS) as bar,
-        ThreadPoolExecutor(CONNECTIONS) as pool,
-    ):
+    try:
+        with (
+            progress(total, f"fetch {address.key}", "B", delay=BAR_SECONDS) as bar,
+            ThreadPoolExecutor(CONNECTIONS) as pool,
+            transfer_manager(TransferClient()) as manager,
+        ):
 
-        def complete(task: tuple[_Source, range]) -> None:
-            one, blocks = task
-            path = folder / one.name
-            missing = [
-                number
-                for number in blocks
-                if digest_of_block(path, number) != arrived.expected(one, number)
+            def complete(one: _Source, part: Path) -> None:
+                path, expected = folder / one.name, arrived.expected(one)
+                if expected is not None and expected.is_at(path):
+                    bar.update(one.size)
+                    return
+                wrong: set[str] = set()
+                file = repeated(one.address, lambda: _download(manager, one, part, bar, wrong))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part.replace(path)
+                arrived.add(one, file)
+
+            futures = [
+                pool.submit(complete, one, unfinished / str(number))
+                for number, one in enumerate(sources)
             ]
-            if missing:
-                repeated(one.address, lambda: _transfer(one, missing, path, arrived))
-            bar.update(sum(block_size(one.size, number) for number in blocks))
-
-        futures = [pool.submit(complete, task) for task in tasks]
-        try:
-            for future in as_completed(futures):
-                future.result()
-        finally:
-            # Once a part has failed, those that wait are of no use.
-            pool.shutdown(cancel_futures=True)
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            finally:
+                # Once a file has failed, those that wait are of no use.
+                for future in futures:
+                    future.cancel()
+    finally:
+        shutil.rmtree(unfinished)
 
 
-def _transfer(one: _Source, missing: list[int], path: Path, arrived: "_Arrived") -> None:
-    """Transfer the missing blocks of an object into its file; take each written one off the list.
+def _download(manager: Any, one: _Source, part: Path, bar: Any, wrong: set[str]) -> StoredFile:
+    """Transfer an object into a file, and return the description of the file.
+
+    `wrong` has the digests of earlier attempts.
 
     Raises:
-        TransferFaultError: the bytes do not fit the digest, are too few, or too slow.
+        TransferFaultError: the bytes do not fit the digest, or are too few.
+        StorageError: they do not fit it for the second time in the same way.
         DataError: the object was replaced or removed.
     """
-    while missing:
-        first = last = missing[0]
-        while last + 1 in missing:
-            last += 1
-        with closing(_request(one, first, last)) as body:
-            read = _timed_reader(body)
-            for number in range(first, last + 1):
-                content = read(block_size(one.size, number))
-                digest = hashlib.sha256(content).hexdigest()
-                if one.blocks is not None and digest != one.blocks[number]:
-                    raise TransferFaultError(f"block {number} has other bytes than its digest")
-                write_block(path, number, content)
-                arrived.add(one, number, digest)
-                missing.remove(number)
-
-
-def _request(one: _Source, first: int, last: int) -> StreamingBody:
-    start = first * BLOCK_BYTES
-    end = last * BLOCK_BYTES + block_size(one.size, last)
-    condition = {"IfMatch": one.version} if one.version else {}
-    try:
-        reply = s3_client().get_object(
-            Bucket=one.address.bucket,
-            Key=one.address.key,
-            Range=f"bytes={start}-{end - 1}",
-            **condition,
+    if one.size:
+        bucket, key, watch = one.address.bucket, one.address.key, _Watch(bar, one.version)
+        manager.download(bucket, key, str(part), subscribers=[watch]).result()
+    else:
+        part.touch()
+    in_blocks = one.file is not None and one.file.blocks is not None
+    with part.open("rb") as content:
+        found = stored_file(content, in_blocks=in_blocks)
+    if found.size != one.size:
+        raise TransferFaultError(error=f"{found.size} of {one.size} bytes arrived")
+    if one.file in (None, found):
+        return found
+    if found.digest in wrong:
+        raise StorageError(
+            f"'{one.address}' has other bytes than its digest, so a copy would be of no use. Find "
+            "out who writes there, remove the published folder, and start again."
         )
-    except ClientError as error:
-        if is_missing(error) or is_refused_write(error):
-            raise DataError(
-                f"'{one.address}' was removed or replaced while it was fetched, so the copy would "
-                "mix two contents. Start again when nobody writes there."
-            ) from error
-        raise
-    body: StreamingBody = reply["Body"]
-    return body
+    wrong.add(found.digest)
+    raise TransferFaultError(error="the file has other bytes than its digest")
 
 
-def _timed_reader(body: StreamingBody) -> Callable[[int], bytes]:
-    """Return a function that reads a number of bytes, and raises if they arrive too slowly."""
-    started, arrived = time.monotonic(), 0
+class _Watch(ProgressCallbackInvoker):  # type: ignore[misc]
+    """The progress of a download, which demands a version of the object."""
 
-    def read(size: int) -> bytes:
-        nonlocal arrived
-        content = bytearray()
-        while len(content) < size:
-            chunk = body.read(min(CHUNK_BYTES, size - len(content)))
-            content += chunk
-            arrived += len(chunk)
-            seconds = time.monotonic() - started
-            if not chunk:
-                raise TransferFaultError(f"{len(content)} of {size} bytes of a block arrived")
-            if seconds > GRACE_SECONDS and arrived < seconds * LEAST_BYTES_PER_SECOND:
-                raise TransferFaultError(f"only {arrived} bytes arrived in {seconds:.0f} seconds")
-        return bytes(content)
+    def __init__(self, bar: Any, version: str) -> None:
+        """Take the progress bar, and the version; empty for any."""
+        super().__init__(bar.update)
+        self._version = version
 
-    return read
+    def on_queued(self, future: Any, **_: Any) -> None:
+        """Demand the version."""
+        if self._version:
+            future.meta.provide_object_etag(self._version)
 
 
 class _Arrived:
-    """Digests of the blocks of objects without a manifest, kept for a fetch that continues."""
+    """Digests of files of objects without a manifest, kept for a fetch that continues."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder.with_name(f"{folder.name.removesuffix('.part')}.arrived")
         self._lock = Lock()
-        self._digests: dict[tuple[str, int], str] = {}
+        self._digests: dict[str, str] = {}
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         for line in lines:
-            # The process may have been killed within the last line.
+            # The process may have been killed within the last line; version 0.1 wrote other ones.
             with suppress(ValueError):
-                name, number, digest = json.loads(line)
-                self._digests[name, number] = digest
+                name, digest = json.loads(line)
+                self._digests[name] = digest
 
-    def expected(self, one: _Source, number: int) -> str | None:
-        """Return the digest that a block must have; None if it is not known yet."""
-        return self._digests.get((one.name, number)) if one.blocks is None else one.blocks[number]
+    def expected(self, one: _Source) -> StoredFile | None:
+        """Return the description that a file must have; None if it is not known yet."""
+        if one.file is None and one.name in self._digests:
+            return StoredFile(size=one.size, digest=self._digests[one.name])
+        return one.file
 
-    def add(self, one: _Source, number: int, digest: str) -> None:
-        """Note the digest of a block that is in its file."""
-        if one.blocks is None:
-            line = json.dumps([one.name, number, digest])
-            with self._lock, self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+    def add(self, one: _Source, file: StoredFile) -> None:
+        """Note the digest of a file that is in its place."""
+        if one.file is None:
+            line = json.dumps([one.name, file.digest])
+            with self._lock, self._path.open("a", encoding="utf-8") as opened:
+                opened.write(line + "\n")

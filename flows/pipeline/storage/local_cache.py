@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -55,13 +55,14 @@ class LocalCache:
         _in_use.append(file)
 
     def _remove_unused(self) -> None:
-        folders = sorted(
-            (path for path in self._root.iterdir() if path.is_dir()),
-            key=lambda path: path.stat().st_mtime,
-        )
-        sizes = {folder: _size_of(folder) for folder in folders}
+        sizes, times = {}, {}
+        for folder in self._root.iterdir():
+            # Another process may fill or remove the folder meanwhile.
+            with suppress(FileNotFoundError):
+                if folder.is_dir():
+                    times[folder], sizes[folder] = folder.stat().st_mtime, _size_of(folder)
         excess = sum(sizes.values()) - self._limit_bytes()
-        for folder in folders:
+        for folder in sorted(sizes, key=times.__getitem__):
             if excess <= 0:
                 return
             if self._remove(folder):
@@ -69,13 +70,15 @@ class LocalCache:
 
     def _remove(self, folder: Path) -> bool:
         """Remove a content unless a process uses it; return whether it was removed."""
-        identity = folder.name.removesuffix(".part")
+        # Folders of unfinished files end in `.part`, or `.part.part`.
+        identity = folder.name.partition(".")[0]
         with self._used(identity).open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            shutil.rmtree(folder)
+            with suppress(FileNotFoundError):
+                shutil.rmtree(folder)
             (self._root / f"{identity}.arrived").unlink(missing_ok=True)
         return True
 

@@ -1,43 +1,55 @@
-"""The manifest of a published file or folder: the digests of all blocks of its files."""
+"""The manifest of a published file or folder: size and SHA-256 of each of its files."""
 
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import Any, Self
 
-from ppo_core.io.json_form import check_form, is_count, is_text, object_of
+from ppo_core.io.json_form import check_form, is_count, object_of
 from ppo_core.io.text_files import parse_json
 
 MANIFEST = "manifest.json"
 """Name of the manifest, which is written last."""
 
 BLOCK_BYTES = 2 << 20
-"""Bytes of each block of a file, except the last. A block is verified and kept on its own, so an
-interrupted transfer loses little."""
-
-DIGEST_CHARACTERS = 64
-
-_FILE = {"size": is_count, "blocks": [is_text]}
+"""Bytes of each block of a file in a manifest of version 0.1, except the last block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """Size and digests of a file."""
+    """Size and digest of a file."""
 
     size: int
     """Number of bytes."""
 
-    blocks: tuple[str, ...]
-    """SHA-256 of each block, in hexadecimal; an empty file has none."""
+    digest: str
+    """SHA-256 of the file, in hexadecimal; of a file with blocks, SHA-256 of their digests."""
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the digests of the blocks, which names the content."""
-        return hashlib.sha256(bytes.fromhex("".join(self.blocks))).hexdigest()
+    blocks: tuple[str, ...] | None = None
+    """SHA-256 of each block, if a program of version 0.1 published the file."""
+
+    def is_at(self, path: Path) -> bool:
+        """Return whether the file at a path has this size and digest."""
+        if not path.is_file() or path.stat().st_size != self.size:
+            return False
+        with path.open("rb") as content:
+            return self.is_content(content)
+
+    def is_content(self, content: BufferedIOBase) -> bool:
+        """Return whether an open file has this size and digest."""
+        return stored_file(content, in_blocks=self.blocks is not None) == self
+
+    def fields(self) -> dict[str, Any]:
+        """Return the entry of the manifest, as it was read or as this version writes it."""
+        if self.blocks is not None:
+            return {"size": self.size, "blocks": self.blocks}
+        return {"bytes": self.size, "sha256": self.digest}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +64,8 @@ class Manifest:
 
     def encoded(self) -> bytes:
         """Return the bytes of the manifest; equal content gives equal bytes."""
-        return json.dumps(asdict(self), sort_keys=True).encode()
+        files = {name: file.fields() for name, file in self.files.items()}
+        return json.dumps({"files": files, "is_file": self.is_file}, sort_keys=True).encode()
 
     @property
     def digest(self) -> str:
@@ -68,13 +81,7 @@ class Manifest:
         """
         fields = parse_json(content)
         check_form(fields, {"files": object_of(_is_stored_file), "is_file": _is_bool})
-        files = {
-            safe_name(name): StoredFile(size=file["size"], blocks=tuple(file["blocks"]))
-            for name, file in fields["files"].items()
-        }
-        for name, file in files.items():
-            if len(file.blocks) != count_blocks(file.size):
-                raise ValueError(f"{name!r} has {file.size} bytes in {len(file.blocks)} blocks")
+        files = {safe_name(name): _stored(name, file) for name, file in fields["files"].items()}
         if fields["is_file"] and len(files) != 1:
             raise ValueError(f"one file was published, but there are {len(files)}")
         return cls(files=files, is_file=fields["is_file"])
@@ -86,16 +93,13 @@ def manifest_of(files: Mapping[str, Path], *, is_file: bool = False) -> Manifest
     Raises:
         OSError: a file cannot be read.
     """
-    sizes = {name: path.stat().st_size for name, path in files.items()}
-    blocks = [(name, n) for name, size in sizes.items() for n in range(count_blocks(size))]
+
+    def describe(path: Path) -> StoredFile:
+        with path.open("rb") as content:
+            return stored_file(content)
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        digests = pool.map(lambda block: digest_of_block(files[block[0]], block[1]), blocks)
-        of_file: dict[str, list[str]] = {name: [] for name in files}
-        for (name, _), digest in zip(blocks, digests, strict=True):
-            of_file[name].append(digest)
-    stored = {
-        name: StoredFile(size=size, blocks=tuple(of_file[name])) for name, size in sizes.items()
-    }
+        stored = dict(zip(files, pool.map(describe, files.values()), strict=True))
     return Manifest(files=stored, is_file=is_file)
 
 
@@ -110,48 +114,45 @@ def files_of(source: Path) -> dict[str, Path]:
     }
 
 
-def stored_file(content: bytes) -> StoredFile:
-    """Return the description of a file with this content."""
-    starts = range(0, len(content), BLOCK_BYTES)
-    blocks = (hashlib.sha256(content[start : start + BLOCK_BYTES]).hexdigest() for start in starts)
-    return StoredFile(size=len(content), blocks=tuple(blocks))
+def stored_file(content: BufferedIOBase, *, in_blocks: bool = False) -> StoredFile:
+    """Return the description of an open file; with `in_blocks`, as version 0.1 wrote it."""
+    if in_blocks:
+        parts = iter(lambda: content.read(BLOCK_BYTES), b"")
+        blocks = tuple(hashlib.sha256(part).hexdigest() for part in parts)
+        return _in_blocks(content.tell(), blocks)
+    digest = hashlib.file_digest(content, "sha256").hexdigest()
+    return StoredFile(size=content.seek(0, os.SEEK_END), digest=digest)
 
 
-def count_blocks(size: int) -> int:
-    """Return the number of blocks of a file with `size` bytes."""
-    return -(-size // BLOCK_BYTES)
+def _in_blocks(size: int, blocks: tuple[str, ...]) -> StoredFile:
+    digest = hashlib.sha256(bytes.fromhex("".join(blocks))).hexdigest()
+    return StoredFile(size=size, digest=digest, blocks=blocks)
 
 
-def block_size(size: int, number: int) -> int:
-    """Return the number of bytes of a block of a file with `size` bytes."""
-    return min(size - number * BLOCK_BYTES, BLOCK_BYTES)
-
-
-def digest_of_block(path: Path, number: int) -> str:
-    """Return the SHA-256 of a block of a file; of fewer bytes if the file ends earlier."""
-    with path.open("rb") as file:
-        file.seek(number * BLOCK_BYTES)
-        return hashlib.sha256(file.read(BLOCK_BYTES)).hexdigest()
-
-
-def write_block(path: Path, number: int, content: bytes) -> None:
-    """Write the bytes of a block into an existing file."""
-    with path.open("r+b") as file:
-        file.seek(number * BLOCK_BYTES)
-        file.write(content)
+def _stored(name: str, fields: Mapping[str, Any]) -> StoredFile:
+    if "sha256" in fields:
+        return StoredFile(size=fields["bytes"], digest=fields["sha256"])
+    size, blocks = fields["size"], tuple(fields["blocks"])
+    if len(blocks) != -(-size // BLOCK_BYTES):
+        raise ValueError(f"{name!r} has {size} bytes in {len(blocks)} blocks")
+    return _in_blocks(size, blocks)
 
 
 def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 
+def is_sha256(value: object) -> bool:
+    """Return whether a value is a SHA-256 in hexadecimal."""
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
 def _is_stored_file(value: object) -> bool:
-    check_form(value, _FILE)
-    assert isinstance(value, dict)
-    return all(
-        len(block) == DIGEST_CHARACTERS and set(block) <= set("0123456789abcdef")
-        for block in value["blocks"]
-    )
+    if isinstance(value, dict) and "sha256" in value:
+        check_form(value, {"bytes": is_count, "sha256": is_sha256})
+    else:
+        check_form(value, {"size": is_count, "blocks": [is_sha256]})
+    return True
 
 
 def safe_name(name: str) -> str:

@@ -2,23 +2,32 @@
 
 import base64
 import hashlib
+import re
+import sys
+import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, FlexibleChecksumError
 
 from pipeline.storage.addresses import S3Address
-from pipeline.storage.s3_client import is_missing, repeated, s3_client
+from pipeline.storage.s3_client import TransferFaultError, is_missing, repeated, s3_client
+
+CHUNK_BYTES = 8 << 10
+"""Bytes between two checks of the speed."""
+
+GRACE_SECONDS, LEAST_BYTES_PER_SECOND = 30.0, 20_000
+"""A transfer that takes longer than the grace and is slower than the speed is begun again."""
 
 
 def read_object(address: S3Address) -> tuple[bytes, str] | None:
     """Return the bytes and the version of a small object; None if there is none."""
 
     def read() -> tuple[bytes, str]:
-        reply = s3_client().get_object(Bucket=address.bucket, Key=address.key)
+        reply = get_object(Bucket=address.bucket, Key=address.key)
         return reply["Body"].read(), reply["ETag"]
 
     try:
@@ -27,6 +36,75 @@ def read_object(address: S3Address) -> tuple[bytes, str] | None:
         if is_missing(error):
             return None
         raise
+
+
+def get_object(**call: str) -> dict[str, Any]:
+    """Make a call of GetObject; the body of the reply is a `TimedReply`."""
+    reply: dict[str, Any] = s3_client().get_object(**call, ChecksumMode="ENABLED")
+    return {**reply, "Body": TimedReply(reply)}
+
+
+class TimedBody:
+    """The body of a request; a read fails if the bytes before were sent too slowly."""
+
+    def __init__(self, body: Any) -> None:
+        """Take the body, an open file."""
+        self._body, self._started, self._count = body, 0.0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the open file."""
+        return getattr(self._body, name)
+
+    def seek(self, *place: int) -> Any:
+        """Move, so that the bytes are sent again."""
+        self._count = 0
+        return self._body.seek(*place)
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes.
+
+        Raises:
+            TransferFaultError: the bytes are transferred too slowly.
+        """
+        if self._count == 0:
+            self._started = time.monotonic()
+        content: bytes = self._body.read(size)
+        self._count += len(content)
+        seconds = time.monotonic() - self._started
+        if seconds > GRACE_SECONDS and self._count < seconds * LEAST_BYTES_PER_SECOND:
+            raise TransferFaultError(
+                error=f"the connection is too slow: {self._count} bytes in {seconds:.0f} seconds"
+            )
+        return content
+
+
+class TimedReply(TimedBody):
+    """The body of a reply; a read fails if the bytes are late, too few, or other bytes."""
+
+    def __init__(self, reply: Mapping[str, Any]) -> None:
+        """Take the reply, which names the range of its bytes, or their number."""
+        super().__init__(reply["Body"])
+        found = re.match(r"bytes (\d+)-(\d+)/", reply.get("ContentRange", ""))
+        self._size = int(found[2]) - int(found[1]) + 1 if found else reply["ContentLength"]
+
+    def read(self, size: int = sys.maxsize) -> bytes:
+        """Return the next bytes, or all.
+
+        Raises:
+            TransferFaultError: the bytes are late, too few, or have another checksum.
+        """
+        content = bytearray()
+        while len(content) < size:
+            try:
+                chunk = super().read(min(CHUNK_BYTES, size - len(content)))
+            except FlexibleChecksumError as error:
+                raise TransferFaultError(error=error) from error
+            if not chunk and self._count != self._size:
+                raise TransferFaultError(error=f"{self._count} of {self._size} bytes arrived")
+            if not chunk:
+                break
+            content += chunk
+        return bytes(content)
 
 
 class TimedObject(NamedTuple):
@@ -48,7 +126,7 @@ def read_timed_object(address: S3Address) -> TimedObject:
     """Return the bytes of a small object, if there is one, and the time by the clock of S3."""
 
     def read() -> TimedObject:
-        reply = s3_client().get_object(Bucket=address.bucket, Key=address.key)
+        reply = get_object(Bucket=address.bucket, Key=address.key)
         content = reply["Body"].read()
         return TimedObject(content, reply["ETag"], reply["LastModified"], _time_of(reply))
 

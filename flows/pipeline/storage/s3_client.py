@@ -12,13 +12,13 @@ from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     ConnectionError,
-    FlexibleChecksumError,
     HTTPClientError,
     IncompleteReadError,
     NoCredentialsError,
     ResponseStreamingError,
 )
 from botocore.parsers import ResponseParserError
+from s3transfer.exceptions import RetriesExceededError
 from urllib3.exceptions import HTTPError
 
 from pipeline.storage.addresses import S3Address
@@ -64,8 +64,13 @@ ADVICE = {
 """What to do after errors that need a person, by code."""
 
 
-class TransferFaultError(Exception):
-    """The bytes of a transfer are wrong, incomplete or late; another attempt may give others."""
+class TransferFaultError(ResponseStreamingError):  # type: ignore[misc]
+    """The bytes of a transfer are wrong, incomplete or late; another attempt may give others.
+
+    The transfer manager, too, repeats the transfer of a part after its base class.
+    """
+
+    fmt = "{error}"
 
 
 @cache
@@ -81,6 +86,9 @@ def s3_client() -> Any:
         max_pool_connections=2 * CONNECTIONS,
         # Repeated by `repeated`, which also repeats calls whose body fails.
         retries={"mode": "standard", "total_max_attempts": 1},
+        # `get_object` asks for each checksum. Otherwise the transfer manager would ask S3 about
+        # each file before it downloads it.
+        response_checksum_validation="when_required",
     )
     return boto3.client("s3", config=config)
 
@@ -122,12 +130,10 @@ def _is_temporary(error: BaseException) -> bool:
     # HTTPError: a connection that breaks within a reply that botocore reads as a whole.
     kinds = (
         ConnectionError,
-        FlexibleChecksumError,
         HTTPClientError,
         HTTPError,
         IncompleteReadError,
         ResponseParserError,
-        ResponseStreamingError,
         TransferFaultError,
     )
     return isinstance(error, kinds)
@@ -152,14 +158,16 @@ def _explained(address: S3Address) -> Iterator[None]:
             f"There are no credentials for '{address}'. Set AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or give this machine a role."
         ) from error
-    except (BotoCoreError, HTTPError, TransferFaultError) as error:
+    except RetriesExceededError as error:
+        raise _failed(address, error.last_exception) from error
+    except (BotoCoreError, HTTPError) as error:
         raise _failed(address, error) from error
 
 
 def _failed(address: S3Address, error: Exception) -> StorageError:
     return StorageError(
         f"'{address}' could not be transferred in {ATTEMPTS} attempts: {reason_of(error)}. The "
-        "parts that arrived are kept; start again to transfer the others."
+        "files that arrived are kept; start again to transfer the others."
     )
 
 

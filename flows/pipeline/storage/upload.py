@@ -2,18 +2,26 @@
 
 import dataclasses
 import hashlib
+from base64 import b64encode
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from boto3.s3.transfer import ProgressCallbackInvoker
 from botocore.exceptions import ClientError
 
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.manifest import MANIFEST, Manifest, StoredFile, files_of, manifest_of
-from pipeline.storage.multipart import PART_BYTES, checked_part, upload_parts
-from pipeline.storage.objects import list_objects, read_object, remove_objects, write_object
-from pipeline.storage.s3_client import CONNECTIONS, is_refused_write
-from ppo_core.errors import StorageError
+from pipeline.storage.objects import (
+    head_object,
+    list_objects,
+    read_object,
+    remove_objects,
+    write_object,
+)
+from pipeline.storage.s3_client import is_refused_write
+from pipeline.storage.transfer_manager import TransferClient, address_of, transfer_manager
+from ppo_core.errors import ConfigError, StorageError
 from ppo_core.io.progress_bar import progress
 
 BAR_SECONDS = 5.0
@@ -23,8 +31,8 @@ BAR_SECONDS = 5.0
 def publish(source: Path, address: S3Address) -> S3Address:
     """Publish a file or a folder, unless something is published there; return the pinned address.
 
-    Each file has the key ADDRESS/DIGEST/NAME, so that files of two writers never mix, and what an
-    interrupted transfer has stored is not transferred again. The manifest is written last.
+    Each file has the key ADDRESS/DIGEST/NAME, so that files of two writers never mix, and files
+    that an interrupted transfer has stored are not transferred again. The manifest is written last.
 
     Raises:
         ConfigError: S3 refuses the access.
@@ -110,28 +118,61 @@ def _publish(files: Mapping[str, Path], manifest: Manifest, address: S3Address) 
 def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -> None:
     """Upload the files that are not stored yet."""
     stored = {each["Key"]: each["Size"] for each in list_objects(address)}
-    missing = {
-        name: file
-        for name, file in manifest.files.items()
-        if stored.get(key_of(address, name, file)) != file.size
+    described = {
+        key_of(address, name, file): (files[name], file) for name, file in manifest.files.items()
     }
-    total = sum(file.size for file in missing.values())
+    # Small files first: an error ends the other transfers once all files before it are finished.
+    missing = sorted(
+        (key for key, (_, file) in described.items() if stored.get(key) != file.size),
+        key=lambda key: described[key][1].size,
+    )
+    total = sum(described[key][1].size for key in missing)
     with (
         progress(total, f"publish {address.key}", "B", delay=BAR_SECONDS) as bar,
-        ThreadPoolExecutor(CONNECTIONS) as pool,
+        transfer_manager(_UploadClient(described)) as manager,
     ):
+        watch, checksum = ProgressCallbackInvoker(bar.update), {"ChecksumAlgorithm": "SHA256"}
+        for future in [
+            manager.upload(str(described[key][0]), address.bucket, key, checksum, [watch])
+            for key in missing
+        ]:
+            future.result()
 
-        def put(name: str) -> None:
-            file = missing[name]
-            write_object(_address(address, name, file), checked_part(files[name], 0, file))
-            bar.update(file.size)
 
-        small = [name for name, file in missing.items() if file.size <= PART_BYTES]
-        # Each call waits for its result, which may be an error.
-        list(pool.map(put, small))
-        for name in missing.keys() - set(small):
-            target = _address(address, name, missing[name])
-            upload_parts(files[name], missing[name], target, bar)
+class _UploadClient(TransferClient):
+    """Client for uploads, which makes no object that lacks the digest in its key."""
+
+    def __init__(self, described: Mapping[str, tuple[Path, StoredFile]]) -> None:
+        """Take each file and its description in the manifest, by key."""
+        super().__init__()
+        self._described = described
+
+    def put_object(self, **call: Any) -> Any:
+        """Make an object of a small file, unless the file was changed meanwhile."""
+        digest = bytes.fromhex(self._check(call["Key"]).digest)
+        # S3 compares it with the bytes that arrive.
+        return self.send("put_object", **call, ChecksumSHA256=b64encode(digest).decode())
+
+    def complete_multipart_upload(self, **call: Any) -> Any:
+        """Make an object of the parts that were uploaded, unless the file was changed meanwhile."""
+        file = self._check(call["Key"])
+        try:
+            return self.send("complete_multipart_upload", **call)
+        except ConfigError:
+            # After a lost reply the upload is complete, and a second call finds no upload.
+            written = head_object(address_of(call))
+            if written is None or written["ContentLength"] != file.size:
+                raise
+            return written
+
+    def _check(self, key: str) -> StoredFile:
+        path, file = self._described[key]
+        if not file.is_at(path):
+            raise StorageError(
+                f"'{path}' was changed while it was published, so the copy would be of no use. "
+                "Find out which program writes there, and start again."
+            )
+        return file
 
 
 def _write_manifest(manifest: Manifest, address: S3Address, **condition: str) -> str:

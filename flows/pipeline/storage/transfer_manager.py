@@ -1,0 +1,93 @@
+"""boto3's transfer manager, whose requests are repeated as all requests to S3 are."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from boto3.s3.transfer import TransferConfig, create_transfer_manager
+from botocore.exceptions import ClientError
+
+from pipeline.storage.addresses import S3Address
+from pipeline.storage.objects import TimedBody, get_object
+from pipeline.storage.s3_client import (
+    ATTEMPTS,
+    CONNECTIONS,
+    is_missing,
+    is_refused_write,
+    repeated,
+    s3_client,
+)
+from ppo_core.errors import DataError
+
+PART_BYTES = 16 << 20
+"""Number of bytes that one request transfers; parts of files above 160 GB are larger, because S3
+takes at most 10,000 of them."""
+
+CONFIG = TransferConfig(
+    multipart_threshold=PART_BYTES,
+    multipart_chunksize=PART_BYTES,
+    max_concurrency=CONNECTIONS,
+    # Few pieces wait for the disk, so that they need little memory.
+    max_io_queue=2 * CONNECTIONS,
+    # For parts whose bytes fail; `TransferClient` repeats calls that fail.
+    num_download_attempts=ATTEMPTS,
+    # The client of CRT makes its calls without `TransferClient`.
+    preferred_transfer_client="classic",
+)
+
+
+class TransferClient:
+    """The client of this process for the transfer manager.
+
+    It does what the transfer manager does not: it repeats calls after waits, names the object in
+    errors, and notices slow connections and parts with too few bytes.
+    """
+
+    def __init__(self) -> None:
+        """Use the client, and its handlers of events."""
+        self.meta = s3_client().meta
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        """Return the function of a call by its name, such as `upload_part`."""
+        return partial(self.send, operation)
+
+    def send(self, operation: str, **arguments: Any) -> Any:
+        """Make a call, and return its reply."""
+
+        def attempt() -> Any:
+            body = arguments.get("Body")
+            if body is None:
+                return getattr(s3_client(), operation)(**arguments)
+            body.seek(0)
+            return getattr(s3_client(), operation)(**arguments | {"Body": TimedBody(body)})
+
+        return repeated(address_of(arguments), attempt)
+
+    def get_object(self, **call: Any) -> Any:
+        """Return the reply with a part of an object.
+
+        Raises:
+            DataError: the object was replaced or removed.
+        """
+        address = address_of(call)
+        try:
+            return repeated(address, lambda: get_object(**call))
+        except ClientError as error:
+            if not (is_missing(error) or is_refused_write(error)):
+                raise
+            raise DataError(
+                f"'{address}' was removed or replaced while it was fetched, so the copy would mix "
+                "two contents. Start again when nobody writes there."
+            ) from error
+
+
+def transfer_manager(client: TransferClient) -> AbstractContextManager[Any]:
+    """Return the transfer manager, which ends all transfers if its context is left by an error."""
+    manager: AbstractContextManager[Any] = create_transfer_manager(client, CONFIG)
+    return manager
+
+
+def address_of(arguments: dict[str, Any]) -> S3Address:
+    """Return the address of the object of a call."""
+    return S3Address(bucket=arguments["Bucket"], key=arguments["Key"])
