@@ -1,7 +1,7 @@
 """Settings of a run of the flow, read strictly from a TOML file and the command line."""
 
 import dataclasses
-import math
+import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -515,7 +515,7 @@ def _with_section_defaults(
 def _kl_warning(promotion: object) -> dict[str, float]:
     """Return the default of warn_kl for the `max_kl` in a section, if it has a finite one."""
     max_kl = promotion.get("max_kl") if isinstance(promotion, Mapping) else None
-    if isinstance(max_kl, int | float) and 0 < max_kl < math.inf:
+    if isinstance(max_kl, int | float) and 0 < max_kl <= sys.float_info.max:
         return {"warn_kl": WARN_SHARE * max_kl}
     return {}
 

@@ -125,6 +125,7 @@ def test_the_plain_dict_holds_every_setting():
         ({"reward_gate": {"samples_per_prompt": 1}}, r"samples_per_prompt=1"),
         ({"promotion": {"min_win_rate": 1.0}}, r"^\[promotion\] min_win_rate=1\.0 must be"),
         ({"promotion": {"max_kl": 0.0}}, r"max_kl=0\.0 must be above 0"),
+        ({"promotion": {"max_kl": 10**400}}, r"promotion\.max_kl=10+: .* a valid number"),
         ({"promotion": {"max_length_ratio": 0.5}}, r"max_length_ratio=0\.5 must be at least 1"),
         ({"promotion": {"max_repetition": 30.0}}, r"max_repetition=30\.0 must be between"),
         ({"lora": {"r": -1}}, r"^\[lora\] r=-1 must be at least 0"),
