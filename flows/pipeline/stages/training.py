@@ -16,7 +16,8 @@ from pipeline.launch.mirror import mirrored
 from pipeline.results.step_records import Change, PreparedModel, TrainedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
 from pipeline.stages.made_once import MadeModel, can_be_reused, make_or_reuse, move_files
-from pipeline.stages.tracked import track
+from pipeline.stages.tracked import stage, with_files
+from pipeline.tracking.tracker import Tracker
 from ppo_core.errors import ProcessError
 from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.io.text_files import read_json_file
@@ -44,7 +45,9 @@ def this_machine(parallel: Any, attempt: str) -> Machines:
     )
 
 
+@stage("train_policy", "settings")
 def train_policy(
+    tracker: Tracker,
     settings: Settings,
     sft: PreparedModel,
     reward_model: PreparedModel,
@@ -58,6 +61,7 @@ def train_policy(
     that failed in a later step. Its metrics are tracked again.
 
     Args:
+        tracker: tracker of the step, which `stage` passes.
         settings: settings of the run.
         sft: the initial policy, which is also the reference policy.
         reward_model: the reward model.
@@ -68,42 +72,42 @@ def train_policy(
     Raises:
         ProcessError: a process of the training failed.
     """
-    with track(run, "train_policy") as tracker:
 
-        def log_update(update: int, metrics: Mapping[str, float]) -> None:
-            tracker.step.log_metrics(metrics, step=update)
+    def log_update(update: int, metrics: Mapping[str, float]) -> None:
+        tracker.step.log_metrics(metrics, step=update)
 
-        def train_in(folder: Path) -> dict[str, Any]:
-            job = _train(settings, sft, reward_model, validation, run, here, log_update)
-            policy = _policy_folder(run)
-            move_files(policy, folder)
-            policy.rmdir()
-            return {
-                "updates": read_metrics(job / METRICS_FILE),
-                "self_check": read_json_file(job / SELF_CHECK_FILE, ProcessError),
-                "peak_rss_bytes": _peak_rss_bytes(),
-                "run": run.id,
-            }
-
-        inputs = _decides_the_result(settings, sft, reward_model, validation, run)
-        made = make_or_reuse(run.workspace, POLICY, inputs, train_in)
-        updates = made.values["updates"]
-        if made.reused:
-            for metrics in updates:
-                log_update(metrics[UPDATE], _without_number(metrics))
-        warnings = warnings_of(ppo_config(settings), updates)
-        if warnings:
-            tracker.step.describe("Warnings", warnings)
-        tracker.step.set_tags({"reused": str(made.reused)})
-        trained = _trained_policy(made, warnings, run, settings.ppo.num_ppo_epochs)
-        cost = {
-            "episodes_per_second": trained.episodes_per_second,
-            "peak_rss_bytes": trained.peak_rss_bytes,
+    def train_in(folder: Path) -> dict[str, Any]:
+        job = _train(settings, sft, reward_model, validation, run, here, log_update)
+        policy = _policy_folder(run)
+        move_files(policy, folder)
+        policy.rmdir()
+        return {
+            "updates": read_metrics(job / METRICS_FILE),
+            "self_check": read_json_file(job / SELF_CHECK_FILE, ProcessError),
+            "peak_rss_bytes": _peak_rss_bytes(),
+            "run": run.id,
         }
-        tracker.parent.log_metrics(_without_number(updates[-1]) | cost)
-        return trained
+
+    inputs = _decides_the_result(settings, sft, reward_model, validation)
+    made = make_or_reuse(run.workspace, POLICY, inputs, train_in)
+    updates = made.values["updates"]
+    if made.reused:
+        for metrics in updates:
+            log_update(metrics[UPDATE], _without_number(metrics))
+    warnings = warnings_of(ppo_config(settings), updates)
+    if warnings:
+        tracker.step.describe("Warnings", warnings)
+    tracker.step.set_tags({"reused": str(made.reused)})
+    trained = _trained_policy(made, warnings, run, settings.ppo.num_ppo_epochs)
+    cost = {
+        "episodes_per_second": trained.episodes_per_second,
+        "peak_rss_bytes": trained.peak_rss_bytes,
+    }
+    tracker.parent.log_metrics(_without_number(updates[-1]) | cost)
+    return trained
 
 
+@with_files("settings")
 def train_policy_as_worker(
     settings: Settings,
     sft: PreparedModel,
@@ -113,7 +117,7 @@ def train_policy_as_worker(
     here: Machines,
 ) -> None:
     """Take part in the training of `train_policy`, as a machine after the first."""
-    inputs = _decides_the_result(settings, sft, reward_model, validation, run)
+    inputs = _decides_the_result(settings, sft, reward_model, validation)
     if not can_be_reused(run.workspace, POLICY, inputs):
         _train(settings, sft, reward_model, validation, run, here, lambda update, metrics: None)
 
@@ -123,7 +127,6 @@ def _decides_the_result(
     sft: PreparedModel,
     reward_model: PreparedModel,
     validation: ValidatedReward,
-    run: FlowRun,
 ) -> dict[str, Any]:
     """Return everything that the trained policy depends on."""
     config = settings.ppo
@@ -136,7 +139,7 @@ def _decides_the_result(
         "bias": f"{validation.bias:.4g}",
         "gain": f"{validation.gain:.4g}",
         "end_of_text": settings.reward_model_training.end_of_text,
-        "prompts": training_prompts(run.workspace.fetch_files(settings)).digest,
+        "prompts": training_prompts(settings).digest,
         "prompt_format": settings.prompt_format,
         "settings": config.settings_of_result(),
         "batch_size": config.batch_size or per_process * processes,
@@ -167,6 +170,7 @@ def _train(
     return folder
 
 
+@with_files("sft", "reward_model")
 def _write_job(
     settings: Settings,
     sft: PreparedModel,
@@ -174,11 +178,10 @@ def _write_job(
     validation: ValidatedReward,
     run: FlowRun,
 ) -> Path:
-    fetch_files = run.workspace.fetch_files
     return write_job(
-        fetch_files(settings),
-        policy=fetch_files(sft).path,
-        reward_model=fetch_files(reward_model).path,
+        settings,
+        policy=sft.path,
+        reward_model=reward_model.path,
         reward_bias=validation.bias,
         reward_gain=validation.gain,
         folder=run.folder / "ppo",

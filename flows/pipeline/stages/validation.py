@@ -23,8 +23,9 @@ from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer, score_pairs
 from pipeline.reward_validation.validate import validate
 from pipeline.settings.settings import Settings
-from pipeline.stages.tracked import track
+from pipeline.stages.tracked import stage
 from pipeline.storage.addresses import is_in_s3
+from pipeline.tracking.tracker import Tracker
 from ppo_core.config.placement import is_fast_in_bf16, placement_for_reading
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.text_config import text_config
@@ -34,7 +35,9 @@ from ppo_core.rollout.sampler import server_of
 from ppo_core.training.answers import AnswerJob
 
 
+@stage("validate_reward_model", "settings", "sft", "reward_model", "judge_model", patient=True)
 def validate_reward_model(
+    tracker: Tracker,
     settings: Settings,
     sft: PreparedModel,
     reward_model: PreparedModel,
@@ -47,32 +50,28 @@ def validate_reward_model(
 
     If the reward model is refused, the MLflow runs of this run end; then call `stop_run`.
     """
-    with track(run, "validate_reward_model", patient=True) as tracker:
-        fetch_files = run.workspace.fetch_files
-        settings, sft = fetch_files(settings), fetch_files(sft)
-        reward_model, judge_model = fetch_files(reward_model), fetch_files(judge_model)
-        report = examine_reward_model(settings, sft, reward_model, run.folder)
-        by_hand = settings.accept_reward_model and not report.fit
-        report = replace(report, accepted_by_hand=by_hand)
-        print(f"reward model: {reward_model_in_words(report)}", flush=True)
-        file = run.folder / REWARD_REPORT_FILE
-        write_report(file, report)
-        log_reward_report(tracker, report)
-        validation = ValidatedReward(
-            fit=report.fit,
-            accepted_by_hand=report.accepted_by_hand,
-            reasons=report.reasons,
-            bias=report.bias,
-            gain=report.gain,
-            report_file=str(file),
-            judge=_measure_judge(settings, judge_model) if judge_model else None,
-        )
-        if validation.refused:
-            tracker.refuse("The reward model is not fit to train against.", validation.reasons)
+    report = examine_reward_model(settings, sft, reward_model, run.folder)
+    by_hand = settings.accept_reward_model and not report.fit
+    report = replace(report, accepted_by_hand=by_hand)
+    print(f"reward model: {reward_model_in_words(report)}", flush=True)
+    file = run.folder / REWARD_REPORT_FILE
+    write_report(file, report)
+    log_reward_report(tracker, report)
+    validation = ValidatedReward(
+        fit=report.fit,
+        accepted_by_hand=report.accepted_by_hand,
+        reasons=report.reasons,
+        bias=report.bias,
+        gain=report.gain,
+        report_file=str(file),
+        judge=_measure_judge(settings, judge_model) if judge_model else None,
+    )
+    if validation.refused:
+        tracker.refuse("The reward model is not fit to train against.", validation.reasons)
     if validation.accepted_by_hand:
         reasons = _listed(validation)
         print(f"The reward model was refused, but a person accepted it:\n{reasons}", flush=True)
-    return run.workspace.publish_files(validation)
+    return validation
 
 
 def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> NoReturn:
