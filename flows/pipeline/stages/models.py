@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.inputs import data_sets, model_digests
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.model_digests import digest_of_model
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.launcher import OnMetrics
 from pipeline.launch.mirror import mirrored
@@ -42,18 +43,16 @@ class _Training:
     rows: Rows
     section: SupervisedSection
 
-    settings: Settings
-    """Settings of the run, with paths on this machine."""
-
-    encode: Callable[[Settings], Rows]
+    data: RunData
+    encode: Callable[[RunData], Rows]
     """Encode the rows as the training does, and keep them in the cache of this machine."""
 
     def decides_the_result(self) -> dict[str, Any]:
         """Return everything that the trained model depends on."""
         return {
-            "prompt_format": self.settings.prompt_format,
-            "overlong": self.settings.overlong,
-            "model": model_digests.digest_of_model(self.model),
+            "prompt_format": self.data.settings.prompt_format,
+            "overlong": self.data.settings.overlong,
+            "model": digest_of_model(self.model),
             "rows": self.rows.digest,
             "settings": self.section.settings_of_result(),
             "code": digest_of_code(*modules_of_training(CODE)),
@@ -118,39 +117,40 @@ def load_reward_models_as_worker(
 def _policy_training(settings: Settings, run: FlowRun) -> _Training:
     policy = run.workspace.fetch(settings.policy)
     # With its weights, which `fetch_files` leaves out.
-    settings = replace(run.workspace.fetch_files(settings), policy=policy)
+    data = RunData(replace(run.workspace.fetch_files(settings), policy=policy))
     return _Training(
         name=SFT,
         model=policy,
-        rows=data_sets.sft_rows(settings),
+        rows=data.sft_rows(),
         section=settings.sft,
-        settings=settings,
-        encode=data_sets.encoded_demonstrations,
+        data=data,
+        encode=RunData.encoded_demonstrations,
     )
 
 
 @with_files("settings", "sft")
 def _reward_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _Training:
+    data = RunData(settings)
     return _Training(
         name=REWARD_MODEL,
         model=sft.path,
-        rows=data_sets.training_pairs(settings),
+        rows=data.training_pairs(),
         section=settings.reward_model_training,
-        settings=settings,
-        encode=data_sets.encoded_pairs,
+        data=data,
+        encode=RunData.encoded_pairs,
     )
 
 
 @with_files("settings", "sft")
 def _judge_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _Training:
-    section = settings.reward_model_training
+    data, section = RunData(settings), settings.reward_model_training
     return _Training(
         name=JUDGE,
         model=sft.path,
-        rows=data_sets.judge_pairs(settings),
+        rows=data.judge_pairs(),
         section=replace(section, seed=(section.seed + 1) % 2**32),
-        settings=settings,
-        encode=data_sets.encoded_judge_pairs,
+        data=data,
+        encode=RunData.encoded_judge_pairs,
     )
 
 
@@ -188,14 +188,14 @@ def _train(training: _Training, run: FlowRun, here: Machines, on_metrics: OnMetr
     job = _folder(run, training)
     if run.workspace.store:
         # The processes of the training find them on this disk: they cannot fetch from S3.
-        training.encode(training.settings)
+        training.encode(training.data)
     with mirrored(run.workspace, job, here):
         train_supervised(
             "sft" if training.name == SFT else "reward",
             training.model,
             training.rows,
             training.section,
-            training.settings,
+            training.data.settings,
             folder=job,
             model_dir=_model_folder(job),
             machines=here,
@@ -226,5 +226,5 @@ def _given_model(place: str, run: FlowRun) -> PreparedModel:
     if folder != place:
         # The first step did not check the weights of a model of the hub.
         require_finite_weights(folder)
-    digest = model_digests.digest_of_model(folder)
+    digest = digest_of_model(folder)
     return PreparedModel(path=place, digest=digest, metrics={})

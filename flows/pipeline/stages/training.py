@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.inputs.data_sets import training_prompts
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import ONE_MACHINE, Machines, gpus
 from pipeline.launch.job import ppo_config, write_job
@@ -72,12 +72,13 @@ def train_policy(
     Raises:
         ProcessError: a process of the training failed.
     """
+    data = RunData(settings)
 
     def log_update(update: int, metrics: Mapping[str, float]) -> None:
         tracker.step.log_metrics(metrics, step=update)
 
     def train_in(folder: Path) -> dict[str, Any]:
-        job = _train(settings, sft, reward_model, validation, run, here, log_update)
+        job = _train(data, sft, reward_model, validation, run, here, log_update)
         policy = _policy_folder(run)
         move_files(policy, folder)
         policy.rmdir()
@@ -88,7 +89,7 @@ def train_policy(
             "run": run.id,
         }
 
-    inputs = _decides_the_result(settings, sft, reward_model, validation)
+    inputs = _decides_the_result(data, sft, reward_model, validation)
     made = make_or_reuse(run.workspace, POLICY, inputs, train_in)
     updates = made.values["updates"]
     if made.reused:
@@ -117,19 +118,20 @@ def train_policy_as_worker(
     here: Machines,
 ) -> None:
     """Take part in the training of `train_policy`, as a machine after the first."""
-    inputs = _decides_the_result(settings, sft, reward_model, validation)
+    data = RunData(settings)
+    inputs = _decides_the_result(data, sft, reward_model, validation)
     if not can_be_reused(run.workspace, POLICY, inputs):
-        _train(settings, sft, reward_model, validation, run, here, lambda update, metrics: None)
+        _train(data, sft, reward_model, validation, run, here, lambda update, metrics: None)
 
 
 def _decides_the_result(
-    settings: Settings,
+    data: RunData,
     sft: PreparedModel,
     reward_model: PreparedModel,
     validation: ValidatedReward,
 ) -> dict[str, Any]:
     """Return everything that the trained policy depends on."""
-    config = settings.ppo
+    settings, config = data.settings, data.settings.ppo
     processes = (settings.processes or gpus() or 1) * settings.num_nodes
     per_process = config.per_device_train_batch_size * config.gradient_accumulation_steps
     return {
@@ -139,7 +141,7 @@ def _decides_the_result(
         "bias": f"{validation.bias:.4g}",
         "gain": f"{validation.gain:.4g}",
         "end_of_text": settings.reward_model_training.end_of_text,
-        "prompts": training_prompts(settings).digest,
+        "prompts": data.training_prompts().digest,
         "prompt_format": settings.prompt_format,
         "settings": config.settings_of_result(),
         "batch_size": config.batch_size or per_process * processes,
@@ -149,7 +151,7 @@ def _decides_the_result(
 
 
 def _train(
-    settings: Settings,
+    data: RunData,
     sft: PreparedModel,
     reward_model: PreparedModel,
     validation: ValidatedReward,
@@ -161,10 +163,10 @@ def _train(
     folder = run.folder / "ppo"
     with mirrored(run.workspace, folder, here):
         train(
-            _write_job(settings, sft, reward_model, validation, run),
-            processes=settings.processes,
+            _write_job(data, sft, reward_model, validation, run),
+            processes=data.settings.processes,
             machines=here,
-            stall_minutes=settings.stall_minutes,
+            stall_minutes=data.settings.stall_minutes,
             on_metrics=on_metrics,
         )
     return folder
@@ -172,14 +174,14 @@ def _train(
 
 @with_files("sft", "reward_model")
 def _write_job(
-    settings: Settings,
+    data: RunData,
     sft: PreparedModel,
     reward_model: PreparedModel,
     validation: ValidatedReward,
     run: FlowRun,
 ) -> Path:
     return write_job(
-        settings,
+        data,
         policy=sft.path,
         reward_model=reward_model.path,
         reward_bias=validation.bias,

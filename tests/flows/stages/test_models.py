@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.inputs.data_sets import (
-    encoded_demonstrations,
-    encoded_judge_pairs,
-    encoded_pairs,
-    judge_test_pairs,
-)
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.results.step_records import PreparedModel
@@ -58,8 +53,9 @@ def test_a_judge_is_trained_beside_the_reward_model_once(
     settings = bare(tmp_path)
     last = replace(settings.reward_model_training, seed=2**32 - 1)
     settings = replace(settings, reward_model_training=last)
-    for encode in (encoded_demonstrations, encoded_pairs, encoded_judge_pairs):
-        encode(settings)
+    data = RunData(settings)
+    for encode in (data.encoded_demonstrations, data.encoded_pairs, data.encoded_judge_pairs):
+        encode()
     encoded = encoded_rows(cache)
     assert len(encoded) == 3
     run = start(settings)
@@ -97,7 +93,7 @@ def test_the_judge_of_a_given_reward_model_is_trained_and_measured(tmp_path: Pat
     assert (reward_model.path, reward_model.metrics) == (settings.reward_model, {})
     assert reward_model.digest == digest_of_model(settings.reward_model)
 
-    model, pairs = load_reward_model(judge.path), list(judge_test_pairs(settings))
+    model, pairs = load_reward_model(judge.path), list(RunData(settings).judge_test_pairs())
     chosen, rejected = (
         model.score_texts([pair["prompt"] for pair in pairs], [pair[side] for pair in pairs])
         for side in ("chosen", "rejected")
