@@ -79,17 +79,18 @@ class RunData:
 
     def encoded_demonstrations(self) -> Rows:
         """Return the demonstrations as SFT reads them: token ids, with the digest of the rows."""
-        return self._encoded("demonstrations", self.sft_rows(), self.settings.sft)
+        return self.encoded("demonstrations", self.sft_rows(), self.settings.sft)
 
     def encoded_pairs(self) -> Rows:
         """Return the preferences as the training reads them, like `encoded_demonstrations`."""
-        return self._encoded("pairs", self.training_pairs(), self.settings.reward_model_training)
+        return self.encoded("pairs", self.training_pairs(), self.settings.reward_model_training)
 
     def encoded_judge_pairs(self) -> Rows:
         """Return the preferences for the judge as its training reads them, in the same way."""
-        return self._encoded("pairs", self.judge_pairs(), self.settings.reward_model_training)
+        return self.encoded("pairs", self.judge_pairs(), self.settings.reward_model_training)
 
-    def _encoded(self, kind: TrainingKind, rows: Rows, config: SupervisedConfig) -> Rows:
+    def encoded(self, kind: TrainingKind, rows: Rows, config: SupervisedConfig) -> Rows:
+        """Return rows as a training reads them: token ids, with the digest of the rows."""
         encoded = encode_rows(
             kind,
             rows,

@@ -9,12 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.demo import task
 from pipeline.evaluation.contests import Contests, evaluate, judgements
 from pipeline.evaluation.win_rate import describe
-from pipeline.inputs.data_sets import (
-    first_rows,
-    human_labels,
-    references_of,
-    require_reference,
-)
+from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.judges.spec import check_judge, make_judge
 from pipeline.launch.answers import answer, answer_processes
@@ -61,7 +56,7 @@ def compare_with_references(
     model, tokenizer_path = map(str, find_policy(arguments.model, cache))
     tokenizer = load_tokenizer(tokenizer_path, arguments.prompt_format)
     renamed = parse_columns(arguments.columns)
-    labels = human_labels(
+    labels = data_sets.human_labels(
         config,
         tokenizer,
         renamed=renamed,
@@ -70,9 +65,9 @@ def compare_with_references(
     )
     rows = _read_rows(arguments, source, model, tokenizer)
     require_columns_read(renamed, rows, *([] if labels is None else [labels]))
-    judged = first_rows(rows, config)
+    judged = data_sets.first_rows(rows, config)
     prompts = [row["prompt"] for row in judged]
-    references = references_of(judged)
+    references = data_sets.references_of(judged)
     if references is None:
         raise DataError(
             f"None of the {len(judged)} prompts has a reference to compare the model's answers "
@@ -157,7 +152,7 @@ def _read_rows(
         overlong=arguments.overlong,
     )
     print(describe_reading(fitting))
-    return require_reference(fitting)
+    return data_sets.require_reference(fitting)
 
 
 def _answer(

@@ -1,7 +1,7 @@
 """Provide the policy and the reward model for PPO: load or train each of them."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from ppo_core.supervised.training_code import modules_of_training
 SFT, REWARD_MODEL, JUDGE = "sft", "reward-model", "judge"
 """Names of the trainings, which begin the names of their folders in the cache."""
 
+MODEL = "model"
+"""Folder of the trained model in the folder of a training, before it is in the cache."""
+
 CODE = "ppo_core.supervised.training"
 """Entry module of the trainings. Its code and its imports are part of the cache key."""
 
@@ -42,10 +45,7 @@ class _Training:
 
     rows: Rows
     section: SupervisedSection
-
     data: RunData
-    encode: Callable[[RunData], Rows]
-    """Encode the rows as the training does, and keep them in the cache of this machine."""
 
     def decides_the_result(self) -> dict[str, Any]:
         """Return everything that the trained model depends on."""
@@ -118,47 +118,29 @@ def _policy_training(settings: Settings, run: FlowRun) -> _Training:
     policy = run.workspace.fetch(settings.policy)
     # With its weights, which `fetch_files` leaves out.
     data = RunData(replace(run.workspace.fetch_files(settings), policy=policy))
-    return _Training(
-        name=SFT,
-        model=policy,
-        rows=data.sft_rows(),
-        section=settings.sft,
-        data=data,
-        encode=RunData.encoded_demonstrations,
-    )
+    return _Training(name=SFT, model=policy, rows=data.sft_rows(), section=settings.sft, data=data)
 
 
 @with_files("settings", "sft")
 def _reward_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _Training:
-    data = RunData(settings)
-    return _Training(
-        name=REWARD_MODEL,
-        model=sft.path,
-        rows=data.training_pairs(),
-        section=settings.reward_model_training,
-        data=data,
-        encode=RunData.encoded_pairs,
-    )
+    data, section = RunData(settings), settings.reward_model_training
+    rows = data.training_pairs()
+    return _Training(name=REWARD_MODEL, model=sft.path, rows=rows, section=section, data=data)
 
 
 @with_files("settings", "sft")
 def _judge_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _Training:
     data, section = RunData(settings), settings.reward_model_training
-    return _Training(
-        name=JUDGE,
-        model=sft.path,
-        rows=data.judge_pairs(),
-        section=replace(section, seed=(section.seed + 1) % 2**32),
-        data=data,
-        encode=RunData.encoded_judge_pairs,
-    )
+    section = replace(section, seed=(section.seed + 1) % 2**32)
+    rows = data.judge_pairs()
+    return _Training(name=JUDGE, model=sft.path, rows=rows, section=section, data=data)
 
 
 def _train_once(
     training: _Training, run: FlowRun, here: Machines, tracker: Tracker
 ) -> tuple[PreparedModel, bool]:
     """Return the model NAME-DIGEST of the cache, and whether it was there; train it if not."""
-    name, job = training.name, _folder(run, training)
+    name, job = training.name, run.folder / training.name
 
     def log_curves(step: int, metrics: Mapping[str, float]) -> None:
         tracker.step.log_metrics(
@@ -168,7 +150,7 @@ def _train_once(
     def train(folder: Path) -> Mapping[str, float]:
         print(f"{name}: training on {len(training.rows):,} rows", flush=True)
         _train(training, run, here, log_curves)
-        move_files(_model_folder(job), folder)
+        move_files(job / MODEL, folder)
         return read_result(job)
 
     made = make_or_reuse(run.workspace, name, training.decides_the_result(), train)
@@ -185,31 +167,22 @@ def _take_part(training: _Training, run: FlowRun, here: Machines) -> None:
 
 
 def _train(training: _Training, run: FlowRun, here: Machines, on_metrics: OnMetrics) -> None:
-    job = _folder(run, training)
+    job, rows, is_sft = run.folder / training.name, training.rows, training.name == SFT
     if run.workspace.store:
         # The processes of the training find them on this disk: they cannot fetch from S3.
-        training.encode(training.data)
+        training.data.encoded("demonstrations" if is_sft else "pairs", rows, training.section)
     with mirrored(run.workspace, job, here):
         train_supervised(
-            "sft" if training.name == SFT else "reward",
+            "sft" if is_sft else "reward",
             training.model,
-            training.rows,
+            rows,
             training.section,
             training.data.settings,
             folder=job,
-            model_dir=_model_folder(job),
+            model_dir=job / MODEL,
             machines=here,
             on_metrics=on_metrics,
         )
-
-
-def _folder(run: FlowRun, training: _Training) -> Path:
-    """Return the folder of a training's job."""
-    return run.folder / training.name
-
-
-def _model_folder(job: Path) -> Path:
-    return job / "model"
 
 
 def _train_and_log(

@@ -26,7 +26,7 @@ from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, UPDAT
 from ppo_core.supervised.training_code import modules_of_training
 
 POLICY = "policy"
-"""Name of the training, which begins the name of its folder in the cache."""
+"""Name of the training, of its folder in the cache, and of the policy's folder before that."""
 
 CODE = "ppo_core.__main__"
 """Entry module of the training. Its code and its imports are part of the cache key."""
@@ -79,7 +79,7 @@ def train_policy(
 
     def train_in(folder: Path) -> dict[str, Any]:
         job = _train(data, sft, reward_model, validation, run, here, log_update)
-        policy = _policy_folder(run)
+        policy = run.folder / POLICY
         move_files(policy, folder)
         policy.rmdir()
         return {
@@ -187,13 +187,8 @@ def _write_job(
         reward_bias=validation.bias,
         reward_gain=validation.gain,
         folder=run.folder / "ppo",
-        policy_dir=_policy_folder(run),
+        policy_dir=run.folder / POLICY,
     )
-
-
-def _policy_folder(run: FlowRun) -> Path:
-    """Return the folder of the trained policy before it is in the cache."""
-    return run.folder / POLICY
 
 
 def _trained_policy(
